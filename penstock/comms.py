@@ -1,0 +1,203 @@
+"""The glue: which rank this process is, and tensors from one rank to another."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.errors import LostRankError, MismatchError, PenstockError
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are long to look at a stopped job
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+MAX_DIMENSIONS = 14
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands: its rank among `world_size` ranks that form one pipeline, and its device."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+    backend: str = "gloo"  # what carries tensors between ranks
+    timeout: timedelta = DEFAULT_TIMEOUT
+    store: Any = field(default=None, repr=False, compare=False)  # torch.distributed's key-value store, None when alone
+
+    def get_next_rank(self) -> int | None:
+        """The rank after this one, None on the last."""
+        return self.rank + 1 if self.rank + 1 < self.world_size else None
+
+    def get_prev_rank(self) -> int | None:
+        """The rank before this one, None on the first."""
+        return self.rank - 1 if self.rank > 0 else None
+
+
+_current: Topology | None = None
+
+
+def init_distributed(
+    backend: str | None = None, timeout: float | timedelta | None = None, device: str | torch.device | None = None
+) -> Topology:
+    """Join the ranks that torchrun or `penstock.launch` started; without their environment, be a world of one.
+
+    `backend` is `gloo` or `nccl`; by default NCCL when every rank of this machine has a GPU of its own, else Gloo (through
+    host memory for tensors that are not on the CPU, so several ranks may share one GPU). `timeout`, in seconds, is how
+    long a rank waits for another before it gives up. `device` is where the stages live: by default this rank's GPU if
+    there is one and the backend is not asked to be Gloo, else the CPU. A second call returns the first one's topology.
+    """
+    global _current
+    if _current is None:
+        _current = _join(backend, timeout, device)
+    return _current
+
+
+def current_topology() -> Topology:
+    """The topology `init_distributed` found, joining now if nobody has yet."""
+    return init_distributed()
+
+
+def shutdown() -> None:
+    """Leave the ranks: end the process group, forget the topology."""
+    global _current
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _current = None
+
+
+def get_next_rank() -> int | None:
+    """The rank after this one, None on the last."""
+    return current_topology().get_next_rank()
+
+
+def get_prev_rank() -> int | None:
+    """The rank before this one, None on the first."""
+    return current_topology().get_prev_rank()
+
+
+def _join(backend: str | None, timeout: float | timedelta | None, device: str | torch.device | None) -> Topology:
+    if backend not in (None, "gloo", "nccl"):
+        raise PenstockError(
+            f"backend {backend!r} is not known: use 'gloo' (CPU, any device through host memory) or 'nccl' (GPUs)"
+        )
+    if timeout is None:
+        timeout = DEFAULT_TIMEOUT
+    elif not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = _choose_device(backend, device, local_rank)
+    if backend is None:
+        own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
+        backend = "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ and not dist.is_initialized():
+        return Topology(device=device, backend=backend, timeout=timeout)
+    if not dist.is_initialized():
+        _init_process_group(backend, timeout)
+    store = dist.distributed_c10d._get_default_store()
+    return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, store)
+
+
+def _choose_device(backend: str | None, device: str | torch.device | None, local_rank: int) -> torch.device:
+    chosen = torch.device(device or ("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise PenstockError("device 'cuda' was asked for, but torch finds no GPU here: use device='cpu'")
+        return torch.device("cuda", local_rank % torch.cuda.device_count() if chosen.index is None else chosen.index)
+    return chosen
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    if os.environ.get("MASTER_ADDR") in LOOPBACK and os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    # After a restart torchrun's agent still holds the addresses of the attempt before: each attempt gets its own names.
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    name = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
+    """Send `tensor`, of any shape, to rank `dest`; returns when it has been received.
+
+    Raises PenstockError if there is no such rank, LostRankError if it does not receive within the timeout.
+    """
+    topology = current_topology()
+    _check_peer(topology, dest, "send to", "next")
+    if tensor.dim() > MAX_DIMENSIONS or tensor.dtype not in DTYPES:
+        raise MismatchError(f"cannot send a tensor of {tensor.dim()} dimensions and {tensor.dtype}")
+    header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    with _waiting(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}"):
+        dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header))), dest)
+        dist.send(_carried(tensor.detach(), topology).contiguous(), dest)
+
+
+def recv_tensor(
+    shape: Sequence[int], src: int | None, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Receive a tensor of `shape` and `dtype` from rank `src`, onto `device` (this rank's by default).
+
+    Raises MismatchError if the sender's shape or dtype is another (the message is taken off the wire, so that the next one
+    arrives whole), PenstockError if there is no such rank, LostRankError if nothing comes within the timeout.
+    """
+    topology = current_topology()
+    _check_peer(topology, src, "receive from", "previous")
+    header = torch.empty(MAX_DIMENSIONS + 2, dtype=torch.int64)
+    with _waiting(topology, f"for a {_words(shape, dtype)} from rank {src}"):
+        dist.recv(header, src)
+        index, dimensions, *sizes = header.tolist()
+        sent_shape, sent_dtype = tuple(sizes[:dimensions]), DTYPES[index]
+        tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.device if topology.backend == "nccl" else "cpu")
+        dist.recv(tensor, src)
+    if sent_shape != tuple(shape) or sent_dtype != dtype:
+        raise MismatchError(
+            f"rank {topology.rank} expected a {_words(shape, dtype)} from rank {src}, "
+            f"which sent a {_words(sent_shape, sent_dtype)}"
+        )
+    return tensor.to(topology.device if device is None else device)
+
+
+def _carried(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """`tensor` where the backend can take it from."""
+    return tensor.to(topology.device) if topology.backend == "nccl" else tensor.cpu()
+
+
+def _check_peer(topology: Topology, peer: int | None, verb: str, side: str) -> None:
+    if peer is None:
+        raise PenstockError(f"rank {topology.rank} has nobody to {verb}: there is no {side} rank at this end")
+    if not 0 <= peer < topology.world_size or peer == topology.rank:
+        raise PenstockError(
+            f"rank {topology.rank} cannot {verb} rank {peer}: the other ranks are among 0 to {topology.world_size - 1}"
+        )
+
+
+def _words(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} tensor"
+
+
+@contextmanager
+def _waiting(topology: Topology, what: str) -> Iterator[None]:
+    """Tell a lost or silent peer in words instead of the transport's."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            f"rank {topology.rank} waited {what} and gave up: {lost_or_silent(error, topology.timeout)}"
+        ) from error
+
+
+def lost_or_silent(error: BaseException, timeout: timedelta) -> str:
+    """The two ways a wait ends badly, told apart by the transport's text."""
+    silent = "timed out" in str(error).lower()
+    return f"no answer within {timeout.total_seconds():g} s" if silent else "the connection is closed"

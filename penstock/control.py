@@ -1,0 +1,154 @@
+"""The ranks of a pipeline as one: they agree before data flows, and a failure on one ends the step on all.
+
+The failure protocol: a rank that cannot go on writes a report to the store and closes its groups. That wakes every rank
+that waits on it, which does the same, and so on; then each reads the reports and raises the same error. A rank that is
+blamed by another and leaves no report is lost.
+"""
+
+import json
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from penstock import errors
+from penstock.comms import Topology, lost_or_silent
+from penstock.errors import LostRankError, PenstockError
+from penstock.groups import Groups
+
+GRACE = 1.0  # seconds a failing rank waits for the others' reports
+POLL = 0.005
+
+
+class WaitFailed(PenstockError):
+    """A wait for another rank ended badly. Never leaves Penstock: it becomes what the reports say happened."""
+
+    def __init__(self, what: str, peer: int | None, cause: BaseException) -> None:
+        super().__init__(what)
+        self.what, self.peer, self.cause = what, peer, cause
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a failing rank tells the others: its own error, or whom it was waiting for."""
+
+    rank: int
+    when: float
+    error: str | None = None  # the name of the error's class, when the error is this rank's own
+    text: str = ""
+    peer: int | None = None
+
+
+class Control:
+    """The control group of one pipeline."""
+
+    def __init__(self, topology: Topology, name: str) -> None:
+        self.topology, self.name = topology, name
+        self.alone = topology.world_size == 1
+        self.generation = 0  # one more each time the groups had to be opened again
+        self.groups: Groups | None = None
+        self._group: Any = None
+        self._lost: str | None = None
+
+    def connect(self) -> Groups | None:
+        """Open the groups if they are not open; None in a world of one. Raises LostRankError once a rank was lost."""
+        if self._lost:
+            raise LostRankError(f"this pipeline ended when {self._lost}: start the ranks again")
+        if self.groups is None and not self.alone:
+            self.generation += 1
+            self.groups = Groups(self.topology, f"{self.name}/{self.generation}")
+            try:
+                self._group = self.groups.gloo("control", self.topology.rank, self.topology.world_size)
+            except RuntimeError as error:
+                self.fail(WaitFailed("to connect to the other ranks", None, error))
+        return self.groups
+
+    def gather(self, row: Sequence[float], what: str) -> list[list[float]]:
+        """Every rank's `row` of numbers, by rank. `what` says what for, should it fail."""
+        if self.alone:
+            return [list(row)]
+        mine = torch.tensor(row, dtype=torch.float64)
+        return self._all_gather(mine, what).tolist()
+
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Every rank's `value`, by rank."""
+        if self.alone:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for (size,) in self.gather([data.numel()], what)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        everyone = self._all_gather(padded, what)
+        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]
+
+    def _all_gather(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+        self.connect()
+        everyone = mine.new_empty((self.topology.world_size, *mine.shape))
+        try:
+            self._group.allgather([list(everyone)], [mine]).wait()
+        except RuntimeError as error:
+            raise WaitFailed(what, None, error) from error
+        return everyone
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End the step on every rank because of `error`; raises what happened, the same on every rank."""
+        if self.alone:
+            raise error
+        self._publish(error)
+        self.close()
+        if not isinstance(error, WaitFailed):
+            raise error
+        verdict = self._verdict(self._reports(), error)
+        if isinstance(verdict, LostRankError):
+            self._lost = str(verdict)
+        raise verdict from error.cause
+
+    def close(self) -> None:
+        """Close the groups; the next `connect` opens new ones."""
+        if self.groups is not None:
+            self.groups.close()
+        self.groups = self._group = None
+
+    def _publish(self, error: BaseException) -> None:
+        assert self.groups is not None
+        if isinstance(error, WaitFailed):
+            why = lost_or_silent(error.cause, self.topology.timeout)
+            report = Report(self.topology.rank, time.time(), None, f"waited {error.what}: {why}", error.peer)
+        else:
+            kind = type(error).__name__ if isinstance(error, PenstockError) else "PenstockError"
+            text = str(error) if isinstance(error, PenstockError) else f"rank {self.topology.rank} ended: {error!r}"
+            report = Report(self.topology.rank, time.time(), kind, text)
+        self.groups.store.set(f"report-{self.topology.rank}", json.dumps(asdict(report)))
+        self._failed = self.groups.store
+
+    def _reports(self) -> dict[int, Report]:
+        """The reports of this failure: as soon as one names an error of its own, else after all came or the grace is over."""
+        reports: dict[int, Report] = {}
+        deadline = time.monotonic() + GRACE
+        while True:
+            for rank in set(range(self.topology.world_size)) - reports.keys():
+                if self._failed.check([f"report-{rank}"]):
+                    reports[rank] = Report(**json.loads(self._failed.get(f"report-{rank}")))
+            complete = len(reports) == self.topology.world_size or any(report.error for report in reports.values())
+            if complete or time.monotonic() > deadline:
+                return reports
+            time.sleep(POLL)
+
+    def _verdict(self, reports: dict[int, Report], error: WaitFailed) -> PenstockError:
+        """The one error that explains all reports."""
+        own = [report for report in reports.values() if report.error]
+        if own:
+            first = min(own, key=lambda report: (report.when, report.rank))
+            return getattr(errors, str(first.error))(first.text)
+        witnesses = [report for report in reports.values() if report.peer is not None and report.peer not in reports]
+        absent = sorted({report.peer for report in witnesses if report.peer is not None})
+        absent = absent or sorted(set(range(self.topology.world_size)) - reports.keys())
+        witness = min(witnesses or reports.values(), key=lambda report: report.when)
+        told = f"rank {witness.rank} {witness.text}"
+        if not absent:
+            return LostRankError(f"the ranks lost each other: {told}")
+        verb = "does not answer" if "no answer" in told else "is gone"
+        return LostRankError(f"rank {', '.join(map(str, absent))} {verb}: {told}")

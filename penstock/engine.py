@@ -1,0 +1,110 @@
+"""Runs one rank's program: the loop of the clock cycle, and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.channels import Channels
+from penstock.clock import Clock
+from penstock.control import WaitFailed
+from penstock.errors import PenstockError, StageError
+from penstock.schedule.actions import Action, Kind
+from penstock.schedule.program import Step
+from penstock.stage import Stage, handed_over
+
+
+@dataclass
+class Work:
+    """What one step is about, for this rank: its share of the batch going in, and what comes out."""
+
+    training: bool
+    seed: int | None  # of this step's random numbers, None for whatever the generator gives
+    inputs: Sequence[tuple[Any, Any]] = ()  # (args, kwargs) of each microbatch, on the first stage's rank
+    targets: Sequence[Any] = ()  # of each microbatch, on the last stage's rank
+    weights: Sequence[float] = ()  # what each microbatch's loss counts, on the last stage's rank
+    without_backward: frozenset[int] = frozenset()  # microbatches of weight 0
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """One rank's stages and channels, and the loop over its steps."""
+
+    def __init__(self, rank: int, device: torch.device, stages: dict[int, Stage], last: int, channels: Channels) -> None:
+        self.rank, self.device, self.stages, self.last, self.channels = rank, device, stages, last, channels
+        self._handed: dict[Action, Any] = {}  # between two stages of this rank
+
+    def run(self, steps: Sequence[Step], work: Work, clock: Clock) -> None:
+        """Run `steps` in order, each timed by `clock`.
+
+        Raises StageError with rank, stage, action, microbatch and the original text when the model or the loss raises;
+        WaitFailed when a peer is lost.
+        """
+        incoming, outgoing = self.channels.incoming, self.channels.outgoing
+        try:
+            for step in steps:
+                action, receives, needs, sends = step
+                for transfer in receives:
+                    incoming[transfer.source].post(transfer)
+                value = self._handed_to(action) if needs is None else incoming[needs.source].take(needs, self.device)
+                clock.start()
+                result = self._forward(action, value, work) if action.kind is Kind.F else self._backward(action, value, work)
+                clock.stop()
+                del value
+                if sends is not None:
+                    outgoing[sends.destination].send(sends, result)
+                elif result is not None:
+                    self._handed[action] = handed_over(result)
+        except WaitFailed:
+            self._forget()
+            raise
+        except Exception as error:
+            self._forget()
+            raise self._explained(error, action) from error
+
+    def _forward(self, action: Action, value: Any, work: Work) -> Any:
+        """The stage's output, or None if nobody needs it."""
+        _, index, microbatch = action
+        stage, keep = self.stages[index], work.training and microbatch not in work.without_backward
+        if index == 0:
+            args, kwargs = work.inputs[microbatch]
+            output = stage.first_forward(microbatch, args, kwargs, work.seed, keep)
+        else:
+            output = stage.forward(microbatch, value, work.seed, keep)
+        if index < self.last:
+            return output
+        if not work.training:
+            work.outputs[microbatch] = output
+        if work.targets and microbatch not in work.without_backward:
+            work.losses[microbatch] = stage.loss(microbatch, output, work.targets[microbatch], keep)
+        return None
+
+    def _backward(self, action: Action, gradients: Any, work: Work) -> Any:
+        """The gradients of the stage's input, or None on the first stage."""
+        _, index, microbatch = action
+        if index == self.last:
+            seed = torch.full_like(work.losses[microbatch], work.weights[microbatch])
+            gradients = [seed for _ in self.stages[index].kept[microbatch].edges]  # none if everything is frozen
+        result = self.stages[index].backward(microbatch, gradients)
+        return result if index > 0 else None
+
+    def _handed_to(self, action: Action) -> Any:
+        """What another stage of this rank made for `action`, None where nothing is needed."""
+        kind, index, microbatch = action
+        source = Action(kind, index - 1 if kind is Kind.F else index + 1, microbatch)
+        return self._handed.pop(source, None)
+
+    def _forget(self) -> None:
+        self._handed.clear()
+        for stage in self.stages.values():
+            stage.forget()
+
+    def _explained(self, error: Exception, action: Action) -> PenstockError:
+        """`error` with the place where it happened, on one line."""
+        family = type(error) if isinstance(error, PenstockError) else StageError
+        text = " ".join(str(error).split())
+        told = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
+        return family(f"rank {self.rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {told}")

@@ -1,0 +1,21 @@
+"""The errors Penstock raises, one family."""
+
+
+class PenstockError(Exception):
+    """The root of every error Penstock raises on purpose."""
+
+
+class ScheduleError(PenstockError, ValueError):
+    """A schedule cannot be built, or its table cannot be proved."""
+
+
+class MismatchError(PenstockError, ValueError):
+    """Two things that must agree do not: ranks, shapes, dtypes, names, batch and microbatches."""
+
+
+class StageError(PenstockError):
+    """The model or the loss raised an exception while a rank ran an action."""
+
+
+class LostRankError(PenstockError):
+    """A rank died, or did not answer within the timeout."""

@@ -1,0 +1,72 @@
+"""Microbatches: split a batch into pieces, weigh their losses, join their outputs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+
+from penstock.errors import MismatchError
+
+
+def sizes(rows: int, pieces: int) -> list[int]:
+    """Rows of each piece: as equal as can be, the larger ones first. With fewer rows than pieces, the last get none."""
+    return [rows // pieces + (piece < rows % pieces) for piece in range(pieces)]
+
+
+def rows(batch: Any, what: str = "batch") -> int | None:
+    """The rows of `batch`, any tree of tensors: the first dimension all its tensors share; None if it has no tensor.
+
+    Numbers, None, strings and 0-dimensional tensors belong to every piece. Raises MismatchError if first dimensions differ.
+    """
+    found: dict[int, str] = {}
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            found.setdefault(leaf.shape[0], f"{what}{keystr(path)}")
+    if len(found) > 1:
+        told = ", ".join(f"{name} has {size}" for size, name in found.items())
+        raise MismatchError(f"the tensors of a batch must have the same number of rows (first dimension): {told}")
+    return next(iter(found), None)
+
+
+def split(batch: Any, pieces: Sequence[int], device: torch.device | None = None) -> list[Any]:
+    """`batch` cut along the first dimension into pieces of these many rows, as views, on `device`."""
+    leaves, tree = tree_flatten(batch)
+    columns = [_split_leaf(leaf, pieces, device) for leaf in leaves]
+    return [tree_unflatten([column[piece] for column in columns], tree) for piece in range(len(pieces))]
+
+
+def _split_leaf(leaf: Any, pieces: Sequence[int], device: torch.device | None) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor):
+        return [leaf] * len(pieces)
+    leaf = leaf.to(device, non_blocking=True) if device is not None else leaf
+    return leaf.split(list(pieces)) if leaf.dim() else [leaf] * len(pieces)
+
+
+def join(outputs: Sequence[Any]) -> Any:
+    """The outputs of all pieces as one: tensors joined along their rows, 0-dimensional ones stacked, others the first's."""
+    first, *others = outputs
+    if not others:
+        return first
+    return tree_map(_join_leaves, first, *others)
+
+
+def _join_leaves(*leaves: Any) -> Any:
+    if not isinstance(leaves[0], Tensor):
+        return leaves[0]
+    return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
+
+
+def weights(targets: Sequence[Any], pieces: Sequence[int], loss_weight: Callable[[Any], Any] | None) -> list[float]:
+    """What each piece counts in the batch's loss, summing to 1: its share of `loss_weight(target)`, by default of the rows.
+
+    The weighted sum of mean losses is then the mean over the batch. A piece that counts nothing has weight 0; so have all
+    when nothing counts. Raises MismatchError for a weight that is negative or not a finite number.
+    """
+    counts = [float(size if loss_weight is None else loss_weight(target)) for target, size in zip(targets, pieces, strict=True)]
+    for piece, count in enumerate(counts):
+        if not 0 <= count < float("inf"):
+            raise MismatchError(f"loss_weight is {count} for microbatch {piece}: it must be a finite number, 0 or more")
+    total = sum(counts)
+    return [count / total if total else 0.0 for count in counts]

@@ -1,0 +1,165 @@
+"""The reference models: an MLP of many layers, whole and in slices, and a small GPT.
+
+Every layer is initialised from a seed of its own, taken from torch's generator and the layer's number. So a slice has
+the weights of the whole model without building the rest of it, and a GPT is the same wherever it is cut.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.comms import CPU
+from penstock.errors import MismatchError
+from penstock.microbatch import sizes
+from penstock.randomness import aside, mix
+
+
+class _Seeded:
+    """Builds layers, each with the random numbers of its own number."""
+
+    def __init__(self) -> None:
+        self.seed = int(torch.randint(2**62, ()))  # advances the generator, so the next model is another
+
+    def build(self, number: int, make: Callable[[], nn.Module]) -> nn.Module:
+        """The module `make` makes, initialised as layer `number`."""
+        with aside(CPU) as generator:
+            generator.manual_seed(mix(self.seed, number))
+            return make()
+
+
+def _mlp_layers(dim: int, total_layers: int, classes: int, start: int, end: int) -> "OrderedDict[str, nn.Module]":
+    """Hidden layers `start` to `end` by their names in the monolith, the head behind the last of all."""
+    if dim < 1 or classes < 1 or total_layers < 1:
+        raise MismatchError(f"an MLP needs a dim, layers and classes of 1 or more, got {dim}, {total_layers} and {classes}")
+    seeded, layers = _Seeded(), OrderedDict[str, nn.Module]()
+    for number in range(start, end):
+        layers[str(2 * number)] = seeded.build(number, lambda: nn.Linear(dim, dim))
+        layers[str(2 * number + 1)] = nn.ReLU()
+    if end == total_layers:
+        layers[str(2 * total_layers)] = seeded.build(total_layers, lambda: nn.Linear(dim, classes))
+    return layers
+
+
+def mlp(dim: int, total_layers: int = 16, classes: int = 2) -> nn.Sequential:
+    """The monolith: `total_layers` Linear layers of `dim` by `dim`, each with a ReLU, and a Linear head to `classes`.
+
+    (batch, dim) -> (batch, classes). Its weights depend on torch's seed (`torch.manual_seed`) as those of `ShardedMLP`.
+    """
+    return nn.Sequential(_mlp_layers(dim, total_layers, classes, 0, total_layers))
+
+
+class ShardedMLP(nn.Module):
+    """One rank's slice of `mlp(dim, total_layers, classes)`, and nothing else of it.
+
+    Layers that do not divide by the ranks go to the first ranks, one each; the last rank has the head. With the same seed
+    on all ranks, all slices together have the names and, to the bit, the weights of the monolith.
+    Raises MismatchError for a rank outside the world, or more ranks than layers.
+    """
+
+    def __init__(self, dim: int, total_layers: int = 16, rank: int = 0, world_size: int = 1, classes: int = 2) -> None:
+        super().__init__()
+        if not 0 <= rank < world_size or world_size > total_layers:
+            raise MismatchError(
+                f"no slice {rank} of {world_size}: "
+                f"ranks are 0 to {world_size - 1}, at most one for each of {total_layers} layers"
+            )
+        shares = sizes(total_layers, world_size)
+        start = sum(shares[:rank])
+        for name, layer in _mlp_layers(dim, total_layers, classes, start, start + shares[rank]).items():
+            self.add_module(name, layer)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, dim) -> (batch, dim), on the last rank (batch, classes)."""
+        for layer in self.children():
+            hidden = layer(hidden)
+        return hidden
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a small GPT."""
+
+    vocabulary: int = 256  # bytes
+    context: int = 128  # tokens it sees at once
+    width: int = 128
+    layers: int = 8
+    heads: int = 4
+    dropout: float = 0.0
+
+
+class GPT(nn.Sequential):
+    """A decoder-only transformer as a plain sequence of layers: embedding, `layers` blocks, norm, head. Cut it anywhere.
+
+    (batch, time) int64 tokens -> (batch, time, vocabulary) logits; time is at most `context`. Pre-norm blocks and
+    initialisation as in GPT-2 (Radford et al. 2019).
+    """
+
+    def __init__(self, config: GPTConfig = GPTConfig()) -> None:
+        if config.width % config.heads:
+            raise MismatchError(f"width {config.width} does not divide by {config.heads} heads")
+        seeded, blocks = _Seeded(), range(config.layers)
+        layers = OrderedDict[str, nn.Module](embedding=seeded.build(0, lambda: Embedding(config)))
+        layers |= {f"block{number}": seeded.build(1 + number, lambda: Block(config)) for number in blocks}
+        layers["norm"] = nn.LayerNorm(config.width)
+        layers["head"] = seeded.build(1 + config.layers, lambda: _linear(config.width, config.vocabulary))
+        super().__init__(layers)
+        self.config = config
+
+
+class Embedding(nn.Module):
+    """Tokens and their positions as vectors."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) -> (batch, time, width)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.token(tokens) + self.position(positions))
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a two-layer perceptron, each added to what came in."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads, self.dropout = config.heads, config.dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = _linear(width, 3 * width), _linear(width, width, 2 * config.layers)
+        self.up, self.down = _linear(width, 4 * width), _linear(4 * width, width, 2 * config.layers)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, time, width) -> the same."""
+        hidden = hidden + self._drop(self.attention(self.norm1(hidden)))
+        return hidden + self._drop(self.down(functional.gelu(self.up(self.norm2(hidden)))))
+
+    def attention(self, hidden: Tensor) -> Tensor:
+        """(batch, time, width) -> the same; a token sees itself and those before it."""
+        batch, time, width = hidden.shape
+        qkv = self.qkv(hidden).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
+        dropout = self.dropout if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+
+    def _drop(self, hidden: Tensor) -> Tensor:
+        return functional.dropout(hidden, self.dropout, self.training)
+
+
+def _linear(inputs: int, outputs: int, residuals: int = 1) -> nn.Linear:
+    """A Linear with GPT-2's initialisation; `residuals`: the sums its output is one term of, over the whole depth."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.normal_(linear.weight, std=0.02 / math.sqrt(residuals))
+    nn.init.zeros_(linear.bias)
+    return linear

@@ -1,0 +1,39 @@
+"""Random numbers that depend on what they are for, never on which rank draws them or in which order."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_MASK = 2**64 - 1
+
+
+def mix(*numbers: int) -> int:
+    """One 64-bit seed from several numbers (SplitMix64's finaliser over each; Steele, Lea and Flood 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that random operations on `device` draw from."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    if device.type == "mps":
+        return torch.mps._get_default_mps_generator()
+    return torch.default_generator
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[torch.Generator]:
+    """The generator of `device`, to be seeded at will: its state is put back afterwards."""
+    generator = generator_of(device)
+    state = generator.get_state()
+    try:
+        yield generator
+    finally:
+        generator.set_state(state)

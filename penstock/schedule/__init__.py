@@ -1,0 +1,30 @@
+"""Schedules: tables of actions, built, proved, timed. Plain Python, no torch."""
+
+from penstock.errors import ScheduleError
+from penstock.schedule.actions import Action, Kind, Schedule, from_rows
+from penstock.schedule.catalog import build, names
+from penstock.schedule.events import Event, Timeline
+from penstock.schedule.program import Program, Step, Transfer, lower
+from penstock.schedule.simulate import Costs, simulate
+from penstock.schedule.verify import Proof, prove, verify
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Event",
+    "Kind",
+    "Program",
+    "Proof",
+    "Schedule",
+    "ScheduleError",
+    "Step",
+    "Timeline",
+    "Transfer",
+    "build",
+    "from_rows",
+    "lower",
+    "names",
+    "prove",
+    "simulate",
+    "verify",
+]

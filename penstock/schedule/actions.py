@@ -1,0 +1,159 @@
+"""Actions, and the table of actions that is a schedule."""
+
+import csv
+import enum
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+
+
+class Kind(enum.Enum):
+    """What an action does. `B` is `I` and `W` at once."""
+
+    F = "F"  # forward
+    B = "B"  # full backward
+    I = "I"  # backward to the input only  # noqa: E741 - the field's letter
+    W = "W"  # backward to the weights only
+
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+class Action(NamedTuple):
+    """One cell of a table: `kind` of work for one microbatch on one stage. Its text is `2F3`."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The action written as stage, kind, microbatch: `2F3`. Raises ScheduleError for anything else."""
+        for kind in Kind:
+            stage, found, microbatch = text.strip().partition(kind.value)
+            if found and stage.isdecimal() and microbatch.isdecimal():
+                return cls(kind, int(stage), int(microbatch))
+        raise ScheduleError(f"cannot read {text!r} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
+
+
+def dependencies(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
+    """What `action` waits for: for each dependency, the alternatives that satisfy it (I stands for B).
+
+    F(s,m) waits for F(s-1,m); B or I(s,m) for F(s,m) and for B or I(s+1,m); W(s,m) for I(s,m).
+    """
+    kind, stage, microbatch = action
+    if kind is Kind.F:
+        if stage > 0:
+            yield (Action(Kind.F, stage - 1, microbatch),)
+    elif kind is Kind.W:
+        yield (Action(Kind.I, stage, microbatch),)
+    else:
+        yield (Action(Kind.F, stage, microbatch),)
+        if stage < stages - 1:
+            yield Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)
+
+
+def loop_placement(stages: int, ranks: int) -> tuple[int, ...]:
+    """Stage s lives on rank s mod P."""
+    return tuple(stage % ranks for stage in range(stages))
+
+
+def v_placement(stages: int, ranks: int) -> tuple[int, ...]:
+    """Down the ranks and back up, again and again: 0, 1, .., P-1, P-1, .., 1, 0."""
+    fold = (*range(ranks), *reversed(range(ranks)))
+    return tuple(fold[stage % (2 * ranks)] for stage in range(stages))
+
+
+PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"loop": loop_placement, "V": v_placement}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table: for every rank the ordered actions it runs, and which rank every stage lives on.
+
+    It is plain data: frozen, hashable, comparable, and not yet proved (`verify` does that).
+    """
+
+    name: str
+    placement: tuple[int, ...]  # stage -> rank
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placement", tuple(self.placement))
+        object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
+
+    @property
+    def ranks(self) -> int:
+        """P, the number of ranks."""
+        return len(self.actions)
+
+    @property
+    def stages(self) -> int:
+        """S, the number of stages on all ranks together."""
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that live on `rank`, ascending."""
+        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+
+    def keep(self, wanted: Callable[[Action], bool]) -> "Schedule":
+        """The same table with only the `wanted` actions, e.g. the forwards alone for an evaluation.
+
+        Leaving out actions together with all that depends on them never creates a deadlock, so what was proved stays proved.
+        """
+        return replace(self, actions=tuple(tuple(filter(wanted, row)) for row in self.actions))
+
+    def digest(self) -> str:
+        """A fingerprint of placement and table, the same in every process."""
+        text = f"{self.placement};{self.microbatches};" + ";".join(",".join(map(str, row)) for row in self.actions)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """The table as an aligned grid, a row for each rank."""
+        width = max((len(str(action)) for row in self.actions for action in row), default=1)
+        rows = (" ".join(str(action).rjust(width) for action in row) for row in self.actions)
+        return "\n".join(f"rank {rank} | {row}" for rank, row in enumerate(rows))
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write the table in PyTorch's compute-only form: a line for each rank, a cell for each action."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(self.actions)
+
+    @classmethod
+    def from_csv(
+        cls, path: str | PathLike[str], placement: str | Sequence[int] = "loop", name: str | None = None
+    ) -> "Schedule":
+        """Read a table in PyTorch's compute-only form and prove it. Empty cells (bubbles) are passed over.
+
+        `placement` is `loop`, `V`, or the rank of every stage. Raises ScheduleError for a cell that is no action
+        and for a table that `verify` refuses.
+        """
+        from penstock.schedule.verify import verify
+
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [[Action.parse(cell) for cell in row if cell.strip()] for row in csv.reader(file)]
+        schedule = from_rows(name or str(path), rows, placement)
+        verify(schedule)
+        return schedule
+
+
+def from_rows(name: str, rows: Sequence[Iterable[Action]], placement: str | Sequence[int]) -> Schedule:
+    """A schedule from its rows; the numbers of stages and microbatches are read off the actions."""
+    table = [tuple(row) for row in rows]
+    stages = 1 + max((action.stage for row in table for action in row), default=-1)
+    microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
+    if isinstance(placement, str):
+        if placement not in PLACEMENTS:
+            raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
+        placement = PLACEMENTS[placement](stages, len(table))
+    return Schedule(name, tuple(placement), microbatches, tuple(table))

@@ -1,0 +1,167 @@
+"""One stage: its forward, its backward, and what it keeps alive in between."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock import wire
+from penstock.randomness import aside, mix
+
+
+class Entry:
+    """A stage's input: where the gradients of its tensors are put when the backward reaches them."""
+
+    def __init__(self) -> None:
+        self.tensors: tuple[Tensor, ...] = ()
+        self.gradients: tuple[Tensor | None, ...] = ()
+
+    def admit(self, value: Any) -> Any:
+        """`value` with those of its tensors that require a gradient connected to this entry."""
+        leaves, tree = wire.flatten(value)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places:
+            return value
+        self.tensors = tuple(leaves[place].detach() for place in places)
+        self.gradients = (None,) * len(places)
+        leaves = list(leaves)
+        for place, admitted in zip(places, _Admit.apply(_ANCHOR, self), strict=True):
+            leaves[place] = admitted
+        return leaves[0] if isinstance(value, Tensor) else wire.tree_unflatten(leaves, tree)
+
+
+class _Admit(torch.autograd.Function):
+    """Turns received memory into tensors of the graph. They are not leaves: a layer may change them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, entry: Entry) -> tuple[Tensor, ...]:
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        tensors, entry.tensors = entry.tensors, ()
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        ctx.entry.gradients = gradients
+        return None, None
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class Kept(NamedTuple):
+    """What a microbatch in flight keeps alive on a stage, besides what its graph saved."""
+
+    entry: Entry
+    edges: tuple[GradientEdge, ...]  # of the outputs: an output itself goes as soon as it is sent
+
+
+class Stage:
+    """A stage of the model on this rank.
+
+    `layers` are the numbers, in the uncut model, of the module's children where it is a piece of a Sequential: each layer
+    then draws its random numbers from a seed of its own. Otherwise the whole stage draws from one, numbered `index`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        layers: Sequence[int] | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    ) -> None:
+        self.index, self.module, self.device, self.loss_fn = index, module, device, loss_fn
+        self.layers = None if layers is None else tuple(zip(layers, module.children(), strict=True))
+        self.spread = _takes_several(module)
+        self.kept: dict[int, Kept] = {}
+
+    def forward(self, microbatch: int, value: Any, seed: int | None = None, keep: bool = True) -> Any:
+        """The output for the `value` the stage before sent; keeps what the backward needs unless told not to.
+
+        With a `seed`, every layer's random numbers depend on it, the microbatch and the layer alone.
+        """
+        with torch.set_grad_enabled(keep):
+            entry = Entry()
+            output = self._seeded(microbatch, seed, *self._arguments(entry.admit(value)))
+        if keep:
+            self._keep(microbatch, entry, output)
+        return output
+
+    def first_forward(self, microbatch: int, args: Any, kwargs: Any, seed: int | None = None, keep: bool = True) -> Any:
+        """As `forward`, for the stage that the batch goes into."""
+        with torch.set_grad_enabled(keep):
+            output = self._seeded(microbatch, seed, args, kwargs)
+        if keep:
+            self._keep(microbatch, Entry(), output)
+        return output
+
+    def loss(self, microbatch: int, output: Any, target: Any, keep: bool = True) -> Tensor:
+        """The loss of `output`; if kept, the backward of `microbatch` now starts there. Raises ValueError if not a scalar."""
+        assert self.loss_fn is not None
+        with torch.set_grad_enabled(keep):
+            loss = self.loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
+        if keep:
+            self._keep(microbatch, self.kept[microbatch].entry, loss)
+        return loss.detach()
+
+    def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Full backward from the `gradients` of the outputs that require one; returns those of the inputs that do.
+
+        On the last stage the one output is the loss, if anything below it requires a gradient at all.
+        """
+        entry, edges = self.kept.pop(microbatch)
+        pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        return list(entry.gradients)
+
+    def forget(self) -> None:
+        """Let go of all microbatches in flight, after a step that did not end."""
+        self.kept.clear()
+
+    def _keep(self, microbatch: int, entry: Entry, output: Any) -> None:
+        leaves = wire.flatten(output)[0]
+        edges = tuple([get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad])
+        self.kept[microbatch] = Kept(entry, edges)
+
+    def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward of several parameters gets a tuple or list spread over them, a dict by name; else the value is one."""
+        if self.spread and isinstance(value, tuple | list):
+            return tuple(value), {}
+        if self.spread and isinstance(value, dict) and value.keys() <= self.spread:
+            return (), value
+        return (value,), {}
+
+    def _seeded(self, microbatch: int, seed: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if seed is None:
+            return self.module(*args, **kwargs)
+        with aside(self.device) as generator:
+            if self.layers is None or kwargs or len(args) != 1:
+                generator.manual_seed(mix(seed, microbatch, self.index))
+                return self.module(*args, **kwargs)
+            (value,) = args
+            for number, layer in self.layers:
+                generator.manual_seed(mix(seed, microbatch, number))
+                value = layer(value)
+            return value
+
+
+def _takes_several(module: nn.Module) -> frozenset[str]:
+    """The parameters of the module's forward if they are several, else nothing."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return frozenset(p.name for p in parameters) if several else frozenset()
+
+
+def handed_over(value: Any) -> Any:
+    """`value` as the next stage of the same rank receives it: the same memory, cut off from the graph that made it."""
+    leaves, tree = wire.flatten(value)
+    cut = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return cut[0] if isinstance(value, Tensor) else wire.tree_unflatten(cut, tree)

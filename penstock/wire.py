@@ -1,0 +1,100 @@
+"""What travels between two stages: a tree of tensors, described once and then sent as bare memory."""
+
+import pickle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+class TensorSpec(NamedTuple):
+    """A tensor to be sent: enough to make the receive's buffer, memory layout included, so that kernels see the same bits."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # dense: a permutation of contiguous
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Constant(NamedTuple):
+    """A leaf that is no tensor (a number, None, a string): it is part of the description."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+class MessageSpec(NamedTuple):
+    """The description of one message: its structure and its leaves."""
+
+    tree: TreeSpec
+    leaves: tuple[TensorSpec | Constant, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.leaves)) or "nothing"
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """The leaves that travel."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+
+_LEAF = tree_flatten(torch.empty(0))[1]
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of `value` and its structure; a bare tensor, the common case, takes a short way."""
+    return ([value], _LEAF) if isinstance(value, Tensor) else tree_flatten(value)
+
+
+def describe(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
+    """The description of a message."""
+    return MessageSpec(tree, tuple([_describe_leaf(leaf) for leaf in leaves]))
+
+
+def _describe_leaf(leaf: Any) -> TensorSpec | Constant:
+    if not isinstance(leaf, Tensor):
+        return Constant(leaf)
+    stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
+    return TensorSpec(tuple(leaf.shape), stride, leaf.dtype, leaf.requires_grad)
+
+
+def memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """The bare memory of `tensor` in the layout of `spec`, as a flat view where it already has it."""
+    tensor = tensor.detach()
+    if tensor.stride() != spec.stride:
+        tensor = empty(spec, tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def empty(spec: TensorSpec, device: torch.device) -> Tensor:
+    """A buffer for a tensor of `spec`."""
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+
+
+def rebuild(spec: MessageSpec, tensors: list[Tensor]) -> Any:
+    """The message `spec` describes, its tensors in place and requiring a gradient where the sender's did."""
+    for tensor, leaf in zip(tensors, spec.tensors, strict=True):
+        tensor.requires_grad_(leaf.requires_grad)
+    if spec.tree.is_leaf() and tensors:
+        return tensors[0]
+    rest = iter(tensors)
+    leaves = [next(rest) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
+    return tree_unflatten(leaves, spec.tree)
+
+
+def pack(spec: MessageSpec) -> Tensor:
+    """`spec` as bytes; its structure travels as an example of it."""
+    example = tree_unflatten(range(len(spec.leaves)), spec.tree)
+    return torch.frombuffer(bytearray(pickle.dumps((example, spec.leaves))), dtype=torch.uint8)
+
+
+def unpack(data: Tensor) -> MessageSpec:
+    """The description `pack` made bytes of, by another rank of this program."""
+    example, leaves = pickle.loads(bytes(data.tolist()))
+    return MessageSpec(tree_flatten(example)[1], leaves)

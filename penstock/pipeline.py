@@ -1,6 +1,8 @@
 """The face: a model cut over the ranks that trains like the whole one."""
 
 import itertools
+import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ class StepReport(NamedTuple):
 
     makespan: float  # seconds, first action to last over all ranks
     busy: tuple[float, ...]  # seconds each rank spent in actions
+    peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far (on a GPU: its tensors)
 
     @property
     def bubble(self) -> float:
@@ -106,7 +109,7 @@ class Pipeline:
     def _build(self, cut: _Cut, names: dict[int, list[str]]) -> None:
         table, topology = self.schedule, self.topology
         last = table.stages - 1
-        self._first_rank, self._last_rank = table.placement[0], table.placement[last]
+        self.first_rank, self.last_rank = table.placement[0], table.placement[last]
         self._names = partition.names_of([names[stage] for stage in range(table.stages)])
         self._stages = {
             index: Stage(
@@ -182,11 +185,11 @@ class Pipeline:
         rank, pieces = self.topology.rank, self.schedule.microbatches
         seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
         work, vote = Work(training, seed), Vote(training, self.step_count)
-        if rank == self._first_rank:
+        if rank == self.first_rank:
             sizes = _sizes((args, kwargs), "the batch", pieces)
             work.inputs = microbatch.split((args, kwargs), sizes, self.topology.device)
             vote.rows, vote.signature = sum(sizes), _signature((args, kwargs))
-        if rank == self._last_rank and (training or target is not None):
+        if rank == self.last_rank and (training or target is not None):
             if target is None or self.loss_fn is None:
                 lacking = (
                     "target=, which the last stage's rank needs for the loss" if target is None else "a Pipeline with loss_fn="
@@ -236,13 +239,14 @@ class Pipeline:
         self._events = tuple(Event(rank, action, *times) for action, times in zip(actions, intervals, strict=True))
         start, end = (intervals[0][0], intervals[-1][1]) if intervals else (0.0, 0.0)
         busy = sum(end - start for start, end in intervals)
-        row = [loss.item(), _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0, start, end, busy]
+        dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
+        row = [loss.item(), dtype, start, end, busy, _peak_memory(self.topology.device)]
         everyone = self._control.gather(row, "for the other ranks to end the step")
         ran = [each for each in everyone if each[3]]
         makespan = max((each[3] for each in ran), default=0.0) - min((each[2] for each in ran), default=0.0)
-        self.report = StepReport(makespan, tuple(each[4] for each in everyone))
-        value, dtype = everyone[self._last_rank][:2]
-        return torch.tensor(value, dtype=_DTYPES[int(dtype)], device=self.topology.device)
+        self.report = StepReport(makespan, tuple(each[4] for each in everyone), tuple(each[5] for each in everyone))
+        value, kind = everyone[self.last_rank][:2]
+        return torch.tensor(value, dtype=_DTYPES[int(kind)], device=self.topology.device)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -322,6 +326,14 @@ class Pipeline:
         nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
         return total
 
+    def inventory(self) -> list[tuple[str, int, tuple[int, ...], torch.dtype]]:
+        """Every tensor of the whole model's state, in the uncut order: name, rank, shape, dtype. All ranks call it."""
+        mine = {name: (self.topology.rank, tuple(value.shape), value.dtype) for name, value in self.state_dict().items()}
+        with self._together():
+            everyone = self._control.gather_objects(mine, "for the other ranks' parameters")
+        merged = {name: described for each in everyone for name, described in each.items()}
+        return [(name, *merged[name]) for names in self._names for name in names.values()]
+
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds. All ranks call it."""
         with self._together():
@@ -340,6 +352,14 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for submodule, mode in training:
             submodule.training = mode
+
+
+def _peak_memory(device: torch.device) -> float:
+    """Bytes: the most this process has held; on a GPU, the most its tensors have."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def _table(schedule: str | Schedule, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:

@@ -1,0 +1,172 @@
+"""The command line: parses, calls, prints."""
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from penstock.config import TrainConfig, table_of
+from penstock.errors import PenstockError
+
+
+@dataclass(frozen=True)
+class Show:
+    """Draw a schedule as it would run, timed by the simulator, with its bubble and memory."""
+
+    schedule: tyro.conf.Positional[str] = "1f1b"
+    """A name that `penstock schedules` lists, or the path of a CSV table."""
+    ranks: int = 4
+    """P: processes the model is cut over."""
+    microbatches: int = 8
+    """M: pieces each batch is split into."""
+    forward: float = 1.0
+    """What a stage's forward of one microbatch costs."""
+    backward: float = 2.0
+    """What its backward costs."""
+    send: float = 0.0
+    """What a message between two ranks costs."""
+    table: bool = False
+    """Print the bare table as well."""
+    csv: str | None = None
+    """Also write the table to this file, in PyTorch's compute-only form."""
+
+    def run(self) -> None:
+        """Build, prove, time, draw."""
+        from penstock.render.terminal import draw, summary
+        from penstock.schedule import Costs, simulate, verify
+
+        schedule = table_of(self.schedule, self.ranks, self.microbatches)
+        print(verify(schedule))
+        if self.table:
+            print(schedule)
+        timeline = simulate(schedule, Costs(self.forward, self.backward / 2, self.backward / 2, self.send))
+        print(draw(timeline, terminal_width(), colors()))
+        print(summary(timeline))
+        if self.csv is not None:
+            schedule.to_csv(self.csv)
+            print(f"wrote {self.csv}")
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """List the schedules there are."""
+
+    def run(self) -> None:
+        """A line for each."""
+        from penstock.schedule.catalog import FAMILIES
+
+        rows = [("schedule", "what it does", "needs", "bubble", "in flight on rank r")]
+        rows += [(name, family.summary, family.needs, family.bubble, family.in_flight) for name, family in FAMILIES.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "\nP ranks, M microbatches, T = forward and backward of one microbatch on one rank. `penstock show NAME` draws one."
+        )
+
+
+@dataclass(frozen=True)
+class Train(TrainConfig):
+    """Train a model cut over several ranks of this machine on real data, and compare it with one process."""
+
+    def run(self) -> None:
+        """Check first, then start."""
+        self.check()
+        from penstock.train import train
+
+        train(TrainConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measure what a step takes against what its table says, with emulated devices, and what the engine itself costs."""
+
+    ranks: int = 4
+    """Processes; each is a device that sleeps instead of computing."""
+    schedule: str = "1f1b"
+    """A name that `penstock schedules` lists, or the path of a CSV table."""
+    microbatches: int = 8
+    """Pieces each batch is split into."""
+    forward: float = 10.0
+    """Milliseconds a forward takes; a backward takes twice as long."""
+    megabytes: float = 0.001
+    """Size of the activation each microbatch hands to the next stage."""
+    steps: int = 10
+    """Measured steps."""
+
+    def run(self) -> None:
+        """Check first, then start."""
+        schedule = table_of(self.schedule, self.ranks, self.microbatches)
+        from penstock.bench import bench
+
+        bench(schedule, self.forward / 1e3, self.megabytes, self.steps)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Work through a lab: a short script that teaches one thing and checks itself."""
+
+    number: tyro.conf.Positional[int | None] = None
+    """Which; without it, all are listed."""
+
+    def run(self) -> None:
+        """List the labs, or run one."""
+        from penstock import labs
+
+        if self.number is None:
+            for number, lab in labs.LABS.items():
+                print(f"{number}  {lab.title}")
+        else:
+            labs.run(self.number)
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what this machine offers: devices, backends, what a message costs, and what is missing."""
+
+    def run(self) -> None:
+        """Look and measure."""
+        from penstock.doctor import examine
+
+        examine()
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Schedules, tyro.conf.subcommand("schedules")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Lab, tyro.conf.subcommand("lab")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+
+
+def main() -> None:
+    """Run the command that was typed; an error of Penstock's is one line and exit code 1, Ctrl-C is 130."""
+    try:
+        command: Command = tyro.cli(
+            Command, prog="penstock", description="Pipeline-parallel training you can read, prove and see."
+        )
+        command.run()
+    except PenstockError as error:
+        sys.exit(f"penstock: {error}")
+    except KeyboardInterrupt:
+        print("penstock: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, 100 when there is none."""
+    return os.get_terminal_size().columns if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 100))
+
+
+def colors() -> bool:
+    """Whether to colour: on a terminal, unless NO_COLOR says otherwise."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the commands can be told: typed options, checked before anything is started. No torch."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import PenstockError
+from penstock.schedule import Schedule, build, verify
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a model cut over several ranks of this machine."""
+
+    ranks: int = 4
+    """Processes the model is cut over (under torchrun: its processes)."""
+    schedule: str = "1f1b"
+    """A name that `penstock schedules` lists, or the path of a CSV table."""
+    microbatches: int = 8
+    """Pieces each batch is split into."""
+    model: Literal["gpt", "mlp"] = "gpt"
+    """A small GPT that learns bytes of text, or the 16-layer MLP on handwritten digits."""
+    data: Path | None = None
+    """Text for the GPT: a file or a folder. Default: the sources of Python's standard library."""
+    steps: int = 100
+    """Optimizer steps."""
+    batch: int = 32
+    """Rows of a batch: sequences of text, or images."""
+    learning_rate: float = 2e-3
+    """Adam's peak learning rate, after a short warm-up; it falls to a tenth."""
+    layers: int = 8
+    """Blocks of the GPT, or hidden layers of the MLP."""
+    width: int = 128
+    """Features of each layer."""
+    context: int = 64
+    """Bytes the GPT sees at once."""
+    dropout: float = 0.0
+    """Share of the GPT's features dropped in training."""
+    seed: int = 0
+    """Of weights, batches, dropout and the sample."""
+    device: Device = "auto"
+    """Where stages live; several ranks may share one GPU."""
+    compare: bool = False
+    """Run the same steps in one process too and compare: loss to the last bit, time, memory."""
+    out: Path = Path("runs")
+    """Folder in which the run gets a folder of its own."""
+
+    def check(self) -> Schedule:
+        """The proved table of this run. Raises PenstockError, with a value that works, for what cannot be run."""
+        for name in ("ranks", "microbatches", "steps", "batch", "layers", "width", "context"):
+            if getattr(self, name) < 1:
+                raise PenstockError(f"--{name} {getattr(self, name)} is too small: use 1 or more")
+        if self.width % HEADS and self.model == "gpt":
+            raise PenstockError(
+                f"--width {self.width} does not divide by {HEADS} heads: use {max(1, self.width // HEADS) * HEADS}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise PenstockError(f"--dropout {self.dropout} is not a share: use 0 up to, but not including, 1")
+        if self.data is not None and not self.data.exists():
+            raise PenstockError(f"--data {self.data} does not exist{_nearest_path(self.data)}")
+        table = table_of(self.schedule, self.ranks, self.microbatches)
+        most = self.layers + 3 if self.model == "gpt" else 2 * self.layers + 1
+        if table.stages > most:
+            raise PenstockError(f"{table.stages} stages need more layers than the model's {most}: use --ranks {most} or fewer")
+        return table
+
+
+HEADS = 4
+
+
+def table_of(name: str, ranks: int, microbatches: int) -> Schedule:
+    """The schedule called `name`, or the table in the CSV file of that name, proved."""
+    if not name.endswith(".csv"):
+        schedule = build(name, ranks=ranks, microbatches=microbatches)
+        verify(schedule)
+        return schedule
+    if not Path(name).exists():
+        raise PenstockError(f"the table {name} does not exist{_nearest_path(Path(name))}")
+    return Schedule.from_csv(name)
+
+
+def _nearest_path(path: Path) -> str:
+    parent = path.parent
+    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f" (did you mean {parent / near[0]}?)" if near else ": give a file or folder that does"

@@ -1,0 +1,107 @@
+"""The data of the main job: bytes of text, or images of digits, each with a part held out."""
+
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.randomness import mix
+
+MOST_BYTES = 8_000_000  # of text read: more than a short training sees
+HELD_OUT = 0.05
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to learn, and bytes held out; a batch is `rows` windows of `context` bytes, its target the same one byte on."""
+
+    train: Tensor  # (bytes,) uint8
+    held_out: Tensor
+    context: int
+
+    def batch(self, seed: int, step: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The batch of `step`, the same on every rank: (rows, context) int64 inputs and targets."""
+        return self._windows(self.train, _generator(seed, step), rows)
+
+    def validation(self, rows: int, batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Always the same batches of the held-out part."""
+        for number in range(batches):
+            yield self._windows(self.held_out, _generator(0, number), rows)
+
+    def _windows(self, text: Tensor, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+        starts = torch.randint(len(text) - self.context, (rows, 1), generator=generator)
+        windows = text[starts + torch.arange(self.context + 1)].long()  # (rows, context + 1)
+        return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images of handwritten digits with their classes."""
+
+    inputs: Tensor  # (images, width) float32, an 8 x 8 image padded with zeros to `width`
+    classes: Tensor  # (images,) int64
+    held_out: int  # images at the end
+
+    def batch(self, seed: int, step: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The batch of `step`: (rows, width) images and their (rows,) classes."""
+        chosen = torch.randint(len(self.inputs) - self.held_out, (rows,), generator=_generator(seed, step))
+        return self.inputs[chosen], self.classes[chosen]
+
+    def validation(self, rows: int, batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The held-out images, in at most `batches` batches of `rows`."""
+        pieces = zip(self.inputs[-self.held_out :].split(rows), self.classes[-self.held_out :].split(rows), strict=True)
+        for _, piece in zip(range(batches), pieces, strict=False):
+            yield piece
+
+
+def _generator(seed: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(mix(seed, step) >> 1)
+
+
+def text(path: Path | None, context: int) -> Text:
+    """The bytes of a file, of all files below a folder, or (None) of the Python sources of the standard library.
+
+    Raises PenstockError if that is too little to learn from.
+    """
+    standard = Path(sysconfig.get_path("stdlib"))
+    files = sorted(_files(path)) if path is not None else sorted(standard.glob("*.py")) + sorted(standard.glob("[a-z]*/*.py"))
+    data = bytearray()
+    for file in files:
+        if "site-packages" not in file.parts:
+            data += file.read_bytes()[: MOST_BYTES - len(data)]
+        if len(data) >= MOST_BYTES:
+            break
+    held_out = int(len(data) * HELD_OUT)
+    if held_out <= context:
+        raise PenstockError(
+            f"{path} has {len(data)} bytes: at least {int((context + 1) / HELD_OUT) + 1} are needed for a context of {context}"
+        )
+    everything = torch.frombuffer(data, dtype=torch.uint8)
+    return Text(everything[:-held_out], everything[-held_out:], context)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    return (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else iter([path])
+
+
+def digits(width: int) -> Digits:
+    """Scikit-learn's 1797 handwritten digits (8 x 8, from UCI's Optical Recognition of Handwritten Digits).
+
+    Raises PenstockError without scikit-learn, or for a width below the images' 64.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise PenstockError("the digits come with scikit-learn: pip install 'penstock[mlp]'") from error
+    if width < 64:
+        raise PenstockError(f"--width {width} is less than the images' 64 pixels: use 64 or more")
+    loaded = load_digits()
+    images = torch.tensor(loaded.data, dtype=torch.float32) / 16
+    order = torch.randperm(len(images), generator=_generator(0, 0))
+    inputs = torch.zeros(len(images), width)
+    inputs[:, :64] = images[order]
+    return Digits(inputs, torch.tensor(loaded.target)[order], held_out=len(images) // 5)

@@ -1,0 +1,184 @@
+"""The main job: a model cut over ranks learns real data, step by step, and is compared with one process."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock import checkpoint, comms, data
+from penstock.config import HEADS, TrainConfig
+from penstock.errors import PenstockError
+from penstock.launch import launch
+from penstock.model import GPT, GPTConfig, mlp
+from penstock.pipeline import Pipeline
+from penstock.progress import Progress, closing
+from penstock.schedule import Costs, simulate
+
+WARM_UP = 10  # steps
+VALIDATION_BATCHES = 8
+SAMPLE_BYTES = 160
+
+
+@dataclass
+class Run:
+    """What a run came to."""
+
+    ranks: int
+    losses: list[float] = field(default_factory=list)  # of every step
+    seconds: list[float] = field(default_factory=list)
+    bubbles: list[float] = field(default_factory=list)
+    peak_memory: float = 0.0  # bytes, the fullest rank's
+    rows_per_step: int = 0
+    tokens_per_step: int = 0
+    validation_loss: float = math.nan
+    prompt: str = ""
+    sample: str = ""
+    planned_bubble: float = 0.0  # of the table, every stage alike, a backward twice a forward
+
+
+def train(config: TrainConfig) -> None:
+    """The whole job: train, compare if asked, say what came out and where it is.
+
+    Under torchrun this process is one of its ranks; otherwise the ranks are started here.
+    """
+    folder = _folder(config)
+    if "RANK" in os.environ:
+        if config.compare:
+            raise PenstockError("--compare starts processes of its own: use it without torchrun")
+        result = train_rank(config, folder)
+        if os.environ["RANK"] == "0":
+            closing(config, result, None, folder)
+        return
+    result = launch(train_rank, config.ranks, config, folder)[0]
+    alone = launch(train_rank, 1, config, None)[0] if config.compare else None
+    closing(config, result, alone, folder)
+
+
+def _folder(config: TrainConfig) -> Path:
+    name = f"{config.model}-{Path(config.schedule).stem}-{config.ranks}x{config.microbatches}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = config.out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def train_rank(config: TrainConfig, folder: Path | None) -> Run:
+    """One rank's part, or with one rank the whole; writes into `folder` if there is one."""
+    topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
+    torch.manual_seed(config.seed)
+    source, model, loss_fn = _task(config)
+    alone = topology.world_size == 1
+    pipe = Pipeline(model, loss_fn, "gpipe" if alone else config.schedule, config.microbatches, seed=config.seed)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
+    run = Run(topology.world_size, rows_per_step=config.batch, tokens_per_step=config.batch * _tokens(config))
+    run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
+    with ExitStack() as stack:
+        show = stack.enter_context(Progress(config, run)) if topology.rank == 0 else None
+        metrics = stack.enter_context((folder / "metrics.jsonl").open("w")) if folder and topology.rank == 0 else None
+        for record in _steps(config, pipe, optimizer, rate, source, run):
+            if show:
+                show.step(record)
+            if metrics:
+                print(json.dumps(record), file=metrics, flush=True)
+    run.validation_loss = _validate(pipe, source, config)
+    if isinstance(source, data.Text):
+        run.prompt, run.sample = _sample(pipe, source, config.seed)
+    if folder is not None:
+        _keep(pipe, config, run, folder)
+    return run
+
+
+def _tokens(config: TrainConfig) -> int:
+    return config.context if config.model == "gpt" else 1
+
+
+def _task(config: TrainConfig) -> tuple[Any, nn.Sequential, Callable[[Any, Any], Tensor]]:
+    """The data, the model and the loss."""
+    if config.model == "mlp":
+        return data.digits(config.width), mlp(config.width, config.layers, classes=10), nn.functional.cross_entropy
+    shape = GPTConfig(context=config.context, width=config.width, layers=config.layers, heads=HEADS, dropout=config.dropout)
+    return data.text(config.data, config.context), GPT(shape), token_loss
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy: (batch, time, vocabulary) logits, (batch, time) tokens."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate: up in WARM_UP steps, then down along a cosine to a tenth."""
+    return min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def _steps(
+    config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, source: Any, run: Run
+) -> Iterator[dict[str, Any]]:
+    """Train, and after each step say how it went."""
+    for step in range(config.steps):
+        begin = time.perf_counter()
+        inputs, target = source.batch(config.seed, step, config.batch)
+        loss = pipe.step(inputs, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+        rate.step()
+        seconds = time.perf_counter() - begin
+        report = pipe.report
+        assert report is not None
+        run.losses.append(loss.item())
+        run.seconds.append(seconds)
+        run.bubbles.append(report.bubble)
+        run.peak_memory = max(report.peak_memory)
+        yield {
+            "step": step + 1,
+            "loss": loss.item(),
+            "seconds": seconds,
+            "tokens_per_second": run.tokens_per_step / seconds,
+            "bubble": report.bubble,
+            "bubble_of_the_table": run.planned_bubble,
+            "peak_memory_bytes": run.peak_memory,
+        }
+
+
+def _validate(pipe: Pipeline, source: Any, config: TrainConfig) -> float:
+    """Mean loss over the held-out part."""
+    losses, rows = 0.0, 0
+    for inputs, target in source.validation(config.batch, VALIDATION_BATCHES):
+        _, loss = pipe.eval(inputs, target=target)
+        losses, rows = losses + loss.item() * len(inputs), rows + len(inputs)
+    return losses / rows
+
+
+def _sample(pipe: Pipeline, source: data.Text, seed: int) -> tuple[str, str]:
+    """Text that the model continues, and how: the last rank draws each byte and tells the others."""
+    topology, generator = pipe.topology, torch.Generator().manual_seed(seed)
+    window = source.held_out[: source.context].long()[None]  # (1, context)
+    prompt = bytes(window[0].tolist()).decode(errors="replace")
+    drawn = bytearray()
+    for _ in range(SAMPLE_BYTES):
+        logits = pipe.eval(window)
+        token = torch.zeros(1, dtype=torch.long)
+        if logits is not None:
+            likely = torch.softmax(logits[0, -1].float().cpu() / 0.7, 0)
+            token = torch.multinomial(likely, 1, generator=generator)
+        if topology.world_size > 1:
+            dist.broadcast(token, src=pipe.last_rank)
+        window = torch.cat([window[:, 1:], token[None]], 1)
+        drawn.append(int(token))
+    return prompt, drawn.decode(errors="replace")
+
+
+def _keep(pipe: Pipeline, config: TrainConfig, run: Run, folder: Path) -> None:
+    """The run's files: weights under the uncut model's names, and what was run."""
+    checkpoint.save(pipe, folder / "model.pt")
+    if pipe.topology.rank == 0:
+        described = {**asdict(config), "data": str(config.data), "out": str(config.out)}
+        (folder / "run.json").write_text(json.dumps({"config": described, **asdict(run)}, indent=1))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from penstock import comms, microbatch, model, partition, schedule
     from penstock.comms import Topology
     from penstock.errors import LostRankError, MismatchError, PenstockError, ScheduleError, StageError
-    from penstock.launch import launch
+    from penstock.launcher import launch
     from penstock.model import ShardedMLP
     from penstock.pipeline import Pipeline
 
@@ -42,7 +42,7 @@ _HOMES = {
     "ShardedMLP": "model",
     "StageError": "errors",
     "Topology": "comms",
-    "launch": "launch",
+    "launch": "launcher",
 }
 
 
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     module = importlib.import_module(f"penstock.{_HOMES.get(name, name)}")
     value = getattr(module, name) if name in _HOMES else module
-    globals()[name] = value  # also takes the place of the submodule `launch`, which import has just bound here
+    globals()[name] = value
     return value
 
 

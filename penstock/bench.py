@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import comms
-from penstock.launch import launch
+from penstock.launcher import launch
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Kind, Schedule, Timeline, simulate
 

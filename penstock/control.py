@@ -125,14 +125,15 @@ class Control:
         self._failed = self.groups.store
 
     def _reports(self) -> dict[int, Report]:
-        """The reports of this failure: as soon as one names an error of its own, else after all came or the grace is over."""
+        """The reports of this failure: until one names an error of its own, all are accounted for, or the grace is over."""
         reports: dict[int, Report] = {}
         deadline = time.monotonic() + GRACE
         while True:
             for rank in set(range(self.topology.world_size)) - reports.keys():
                 if self._failed.check([f"report-{rank}"]):
                     reports[rank] = Report(**json.loads(self._failed.get(f"report-{rank}")))
-            complete = len(reports) == self.topology.world_size or any(report.error for report in reports.values())
+            accounted = reports.keys() | {report.peer for report in reports.values()}  # who closes has reported before
+            complete = accounted >= set(range(self.topology.world_size)) or any(report.error for report in reports.values())
             if complete or time.monotonic() > deadline:
                 return reports
             time.sleep(POLL)

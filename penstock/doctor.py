@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import comms
-from penstock.launch import launch
+from penstock.launcher import launch
 
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50

@@ -82,7 +82,7 @@ class Pipeline:
     ) -> None:
         self.topology = topology or comms.init_distributed()
         self.loss_fn, self.loss_weight, self.seed = loss_fn, loss_weight, seed
-        self.step_count = 0  # steps begun; dropout depends on it
+        self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.report: StepReport | None = None  # of the last step
         self._control = Control(self.topology, f"penstock/{next(_count)}")
         self._control.connect()
@@ -158,7 +158,6 @@ class Pipeline:
         what = f"for the other ranks to begin {'step()' if training else 'eval()'}"
         with self._together():
             engine = self._connected()
-            self.step_count += training
             work, vote = self._prepare(args, kwargs, target, training)
             agreed = self._agreement.reach(vote, what)
             work.without_backward = agreed.without_backward
@@ -177,6 +176,7 @@ class Pipeline:
                     each.restore()
             loss = self._finish(work, [step.action for step in steps], clock)
             self._agreement.keep(agreed)
+            self.step_count += training
         outputs = [work.outputs[piece] for piece in sorted(work.outputs)]
         return (microbatch.join(outputs) if outputs else None), loss
 

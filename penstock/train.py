@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock import checkpoint, comms, data
 from penstock.config import HEADS, TrainConfig
 from penstock.errors import PenstockError
-from penstock.launch import launch
+from penstock.launcher import launch
 from penstock.model import GPT, GPTConfig, mlp
 from penstock.pipeline import Pipeline
 from penstock.progress import Progress, closing

@@ -23,7 +23,14 @@ from penstock.errors import LostRankError, PenstockError
 T = TypeVar("T")
 # The last is what torch's first backward with given gradients imports: half a second, once instead of on every rank.
 PRELOAD = ["__main__", "penstock.pipeline", "torch.fx.experimental.symbolic_shapes"]
-LAST_WORDS = 2.0  # seconds the other ranks have to tell what they know once one has failed
+LAST_WORDS = 1.5  # seconds the other ranks have to tell what they know once one has failed
+
+
+Outcome = tuple[bool, Any, str]
+
+
+class _Died(LostRankError):
+    """A rank's process ended without an outcome."""
 
 
 class RankTraceback(Exception):
@@ -46,7 +53,7 @@ def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     job = _pickled(function, args)
     with _store() as port, _started(job, ranks, port) as (processes, results):
         outcomes = _outcomes(processes, results)
-    return _results(outcomes, processes)
+    return _results(outcomes, ranks)
 
 
 def start_server() -> None:
@@ -116,12 +123,12 @@ def _started(job: bytes, ranks: int, port: int) -> Iterator[tuple[list[Any], lis
             receiver.close()
 
 
-def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[int, tuple[bool, Any, str]]:
-    """What each rank came to: (went well, result or error, traceback). A rank that died is absent.
+def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[int, Outcome]:
+    """What each rank came to: (went well, result or error, traceback). A rank that never ended is absent.
 
     Once one rank has failed or died, the others have a short while to say why they did.
     """
-    outcomes: dict[int, tuple[bool, Any, str]] = {}
+    outcomes: dict[int, Outcome] = {}
     pending: dict[Any, int] = {receiver: rank for rank, receiver in enumerate(results)}
     deadline: float | None = None
     while pending:
@@ -134,25 +141,25 @@ def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[i
                 outcomes[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 processes[rank].join()
-            if rank not in outcomes or not outcomes[rank][0]:
+                outcomes[rank] = (False, _Died(f"rank {rank} {_death(processes[rank].exitcode)}"), "")
+            if not outcomes[rank][0]:
                 deadline = deadline or time.monotonic() + LAST_WORDS
     return outcomes
 
 
-def _results(outcomes: dict[int, tuple[bool, Any, str]], processes: Sequence[Any]) -> list[Any]:
+def _results(outcomes: dict[int, Outcome], ranks: int) -> list[Any]:
     """The results by rank, or the error to raise: a rank's own before those that only lost a peer."""
-    errors = [(error, text) for _, (well, error, text) in sorted(outcomes.items()) if not well]
-    own = [each for each in errors if not isinstance(each[0], LostRankError)]
-    if own:
-        raise own[0][0] from RankTraceback(own[0][1])
-    dead = [rank for rank, process in enumerate(processes) if rank not in outcomes and process.exitcode != -signal.SIGKILL]
-    killed = [rank for rank in range(len(processes)) if rank not in outcomes and rank not in dead]
-    if errors:
-        raise errors[0][0] from RankTraceback(errors[0][1])
-    if dead or killed:
-        told = "; ".join(f"rank {rank} {_death(processes[rank].exitcode)}" for rank in (*dead, *killed))
-        raise LostRankError(told)
-    return [outcomes[rank][1] for rank in range(len(processes))]
+    failed = [(error, text) for _, (well, error, text) in sorted(outcomes.items()) if not well]
+    deaths = [str(error) for error, _ in failed if isinstance(error, _Died)]
+    told = [each for each in failed if not isinstance(each[0], _Died)]
+    own = [each for each in told if not isinstance(each[0], LostRankError)]
+    for error, text in own or told:
+        if deaths and not own:
+            error = LostRankError("; ".join([str(error), *deaths]))
+        raise error from RankTraceback(text)
+    if deaths:
+        raise LostRankError("; ".join(deaths))
+    return [outcomes[rank][1] for rank in range(ranks)]
 
 
 def _death(exitcode: int | None) -> str:

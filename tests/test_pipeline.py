@@ -1,0 +1,308 @@
+"""The numbers of one process: every comparison here is `torch.equal`."""
+
+from itertools import product
+
+import pytest
+import torch
+from reference import accumulate, assert_same, data, gradients, make, merged
+from torch import nn
+
+import penstock as ps
+
+SCHEDULES = ("naive", "gpipe", "1f1b")
+MICROBATCHES = (1, 2, 3, 5, 8)
+UNEVEN = 5  # rows
+GRID = list(product(SCHEDULES, MICROBATCHES, ("mlp", "gpt"), ("even", "uneven")))
+
+
+def rows_of(split, microbatches):
+    return 2 * microbatches if split == "even" else UNEVEN
+
+
+def rank_grid():
+    """Two steps of every combination, without an optimizer between."""
+    results = {}
+    for schedule, microbatches, kind, split in GRID:
+        model, loss_fn = make(kind)
+        pipe = ps.Pipeline(model, loss_fn, schedule=schedule, microbatches=microbatches)
+        losses = []
+        for seed in (3, 4):
+            inputs, target = data(kind, rows_of(split, microbatches), seed)
+            losses.append(pipe.step(inputs, target=target))
+        results[schedule, microbatches, kind, split] = losses, gradients(pipe.named_parameters())
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_loss_and_gradients_are_those_of_one_process(ranks):
+    everyone = ps.launch(rank_grid, ranks)
+    for schedule, microbatches, kind, split in GRID:
+        model, loss_fn = make(kind)
+        expected = [accumulate(model, loss_fn, data(kind, rows_of(split, microbatches), seed), microbatches) for seed in (3, 4)]
+        results = [each[schedule, microbatches, kind, split] for each in everyone]
+        for losses, _ in results:
+            assert all(map(torch.equal, losses, expected)), (schedule, microbatches, kind, split)
+        assert_same(merged([grads for _, grads in results]), gradients(model.named_parameters()))
+
+
+def rank_fifty_steps(kind, schedule, microbatches, dropout):
+    model, loss_fn = make(kind, dropout)
+    pipe = ps.Pipeline(model, loss_fn, schedule=schedule, microbatches=microbatches, seed=5)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    losses = []
+    for step in range(50):
+        inputs, target = data(kind, 9, seed=step)
+        losses.append(pipe.step(inputs, target=target))
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, pipe.state_dict()
+
+
+def test_after_fifty_clipped_optimizer_steps_the_weights_are_those_of_one_process():
+    model, loss_fn = make("mlp")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(50):
+        losses.append(accumulate(model, loss_fn, data("mlp", 9, seed=step), 4))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    everyone = ps.launch(rank_fifty_steps, 3, "mlp", "1f1b", 4, 0.0)
+    assert all(all(map(torch.equal, ours, losses)) for ours, _ in everyone)
+    assert_same(merged([state for _, state in everyone]), model.state_dict())
+
+
+def test_dropout_draws_the_same_for_every_schedule_cut_and_number_of_ranks():
+    [(losses, state)] = ps.launch(rank_fifty_steps, 1, "gpt", "naive", 4, 0.2)
+    for ranks, schedule in ((2, "gpipe"), (4, "1f1b")):
+        everyone = ps.launch(rank_fifty_steps, ranks, "gpt", schedule, 4, 0.2)
+        assert all(all(map(torch.equal, ours, losses)) for ours, _ in everyone)
+        assert_same(merged([part for _, part in everyone]), state)
+    [(without, _)] = ps.launch(rank_fifty_steps, 1, "gpt", "naive", 4, 0.0)
+    assert not torch.equal(losses[0], without[0])
+
+
+def rank_dropout_leaves_the_generator():
+    model, loss_fn = make("gpt", 0.2)
+    pipe = ps.Pipeline(model, loss_fn, microbatches=2)
+    torch.manual_seed(11)
+    inputs, target = data("gpt", 4)
+    first = pipe.step(inputs, target=target)
+    after = torch.rand(3)
+    second = pipe.step(inputs, target=target)
+    return first, second, after
+
+
+def test_dropout_differs_between_steps_and_leaves_torchs_generator_alone():
+    torch.manual_seed(11)
+    undisturbed = torch.rand(3)
+    for first, second, after in ps.launch(rank_dropout_leaves_the_generator, 2):
+        assert not torch.equal(first, second)
+        assert torch.equal(after, undisturbed)
+
+
+# -- weights of microbatches ----------------------------------------------------------------------------------------
+
+
+def masked(rows, counted):
+    """Targets of which only `counted` of each row are not -100."""
+    tokens, target = data("gpt", rows)
+    keep = torch.arange(6)[None] < torch.tensor(counted)[:, None]
+    return tokens, torch.where(keep, target, -100)
+
+
+def counted_tokens(target):
+    return (target != -100).sum()
+
+
+MASKS = ([6, 1, 2, 0, 3], [0, 0, 4, 0, 5], [0, 0, 0, 0, 0])
+
+
+def rank_masked():
+    results = []
+    for counted in MASKS:
+        model, loss_fn = make("gpt")
+        pipe = ps.Pipeline(model, loss_fn, microbatches=3, loss_weight=counted_tokens)
+        tokens, target = masked(5, counted)
+        results.append((pipe.step(tokens, target=target), gradients(pipe.named_parameters())))
+    return results
+
+
+def test_a_token_mean_weighs_microbatches_by_counted_tokens_and_an_empty_one_adds_nothing():
+    everyone = ps.launch(rank_masked, 2)
+    for number, counted in enumerate(MASKS[:2]):
+        model, loss_fn = make("gpt")
+        loss = accumulate(model, loss_fn, masked(5, counted), 3, weight=counted_tokens)
+        assert all(torch.equal(each[number][0], loss) for each in everyone)
+        assert_same(merged([each[number][1] for each in everyone]), gradients(model.named_parameters()))
+        whole, _ = make("gpt")
+        tokens, target = masked(5, counted)
+        torch.testing.assert_close(loss, loss_fn(whole(tokens), target))
+    assert all(each[2][0] == 0 and set(each[2][1].values()) == {None} for each in everyone)
+
+
+# -- evaluation, other sizes ----------------------------------------------------------------------------------------
+
+
+class Counting(nn.BatchNorm1d):
+    """A BatchNorm, whose running statistics an evaluation must not touch."""
+
+
+def with_norm():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(12, 6), Counting(6), nn.ReLU(), nn.Linear(6, 6), Counting(6), nn.Linear(6, 3))
+
+
+def rank_norm_and_eval():
+    pipe = ps.Pipeline(with_norm(), nn.functional.cross_entropy, microbatches=2)
+    inputs, target = data("mlp", 8)
+    pipe.step(inputs, target=target)
+    before = gradients(pipe.named_parameters()), {k: v.clone() for k, v in pipe.state_dict().items()}
+    outputs, loss = pipe.eval(inputs, target=target)
+    alone = pipe.eval(inputs)
+    after = gradients(pipe.named_parameters()), {k: v.clone() for k, v in pipe.state_dict().items()}
+    pipe.step(inputs, target=target)
+    return before, after, outputs, loss, alone, gradients(pipe.named_parameters()), pipe.state_dict()
+
+
+def test_eval_touches_no_gradient_and_no_buffer_and_batchnorm_updates_once_for_each_microbatch():
+    everyone = ps.launch(rank_norm_and_eval, 2)
+    model, (inputs, target) = with_norm(), data("mlp", 8)
+    accumulate(model, nn.functional.cross_entropy, (inputs, target), 2)
+    for before, after, *_ in everyone:
+        assert_same(after[0], before[0])
+        assert_same(after[1], before[1])
+    state = merged([each[0][1] for each in everyone])
+    assert_same(state, model.state_dict())
+    assert state["1.num_batches_tracked"] == 2
+    model.eval()
+    with torch.no_grad():
+        halves = [model(half) for half in inputs.tensor_split(2)]
+    assert everyone[0][2] is None
+    assert everyone[0][4] is None
+    assert torch.equal(everyone[1][2], torch.cat(halves))
+    assert torch.equal(everyone[1][4], torch.cat(halves))
+    expected = sum(nn.functional.cross_entropy(half, t) * 0.5 for half, t in zip(halves, target.tensor_split(2), strict=True))
+    assert all(torch.equal(each[3], expected) for each in everyone)
+    accumulate(model.train(), nn.functional.cross_entropy, (inputs, target), 2)
+    assert_same(merged([each[5] for each in everyone]), gradients(model.named_parameters()))
+
+
+SIZES = (8, 5, 8, 2, 1, 13)
+
+
+def rank_sizes():
+    model, loss_fn = make("mlp")
+    pipe = ps.Pipeline(model, loss_fn, microbatches=4)
+    losses = []
+    for rows in SIZES:
+        inputs, target = data("mlp", rows, seed=rows)
+        losses.append(pipe.step(inputs, target=target))
+    return losses, gradients(pipe.named_parameters())
+
+
+def test_a_batch_of_another_size_in_the_next_step_is_right_also_with_fewer_rows_than_microbatches():
+    everyone = ps.launch(rank_sizes, 3)
+    model, loss_fn = make("mlp")
+    expected = [accumulate(model, loss_fn, data("mlp", rows, seed=rows), 4) for rows in SIZES]
+    assert all(all(map(torch.equal, losses, expected)) for losses, _ in everyone)
+    assert_same(merged([grads for _, grads in everyone]), gradients(model.named_parameters()))
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def reversed_on_the_last(ranks, microbatches):
+    """1F1B whose last rank takes the microbatches from the end."""
+    table = ps.schedule.build("gpipe", ranks=ranks, microbatches=microbatches)
+    turned = [action._replace(microbatch=microbatches - 1 - action.microbatch) for action in table.actions[-1]]
+    return ps.schedule.from_rows("reversed", [*table.actions[:-1], turned], "loop")
+
+
+def looped(ranks, microbatches):
+    """Two stages on each rank, all forwards then all backwards."""
+    F, B = ps.schedule.Kind.F, ps.schedule.Kind.B
+    rows = []
+    for rank in range(ranks):
+        stages = (rank, ranks + rank)
+        row = [ps.schedule.Action(F, stage, m) for stage in stages for m in range(microbatches)]
+        rows.append(row + [ps.schedule.Action(B, stage, m) for stage in reversed(stages) for m in range(microbatches)])
+    return ps.schedule.from_rows("looped", rows, "loop")
+
+
+def folded(ranks, microbatches):
+    """Two stages on each rank in a V, so that the last rank hands over to itself."""
+    F, B = ps.schedule.Kind.F, ps.schedule.Kind.B
+    rows = []
+    for rank in range(ranks):
+        stages = (rank, 2 * ranks - 1 - rank)
+        row = [ps.schedule.Action(F, stage, m) for stage in stages for m in range(microbatches)]
+        rows.append(row + [ps.schedule.Action(B, stage, m) for stage in reversed(stages) for m in range(microbatches)])
+    return ps.schedule.from_rows("folded", rows, "V")
+
+
+TABLES = {"reversed": reversed_on_the_last(2, 4), "looped": looped(2, 4), "folded": folded(2, 4)}
+
+
+def rank_tables():
+    results = {}
+    for name, table in TABLES.items():
+        model, loss_fn = make("gpt", 0.1)
+        pipe = ps.Pipeline(model, loss_fn, schedule=table)
+        inputs, target = data("gpt", 7)
+        losses = [pipe.step(inputs, target=target), pipe.step(inputs, target=target)]
+        results[name] = losses, gradients(pipe.named_parameters()), pipe.eval(inputs), pipe.timeline().peak_in_flight
+    return results
+
+
+def rank_one_table(name):
+    """The same stages in one process, which takes the backwards in the order of the table's last stage."""
+    table = TABLES[name]
+    model, loss_fn = make("gpt", 0.1)
+    order = [a.microbatch for a in table.actions[table.placement[-1]] if a.kind.value == "B" and a.stage == table.stages - 1]
+    F, B = ps.schedule.Kind.F, ps.schedule.Kind.B
+    row = [ps.schedule.Action(F, 0, m) for m in range(table.microbatches)] + [ps.schedule.Action(B, 0, m) for m in order]
+    pipe = ps.Pipeline(model, loss_fn, schedule=ps.schedule.from_rows("one", [row], "loop"))
+    inputs, target = data("gpt", 7)
+    return (
+        [pipe.step(inputs, target=target), pipe.step(inputs, target=target)],
+        gradients(pipe.named_parameters()),
+        pipe.eval(inputs),
+    )
+
+
+@pytest.mark.parametrize("name", ["looped", "folded"])
+def test_a_users_table_with_several_stages_on_a_rank_has_the_numbers_of_one_process(name):
+    everyone = [each[name] for each in ps.launch(rank_tables, 2)]
+    losses, grads, outputs = ps.launch(rank_one_table, 1, name)[0]
+    assert all(all(map(torch.equal, each[0], losses)) for each in everyone)
+    assert_same(merged([each[1] for each in everyone]), grads)
+    assert torch.equal(everyone[TABLES[name].placement[-1]][2], outputs)
+    assert everyone[0][3] == ps.schedule.simulate(TABLES[name]).peak_in_flight
+
+
+def test_a_reversed_order_on_the_last_stage_keeps_the_outputs_in_the_order_of_the_rows():
+    everyone = [each["reversed"] for each in ps.launch(rank_tables, 2)]
+    losses, grads, outputs = ps.launch(rank_one_table, 1, "reversed")[0]
+    assert all(all(map(torch.equal, each[0], losses)) for each in everyone)
+    assert torch.equal(everyone[1][2], outputs)
+    last_layers = {name: grads[name] for name in everyone[1][1]}
+    assert_same(everyone[1][1], last_layers)  # the first stage's backwards come in another order, and so do its sums
+
+
+def rank_csv(path):
+    model, loss_fn = make("mlp")
+    pipe = ps.Pipeline(model, loss_fn, schedule=path)
+    inputs, target = data("mlp", 8)
+    return pipe.step(inputs, target=target), pipe.schedule.microbatches
+
+
+def test_a_table_from_a_file_runs(tmp_path):
+    path = str(tmp_path / "mine.csv")
+    ps.schedule.build("1f1b", ranks=2, microbatches=3).to_csv(path)
+    model, loss_fn = make("mlp")
+    expected = accumulate(model, loss_fn, data("mlp", 8), 3)
+    for loss, microbatches in ps.launch(rank_csv, 2, path):
+        assert microbatches == 3
+        assert torch.equal(loss, expected)

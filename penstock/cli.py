@@ -74,10 +74,12 @@ class Train(TrainConfig):
 
     def run(self) -> None:
         """Check first, then start."""
-        self.check()
+        ranks = int(os.environ.get("WORLD_SIZE", self.ranks))  # torchrun's, under torchrun
+        config = dataclasses.replace(self, ranks=ranks)
+        config.check()
         from penstock.train import train
 
-        train(TrainConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}))
+        train(config)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def closing(config: "TrainConfig", run: "Run", alone: "Run | None", folder: "Path") -> None:
+def closing(run: "Run", alone: "Run | None", folder: "Path") -> None:
     """What came out, on the console."""
     console = Console(soft_wrap=True)
     console.print(

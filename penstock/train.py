@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -56,22 +56,21 @@ def train(config: TrainConfig) -> None:
             raise PenstockError("--compare starts processes of its own: use it without torchrun")
         result = train_rank(config, folder)
         if os.environ["RANK"] == "0":
-            closing(config, result, None, folder)
+            closing(result, None, folder)
+        comms.shutdown()
         return
     result = launch(train_rank, config.ranks, config, folder)[0]
     alone = launch(train_rank, 1, config, None)[0] if config.compare else None
-    closing(config, result, alone, folder)
+    closing(result, alone, folder)
 
 
 def _folder(config: TrainConfig) -> Path:
     name = f"{config.model}-{Path(config.schedule).stem}-{config.ranks}x{config.microbatches}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = config.out / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return config.out / name
 
 
 def train_rank(config: TrainConfig, folder: Path | None) -> Run:
-    """One rank's part, or with one rank the whole; writes into `folder` if there is one."""
+    """One rank's part, or with one rank the whole; rank 0 makes `folder` and writes into it, if there is to be one."""
     topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
     torch.manual_seed(config.seed)
     source, model, loss_fn = _task(config)
@@ -83,7 +82,7 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
     with ExitStack() as stack:
         show = stack.enter_context(Progress(config, run)) if topology.rank == 0 else None
-        metrics = stack.enter_context((folder / "metrics.jsonl").open("w")) if folder and topology.rank == 0 else None
+        metrics = stack.enter_context(_metrics(folder)) if folder and topology.rank == 0 else None
         for record in _steps(config, pipe, optimizer, rate, source, run):
             if show:
                 show.step(record)
@@ -95,6 +94,11 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     if folder is not None:
         _keep(pipe, config, run, folder)
     return run
+
+
+def _metrics(folder: Path) -> TextIO:
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / "metrics.jsonl").open("w")
 
 
 def _tokens(config: TrainConfig) -> int:

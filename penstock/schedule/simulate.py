@@ -1,7 +1,7 @@
 """The simulator: what every action costs -> when every action runs."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
@@ -34,7 +34,7 @@ class Costs:
 
 
 def _per_stage(name: str, cost: Cost, stages: int) -> list[float]:
-    costs = [float(c) for c in cost] if isinstance(cost, Sequence) else [float(cost)] * stages
+    costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * stages
     if len(costs) != stages:
         raise ScheduleError(f"{name} has {len(costs)} costs for {stages} stages: give one number, or one for each stage")
     if not all(c >= 0 for c in costs):

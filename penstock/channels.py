@@ -91,7 +91,7 @@ def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: Messa
     """`leaves` as `agreed` describes them, where only the layout differs or a gradient is absent; else MismatchError."""
     fitted = []
     for leaf, leaf_spec, wanted in zip(leaves, spec.leaves, agreed.leaves, strict=False):
-        if isinstance(wanted, wire.TensorSpec) and leaf_spec == wire.Constant(None):
+        if isinstance(wanted, wire.TensorSpec) and leaf is None:
             leaf = torch.zeros(wanted.shape, dtype=wanted.dtype)
         elif not isinstance(wanted, wire.TensorSpec) or not isinstance(leaf_spec, wire.TensorSpec):
             if leaf_spec != wanted:

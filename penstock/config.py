@@ -31,8 +31,8 @@ class TrainConfig:
     """Rows of a batch: sequences of text, or images."""
     learning_rate: float = 2e-3
     """Adam's peak learning rate, after a short warm-up; it falls to a tenth."""
-    layers: int = 8
-    """Blocks of the GPT, or hidden layers of the MLP."""
+    layers: int | None = None
+    """Blocks of the GPT (default 8), or hidden layers of the MLP (default 16)."""
     width: int = 128
     """Features of each layer."""
     context: int = 64
@@ -48,11 +48,18 @@ class TrainConfig:
     out: Path = Path("runs")
     """Folder in which the run gets a folder of its own."""
 
+    @property
+    def depth(self) -> int:
+        """The number of layers, its default filled in."""
+        return (8 if self.model == "gpt" else 16) if self.layers is None else self.layers
+
     def check(self) -> Schedule:
         """The proved table of this run. Raises PenstockError, with a value that works, for what cannot be run."""
-        for name in ("ranks", "microbatches", "steps", "batch", "layers", "width", "context"):
+        for name in ("ranks", "microbatches", "steps", "batch", "depth", "width", "context"):
             if getattr(self, name) < 1:
-                raise PenstockError(f"--{name} {getattr(self, name)} is too small: use 1 or more")
+                raise PenstockError(f"--{name.replace('depth', 'layers')} {getattr(self, name)} is too small: use 1 or more")
+        if self.device == "cuda" and not [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]:
+            raise PenstockError("--device cuda: this machine has no NVIDIA GPU; use --device cpu")
         if self.width % HEADS and self.model == "gpt":
             raise PenstockError(
                 f"--width {self.width} does not divide by {HEADS} heads: use {max(1, self.width // HEADS) * HEADS}"
@@ -62,7 +69,7 @@ class TrainConfig:
         if self.data is not None and not self.data.exists():
             raise PenstockError(f"--data {self.data} does not exist{_nearest_path(self.data)}")
         table = table_of(self.schedule, self.ranks, self.microbatches)
-        most = self.layers + 3 if self.model == "gpt" else 2 * self.layers + 1
+        most = self.depth + 3 if self.model == "gpt" else 2 * self.depth + 1
         if table.stages > most:
             raise PenstockError(f"{table.stages} stages need more layers than the model's {most}: use --ranks {most} or fewer")
         return table

@@ -46,16 +46,15 @@ def _split_leaf(leaf: Any, pieces: Sequence[int], device: torch.device | None) -
 
 def join(outputs: Sequence[Any]) -> Any:
     """The outputs of all pieces as one: tensors joined along their rows, 0-dimensional ones stacked, others the first's."""
-    first, *others = outputs
-    if not others:
-        return first
-    return tree_map(_join_leaves, first, *others)
+    return tree_map(_join_leaves, *outputs)
 
 
 def _join_leaves(*leaves: Any) -> Any:
     if not isinstance(leaves[0], Tensor):
         return leaves[0]
-    return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
+    if not leaves[0].dim():
+        return torch.stack(leaves)
+    return torch.cat(leaves) if len(leaves) > 1 else leaves[0]
 
 
 def weights(targets: Sequence[Any], pieces: Sequence[int], loss_weight: Callable[[Any], Any] | None) -> list[float]:

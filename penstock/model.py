@@ -38,11 +38,19 @@ def _mlp_layers(dim: int, total_layers: int, classes: int, start: int, end: int)
         raise MismatchError(f"an MLP needs a dim, layers and classes of 1 or more, got {dim}, {total_layers} and {classes}")
     seeded, layers = _Seeded(), OrderedDict[str, nn.Module]()
     for number in range(start, end):
-        layers[str(2 * number)] = seeded.build(number, lambda: nn.Linear(dim, dim))
+        layers[str(2 * number)] = seeded.build(number, lambda: _hidden(dim))
         layers[str(2 * number + 1)] = nn.ReLU()
     if end == total_layers:
         layers[str(2 * total_layers)] = seeded.build(total_layers, lambda: nn.Linear(dim, classes))
     return layers
+
+
+def _hidden(dim: int) -> nn.Linear:
+    """A layer that keeps the size of what passes through its ReLU, however deep (He et al. 2015); nn.Linear's own shrinks it."""
+    linear = nn.Linear(dim, dim)
+    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+    nn.init.zeros_(linear.bias)
+    return linear
 
 
 def mlp(dim: int, total_layers: int = 16, classes: int = 2) -> nn.Sequential:

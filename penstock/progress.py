@@ -4,6 +4,7 @@ import statistics
 import sys
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
@@ -72,35 +73,29 @@ def closing(run: "Run", alone: "Run | None", folder: "Path") -> None:
 
 
 def _safe(text: str) -> str:
-    printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    printable = "".join(c if (c.isprintable() and c != "\ufffd") or c == "\n" else "?" for c in text)
     return printable.replace("[", r"\[")
 
 
 def _comparison(run: "Run", alone: "Run") -> Table:
     """The two runs side by side, and whether their losses are the same to the last bit."""
-    table = Table(
-        title=f"\n{run.ranks} ranks and one process, the same {len(run.losses)} steps, one thread each", title_justify="left"
-    )
+    steps = len(run.losses)
+    table = Table(title=f"The same {steps} steps, one thread a process", title_justify="left", box=SIMPLE, pad_edge=False)
     for heading in ("", f"{run.ranks} ranks", "one process", ""):
-        table.add_column(heading, justify="left" if not heading else "right")
-    same = sum(a == b for a, b in zip(run.losses, alone.losses, strict=True))
-    equal = (
-        "equal to the last bit, in every step" if same == len(run.losses) else f"DIFFERENT in {len(run.losses) - same} steps"
-    )
-    times = statistics.median(run.seconds), statistics.median(alone.seconds)
-    table.add_row("last loss", f"{run.losses[-1]!r}", f"{alone.losses[-1]!r}", equal)
-    table.add_row(
-        "held-out loss",
-        f"{run.validation_loss!r}",
-        f"{alone.validation_loss!r}",
-        "equal" if run.validation_loss == alone.validation_loss else "DIFFERENT",
-    )
-    table.add_row("a step", f"{times[0] * 1e3:.0f} ms", f"{times[1] * 1e3:.0f} ms", f"{times[1] / times[0]:.2f} times as fast")
-    table.add_row(
-        "bubble",
-        f"{statistics.median(run.bubbles):.0%}",
-        f"{statistics.median(alone.bubbles):.0%}",
-        f"the table's is {run.planned_bubble:.0%}",
-    )
-    table.add_row("peak memory of a rank", megabytes(run.peak_memory), megabytes(alone.peak_memory), "")
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    different = sum(a != b for a, b in zip(run.losses, alone.losses, strict=True))
+    verdict = f"DIFFERENT in {different} steps" if different else "equal to the last bit, all steps"
+    step, step_alone = statistics.median(run.seconds), statistics.median(alone.seconds)
+    table.add_row("last loss", digits(run.losses[-1]), digits(alone.losses[-1]), verdict)
+    held_out = "equal to the last bit" if run.validation_loss == alone.validation_loss else "DIFFERENT"
+    table.add_row("held-out loss", digits(run.validation_loss), digits(alone.validation_loss), held_out)
+    table.add_row("a step", f"{step * 1e3:.0f} ms", f"{step_alone * 1e3:.0f} ms", f"speed-up {step_alone / step:.2f}")
+    bubbles = [f"{statistics.median(each.bubbles):.0%}" for each in (run, alone)]
+    table.add_row("bubble", *bubbles, f"the table's: {run.planned_bubble:.0%}")
+    table.add_row("fullest rank", megabytes(run.peak_memory), megabytes(alone.peak_memory), "peak memory of its process")
     return table
+
+
+def digits(loss: float) -> str:
+    """As many digits as tell a float32 from its neighbours."""
+    return f"{loss:.9g}"

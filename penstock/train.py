@@ -108,8 +108,8 @@ def _tokens(config: TrainConfig) -> int:
 def _task(config: TrainConfig) -> tuple[Any, nn.Sequential, Callable[[Any, Any], Tensor]]:
     """The data, the model and the loss."""
     if config.model == "mlp":
-        return data.digits(config.width), mlp(config.width, config.layers, classes=10), nn.functional.cross_entropy
-    shape = GPTConfig(context=config.context, width=config.width, layers=config.layers, heads=HEADS, dropout=config.dropout)
+        return data.digits(config.width), mlp(config.width, config.depth, classes=10), nn.functional.cross_entropy
+    shape = GPTConfig(context=config.context, width=config.width, layers=config.depth, heads=HEADS, dropout=config.dropout)
     return data.text(config.data, config.context), GPT(shape), token_loss
 
 

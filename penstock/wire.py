@@ -24,6 +24,7 @@ class Constant(NamedTuple):
     """A leaf that is no tensor (a number, None, a string): it is part of the description."""
 
     value: Any
+    kind: type  # 1, 1.0 and True are equal, but not the same
 
     def __str__(self) -> str:
         return repr(self.value)
@@ -59,14 +60,14 @@ def describe(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
 
 def _describe_leaf(leaf: Any) -> TensorSpec | Constant:
     if not isinstance(leaf, Tensor):
-        return Constant(leaf)
+        return Constant(leaf, type(leaf))
     stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
     return TensorSpec(tuple(leaf.shape), stride, leaf.dtype, leaf.requires_grad)
 
 
 def memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """The bare memory of `tensor` in the layout of `spec`, as a flat view where it already has it."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # those two are flags, not memory
     if tensor.stride() != spec.stride:
         tensor = empty(spec, tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

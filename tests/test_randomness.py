@@ -54,10 +54,15 @@ def test_what_is_drawn_aside_leaves_no_trace():
     assert torch.equal(inside, torch.rand(4, generator=torch.Generator().manual_seed(99)))
 
 
+def fail_aside():
+    with aside(CPU) as generator:
+        generator.manual_seed(99)
+        raise RuntimeError("inside")
+
+
 def test_the_state_is_put_back_after_an_error():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="inside"), aside(CPU) as generator:
-        generator.manual_seed(99)
-        raise RuntimeError("inside")
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_aside()
     assert torch.equal(torch.get_rng_state(), before)

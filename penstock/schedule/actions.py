@@ -140,7 +140,7 @@ class Schedule:
         """
         from penstock.schedule.verify import verify
 
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [[Action.parse(cell) for cell in row if cell.strip()] for row in csv.reader(file)]
         schedule = from_rows(name or str(path), rows, placement)
         verify(schedule)

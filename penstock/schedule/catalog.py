@@ -47,7 +47,7 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
     if family is None:
         raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
     for what, value in (("ranks", ranks), ("microbatches", microbatches)):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
     if stages_per_rank not in (None, 1):
         raise ScheduleError(f"{name} has one stage on each rank, not stages_per_rank={stages_per_rank!r}: leave it out")
@@ -59,5 +59,5 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
 
 def did_you_mean(text: str, choices: list[str]) -> str:
     """` (did you mean 1f1b?)` when a choice is near `text`, else nothing."""
-    near = difflib.get_close_matches(text.lower().replace("_", "-"), choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(text).lower().replace("_", "-"), choices, n=1, cutoff=0.5)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -25,7 +25,11 @@ class Costs:
     send: float = 0
 
     def table(self, stages: int) -> dict[Kind, list[float]]:
-        """Kind -> cost of every stage. Raises ScheduleError if a sequence does not have one cost for each stage."""
+        """Kind -> cost of every stage.
+
+        Raises ScheduleError if a sequence does not have one cost for each stage, or a cost is negative or no finite number.
+        """
+        _check_time("send", float(self.send))
         forward, inputs, weights = (
             _per_stage(name, getattr(self, name), stages) for name in ("forward", "backward_input", "backward_weight")
         )
@@ -37,9 +41,14 @@ def _per_stage(name: str, cost: Cost, stages: int) -> list[float]:
     costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * stages
     if len(costs) != stages:
         raise ScheduleError(f"{name} has {len(costs)} costs for {stages} stages: give one number, or one for each stage")
-    if not all(c >= 0 for c in costs):
-        raise ScheduleError(f"{name} has the cost {min(costs)}: a cost is a time, 0 or more")
+    for each in costs:
+        _check_time(name, each)
     return costs
+
+
+def _check_time(name: str, cost: float) -> None:
+    if not 0 <= cost < float("inf"):
+        raise ScheduleError(f"{name} has the cost {cost}: a cost is a time, 0 or more")
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:

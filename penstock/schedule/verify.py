@@ -50,7 +50,8 @@ def verify(schedule: Schedule, max_in_flight: int | Sequence[int] | None = None,
 
     `max_in_flight`: the most (stage, microbatch) activations a rank may hold, one number or one for each rank.
     `sends`: `async` (compute goes on while a send waits for its receive, receives are posted ahead), or `blocking`
-    (a rank waits for each send before its next action, and posts a receive when it needs it).
+    (a rank waits for each send before its next action, and posts a receive, and those of its channel that come before it,
+    when it needs it).
     """
     if sends not in SENDS:
         raise ScheduleError(f"sends={sends!r}: use 'async' or 'blocking'")
@@ -111,8 +112,10 @@ def _check_complete(schedule: Schedule) -> None:
             wanted = [(forward, Kind.F)]
             wanted += [(inputs, Kind.I), (weights, Kind.W)] if inputs or weights else [(full, Kind.B)]
             missing += [f"rank {rank} lacks {Action(kind, stage, microbatch)}" for there, kind in wanted if not there]
+            if len(missing) > 4:
+                break
     if missing:
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        more = " and more" if len(missing) > 4 else ""
         raise ScheduleError(f"{schedule.name} is not complete: {', '.join(missing[:4])}{more}")
 
 
@@ -194,7 +197,7 @@ class _Machine:
         for alternatives in dependencies(step.action, self.stages):
             home = self.program.schedule.placement[alternatives[0].stage]
             if home == rank and self.done.isdisjoint(alternatives):
-                return alternatives[0]
+                return next(action for action in self.program.schedule.actions[rank] if action in alternatives)
         return None
 
     def circle(self, rank: int) -> list[str]:

@@ -1,0 +1,40 @@
+"""The labs: pipeline parallelism from one process to 1F1B, one short script each, which checks itself."""
+
+import importlib
+from dataclasses import dataclass
+
+from penstock.errors import PenstockError
+
+
+@dataclass(frozen=True)
+class Lab:
+    """One lab: a module whose `main()` tells it, and what it is about."""
+
+    number: int
+    module: str
+    title: str
+
+    def run(self) -> None:
+        """Tell this lab. Raises SystemExit, with the reason, when one of its checks fails."""
+        importlib.import_module(self.module).main()
+
+
+_TITLES = {
+    "lab1_monolith": "one process, the whole model",
+    "lab2_cut_by_hand": "two halves, the gradient carried over by hand, and the memory wall",
+    "lab3_ping_pong": "two processes, a message, and how two ranks stop for ever",
+    "lab4_naive": "a cut model without a schedule: one rank works, the others wait",
+    "lab5_gpipe": "microbatches fill the pipeline",
+    "lab6_1f1b": "the same bubble with less memory, and a new way to stop for ever",
+}
+
+LABS: dict[int, Lab] = {
+    number: Lab(number, f"penstock.labs.{name}", title) for number, (name, title) in enumerate(_TITLES.items(), start=1)
+}
+
+
+def run(number: int) -> None:
+    """Tell lab `number`. Raises PenstockError if there is none, SystemExit when one of its checks fails."""
+    if number not in LABS:
+        raise PenstockError(f"there is no lab {number}: choose one of {', '.join(map(str, LABS))}")
+    LABS[number].run()

@@ -40,7 +40,7 @@ def gather(pipe: Pipeline) -> dict[str, Any]:
     """The whole model's state on rank 0's host memory, nothing on the others. One tensor travels at a time."""
     topology, mine = pipe.topology, pipe.state_dict()
     state: dict[str, Any] = {}
-    for name, home, shape, dtype in pipe.inventory():
+    for name, (home, shape, dtype) in pipe.inventory():
         if topology.rank == home == 0:
             state[name] = mine[name].detach().cpu()
         elif topology.rank == home:

@@ -46,7 +46,7 @@ def _mlp_layers(dim: int, total_layers: int, classes: int, start: int, end: int)
 
 
 def _hidden(dim: int) -> nn.Linear:
-    """A layer that keeps the size of what passes through its ReLU, however deep (He et al. 2015); nn.Linear's own shrinks it."""
+    """A layer whose ReLU keeps the size of what passes, however deep (He et al. 2015); nn.Linear's own start shrinks it."""
     linear = nn.Linear(dim, dim)
     nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
     nn.init.zeros_(linear.bias)

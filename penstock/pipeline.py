@@ -5,14 +5,13 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from penstock import comms, microbatch, partition, tied
+from penstock import assembly, comms, microbatch, tied
 from penstock.agreement import Agreement, Vote
 from penstock.channels import Channels
 from penstock.clock import clock_for
@@ -20,8 +19,9 @@ from penstock.comms import Topology
 from penstock.control import Control
 from penstock.engine import Engine, Work
 from penstock.errors import MismatchError
+from penstock.parameters import Parameters
 from penstock.randomness import mix
-from penstock.schedule import Event, Kind, Schedule, Timeline, build, lower, verify
+from penstock.schedule import Event, Kind, Schedule, Timeline, lower, verify
 from penstock.stage import Stage
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -40,15 +40,6 @@ class StepReport(NamedTuple):
     def bubble(self) -> float:
         """The idle share: (makespan - the busiest rank's work) / makespan."""
         return (self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
-
-
-@dataclass
-class _Cut:
-    """The stages of this rank, and what all ranks know of the whole."""
-
-    modules: dict[int, nn.Module]  # stage -> module, this rank's
-    layers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model
-    tied: list[list[tied.Name]]
 
 
 class Pipeline:
@@ -87,39 +78,25 @@ class Pipeline:
         self._control = Control(self.topology, f"penstock/{next(_count)}")
         self._control.connect()
         with self._together():
-            self.schedule = _table(schedule, self.topology.world_size, microbatches, options)
+            self.schedule = assembly.table(schedule, self.topology.world_size, microbatches, options)
             verify(self.schedule)
-            cut = _cut(model, self.schedule, self.topology, cuts)
-            everyone = self._control.gather_objects(self._description(cut), "for the other ranks to build the pipeline")
-            _check_agreement(everyone)
-            self._build(cut, {stage: names for each in everyone for stage, names in each["names"].items()})
+            cut = assembly.cut(model, self.schedule, self.topology.rank, cuts)
+            mine = assembly.describe(self.schedule, cut, seed, self.topology.backend)
+            everyone = self._control.gather_objects(mine, "for the other ranks to build the pipeline")
+            assembly.check(everyone)
+            self._assemble(cut, assembly.names(everyone))
 
-    def _description(self, cut: _Cut) -> dict[str, Any]:
-        """What the other ranks must know, or agree with."""
-        table = self.schedule
-        return {
-            "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
-            "digest": table.digest(),
-            "names": {stage: list(module.state_dict()) for stage, module in cut.modules.items()},
-            "tied": cut.tied,
-            "seed": f"seed {self.seed}",
-            "device": f"backend {self.topology.backend}",
-        }
-
-    def _build(self, cut: _Cut, names: dict[int, list[str]]) -> None:
-        table, topology = self.schedule, self.topology
-        last = table.stages - 1
+    def _assemble(self, cut: assembly.Cut, names: list[dict[str, str]]) -> None:
+        table, topology, last = self.schedule, self.topology, self.schedule.stages - 1
         self.first_rank, self.last_rank = table.placement[0], table.placement[last]
-        self._names = partition.names_of([names[stage] for stage in range(table.stages)])
+        modules = {index: module.to(topology.device) for index, module in cut.modules.items()}
         self._stages = {
-            index: Stage(
-                index, module.to(topology.device), topology.device, cut.layers[index], self.loss_fn if index == last else None
-            )
-            for index, module in cut.modules.items()
+            index: Stage(index, module, topology.device, cut.layers[index], self.loss_fn if index == last else None)
+            for index, module in modules.items()
         }
-        modules = {index: stage.module for index, stage in self._stages.items()}
+        counted_elsewhere = {names[stage][name] for group in cut.tied for stage, name in group[1:]}
+        self._parameters = Parameters(modules, names, counted_elsewhere)
         self._tied = tied.owned(cut.tied, table.placement, modules, topology)
-        self._counted_elsewhere = {self._names[stage][name] for group in cut.tied for stage, name in group[1:]}
         for each in self._tied:
             each.share_value()
         self._programs: dict[Any, Any] = {}
@@ -256,30 +233,24 @@ class Pipeline:
         except BaseException as error:
             self._control.fail(error)
 
-    # -- parameters -------------------------------------------------------------------------------------------------
+    # -- parameters: see parameters.py ------------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> dict[int, nn.Module]:
+        """This rank's stages, by number."""
+        return self._parameters.modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, by their names in the uncut model."""
-        for index, stage in self._stages.items():
-            for name, parameter in stage.module.named_parameters():
-                yield self._names[index][name], parameter
+        return self._parameters.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for its optimizer; one that several of its stages share comes once."""
-        seen: set[int] = set()
-        for stage in self._stages.values():
-            for parameter in stage.module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        return self._parameters.parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole."""
-        return {
-            self._names[index][name]: value
-            for index, stage in self._stages.items()
-            for name, value in stage.module.state_dict().items()
-        }
+        return self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's part out of `state`, which may be the whole model's.
@@ -287,23 +258,7 @@ class Pipeline:
         Raises MismatchError, before anything is loaded, for a name this rank lacks in `state`, for one that no stage has
         (both unless `strict` is False), and for a shape that differs.
         """
-        known = {name for names in self._names for name in names.values()}
-        mine = self.state_dict()
-        missing = [name for name in mine if name not in state] if strict else []
-        unknown = [name for name in state if name not in known] if strict else []
-        other = [
-            name for name in mine if name in state and getattr(mine[name], "shape", None) != getattr(state[name], "shape", None)
-        ]
-        told = [
-            f"{len(names)} {what} ({', '.join(names[:3])}{', ..' if len(names) > 3 else ''})"
-            for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", other))
-            if names
-        ]
-        if told:
-            raise MismatchError(f"the state does not fit this model: {'; '.join(told)}")
-        for index, stage in self._stages.items():
-            part = {own: state[name] for own, name in self._names[index].items() if name in state}
-            stage.module.load_state_dict(part, strict=strict)
+        self._parameters.load_state_dict(state, strict)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their norm, taken together, is at most `max_norm`; returns the norm before.
@@ -311,28 +266,17 @@ class Pipeline:
         The norm is taken over the parameters in the uncut model's order, so it has the bits of the uncut model's. A tied
         parameter counts once. All ranks call it.
         """
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.named_parameters()
-            if parameter.grad is not None and name not in self._counted_elsewhere
-        }
-        norms = {name: torch.linalg.vector_norm(gradient, norm_type).cpu() for name, gradient in gradients.items()}
+        norms = self._parameters.gradient_norms(norm_type)
         with self._together():
             everyone = self._control.gather_objects(norms, "for the other ranks to clip their gradients")
-        merged = {name: norm for each in everyone for name, norm in each.items()}
-        ordered = [merged[name] for names in self._names for name in names.values() if name in merged]
-        total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())
-        total = total.to(self.topology.device)
-        nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
-        return total
+        return self._parameters.clip(self._parameters.in_order(everyone), max_norm, norm_type)
 
-    def inventory(self) -> list[tuple[str, int, tuple[int, ...], torch.dtype]]:
-        """Every tensor of the whole model's state, in the uncut order: name, rank, shape, dtype. All ranks call it."""
+    def inventory(self) -> list[tuple[str, tuple[int, tuple[int, ...], torch.dtype]]]:
+        """Every tensor of the whole model's state, in the uncut order: name, (rank, shape, dtype). All ranks call it."""
         mine = {name: (self.topology.rank, tuple(value.shape), value.dtype) for name, value in self.state_dict().items()}
         with self._together():
             everyone = self._control.gather_objects(mine, "for the other ranks' parameters")
-        merged = {name: described for each in everyone for name, described in each.items()}
-        return [(name, *merged[name]) for names in self._names for name in names.values()]
+        return list(self._parameters.in_order(everyone).items())
 
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds. All ranks call it."""
@@ -360,49 +304,6 @@ def _peak_memory(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def _table(schedule: str | Schedule, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
-    if isinstance(schedule, str) and schedule.endswith(".csv"):
-        schedule = Schedule.from_csv(schedule, **options)
-    elif isinstance(schedule, str):
-        schedule = build(schedule, ranks=ranks, microbatches=microbatches, **options)
-    if schedule.ranks != ranks:
-        raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {ranks} are running")
-    return schedule
-
-
-def _cut(model: nn.Module | Sequence[nn.Module], table: Schedule, topology: Topology, cuts: Sequence[str] | None) -> _Cut:
-    mine = table.stages_of(topology.rank)
-    if isinstance(model, nn.Sequential):
-        model = partition.split(model, table.stages, cuts)
-    if isinstance(model, nn.Module):
-        if table.stages != table.ranks:
-            raise MismatchError(
-                f"{table.name} has {table.stages} stages on {table.ranks} ranks: give a list with one module for each stage"
-            )
-        return _Cut({mine[0]: model}, {mine[0]: None}, [])
-    if len(model) != table.stages:
-        raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(model)} modules")
-    layers, first = {}, 0
-    for stage, module in enumerate(model):
-        count = len(module) if isinstance(module, nn.Sequential) else 1
-        layers[stage] = list(range(first, first + count)) if isinstance(module, nn.Sequential) else None
-        first += count
-    return _Cut(
-        {stage: model[stage] for stage in mine}, {stage: layers[stage] for stage in mine}, tied.find(model, table.placement)
-    )
-
-
-def _check_agreement(everyone: Sequence[dict[str, Any]]) -> None:
-    """Raises MismatchError unless all ranks build the same pipeline."""
-    for key in ("digest", "schedule", "seed", "device", "tied"):
-        for rank, each in enumerate(everyone):
-            if each[key] != everyone[0][key]:
-                told = "schedule" if key == "digest" else key
-                raise MismatchError(
-                    f"the ranks do not build the same pipeline: rank 0 has {everyone[0][told]}, rank {rank} has {each[told]}"
-                )
 
 
 def _sizes(batch: Any, what: str, pieces: int) -> list[int]:

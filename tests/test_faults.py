@@ -69,7 +69,7 @@ FAULTY = {0: "1", 1: "3", 2: "5"}  # rank -> its layer that can fail
 
 def build(loss_fn=nn.functional.cross_entropy, schedule="1f1b", microbatches=8):
     pipe = ps.Pipeline(model(), loss_fn, schedule=schedule, microbatches=microbatches, cuts=CUTS)
-    faulty = [m for stage in pipe._stages.values() for m in stage.module if isinstance(m, Faulty)]
+    faulty = [m for stage in pipe.stages.values() for m in stage if isinstance(m, Faulty)]
     return pipe, faulty[0] if faulty else Faulty()
 
 

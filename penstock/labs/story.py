@@ -1,5 +1,6 @@
 """What every lab needs: ranks to run on, a voice that speaks once, checks that can fail."""
 
+import atexit
 import os
 import shutil
 import sys
@@ -35,6 +36,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: object) -> list[T]:
         return ps.launch(function, ranks, *args)
     if ranks_here(ranks) != ranks:
         raise SystemExit(f"this lab runs on {ranks} ranks, torchrun started {ranks_here(ranks)}: use --nproc-per-node {ranks}")
+    atexit.register(ps.comms.shutdown)  # a process that ends in the middle of its group may abort
     mine = function(*args)
     ps.comms.init_distributed()
     everyone: list[Any] = [None] * ranks

@@ -1,0 +1,88 @@
+"""From what the user gives to what each rank has: the table, this rank's stages, and what all ranks must agree on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock import partition, tied
+from penstock.errors import MismatchError
+from penstock.schedule import Schedule, build
+
+Description = Mapping[str, Any]  # what one rank says of itself when the pipeline is built
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of this rank."""
+
+    modules: dict[int, nn.Module]  # stage -> module
+    layers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model
+    tied: list[list[tied.Name]]  # parameters that stages of several ranks share
+
+
+def table(schedule: str | Schedule, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
+    """The table that `schedule` stands for: a name, the path of a CSV file, or itself."""
+    if isinstance(schedule, str) and schedule.endswith(".csv"):
+        schedule = Schedule.from_csv(schedule, **options)
+    elif isinstance(schedule, str):
+        schedule = build(schedule, ranks=ranks, microbatches=microbatches, **options)
+    if schedule.ranks != ranks:
+        raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {ranks} are running")
+    return schedule
+
+
+def cut(model: nn.Module | Sequence[nn.Module], table: Schedule, rank: int, cuts: Sequence[str] | None) -> Cut:
+    """This rank's share of `model`. Raises MismatchError if it does not have the table's number of stages."""
+    mine = table.stages_of(rank)
+    if isinstance(model, nn.Sequential):
+        model = partition.split(model, table.stages, cuts)
+    if isinstance(model, nn.Module):
+        if table.stages != table.ranks:
+            has = f"{table.name} has {table.stages} stages on {table.ranks} ranks"
+            raise MismatchError(f"{has}: give an nn.Sequential, or a list with one module for each stage")
+        return Cut({mine[0]: model}, {mine[0]: None}, [])
+    if len(model) != table.stages:
+        raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(model)} modules")
+    numbers = _layer_numbers(model)
+    shared = tied.find(model, table.placement)
+    return Cut({stage: model[stage] for stage in mine}, {stage: numbers[stage] for stage in mine}, shared)
+
+
+def _layer_numbers(stages: Sequence[nn.Module]) -> list[list[int] | None]:
+    """For every stage that is a Sequential, the numbers of its layers, counted over all stages."""
+    numbers: list[list[int] | None] = []
+    first = 0
+    for module in stages:
+        count = len(module) if isinstance(module, nn.Sequential) else 1
+        numbers.append(list(range(first, first + count)) if isinstance(module, nn.Sequential) else None)
+        first += count
+    return numbers
+
+
+def describe(table: Schedule, cut: Cut, seed: int | None, backend: str) -> Description:
+    """What the other ranks must know of this one, or agree with."""
+    return {
+        "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
+        "table": f"another table of that name ({table.digest()[:12]})",
+        "names": {stage: list(module.state_dict()) for stage, module in cut.modules.items()},
+        "tied": f"tied parameters {cut.tied}",
+        "seed": f"seed {seed}",
+        "backend": f"backend {backend}",
+    }
+
+
+def check(everyone: Sequence[Description]) -> None:
+    """Raises MismatchError unless all ranks build the same pipeline."""
+    for key in ("schedule", "table", "seed", "backend", "tied"):
+        for rank, each in enumerate(everyone):
+            if each[key] != everyone[0][key]:
+                told = f"rank 0 has {everyone[0][key]}, rank {rank} has {each[key]}"
+                raise MismatchError(f"the ranks do not build the same pipeline: {told}")
+
+
+def names(everyone: Sequence[Description]) -> list[dict[str, str]]:
+    """For every stage of the model, its own name of each entry -> the name in the uncut model."""
+    own = {stage: names for each in everyone for stage, names in each["names"].items()}
+    return partition.names_of([own[stage] for stage in sorted(own)])

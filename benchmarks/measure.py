@@ -1,0 +1,101 @@
+"""What every rank runs: the engines' steps in turns, in the same processes, each timed from a common start."""
+
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from engines import Case, Engine, OneProcess, Peer, Penstock, check_same, forget_gradients
+
+import penstock as ps
+from penstock.schedule import Timeline
+
+WARM_UP = 2  # steps of each engine that do not count: in its first the peer infers shapes and ours describes them
+SENDS = 30  # messages timed
+
+
+class Lap(NamedTuple):
+    """One step of one engine on one rank, in seconds."""
+
+    start: float  # of the machine's monotonic clock, which its processes share
+    end: float
+    main_thread: float  # CPU time
+    process: float  # CPU time of all threads
+
+
+@dataclass
+class Record:
+    """All that one rank measured for one case."""
+
+    laps: dict[str, list[Lap]] = field(default_factory=dict)  # engine -> its steps
+    timelines: list[Timeline] = field(default_factory=list)  # of our steps, on rank 0
+    send: float = 0.0  # seconds a bare message takes from rank 0 to rank 1, on rank 1
+
+
+def run_cases(cases: list[Case], repeats: int, alone: bool) -> list[Record]:
+    """What `penstock.launch` calls on every rank. `alone`: one process as well, piece by piece and the batch at once."""
+    rank = ps.comms.init_distributed().rank
+    return [_run(case, rank, repeats, alone) for case in cases]
+
+
+def _run(case: Case, rank: int, repeats: int, alone: bool) -> Record:
+    ours, peer = Penstock(case, rank), Peer(case, rank)
+    engines: dict[str, Engine] = {"ours": ours, "peer": peer}
+    if alone:
+        engines |= {"pieces": OneProcess(case, rank, case.microbatches), "whole": OneProcess(case, rank, 1)}
+    for _ in range(WARM_UP):
+        for engine in engines.values():
+            engine.step()
+    check_same(ours, peer, case, rank)
+    record = Record({name: [] for name in engines}, send=_send_time(case, rank))
+    for repeat in range(repeats):
+        names = list(engines) if repeat % 2 else list(reversed(engines))  # nobody always goes first
+        for name in names:
+            record.laps[name].append(_lap(engines[name]))
+            if name == "ours":
+                timeline = ours.pipe.timeline()
+                record.timelines += [timeline] if rank == 0 else []
+    return record
+
+
+def _lap(engine: Engine) -> Lap:
+    """One step, begun by all ranks together."""
+    forget_gradients(engine)
+    dist.barrier()
+    threads, process, start = time.thread_time(), time.process_time(), time.perf_counter()
+    engine.step()
+    end = time.perf_counter()
+    return Lap(start, end, time.thread_time() - threads, time.process_time() - process)
+
+
+def _send_time(case: Case, rank: int) -> float:
+    """What the transport takes to bring a message to a receive that waits for it, no engine involved.
+
+    Before it sends, the sender sleeps as long as a forward does where devices are emulated: after a sleep all is slower.
+    """
+    times = []
+    for _ in range(SENDS if case.ranks > 1 else 0):
+        dist.barrier()
+        if rank == 0:
+            times.append(_send(case))
+        elif rank == 1:
+            times.append(_receive(case))
+    everyone = [0.0] * case.ranks
+    dist.all_gather_object(everyone, times)
+    return median(end - start for start, end in zip(*everyone[:2], strict=True)) if times else 0.0
+
+
+def _send(case: Case) -> float:
+    message = torch.ones(case.subject.message // 4)
+    time.sleep(case.subject.nominal[0] if case.subject.nominal else 0.002)
+    start = time.perf_counter()
+    dist.send(message, 1)
+    return start
+
+
+def _receive(case: Case) -> float:
+    message = torch.empty(case.subject.message // 4)
+    dist.recv(message, 0)
+    return time.perf_counter()

@@ -47,9 +47,15 @@ class Agreement:
         self.control, self.microbatches = control, microbatches
         self._specs: dict[tuple[object, ...], Specs] = {}
 
-    def reach(self, vote: Vote, what: str) -> Agreed:
-        """Exchange votes. Raises MismatchError, the same on every rank, if they do not fit together."""
-        rows = self.control.gather(vote.row(), what)
+    def vote(self, vote: Vote, what: str) -> None:
+        """Tell the others; `what` says what for, should it fail. This rank may go on with what needs no other."""
+        self._vote, self._what = vote, what
+        self.control.tell(vote.row(), what)
+
+    def reach(self) -> Agreed:
+        """Hear the others. Raises MismatchError, the same on every rank, if the votes do not fit together."""
+        vote, what = self._vote, self._what
+        rows = self.control.hear(what)
         self._check(rows)
         skipped = frozenset[int]()
         if any(row[4] for row in rows):

@@ -1,5 +1,6 @@
 """The glue: which rank this process is, and tensors from one rank to another."""
 
+import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ def init_distributed(
     global _current
     if _current is None:
         _current = _join(backend, timeout, device)
+        atexit.register(shutdown)  # a process that ends with its groups open may abort
     return _current
 
 

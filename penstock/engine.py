@@ -36,6 +36,16 @@ class Engine:
     def __init__(self, rank: int, device: torch.device, stages: dict[int, Stage], last: int, channels: Channels) -> None:
         self.rank, self.device, self.stages, self.last, self.channels = rank, device, stages, last, channels
         self._handed: dict[Action, Any] = {}  # between two stages of this rank
+        self._ahead: list[Any] = []  # the result of the first step, if it had a head start
+
+    def head_start(self, action: Action, work: Work, clock: Clock) -> None:
+        """Run `action`, a forward of the first stage, before the ranks have agreed; `run` goes on from there. Raises as it."""
+        try:
+            clock.start()
+            self._ahead.append(self._forward(action, None, work))
+            clock.stop()
+        except Exception as error:
+            raise self._explained(error, action) from error
 
     def run(self, steps: Sequence[Step], work: Work, clock: Clock) -> None:
         """Run `steps` in order, each timed by `clock`.
@@ -43,26 +53,29 @@ class Engine:
         Raises StageError with rank, stage, action, microbatch and the original text when the model or the loss raises;
         WaitFailed when a peer is lost.
         """
-        incoming, outgoing = self.channels.incoming, self.channels.outgoing
+        incoming, outgoing, ahead = self.channels.incoming, self.channels.outgoing, self._ahead
         try:
             for step in steps:
                 action, receives, needs, sends = step
                 for transfer in receives:
                     incoming[transfer.source].post(transfer)
-                value = self._handed_to(action) if needs is None else incoming[needs.source].take(needs, self.device)
-                clock.start()
-                result = self._forward(action, value, work) if action.kind is Kind.F else self._backward(action, value, work)
-                clock.stop()
-                del value
+                if ahead:
+                    result = ahead.pop()
+                else:
+                    value = self._handed_to(action) if needs is None else incoming[needs.source].take(needs, self.device)
+                    run = self._forward if action.kind is Kind.F else self._backward
+                    clock.start()
+                    result = run(action, value, work)
+                    clock.stop()
+                    del value
                 if sends is not None:
                     outgoing[sends.destination].send(sends, result)
                 elif result is not None:
                     self._handed[action] = handed_over(result)
+                del result
         except WaitFailed:
-            self._forget()
             raise
         except Exception as error:
-            self._forget()
             raise self._explained(error, action) from error
 
     def _forward(self, action: Action, value: Any, work: Work) -> Any:
@@ -97,8 +110,16 @@ class Engine:
         source = Action(kind, index - 1 if kind is Kind.F else index + 1, microbatch)
         return self._handed.pop(source, None)
 
-    def _forget(self) -> None:
+    def let_go(self, microbatches: frozenset[int]) -> None:
+        """No backward will come for these: a head start may have kept one."""
+        for stage in self.stages.values():
+            for microbatch in microbatches:
+                stage.kept.pop(microbatch, None)
+
+    def forget(self) -> None:
+        """Let go of whatever a step that failed has left."""
         self._handed.clear()
+        self._ahead.clear()
         for stage in self.stages.values():
             stage.forget()
 

@@ -5,6 +5,7 @@ has run a backward may hang). Where torch sees a GPU they are spawned instead. T
 them, and join through a store that this process holds.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -21,8 +22,8 @@ from typing import Any, TypeVar
 from penstock.errors import LostRankError, PenstockError
 
 T = TypeVar("T")
-# The last is what torch's first backward with given gradients imports: half a second, once instead of on every rank.
-PRELOAD = ["__main__", "penstock.pipeline", "torch.fx.experimental.symbolic_shapes"]
+# The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
+PRELOAD = ["__main__", "penstock.train", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 LAST_WORDS = 1.5  # seconds the other ranks have to tell what they know once one has failed
 
 
@@ -180,6 +181,7 @@ def _rank_main(job: bytes, rank: int, ranks: int, port: int, sender: Connection)
 
     from penstock import comms
 
+    gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     try:
@@ -188,10 +190,10 @@ def _rank_main(job: bytes, rank: int, ranks: int, port: int, sender: Connection)
         data = pickle.dumps(outcome)
     except BaseException as error:
         data = _pickled_error(error, rank)
-    sender.send_bytes(data)
-    comms.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    sender.send_bytes(data)  # from now on the launching process may end this one
+    comms.shutdown()
 
 
 def _pickled_error(error: BaseException, rank: int) -> bytes:

@@ -20,18 +20,25 @@ def rows(batch: Any, what: str = "batch") -> int | None:
 
     Numbers, None, strings and 0-dimensional tensors belong to every piece. Raises MismatchError if first dimensions differ.
     """
-    found: dict[int, str] = {}
-    for path, leaf in tree_flatten_with_path(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.dim():
-            found.setdefault(leaf.shape[0], f"{what}{keystr(path)}")
+    found = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()}
     if len(found) > 1:
-        told = ", ".join(f"{name} has {size}" for size, name in found.items())
-        raise MismatchError(f"the tensors of a batch must have the same number of rows (first dimension): {told}")
+        raise MismatchError(f"the tensors of a batch must have the same number of rows (first dimension): {_told(batch, what)}")
     return next(iter(found), None)
+
+
+def _told(batch: Any, what: str) -> str:
+    """Which tensors of `batch` have how many rows, one of each number."""
+    tensors = ((path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
+    found: dict[int, str] = {}
+    for path, leaf in tensors:
+        found.setdefault(leaf.shape[0], f"{what}{keystr(path)}")
+    return ", ".join(f"{name} has {size}" for size, name in found.items())
 
 
 def split(batch: Any, pieces: Sequence[int], device: torch.device | None = None) -> list[Any]:
     """`batch` cut along the first dimension into pieces of these many rows, as views, on `device`."""
+    if isinstance(batch, Tensor):  # the common case, a short way
+        return list(_split_leaf(batch, pieces, device))
     leaves, tree = tree_flatten(batch)
     columns = [_split_leaf(leaf, pieces, device) for leaf in leaves]
     return [tree_unflatten([column[piece] for column in columns], tree) for piece in range(len(pieces))]

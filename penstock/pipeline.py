@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_flatten
 from penstock import assembly, comms, microbatch, tied
 from penstock.agreement import Agreement, Vote
 from penstock.channels import Channels
-from penstock.clock import clock_for
+from penstock.clock import Clock, clock_for
 from penstock.comms import Topology
 from penstock.control import Control
 from penstock.engine import Engine, Work
 from penstock.errors import MismatchError
 from penstock.parameters import Parameters
-from penstock.randomness import mix
+from penstock.randomness import aside, mix
 from penstock.schedule import Event, Kind, Schedule, Timeline, lower, verify
 from penstock.stage import Stage
 
@@ -82,7 +82,7 @@ class Pipeline:
             verify(self.schedule)
             cut = assembly.cut(model, self.schedule, self.topology.rank, cuts)
             mine = assembly.describe(self.schedule, cut, seed, self.topology.backend)
-            everyone = self._control.gather_objects(mine, "for the other ranks to build the pipeline")
+            everyone = self._control.gather_objects(mine, "to build the pipeline")
             assembly.check(everyone)
             self._assemble(cut, assembly.names(everyone))
 
@@ -132,30 +132,44 @@ class Pipeline:
         return outputs if target is None else (outputs, loss)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Any, Tensor]:
-        what = f"for the other ranks to begin {'step()' if training else 'eval()'}"
-        with self._together():
+        first = self.schedule.actions[self.topology.rank][0]
+        what = f"to begin {'step()' if training else 'eval()'}, before {first}"
+        with self._together(), self._randomness_aside(training):
             engine = self._connected()
+            engine.forget()
             work, vote = self._prepare(args, kwargs, target, training)
-            agreed = self._agreement.reach(vote, what)
+            clock = clock_for(self.topology.device, len(self.schedule.actions[self.topology.rank]))
+            self._agreement.vote(vote, what)
+            self._head_start(engine, work, clock)
+            agreed = self._agreement.reach()
             work.without_backward = agreed.without_backward
+            engine.let_go(agreed.without_backward)
             work.weights = work.weights or [0.0] * agreed.pieces
             steps = self._steps(training, agreed.pieces, agreed.without_backward)
             engine.channels.begin(agreed.specs, agreed.known)
-            clock = clock_for(self.topology.device, len(steps))
-            for each in self._tied if training else ():
-                each.begin()
-            try:
+            with tied.summed(self._tied if training else []):
                 engine.run(steps, work, clock)
-                for each in self._tied if training else ():
-                    each.sum()
-            finally:
-                for each in self._tied if training else ():
-                    each.restore()
             loss = self._finish(work, [step.action for step in steps], clock)
+            engine.channels.end()
             self._agreement.keep(agreed)
             self.step_count += training
         outputs = [work.outputs[piece] for piece in sorted(work.outputs)]
         return (microbatch.join(outputs) if outputs else None), loss
+
+    def _head_start(self, engine: Engine, work: Work, clock: Clock) -> None:
+        """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
+        first = self.schedule.actions[self.topology.rank][0]
+        if self.schedule.stages > 1 and first.stage == 0 and first.microbatch < len(work.inputs):
+            engine.head_start(first, work, clock)
+
+    @contextmanager
+    def _randomness_aside(self, training: bool) -> Iterator[None]:
+        """Layers draw from seeds of their own in training: the generator the user draws from is put back afterwards."""
+        if training and self.seed is not None:
+            with aside(self.topology.device):
+                yield
+        else:
+            yield
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Work, Vote]:
         """This rank's share of the batch, and what it has to say about it. Raises MismatchError if it does not fit."""
@@ -164,7 +178,7 @@ class Pipeline:
         work, vote = Work(training, seed), Vote(training, self.step_count)
         if rank == self.first_rank:
             sizes = _sizes((args, kwargs), "the batch", pieces)
-            work.inputs = microbatch.split((args, kwargs), sizes, self.topology.device)
+            work.inputs = _split_inputs(args, kwargs, sizes, self.topology.device)
             vote.rows, vote.signature = sum(sizes), _signature((args, kwargs))
         if rank == self.last_rank and (training or target is not None):
             if target is None or self.loss_fn is None:
@@ -218,7 +232,7 @@ class Pipeline:
         busy = sum(end - start for start, end in intervals)
         dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
         row = [loss.item(), dtype, start, end, busy, _peak_memory(self.topology.device)]
-        everyone = self._control.gather(row, "for the other ranks to end the step")
+        everyone = self._control.gather(row, f"to end the step, after {actions[-1]}")
         ran = [each for each in everyone if each[3]]
         makespan = max((each[3] for each in ran), default=0.0) - min((each[2] for each in ran), default=0.0)
         self.report = StepReport(makespan, tuple(each[4] for each in everyone), tuple(each[5] for each in everyone))
@@ -268,20 +282,20 @@ class Pipeline:
         """
         norms = self._parameters.gradient_norms(norm_type)
         with self._together():
-            everyone = self._control.gather_objects(norms, "for the other ranks to clip their gradients")
+            everyone = self._control.gather_objects(norms, "to clip their gradients")
         return self._parameters.clip(self._parameters.in_order(everyone), max_norm, norm_type)
 
     def inventory(self) -> list[tuple[str, tuple[int, tuple[int, ...], torch.dtype]]]:
         """Every tensor of the whole model's state, in the uncut order: name, (rank, shape, dtype). All ranks call it."""
         mine = {name: (self.topology.rank, tuple(value.shape), value.dtype) for name, value in self.state_dict().items()}
         with self._together():
-            everyone = self._control.gather_objects(mine, "for the other ranks' parameters")
+            everyone = self._control.gather_objects(mine, "to list their parameters")
         return list(self._parameters.in_order(everyone).items())
 
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds. All ranks call it."""
         with self._together():
-            rows = self._control.gather_objects(self._events, "for the other ranks' timelines")
+            rows = self._control.gather_objects(self._events, "to tell their timelines")
         return Timeline(f"{self.schedule.name}, measured", tuple(rows))
 
 
@@ -314,8 +328,16 @@ def _sizes(batch: Any, what: str, pieces: int) -> list[int]:
     return microbatch.sizes(rows, min(rows, pieces))
 
 
+def _split_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int], device: torch.device
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """(args, kwargs) of each microbatch; a single tensor, the common case, takes a short way."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return [((piece,), {}) for piece in microbatch.split(args[0], sizes, device)]
+    return microbatch.split((args, kwargs), sizes, device)
+
+
 def _signature(batch: Any) -> int:
-    """A number for the structure, shapes and dtypes of `batch`."""
+    """A number for the structure, shapes and dtypes of `batch`, the same in this process only."""
     leaves, tree = tree_flatten(batch)
-    described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
-    return hash((str(described), str(tree)))
+    return hash((tree, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)))

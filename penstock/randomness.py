@@ -9,14 +9,19 @@ _MASK = 2**64 - 1
 
 
 def mix(*numbers: int) -> int:
-    """One 64-bit seed from several numbers (SplitMix64's finaliser over each; Steele, Lea and Flood 2014)."""
+    """One 64-bit seed from several numbers."""
     state = 0
     for number in numbers:
-        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
+        state = advance(state, number)
     return state
+
+
+def advance(state: int, number: int) -> int:
+    """`mix` of one number more (SplitMix64's finaliser; Steele, Lea and Flood 2014)."""
+    state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+    return state ^ state >> 31
 
 
 def generator_of(device: torch.device) -> torch.Generator:

@@ -1,6 +1,7 @@
 """Parameters shared by stages on different ranks: kept equal, their gradients summed over the owners."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -30,6 +31,20 @@ def owned(
             stage, name = next(each for each in group if each[0] in modules)
             copies.append(TiedParameter(modules[stage].get_parameter(name), owners, topology))
     return copies
+
+
+@contextmanager
+def summed(parameters: Sequence["TiedParameter"]) -> Iterator[None]:
+    """Around a step: at its end, each parameter's gradient of this step is summed over its owners."""
+    for parameter in parameters:
+        parameter.begin()
+    try:
+        yield
+        for parameter in parameters:
+            parameter.sum()
+    finally:
+        for parameter in parameters:
+            parameter.restore()
 
 
 class TiedParameter:

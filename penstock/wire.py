@@ -1,5 +1,6 @@
 """What travels between two stages: a tree of tensors, described once and then sent as bare memory."""
 
+import math
 import pickle
 from typing import Any, NamedTuple
 
@@ -15,6 +16,11 @@ class TensorSpec(NamedTuple):
     stride: tuple[int, ...]  # dense: a permutation of contiguous
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
@@ -89,10 +95,16 @@ def rebuild(spec: MessageSpec, tensors: list[Tensor]) -> Any:
     return tree_unflatten(leaves, spec.tree)
 
 
-def pack(spec: MessageSpec) -> Tensor:
-    """`spec` as bytes; its structure travels as an example of it."""
+def shaped(data: Tensor, spec: TensorSpec) -> Tensor:
+    """Bare bytes as the tensor `spec` describes."""
+    return data.view(spec.dtype).as_strided(spec.shape, spec.stride)
+
+
+def pack(spec: MessageSpec) -> tuple[Tensor, Tensor]:
+    """`spec` as bytes, and their number before them; its structure travels as an example of it."""
     example = tree_unflatten(range(len(spec.leaves)), spec.tree)
-    return torch.frombuffer(bytearray(pickle.dumps((example, spec.leaves))), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(pickle.dumps((example, spec.leaves))), dtype=torch.uint8)
+    return torch.tensor([data.numel()]), data
 
 
 def unpack(data: Tensor) -> MessageSpec:

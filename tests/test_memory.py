@@ -30,15 +30,15 @@ class WeakIdSet:
 class Watched(nn.Module):
     """Counts, each time it runs, its earlier outputs whose memory is still held, and activations saved for the backward."""
 
-    def __init__(self):
+    def __init__(self, sends):
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.sends = nn.Linear(4, 4), sends
         self.outputs, self.peak_outputs = WeakIdSet(), 0
         self.saved, self.peak_saved = WeakIdSet(), 0
 
     def forward(self, hidden):
         deadline = time.monotonic() + 2
-        while self.outputs and time.monotonic() < deadline:
+        while self.sends and self.outputs and time.monotonic() < deadline:
             time.sleep(0.001)  # the next stage takes what was sent without anything more from here
         self.peak_outputs = max(self.peak_outputs, len(self.outputs))
         hidden = self.linear(_Saving.apply(hidden, self))
@@ -81,7 +81,9 @@ class _Saving(torch.autograd.Function):
 
 
 def rank_watch(schedule):
-    pipe = ps.Pipeline([Watched() for _ in range(3)], nn.functional.mse_loss, schedule=schedule, microbatches=MICROBATCHES)
+    pipe = ps.Pipeline(
+        [Watched(sends=stage < 2) for stage in range(3)], nn.functional.mse_loss, schedule=schedule, microbatches=MICROBATCHES
+    )
     batch, posted = torch.ones(MICROBATCHES, 4, requires_grad=True), [0]
     take = channels.Incoming.take
 

@@ -9,7 +9,6 @@ sends bare memory into receives that are posted ahead.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +25,7 @@ from penstock.shared import Borrower, Lender, accept, offer
 from penstock.wire import MessageSpec
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a channel's group
-SMALL = 2**16  # bytes; a larger message is worth a thread and shared memory
+SMALL = 2**16  # bytes; a larger message is worth shared memory, or a thread that waits for it
 MOST_COPIED = 2**22  # bytes of small messages kept until the end of the step
 
 Specs = dict[Transfer, MessageSpec]
@@ -82,11 +81,11 @@ class Outgoing:
     def __init__(self, line: Line, outbox: "Outbox") -> None:
         self.line, self.outbox = line, outbox
         self.specs: Specs = {}
-        self.known = self.threaded = False
+        self.known = False
 
     def begin(self, specs: Specs, known: bool) -> None:
         """As `Channels.begin`."""
-        self.specs, self.known, self.threaded = specs, known, False
+        self.specs, self.known = specs, known
 
     def send(self, transfer: Transfer, value: Any) -> None:
         """Send `value` as `transfer` without waiting. Raises MismatchError if it is not what was agreed."""
@@ -95,21 +94,13 @@ class Outgoing:
         if not self.known:
             self.specs[transfer] = spec
             for part in wire.pack(spec):
-                self._post(self.line.gloo, part, SMALL)
+                self.outbox.post(self.line.gloo, part, part.numel(), None)
         elif spec != (agreed := self.specs[transfer]):
             leaves, spec = _fit(transfer, leaves, spec, agreed), agreed
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
             if isinstance(leaf_spec, wire.TensorSpec) and leaf.numel():
                 data = wire.memory(leaf.to(self.line.carrier), leaf_spec)
-                self._post(self.line.data, data, data.numel() * data.element_size())
-
-    def _post(self, group: Any, data: Tensor, size: int) -> None:
-        """Small messages are posted here and now, large ones by the outbox's thread - and then, in this step, all others
-        of the channel as well, so that they stay in order.
-        """
-        self.threaded = self.threaded or size > SMALL
-        lender = self.line.lender if size > SMALL else None
-        self.outbox.post(group, data, size, lender, self.threaded)
+                self.outbox.post(self.line.data, data, leaf_spec.bytes, self.line.lender)
 
 
 def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:
@@ -196,33 +187,32 @@ class Outbox:
     """What a rank is sending, kept alive until it is gone.
 
     Gloo tells only those who wait that a message is gone. So small ones are copied, and the copies stay, a bounded amount,
-    until the step is over. Large ones go into shared memory where there is some; else they are waited for by a thread.
+    until the step is over; large ones are copied into shared memory. Where there is none, a thread waits for them.
     """
 
     def __init__(self) -> None:
         self._kept: list[tuple[Any, Tensor]] = []
         self._room = MOST_COPIED
-        self._to_post, self._to_wait = _Thread("penstock-post"), _Thread("penstock-sent")
+        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waiting = False
 
-    def post(self, group: Any, data: Tensor, size: int, lender: Lender | None, threaded: bool) -> None:
-        """Send `data`, of `size` bytes, through `group` or `lender`, in a thread or here."""
-        if lender is None and size <= min(SMALL, self._room):
+    def post(self, group: Any, data: Tensor, size: int, lender: Lender | None) -> None:
+        """Send `data`, of `size` bytes, through `group`, or through the memory of `lender` and a ticket through `group`."""
+        if lender is not None and size > SMALL:
+            data = lender.lend(data)
+        elif size <= min(SMALL, self._room):
+            data = data.clone()
             self._room -= size
-            data, keep = data.clone(), self._keep
-        elif lender is None:
-            keep = self._wait_for
         else:
-            keep = self._keep
-        if threaded:
-            self._to_post.do(_post, group, data, lender, keep)
-        else:
-            _post(group, data, lender, keep)
-
-    def _keep(self, work: Any, data: Tensor) -> None:
-        self._kept.append((work, data))
+            self._wait_for(group.send([data], DESTINATION, 0), data)
+            return
+        self._kept.append((group.send([data], DESTINATION, 0), data))
 
     def _wait_for(self, work: Any, data: Tensor) -> None:
-        self._to_wait.do(_wait_and_let_go, work, data)
+        if not self._waiting:
+            threading.Thread(target=_wait_for_each, args=(self._sent,), name="penstock-sent", daemon=True).start()
+            self._waiting = True
+        self._sent.put((work, data))
 
     def empty(self) -> None:
         """Let go of what the step before sent."""
@@ -232,37 +222,12 @@ class Outbox:
         self._kept.clear()
         self._room = MOST_COPIED
 
-
-def _post(group: Any, data: Tensor, lender: Lender | None, keep: Callable[[Any, Tensor], None]) -> None:
-    if lender is not None:
-        data = lender.lend(data)
-    keep(group.send([data], DESTINATION, 0), data)
-
-
-def _wait_and_let_go(work: Any, data: Tensor) -> None:
-    del data  # the caller's reference is this frame's alone
-    work.wait()
-
-
-class _Thread:
-    """Does one thing after another, beside the compute; started when first needed."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._queue, self._started = name, queue.SimpleQueue[Any](), False
-
-    def do(self, function: Callable[..., None], *args: Any) -> None:
-        """Do `function(*args)` after all that came before."""
-        if not self._started:
-            threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True).start()
-            self._started = True
-        self._queue.put((function, *args))
-
     def __del__(self) -> None:
-        self._queue.put(None)
+        self._sent.put(None)
 
 
-def _work(things: "queue.SimpleQueue[Any]") -> None:
-    while (thing := things.get()) is not None:
-        with suppress(RuntimeError, OSError):  # the group is closed; whoever waits on it tells why
-            thing[0](*thing[1:])
-        thing = None  # let it go before waiting for the next
+def _wait_for_each(sent: "queue.SimpleQueue[Any]") -> None:
+    while (item := sent.get()) is not None:
+        with suppress(RuntimeError):  # the group is closed; whoever waits on it tells why
+            item[0].wait()
+        item = None  # let the tensor go before waiting for the next

@@ -24,6 +24,11 @@ class Clock:
         done = self._times[: self._next]
         return list(zip(done[::2], done[1::2], strict=False))
 
+    def summary(self) -> tuple[float, float, float]:
+        """First start, last end, and the time spent in actions."""
+        times = self._times[: self._next]
+        return (times[0], times[-1], sum(times[1::2]) - sum(times[::2])) if times else (0.0, 0.0, 0.0)
+
 
 class CudaClock(Clock):
     """The same on a GPU: events in its stream, read when the step is over, so that timing never waits for the device."""
@@ -46,6 +51,11 @@ class CudaClock(Clock):
         torch.cuda.synchronize()
         times = [self._zero_time + self._zero.elapsed_time(event) / 1e3 for event in self._events]
         return list(zip(times[::2], times[1::2], strict=False))
+
+    def summary(self) -> tuple[float, float, float]:
+        """First start, last end, and the time spent in actions."""
+        intervals = self.intervals()
+        return intervals[0][0], intervals[-1][1], sum(end - start for start, end in intervals)
 
     @staticmethod
     def _mark() -> "torch.cuda.Event":

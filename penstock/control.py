@@ -55,6 +55,7 @@ class Control:
         self._group: Any = None
         self._peers = [rank for rank in range(topology.world_size) if rank != topology.rank]
         self._sending: list[Any] = []
+        self._receiving: list[Any] = []
         if self.alone:
             self._post_receives()
         self._lost: str | None = None
@@ -85,19 +86,21 @@ class Control:
         own all-gather goes around in a ring.
         """
         self.connect()
-        mine = torch.zeros(WIDEST, dtype=torch.float64)
-        mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
+        mine = torch.tensor([*row, *[0.0] * (WIDEST - len(row))], dtype=torch.float64)
         self._told, self._width = mine, len(row)
+        sent, self._sending = self._sending, []
         try:
-            for work in self._sending:
+            self._sending = [(self._group.send([mine], peer, EXCHANGE_TAG), mine) for peer in self._peers]
+            for work, _ in sent:
                 work.wait()  # long received
-            self._sending = [self._group.send([mine], peer, EXCHANGE_TAG) for peer in self._peers]
         except RuntimeError as error:
             raise WaitFailed(f"for the other ranks {what}", None, error) from error
+        self._heard, self._receiving = (self._rows, self._receiving), []
+        self._post_receives()
 
     def hear(self, what: str) -> list[list[float]]:
         """The second half: wait for the others' rows."""
-        rows, receiving = self._rows, self._receiving
+        rows, receiving = self._heard
         rows[self.topology.rank] = self._told
         for peer, work in zip(self._peers, receiving, strict=True):
             try:
@@ -106,9 +109,7 @@ class Control:
                 work.wait()
             except RuntimeError as error:
                 raise WaitFailed(f"for rank {peer} {what}", peer, error) from error
-        told = rows[:, : self._width].tolist()
-        self._post_receives()
-        return told
+        return rows[:, : self._width].tolist()
 
     def _post_receives(self) -> None:
         """Post the receives of the next exchange; a peer that has ended meanwhile matters only if there is one."""

@@ -18,7 +18,7 @@ from penstock.clock import Clock, clock_for
 from penstock.comms import Topology
 from penstock.control import Control
 from penstock.engine import Engine, Work
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, PenstockError
 from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
 from penstock.schedule import Event, Kind, Schedule, Timeline, lower, verify
@@ -103,7 +103,7 @@ class Pipeline:
         self._agreement = Agreement(self._control, table.microbatches)
         self._engine: Engine | None = None
         self._connected_at = 0  # the control's generation the engine's channels belong to
-        self._events: tuple[Event, ...] = ()
+        self._ran: tuple[Sequence[Any], Clock] | None = None  # the last step's actions, and when they ran
 
     # -- training and evaluation ------------------------------------------------------------------------------------
 
@@ -226,15 +226,11 @@ class Pipeline:
         """The end of the step, reached by all ranks together: the loss and the times."""
         terms = [work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)]
         loss = sum(terms[1:], terms[0]) if terms else torch.zeros(())
-        rank, intervals = self.topology.rank, clock.intervals()
-        self._events = tuple(Event(rank, action, *times) for action, times in zip(actions, intervals, strict=True))
-        start, end = (intervals[0][0], intervals[-1][1]) if intervals else (0.0, 0.0)
-        busy = sum(end - start for start, end in intervals)
+        self._ran = actions, clock
         dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
-        row = [loss.item(), dtype, start, end, busy, _peak_memory(self.topology.device)]
+        row = [loss.item(), dtype, *clock.summary(), _peak_memory(self.topology.device)]
         everyone = self._control.gather(row, f"to end the step, after {actions[-1]}")
-        ran = [each for each in everyone if each[3]]
-        makespan = max((each[3] for each in ran), default=0.0) - min((each[2] for each in ran), default=0.0)
+        makespan = max(each[3] for each in everyone) - min(each[2] for each in everyone)
         self.report = StepReport(makespan, tuple(each[4] for each in everyone), tuple(each[5] for each in everyone))
         value, kind = everyone[self.last_rank][:2]
         return torch.tensor(value, dtype=_DTYPES[int(kind)], device=self.topology.device)
@@ -295,8 +291,16 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds. All ranks call it."""
         with self._together():
-            rows = self._control.gather_objects(self._events, "to tell their timelines")
+            rows = self._control.gather_objects(self._events(), "to tell their timelines")
         return Timeline(f"{self.schedule.name}, measured", tuple(rows))
+
+    def _events(self) -> tuple[Event, ...]:
+        """This rank's part of the timeline. Raises PenstockError before the first step."""
+        if self._ran is None:
+            raise PenstockError("there is no timeline yet: run a step first")
+        actions, clock = self._ran
+        intervals = clock.intervals()
+        return tuple(Event(self.topology.rank, action, *times) for action, times in zip(actions, intervals, strict=True))
 
 
 @contextmanager

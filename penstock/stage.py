@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from penstock import wire
 from penstock.randomness import advance, generator_of
@@ -29,16 +29,20 @@ class Entry:
 
     def admit(self, value: Any) -> Any:
         """`value` with those of its tensors that require a gradient connected to this entry."""
+        if isinstance(value, Tensor):  # the common case, a short way
+            return self._admit([value])[0] if value.requires_grad else value
         leaves, tree = wire.flatten(value)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not places:
             return value
-        self.tensors = tuple(leaves[place].detach() for place in places)
-        self.gradients = (None,) * len(places)
-        leaves = list(leaves)
-        for place, admitted in zip(places, _Admit.apply(_ANCHOR, self), strict=True):
+        for place, admitted in zip(places, self._admit([leaves[place] for place in places]), strict=True):
             leaves[place] = admitted
-        return leaves[0] if isinstance(value, Tensor) else wire.tree_unflatten(leaves, tree)
+        return wire.tree_unflatten(leaves, tree)
+
+    def _admit(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        self.tensors = tuple([tensor.detach() for tensor in tensors])
+        self.gradients = (None,) * len(tensors)
+        return _Admit.apply(_ANCHOR, self)
 
 
 class _Admit(torch.autograd.Function):
@@ -129,7 +133,7 @@ class Stage:
         entry, edges = self.kept.pop(microbatch)
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            _backward(*zip(*pairs, strict=True))
         return list(entry.gradients)
 
     def forget(self) -> None:
@@ -137,7 +141,7 @@ class Stage:
         self.kept.clear()
 
     def _keep(self, microbatch: int, entry: Entry, output: Any) -> None:
-        leaves = wire.flatten(output)[0]
+        leaves = [output] if isinstance(output, Tensor) else wire.flatten(output)[0]
         edges = tuple([get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad])
         self.kept[microbatch] = Kept(entry, edges)
 
@@ -162,6 +166,14 @@ class Stage:
                 generator.manual_seed(advance(seed, number))
             value = layer(value)
         return value
+
+
+def _backward(edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
+    """`torch.autograd.backward(edges, gradients)` without its checks of shapes, which the channels have made.
+
+    They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.
+    """
+    _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _takes_several(module: nn.Module) -> frozenset[str]:

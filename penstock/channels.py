@@ -89,6 +89,9 @@ class Outgoing:
 
     def send(self, transfer: Transfer, value: Any) -> None:
         """Send `value` as `transfer` without waiting. Raises MismatchError if it is not what was agreed."""
+        if self.known and isinstance(value, Tensor) and self.specs[transfer].describes(value):  # the common case
+            self._send(value, self.specs[transfer].leaves[0])
+            return
         leaves, tree = wire.flatten(value)
         spec = wire.describe(leaves, tree)
         if not self.known:
@@ -98,9 +101,12 @@ class Outgoing:
         elif spec != (agreed := self.specs[transfer]):
             leaves, spec = _fit(transfer, leaves, spec, agreed), agreed
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
-            if isinstance(leaf_spec, wire.TensorSpec) and leaf.numel():
-                data = wire.memory(leaf.to(self.line.carrier), leaf_spec)
-                self.outbox.post(self.line.data, data, leaf_spec.bytes, self.line.lender)
+            self._send(leaf, leaf_spec)
+
+    def _send(self, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
+        if isinstance(spec, wire.TensorSpec) and leaf.numel():
+            data = wire.memory(leaf.to(self.line.carrier), spec)
+            self.outbox.post(self.line.data, data, spec.bytes, self.line.lender)
 
 
 def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:

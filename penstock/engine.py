@@ -101,8 +101,12 @@ class Engine:
         if index == self.last:
             seed = torch.full_like(work.losses[microbatch], work.weights[microbatch])
             gradients = [seed for _ in self.stages[index].kept[microbatch].edges]  # none if everything is frozen
+        elif isinstance(gradients, Tensor):
+            gradients = [gradients]
         result = self.stages[index].backward(microbatch, gradients)
-        return result if index > 0 else None
+        if index == 0:
+            return None
+        return result[0] if len(result) == 1 and result[0] is not None else result  # the common case travels bare
 
     def _handed_to(self, action: Action) -> Any:
         """What another stage of this rank made for `action`, None where nothing is needed."""

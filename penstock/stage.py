@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -98,8 +99,8 @@ class Stage:
         With a `seed`, every layer's random numbers depend on it, the microbatch and the layer alone. Seeding moves the
         device's generator; whoever calls puts it back.
         """
-        with torch.set_grad_enabled(keep):
-            entry = Entry()
+        entry = Entry()
+        with _grad_mode(keep):
             output = self._seeded(microbatch, seed, *self._arguments(entry.admit(value)))
         if keep:
             self._keep(microbatch, entry, output)
@@ -107,7 +108,7 @@ class Stage:
 
     def first_forward(self, microbatch: int, args: Any, kwargs: Any, seed: int | None = None, keep: bool = True) -> Any:
         """As `forward`, for the stage that the batch goes into."""
-        with torch.set_grad_enabled(keep):
+        with _grad_mode(keep):
             output = self._seeded(microbatch, seed, args, kwargs)
         if keep:
             self._keep(microbatch, Entry(), output)
@@ -116,7 +117,7 @@ class Stage:
     def loss(self, microbatch: int, output: Any, target: Any, keep: bool = True) -> Tensor:
         """The loss of `output`; if kept, the backward of `microbatch` now starts there. Raises ValueError if not a scalar."""
         assert self.loss_fn is not None
-        with torch.set_grad_enabled(keep):
+        with _grad_mode(keep):
             loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -166,6 +167,14 @@ class Stage:
                 generator.manual_seed(advance(seed, number))
             value = layer(value)
         return value
+
+
+def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:
+    """Gradients on or off; nothing to do in the common case."""
+    return _NOTHING if torch.is_grad_enabled() == enabled else torch.set_grad_enabled(enabled)
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def _backward(edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:

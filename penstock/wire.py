@@ -50,6 +50,18 @@ class MessageSpec(NamedTuple):
         """The leaves that travel."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
+    def describes(self, tensor: Tensor) -> bool:
+        """Whether a bare tensor is exactly what is described: a quick `describe(...) == self`."""
+        spec = self.leaves[0] if len(self.leaves) == 1 else None
+        return (
+            isinstance(spec, TensorSpec)
+            and tensor.shape == spec.shape
+            and tensor.stride() == spec.stride
+            and tensor.dtype is spec.dtype
+            and tensor.requires_grad is spec.requires_grad
+            and self.tree.is_leaf()
+        )
+
 
 _LEAF = tree_flatten(torch.empty(0))[1]
 
@@ -87,8 +99,9 @@ def empty(spec: TensorSpec, device: torch.device) -> Tensor:
 def rebuild(spec: MessageSpec, tensors: list[Tensor]) -> Any:
     """The message `spec` describes, its tensors in place and requiring a gradient where the sender's did."""
     for tensor, leaf in zip(tensors, spec.tensors, strict=True):
-        tensor.requires_grad_(leaf.requires_grad)
-    if spec.tree.is_leaf() and tensors:
+        if leaf.requires_grad:
+            tensor.requires_grad_()
+    if len(spec.leaves) == 1 and tensors and spec.tree.is_leaf():
         return tensors[0]
     rest = iter(tensors)
     leaves = [next(rest) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]

@@ -97,7 +97,7 @@ class Outgoing:
         if not self.known:
             self.specs[transfer] = spec
             for part in wire.pack(spec):
-                self.outbox.post(self.line.gloo, part, part.numel(), None)
+                self.outbox.post(self.line.gloo, part, wire.describe_tensor(part), None)
         elif spec != (agreed := self.specs[transfer]):
             leaves, spec = _fit(transfer, leaves, spec, agreed), agreed
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
@@ -105,8 +105,7 @@ class Outgoing:
 
     def _send(self, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
         if isinstance(spec, wire.TensorSpec) and leaf.numel():
-            data = wire.memory(leaf.to(self.line.carrier), spec)
-            self.outbox.post(self.line.data, data, spec.bytes, self.line.lender)
+            self.outbox.post(self.line.data, leaf.to(self.line.carrier), spec, self.line.lender)
 
 
 def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:
@@ -178,7 +177,7 @@ class Incoming:
         if work is not None:
             work.wait()
         if self.line.borrower is not None and spec.bytes > SMALL:
-            return wire.shaped(self.line.borrower.borrow(buffer, spec.bytes), spec)
+            return self.line.borrower.borrow(buffer, spec)
         return buffer
 
     def _receive_description(self) -> MessageSpec:
@@ -202,14 +201,15 @@ class Outbox:
         self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waiting = False
 
-    def post(self, group: Any, data: Tensor, size: int, lender: Lender | None) -> None:
-        """Send `data`, of `size` bytes, through `group`, or through the memory of `lender` and a ticket through `group`."""
-        if lender is not None and size > SMALL:
-            data = lender.lend(data)
-        elif size <= min(SMALL, self._room):
-            data = data.clone()
-            self._room -= size
+    def post(self, group: Any, tensor: Tensor, spec: wire.TensorSpec, lender: Lender | None) -> None:
+        """Send `tensor` as `spec` through `group`, or through the memory of `lender` and a ticket for it through `group`."""
+        if lender is not None and spec.bytes > SMALL:
+            data = lender.lend(tensor, spec)
+        elif spec.bytes <= min(SMALL, self._room):
+            data = wire.copied(tensor, spec)
+            self._room -= spec.bytes
         else:
+            data = wire.memory(tensor, spec)
             self._wait_for(group.send([data], DESTINATION, 0), data)
             return
         self._kept.append((group.send([data], DESTINATION, 0), data))

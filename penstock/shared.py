@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.wire import TensorSpec, shaped
+
 HEADER = 64  # bytes before the data; the first says whether the block is in use
 FREE, BUSY = 0, 1
 PROBE = 4096
+PROBE_SPEC = TensorSpec((PROBE,), (1,), torch.uint8, False)
 FAILED = -1
 
 
@@ -29,12 +32,11 @@ class Lender:
     def __init__(self) -> None:
         self._blocks: dict[int, list[tuple[int, mmap.mmap, Tensor]]] = {}  # bytes of data -> blocks of that size
 
-    def lend(self, data: Tensor) -> Tensor:
-        """Copy `data`, flat, into a free block; returns the ticket, to be sent."""
-        source = data.view(torch.uint8)
-        number, memory, block = self._free(source.numel())
+    def lend(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
+        """Copy `tensor`, in the layout of `spec`, into a free block; returns the ticket, to be sent."""
+        number, memory, block = self._free(spec.bytes)
         memory[0] = BUSY
-        block.copy_(source)
+        shaped(block, spec).copy_(tensor.detach())
         return torch.tensor([number])
 
     def _free(self, size: int) -> tuple[int, mmap.mmap, Tensor]:
@@ -61,22 +63,22 @@ class Borrower:
         self._lender = lender
         self._memory: dict[int, mmap.mmap] = {}
 
-    def borrow(self, ticket: Tensor, size: int) -> Tensor:
-        """The block on `ticket` as `size` bytes; free again once the tensor's memory is let go. Raises OSError if gone."""
-        number = int(ticket)
+    def borrow(self, ticket: Tensor, spec: TensorSpec) -> Tensor:
+        """The tensor in the block on `ticket`; the block is free again once its memory is let go. Raises OSError if gone."""
+        number, size = int(ticket), spec.bytes
         memory = self._memory.get(number)
         if memory is None:
             with open(f"/proc/{self._lender}/fd/{number}", "r+b") as file:
                 memory = self._memory[number] = mmap.mmap(file.fileno(), HEADER + size)
         view = (ctypes.c_ubyte * size).from_buffer(memory, HEADER)
         weakref.finalize(view, memory.__setitem__, 0, FREE).atexit = False
-        return torch.frombuffer(view, dtype=torch.uint8)
+        return shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
 
 
 def offer(group: Any, peer: int) -> Lender | None:
     """The sender's end of a new channel: its blocks, if the receiver can open them."""
     lender, secret = Lender(), torch.frombuffer(bytearray(os.urandom(PROBE)), dtype=torch.uint8)
-    number = int(lender.lend(secret)) if hasattr(os, "memfd_create") else FAILED
+    number = int(lender.lend(secret, PROBE_SPEC)) if hasattr(os, "memfd_create") else FAILED
     group.send([torch.tensor([os.getpid(), number])], peer, 0).wait()
     group.send([secret], peer, 0).wait()
     accepted = torch.zeros(1)
@@ -93,7 +95,7 @@ def accept(group: Any, peer: int) -> Borrower | None:
     borrower: Borrower | None = Borrower(lender)
     try:
         assert borrower is not None
-        if number == FAILED or not torch.equal(borrower.borrow(torch.tensor([number]), PROBE), secret):
+        if number == FAILED or not torch.equal(borrower.borrow(torch.tensor([number]), PROBE_SPEC), secret):
             borrower = None  # another machine, which happens to have such a process
     except (OSError, ValueError):
         borrower = None

@@ -77,10 +77,13 @@ def describe(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
 
 
 def _describe_leaf(leaf: Any) -> TensorSpec | Constant:
-    if not isinstance(leaf, Tensor):
-        return Constant(leaf, type(leaf))
-    stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
-    return TensorSpec(tuple(leaf.shape), stride, leaf.dtype, leaf.requires_grad)
+    return describe_tensor(leaf) if isinstance(leaf, Tensor) else Constant(leaf, type(leaf))
+
+
+def describe_tensor(tensor: Tensor) -> TensorSpec:
+    """The description of one tensor."""
+    stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+    return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)
 
 
 def memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
@@ -89,6 +92,11 @@ def memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
     if tensor.stride() != spec.stride:
         tensor = empty(spec, tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def copied(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """A copy of `tensor` as bare memory in the layout of `spec`."""
+    return empty(spec, tensor.device).copy_(tensor.detach()).as_strided((tensor.numel(),), (1,))
 
 
 def empty(spec: TensorSpec, device: torch.device) -> Tensor:

@@ -105,7 +105,9 @@ class Outgoing:
 
     def _send(self, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
         if isinstance(spec, wire.TensorSpec) and leaf.numel():
-            self.outbox.post(self.line.data, leaf.to(self.line.carrier), spec, self.line.lender)
+            self.outbox.post(
+                self.line.data, leaf if leaf.device == self.line.carrier else leaf.to(self.line.carrier), spec, self.line.lender
+            )
 
 
 def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:
@@ -159,7 +161,9 @@ class Incoming:
                     self.specs[arriving] = self._receive_description()
                     posted = [self._post(spec) for spec in self.specs[arriving].tensors]
                 spec = self.specs[arriving]
-                tensors = [self._wait(*each, leaf).to(device) for each, leaf in zip(posted, spec.tensors, strict=True)]
+                tensors = [self._wait(*each, leaf) for each, leaf in zip(posted, spec.tensors, strict=True)]
+                if device != self.line.carrier:
+                    tensors = [tensor.to(device) for tensor in tensors]
             except (RuntimeError, OSError) as error:
                 raise WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error) from error
             self.early[arriving] = wire.rebuild(spec, tensors)

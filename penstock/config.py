@@ -25,11 +25,11 @@ class TrainConfig:
     """A small GPT that learns bytes of text, or the 16-layer MLP on handwritten digits."""
     data: Path | None = None
     """Text for the GPT: a file or a folder. Default: the sources of Python's standard library."""
-    steps: int = 100
+    steps: int = 200
     """Optimizer steps."""
     batch: int = 32
     """Rows of a batch: sequences of text, or images."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     """Adam's peak learning rate, after a short warm-up; it falls to a tenth."""
     layers: int | None = None
     """Blocks of the GPT (default 8), or hidden layers of the MLP (default 16)."""

@@ -23,6 +23,7 @@ class Progress:
     """A bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, config: "TrainConfig", run: "Run") -> None:
+        self.unit = "tokens" if config.model == "gpt" else "images"
         self.steps, self.name = config.steps, f"{run.ranks} rank{'s' * (run.ranks > 1)}"
         columns = (
             TextColumn("{task.description}"),
@@ -44,7 +45,7 @@ class Progress:
     def step(self, record: dict[str, Any]) -> None:
         """One step more."""
         told = (
-            f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s  "
+            f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} {self.unit}/s  "
             f"bubble {record['bubble']:.0%} (table {record['bubble_of_the_table']:.0%})  "
             f"peak {megabytes(record['peak_memory_bytes'])}"
         )

@@ -22,7 +22,7 @@ from penstock.wire import TensorSpec, shaped
 HEADER = 64  # bytes before the data; the first says whether the block is in use
 FREE, BUSY = 0, 1
 PROBE = 4096
-PROBE_SPEC = TensorSpec((PROBE,), (1,), torch.uint8, False)
+PROBE_SPEC = TensorSpec((PROBE,), (1,), torch.uint8, False, PROBE)
 FAILED = -1
 
 

@@ -1,6 +1,5 @@
 """What travels between two stages: a tree of tensors, described once and then sent as bare memory."""
 
-import math
 import pickle
 from typing import Any, NamedTuple
 
@@ -16,11 +15,7 @@ class TensorSpec(NamedTuple):
     stride: tuple[int, ...]  # dense: a permutation of contiguous
     dtype: torch.dtype
     requires_grad: bool
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    bytes: int
 
     def __str__(self) -> str:
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
@@ -83,20 +78,20 @@ def _describe_leaf(leaf: Any) -> TensorSpec | Constant:
 def describe_tensor(tensor: Tensor) -> TensorSpec:
     """The description of one tensor."""
     stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
-    return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)
+    return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, tensor.nbytes)
 
 
 def memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """The bare memory of `tensor` in the layout of `spec`, as a flat view where it already has it."""
+    """The bare memory of `tensor` in the layout of `spec`, as a contiguous tensor; `tensor` itself where it is that."""
     tensor = tensor.detach().resolve_conj().resolve_neg()  # those two are flags, not memory
     if tensor.stride() != spec.stride:
         tensor = empty(spec, tensor.device).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def copied(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """A copy of `tensor` as bare memory in the layout of `spec`."""
-    return empty(spec, tensor.device).copy_(tensor.detach()).as_strided((tensor.numel(),), (1,))
+    return memory(tensor, spec).clone()
 
 
 def empty(spec: TensorSpec, device: torch.device) -> Tensor:

@@ -32,7 +32,8 @@ def travel(value):
     sent = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor, each, buffer in zip(sent, spec.tensors, buffers, strict=True):
         flat, into = wire.memory(tensor, each), wire.memory(buffer, each)
-        assert flat.shape == into.shape == (tensor.numel(),)
+        assert flat.is_contiguous()
+        assert flat.numel() == into.numel() == tensor.numel()
         into.copy_(carried(flat))
     return wire.rebuild(theirs, buffers)
 

@@ -6,6 +6,7 @@ milliseconds. `Groups.close` uses that, on purpose, to wake everybody.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ class Groups:
         self.topology = topology
         self.store = dist.PrefixStore(name, topology.store)
         self._open: list[tuple[Any, int]] = []  # each group, and a peer in it
+        self._closers: list[Callable[[], None]] = []
 
     def gloo(self, name: str, rank: int, size: int) -> Any:
         """This process as `rank` of a new Gloo group of `size`; returns when all of them are connected."""
@@ -43,8 +45,15 @@ class Groups:
         self._open.append((group, (rank + 1) % size))
         return group
 
+    def at_close(self, close: Callable[[], None]) -> None:
+        """Have `close` called when the groups are closed."""
+        self._closers.append(close)
+
     def close(self) -> None:
         """Close all groups now, whoever waits on them."""
+        for close in self._closers:
+            close()
+        self._closers.clear()
         for group, peer in self._open:
             with suppress(RuntimeError):
                 if group.name() == "gloo":

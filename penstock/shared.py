@@ -1,103 +1,158 @@
-"""Large messages between two processes of one machine: copied once, into memory that both see.
+"""A line between two processes of one machine: memory both see, and a pipe that says what is in it.
 
-The sender copies a message into a block and sends its number through the channel, in the message's place; the receiver's
-tensor *is* the block. When the tensor's memory is let go, in the backward of a microbatch, the receiver marks the block
-free, and the sender uses it again. Through a socket the same bytes are copied twice, by the kernel, in small pieces.
+The sender copies a message into a free block of a shared file and writes the block's place into a pipe; the receiver, who
+waits at the pipe, copies a small message out, and takes a large one as it lies: its tensor *is* the block. When that
+tensor's memory is let go, in the backward of the microbatch, the block is marked free and the sender uses it again. Beside
+sockets that is one copy instead of two, and one process to wake up instead of two threads.
 
-Blocks are files without a name (memfd), opened by the receiver through the sender's /proc entry: they are gone when the
-processes are, however those end.
+File (a memfd) and pipe have no name: the receiver opens them through the sender's /proc entry, and they are gone when the
+two processes are, however those end. A pipe whose sender has died reads as closed.
 """
 
 import ctypes
 import mmap
 import os
+import select
+import struct
 import weakref
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.wire import TensorSpec, shaped
+from penstock.groups import Groups
+from penstock.wire import TensorSpec, describe_tensor, shaped
 
-HEADER = 64  # bytes before the data; the first says whether the block is in use
+SMALL = 2**16  # bytes; a larger message is not copied out of its block
+HEADER = 64  # bytes before a block's data; the first says whether the block is in use
 FREE, BUSY = 0, 1
-PROBE = 4096
-PROBE_SPEC = TensorSpec((PROBE,), (1,), torch.uint8, False, PROBE)
-FAILED = -1
+TICKET = struct.Struct("qq")  # where a block begins in the file, and the bytes of its message
+SECRET = 64  # bytes by which the receiver knows that it has opened the right file
 
 
-class Lender:
-    """The sender's blocks."""
+class SharedSender:
+    """The sending end."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, list[tuple[int, mmap.mmap, Tensor]]] = {}  # bytes of data -> blocks of that size
+        self.file = os.memfd_create("penstock")
+        self.reader, self.writer = os.pipe()  # the reader is for the other process to open
+        self._end = 0
+        self._blocks: dict[int, list[tuple[int, mmap.mmap, Tensor]]] = {}  # bytes -> blocks for messages of that size
 
-    def lend(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
-        """Copy `tensor`, in the layout of `spec`, into a free block; returns the ticket, to be sent."""
-        number, memory, block = self._free(spec.bytes)
+    def send(self, tensor: Tensor, spec: TensorSpec) -> None:
+        """Copy `tensor`, in the layout of `spec`, into a free block, and say so. If nobody reads, others will tell."""
+        start, memory, block = self._free(spec.bytes)
         memory[0] = BUSY
         shaped(block, spec).copy_(tensor.detach())
-        return torch.tensor([number])
+        with suppress(BrokenPipeError):
+            os.write(self.writer, TICKET.pack(start, spec.bytes))
 
     def _free(self, size: int) -> tuple[int, mmap.mmap, Tensor]:
         blocks = self._blocks.setdefault(size, [])
         for block in blocks:
             if block[1][0] == FREE:
                 return block
-        number = os.memfd_create("penstock")
-        os.ftruncate(number, HEADER + size)
-        memory = mmap.mmap(number, HEADER + size)
-        blocks.append((number, memory, torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER)))
+        start = self._end
+        self._end += -(-(HEADER + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        os.ftruncate(self.file, self._end)
+        memory = mmap.mmap(self.file, HEADER + size, offset=start)
+        blocks.append((start, memory, torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER)))
         return blocks[-1]
 
-    def __del__(self) -> None:
-        for blocks in self._blocks.values():
-            for number, _, _ in blocks:
+    def close(self) -> None:
+        """Let the receiver know that nothing more comes."""
+        for number in (self.file, self.reader, self.writer):
+            with suppress(OSError):
                 os.close(number)
+        self.file = self.reader = self.writer = -1
+
+    __del__ = close
 
 
-class Borrower:
-    """The receiver's view of the blocks of process `lender`."""
+class SharedReceiver:
+    """The receiving end; `process`, `file` and `pipe` are the sender's."""
 
-    def __init__(self, lender: int) -> None:
-        self._lender = lender
+    def __init__(self, process: int, file: int, pipe: int, timeout: timedelta) -> None:
+        self._file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
+        self._pipe = os.open(f"/proc/{process}/fd/{pipe}", os.O_RDONLY)
+        self._poll, self._timeout = select.poll(), timeout
+        self._poll.register(self._pipe, select.POLLIN)
         self._memory: dict[int, mmap.mmap] = {}
 
-    def borrow(self, ticket: Tensor, spec: TensorSpec) -> Tensor:
-        """The tensor in the block on `ticket`; the block is free again once its memory is let go. Raises OSError if gone."""
-        number, size = int(ticket), spec.bytes
-        memory = self._memory.get(number)
+    def receive(self, spec: TensorSpec | None) -> Tensor:
+        """The next message, as `spec` describes it, or as bytes. Raises RuntimeError if the sender is lost or silent."""
+        start, size = self._ticket()
+        memory = self._memory.get(start)
         if memory is None:
-            with open(f"/proc/{self._lender}/fd/{number}", "r+b") as file:
-                memory = self._memory[number] = mmap.mmap(file.fileno(), HEADER + size)
+            memory = self._memory[start] = mmap.mmap(self._file, HEADER + size, offset=start)
+        spec = spec or TensorSpec((size,), (1,), torch.uint8, False, size)
+        if size <= SMALL:
+            tensor = shaped(torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER, count=size), spec).clone()
+            memory[0] = FREE
+            return tensor
         view = (ctypes.c_ubyte * size).from_buffer(memory, HEADER)
         weakref.finalize(view, memory.__setitem__, 0, FREE).atexit = False
         return shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
 
+    def _ticket(self) -> tuple[int, int]:
+        if not self._poll.poll(self._timeout / timedelta(milliseconds=1)):
+            raise RuntimeError("timed out")
+        ticket = os.read(self._pipe, TICKET.size)
+        if len(ticket) < TICKET.size:
+            raise RuntimeError("the sender has closed the pipe")
+        start, size = TICKET.unpack(ticket)
+        return start, size
 
-def offer(group: Any, peer: int) -> Lender | None:
-    """The sender's end of a new channel: its blocks, if the receiver can open them."""
-    lender, secret = Lender(), torch.frombuffer(bytearray(os.urandom(PROBE)), dtype=torch.uint8)
-    number = int(lender.lend(secret, PROBE_SPEC)) if hasattr(os, "memfd_create") else FAILED
-    group.send([torch.tensor([os.getpid(), number])], peer, 0).wait()
-    group.send([secret], peer, 0).wait()
+    def close(self) -> None:
+        """Let go of file and pipe; messages that were taken stay."""
+        for number in (self._file, self._pipe):
+            with suppress(OSError):
+                os.close(number)
+        self._file = self._pipe = -1
+
+    __del__ = close
+
+
+def offer(group: Any, peer: int, groups: Groups) -> SharedSender | None:
+    """The sending end of a new channel, if the process at the other end of `group` is on this machine and agrees."""
+    sender = SharedSender() if hasattr(os, "memfd_create") else None
+    secret = torch.frombuffer(bytearray(os.urandom(SECRET)), dtype=torch.uint8)
+    if sender is not None:
+        sender.send(secret, describe_tensor(secret))
+    where = (os.getpid(), sender.file, sender.reader) if sender else (-1, -1, -1)
     accepted = torch.zeros(1)
+    group.send([torch.tensor(where)], peer, 0).wait()
+    group.send([secret], peer, 0).wait()
     group.recv([accepted], peer, 0).wait()
-    return lender if accepted else None
+    if sender is None or not accepted:
+        return None
+    os.close(sender.reader)
+    sender.reader = -1
+    groups.at_close(sender.close)
+    return sender
 
 
-def accept(group: Any, peer: int) -> Borrower | None:
-    """The receiver's end: the sender's blocks, if they can be opened and hold what the sender says."""
-    told, secret = torch.zeros(2, dtype=torch.int64), torch.zeros(PROBE, dtype=torch.uint8)
-    group.recv([told], peer, 0).wait()
+def accept(group: Any, peer: int, groups: Groups) -> SharedReceiver | None:
+    """The receiving end, if the sender's file and pipe can be opened and hold what the sender says."""
+    where, secret = torch.zeros(3, dtype=torch.int64), torch.zeros(SECRET, dtype=torch.uint8)
+    group.recv([where], peer, 0).wait()
     group.recv([secret], peer, 0).wait()
-    lender, number = told.tolist()
-    borrower: Borrower | None = Borrower(lender)
-    try:
-        assert borrower is not None
-        if number == FAILED or not torch.equal(borrower.borrow(torch.tensor([number]), PROBE_SPEC), secret):
-            borrower = None  # another machine, which happens to have such a process
-    except (OSError, ValueError):
-        borrower = None
-    group.send([torch.tensor([float(borrower is not None)])], peer, 0).wait()
-    return borrower
+    receiver = _opened(where.tolist(), secret, groups.topology.timeout)
+    group.send([torch.tensor([float(receiver is not None)])], peer, 0).wait()
+    if receiver is not None:
+        groups.at_close(receiver.close)
+    return receiver
+
+
+def _opened(where: list[int], secret: Tensor, timeout: timedelta) -> SharedReceiver | None:
+    """None where another machine happens to have a process of that number, or this one has no such way."""
+    process, file, pipe = where
+    with suppress(OSError, ValueError, RuntimeError):
+        link = os.readlink(f"/proc/{process}/fd/{file}")
+        if link.startswith("/memfd:penstock") and os.readlink(f"/proc/{process}/fd/{pipe}").startswith("pipe:"):
+            receiver = SharedReceiver(process, file, pipe, timeout)
+            if torch.equal(receiver.receive(None), secret):
+                return receiver
+    return None

@@ -116,11 +116,10 @@ def shaped(data: Tensor, spec: TensorSpec) -> Tensor:
     return data.view(spec.dtype).as_strided(spec.shape, spec.stride)
 
 
-def pack(spec: MessageSpec) -> tuple[Tensor, Tensor]:
-    """`spec` as bytes, and their number before them; its structure travels as an example of it."""
+def pack(spec: MessageSpec) -> Tensor:
+    """`spec` as bytes; its structure travels as an example of it."""
     example = tree_unflatten(range(len(spec.leaves)), spec.tree)
-    data = torch.frombuffer(bytearray(pickle.dumps((example, spec.leaves))), dtype=torch.uint8)
-    return torch.tensor([data.numel()]), data
+    return torch.frombuffer(bytearray(pickle.dumps((example, spec.leaves))), dtype=torch.uint8)
 
 
 def unpack(data: Tensor) -> MessageSpec:

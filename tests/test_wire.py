@@ -26,7 +26,7 @@ def travel(value):
     """`value` sent to another rank, description and data."""
     leaves, tree = wire.flatten(value)
     spec = wire.describe(leaves, tree)
-    theirs = wire.unpack(carried(wire.pack(spec)[1]))
+    theirs = wire.unpack(carried(wire.pack(spec)))
     assert theirs == spec
     buffers = [wire.empty(each, torch.device("cpu")) for each in theirs.tensors]
     sent = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

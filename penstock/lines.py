@@ -15,6 +15,7 @@ from penstock.shared import SMALL, SharedReceiver, SharedSender, accept, offer
 from penstock.wire import TensorSpec
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
+LARGE = 2**20  # bytes; copying more is worth a thread
 MOST_COPIED = 2**22  # bytes of small messages kept until the end of the step
 
 
@@ -64,16 +65,31 @@ def receiving_line(groups: Groups, name: str) -> ReceivingLine:
 
 
 class MemorySender:
-    """Over shared memory."""
+    """Over shared memory. From the first large message on, a thread does the copying, in the order of sending."""
 
     carrier = CPU
 
     def __init__(self, shared: SharedSender) -> None:
-        self.send = shared.send
+        self._shared = shared
+        self._to_copy: queue.SimpleQueue[Any] | None = None
 
     def describe(self, packed: Tensor) -> None:
         """Send a description."""
         self.send(packed, wire.describe_tensor(packed))
+
+    def send(self, tensor: Tensor, spec: TensorSpec) -> None:
+        """Send a tensor in the layout of `spec`."""
+        if self._to_copy is None and spec.bytes > LARGE:
+            self._to_copy = queue.SimpleQueue()
+            threading.Thread(target=_do_each, args=(self._to_copy,), name="penstock-copy", daemon=True).start()
+        if self._to_copy is None:
+            self._shared.send(tensor, spec)
+        else:
+            self._to_copy.put((self._shared.send, tensor.detach(), spec))
+
+    def __del__(self) -> None:
+        if self._to_copy is not None:
+            self._to_copy.put(None)
 
 
 class MemoryReceiver:
@@ -164,9 +180,9 @@ class Outbox:
 
     def _wait_for(self, work: Any, data: Tensor) -> None:
         if not self._waiting:
-            threading.Thread(target=_wait_for_each, args=(self._sent,), name="penstock-sent", daemon=True).start()
+            threading.Thread(target=_do_each, args=(self._sent,), name="penstock-sent", daemon=True).start()
             self._waiting = True
-        self._sent.put((work, data))
+        self._sent.put((_wait, work, data))
 
     def empty(self) -> None:
         """Let go of what the step before sent."""
@@ -180,14 +196,18 @@ class Outbox:
         self._sent.put(None)
 
 
-def _wait_for_each(sent: "queue.SimpleQueue[Any]") -> None:
-    while (item := sent.get()) is not None:
-        work, data = item
-        with suppress(RuntimeError):  # the group is closed; whoever waits on it tells why
-            if data.is_cuda:
-                with torch.cuda.stream(torch.cuda.Stream(data.device)):  # never the stream that computes
-                    work.wait()
-                    torch.cuda.current_stream().synchronize()
-            else:
-                work.wait()
-        del item, work, data  # let the tensor go before waiting for the next
+def _wait(work: Any, data: Tensor) -> None:
+    if data.is_cuda:
+        with torch.cuda.stream(torch.cuda.Stream(data.device)):  # never the stream that computes
+            work.wait()
+            torch.cuda.current_stream().synchronize()
+    else:
+        work.wait()
+
+
+def _do_each(things: "queue.SimpleQueue[Any]") -> None:
+    """A thread: do one thing after the other, beside the compute."""
+    while (thing := things.get()) is not None:
+        with suppress(RuntimeError, OSError):  # the line is closed; whoever waits on it tells why
+            thing[0](*thing[1:])
+        thing = None  # let the tensor go before waiting for the next

@@ -1,9 +1,8 @@
 """Channels: the transfers from one rank to a neighbour, in order, sent without waiting and received ahead.
 
-There is one channel for each direction between two ranks, and each is a process group of its own (see
-`schedule/program.py` for its order and `schedule/verify.py` for why it cannot hang). The first step of a new batch
-signature sends a description before every message; both ends remember them, and every later step with that signature
-sends bare memory into receives that are posted ahead.
+There is one channel for each direction between two ranks, over a line of its own (see `schedule/program.py` for its order
+and `schedule/verify.py` for why it cannot hang). The first step of a new batch signature sends a description before every
+message; both ends remember them, and every later step with that signature sends bare memory into receives posted ahead.
 """
 
 from collections import deque

@@ -20,7 +20,8 @@ def rows(batch: Any, what: str = "batch") -> int | None:
 
     Numbers, None, strings and 0-dimensional tensors belong to every piece. Raises MismatchError if first dimensions differ.
     """
-    found = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()}
+    leaves = [batch] if isinstance(batch, Tensor) else tree_flatten(batch)[0]
+    found = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(found) > 1:
         raise MismatchError(f"the tensors of a batch must have the same number of rows (first dimension): {_told(batch, what)}")
     return next(iter(found), None)

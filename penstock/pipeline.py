@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from penstock import assembly, comms, microbatch, tied
 from penstock.agreement import Agreement, Vote
@@ -23,6 +22,7 @@ from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
 from penstock.schedule import Event, Kind, Schedule, Timeline, lower, verify
 from penstock.stage import Stage
+from penstock.wire import flatten
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
@@ -177,9 +177,12 @@ class Pipeline:
         seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
         work, vote = Work(training, seed), Vote(training, self.step_count)
         if rank == self.first_rank:
-            sizes = _sizes((args, kwargs), "the batch", pieces)
-            work.inputs = _split_inputs(args, kwargs, sizes, self.topology.device)
-            vote.rows, vote.signature = sum(sizes), _signature((args, kwargs))
+            bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # the common case
+            batch = args[0] if bare else (args, kwargs)
+            sizes = _sizes(batch, "the batch", pieces)
+            split = microbatch.split(batch, sizes, self.topology.device)
+            work.inputs = [((piece,), {}) for piece in split] if bare else split
+            vote.rows, vote.signature = sum(sizes), _signature(batch)
         if rank == self.last_rank and (training or target is not None):
             if target is None or self.loss_fn is None:
                 lacking = (
@@ -332,16 +335,7 @@ def _sizes(batch: Any, what: str, pieces: int) -> list[int]:
     return microbatch.sizes(rows, min(rows, pieces))
 
 
-def _split_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int], device: torch.device
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """(args, kwargs) of each microbatch; a single tensor, the common case, takes a short way."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-        return [((piece,), {}) for piece in microbatch.split(args[0], sizes, device)]
-    return microbatch.split((args, kwargs), sizes, device)
-
-
 def _signature(batch: Any) -> int:
     """A number for the structure, shapes and dtypes of `batch`, the same in this process only."""
-    leaves, tree = tree_flatten(batch)
+    leaves, tree = flatten(batch)
     return hash((tree, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)))

@@ -55,6 +55,8 @@ class CudaClock(Clock):
     def summary(self) -> tuple[float, float, float]:
         """First start, last end, and the time spent in actions."""
         intervals = self.intervals()
+        if not intervals:
+            return 0.0, 0.0, 0.0
         return intervals[0][0], intervals[-1][1], sum(end - start for start, end in intervals)
 
     @staticmethod

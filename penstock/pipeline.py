@@ -132,13 +132,13 @@ class Pipeline:
         return outputs if target is None else (outputs, loss)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Any, Tensor]:
-        first = self.schedule.actions[self.topology.rank][0]
-        what = f"to begin {'step()' if training else 'eval()'}, before {first}"
+        mine = self.schedule.actions[self.topology.rank]
+        what = f"to begin {'step()' if training else 'eval()'}, before {mine[0] if mine else 'the others end it'}"
         with self._together(), self._randomness_aside(training):
             engine = self._connected()
             engine.forget()
             work, vote = self._prepare(args, kwargs, target, training)
-            clock = clock_for(self.topology.device, len(self.schedule.actions[self.topology.rank]))
+            clock = clock_for(self.topology.device, len(mine))
             self._agreement.vote(vote, what)
             self._head_start(engine, work, clock)
             agreed = self._agreement.reach()
@@ -158,9 +158,9 @@ class Pipeline:
 
     def _head_start(self, engine: Engine, work: Work, clock: Clock) -> None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
-        first = self.schedule.actions[self.topology.rank][0]
-        if self.schedule.stages > 1 and first.stage == 0 and first.microbatch < len(work.inputs):
-            engine.head_start(first, work, clock)
+        mine = self.schedule.actions[self.topology.rank]
+        if self.schedule.stages > 1 and mine and mine[0].stage == 0 and mine[0].microbatch < len(work.inputs):
+            engine.head_start(mine[0], work, clock)
 
     @contextmanager
     def _randomness_aside(self, training: bool) -> Iterator[None]:
@@ -232,8 +232,9 @@ class Pipeline:
         self._ran = actions, clock
         dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
         row = [loss.item(), dtype, *clock.summary(), _peak_memory(self.topology.device)]
-        everyone = self._control.gather(row, f"to end the step, after {actions[-1]}")
-        makespan = max(each[3] for each in everyone) - min(each[2] for each in everyone)
+        everyone = self._control.gather(row, f"to end the step, after {actions[-1] if actions else 'nothing'}")
+        ran = [each for each in everyone if each[3]]  # a rank may have no stage
+        makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
         self.report = StepReport(makespan, tuple(each[4] for each in everyone), tuple(each[5] for each in everyone))
         value, kind = everyone[self.last_rank][:2]
         return torch.tensor(value, dtype=_DTYPES[int(kind)], device=self.topology.device)

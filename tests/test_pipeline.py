@@ -291,6 +291,29 @@ def test_a_reversed_order_on_the_last_stage_keeps_the_outputs_in_the_order_of_th
     assert_same(everyone[1][1], last_layers)  # the first stage's backwards come in another order, and so do its sums
 
 
+def skipping():
+    """Two stages on ranks 0 and 2; rank 1 has nothing to do."""
+    rows = [["0F0", "0F1", "0B0", "0B1"], [], ["1F0", "1B0", "1F1", "1B1"]]
+    return ps.schedule.from_rows("skipping", [map(ps.schedule.Action.parse, row) for row in rows], placement=(0, 2))
+
+
+def rank_without_a_stage():
+    model, loss_fn = make("mlp")
+    pipe = ps.Pipeline(model, loss_fn, schedule=skipping())
+    inputs, target = data("mlp", 6)
+    losses = [pipe.step(inputs, target=target), pipe.step(inputs, target=target)]
+    return losses, gradients(pipe.named_parameters()), pipe.report.bubble
+
+
+def test_a_rank_without_a_stage_takes_part():
+    everyone = ps.launch(rank_without_a_stage, 3)
+    model, loss_fn = make("mlp")
+    expected = [accumulate(model, loss_fn, data("mlp", 6), 2) for _ in range(2)]
+    assert all(all(map(torch.equal, losses, expected)) for losses, _, _ in everyone)
+    assert_same(merged([grads for _, grads, _ in everyone]), gradients(model.named_parameters()))
+    assert all(0 < bubble < 1 for _, _, bubble in everyone)
+
+
 def rank_csv(path):
     model, loss_fn = make("mlp")
     pipe = ps.Pipeline(model, loss_fn, schedule=path)

@@ -1,0 +1,104 @@
+"""The commands, run as a person would."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.model import GPT, GPTConfig
+
+SMALL = ["--steps", "3", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--microbatches", "4"]
+
+
+def penstock(*words, launcher=("-m", "penstock.cli")):
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    return subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, env=environment, timeout=100)
+
+
+def test_train_compares_bit_for_bit_and_leaves_metrics_and_weights_of_the_uncut_model(tmp_path):
+    done = penstock("train", "--ranks", "2", "--compare", "--dropout", "0.1", "--out", str(tmp_path), *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "equal to the last bit, all steps" in done.stdout
+    assert done.stdout.count("equal to the last bit") == 2
+    (folder,) = tmp_path.iterdir()
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert f"{records[-1]['loss']:.4f}" in done.stdout
+    model = GPT(GPTConfig(context=16, width=16, layers=3, heads=4))
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    assert json.loads((folder / "run.json").read_text())["losses"] == [record["loss"] for record in records]
+
+
+def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("to be or not to be, " * 200)
+    (text / "b.txt").write_text("that is the question. " * 200)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "penstock.cli")
+    done = penstock("train", "--data", str(text), "--out", str(tmp_path / "runs"), *SMALL, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks  step 3/3" in done.stdout
+    assert [path.name for path in sorted(next((tmp_path / "runs").iterdir()).iterdir())] == [
+        "metrics.jsonl",
+        "model.pt",
+        "run.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "--schedule", "1f1"], "unknown schedule '1f1' (did you mean 1f1b?)"),
+        (["train", "--ranks", "0"], "--ranks 0 is too small: use 1 or more"),
+        (["train", "--ranks", "50"], "use --ranks 11 or fewer"),
+        (["train", "--data", "READM.md"], "did you mean README.md?"),
+        (["train", "--width", "30"], "--width 30 does not divide by 4 heads: use 28"),
+        (["train", "--model", "gtp"], "'gpt'"),
+        (["train", "--microbatch", "3"], "--microbatches"),
+        (["show", "gpip"], "did you mean gpipe?"),
+        (["lab", "77"], "there is no lab 77"),
+    ],
+)
+def test_a_wrong_option_fails_in_two_seconds_with_the_nearest_that_works(words, told):
+    begin = time.monotonic()
+    done = penstock(*words)
+    assert time.monotonic() - begin < 2
+    assert done.returncode != 0
+    assert told in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_show_draws_the_table_with_its_bubble_and_memory(tmp_path):
+    done = penstock("show", "1f1b", "--ranks", "2", "--microbatches", "3", "--csv", str(tmp_path / "table.csv"))
+    picture = done.stdout.splitlines()[1:4]
+    assert picture == [
+        "rank 0 |F0-------F1-------..................B0================F2-------B1================.........B2================",
+        "rank 1 |.........F0-------B0================F1-------B1================F2-------B2================..................",
+        "makespan 12, bubble 25.0% (longest rank's span 12, bubble 25.0%), activations in flight 2/1",
+    ]
+    again = penstock("show", str(tmp_path / "table.csv"))
+    assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1]
+
+
+def test_schedules_lists_them_all():
+    from penstock.schedule import names
+
+    listed = [line.split()[0] for line in penstock("schedules").stdout.splitlines()[1:] if line]
+    assert listed[: len(names())] == names()
+
+
+def test_bench_and_doctor_say_what_they_measured():
+    bench = penstock("bench", "--ranks", "2", "--microbatches", "2", "--forward", "2", "--steps", "2")
+    assert "the table, at nominal costs" in bench.stdout, bench.stderr
+    doctor = penstock("doctor")
+    assert "a message of" in doctor.stdout, doctor.stderr
+    assert "Gloo" in doctor.stdout
+
+
+def test_the_package_ships_its_types():
+    assert (Path(__file__).parent.parent / "penstock" / "py.typed").exists()

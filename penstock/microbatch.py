@@ -45,6 +45,31 @@ def split(batch: Any, pieces: Sequence[int], device: torch.device | None = None)
     return [tree_unflatten([column[piece] for column in columns], tree) for piece in range(len(pieces))]
 
 
+def split_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], pieces: int, device: torch.device
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], int]:
+    """(args, kwargs) of each of at most `pieces` microbatches, and the rows of all; raises MismatchError if there are none."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the common case, a short way
+        counts = sizes_of(args[0], "the batch", pieces)
+        return [((piece,), {}) for piece in split(args[0], counts, device)], sum(counts)
+    counts = sizes_of((args, kwargs), "the batch", pieces)
+    return split((args, kwargs), counts, device), sum(counts)
+
+
+def sizes_of(batch: Any, what: str, pieces: int) -> list[int]:
+    """Rows of each of at most `pieces` microbatches, none of them empty. Raises MismatchError if there are no rows."""
+    count = rows(batch, what)
+    if not count:
+        raise MismatchError(f"{what} has no tensor with rows to split into microbatches")
+    return sizes(count, min(count, pieces))
+
+
+def signature(batch: Any) -> int:
+    """A number for the structure, shapes and dtypes of `batch`, the same in this process only."""
+    leaves, tree = tree_flatten(batch)
+    return hash((tree, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)))
+
+
 def _split_leaf(leaf: Any, pieces: Sequence[int], device: torch.device | None) -> Sequence[Any]:
     if not isinstance(leaf, Tensor):
         return [leaf] * len(pieces)

@@ -22,7 +22,6 @@ from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
 from penstock.schedule import Event, Kind, Schedule, Timeline, lower, verify
 from penstock.stage import Stage
-from penstock.wire import flatten
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
@@ -177,19 +176,14 @@ class Pipeline:
         seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
         work, vote = Work(training, seed), Vote(training, self.step_count)
         if rank == self.first_rank:
-            bare = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # the common case
-            batch = args[0] if bare else (args, kwargs)
-            sizes = _sizes(batch, "the batch", pieces)
-            split = microbatch.split(batch, sizes, self.topology.device)
-            work.inputs = [((piece,), {}) for piece in split] if bare else split
-            vote.rows, vote.signature = sum(sizes), _signature(batch)
+            work.inputs, vote.rows = microbatch.split_inputs(args, kwargs, pieces, self.topology.device)
+            vote.signature = microbatch.signature((args, kwargs))
         if rank == self.last_rank and (training or target is not None):
-            if target is None or self.loss_fn is None:
-                lacking = (
-                    "target=, which the last stage's rank needs for the loss" if target is None else "a Pipeline with loss_fn="
-                )
-                raise MismatchError(f"rank {rank}: step() needs {lacking}")
-            sizes = _sizes(target, "target", pieces)
+            if self.loss_fn is None:
+                raise MismatchError(f"rank {rank}: a loss needs a Pipeline with loss_fn=")
+            if target is None:
+                raise MismatchError(f"rank {rank}: step() needs target=, which the last stage's rank takes for the loss")
+            sizes = microbatch.sizes_of(target, "the target", pieces)
             work.targets = microbatch.split(target, sizes, self.topology.device)
             work.weights = microbatch.weights(work.targets, sizes, self.loss_weight)
             vote.target_rows = sum(sizes)
@@ -326,17 +320,3 @@ def _peak_memory(device: torch.device) -> float:
         return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
-
-def _sizes(batch: Any, what: str, pieces: int) -> list[int]:
-    """Rows of each microbatch; no empty ones."""
-    rows = microbatch.rows(batch, what)
-    if not rows:
-        raise MismatchError(f"{what} has no tensor with rows to split into microbatches")
-    return microbatch.sizes(rows, min(rows, pieces))
-
-
-def _signature(batch: Any) -> int:
-    """A number for the structure, shapes and dtypes of `batch`, the same in this process only."""
-    leaves, tree = flatten(batch)
-    return hash((tree, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)))

@@ -57,13 +57,6 @@ def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     return _results(outcomes, ranks)
 
 
-def start_server() -> None:
-    """Start the process that ranks are forked from, ahead of the first `launch` and without waiting for it."""
-    if not _sees_gpu():
-        _context().Process  # noqa: B018 - sets the preload
-        multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]
-
-
 def _sees_gpu() -> bool:
     import torch
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -71,7 +72,7 @@ class MemorySender:
 
     def __init__(self, shared: SharedSender) -> None:
         self._shared = shared
-        self._to_copy: queue.SimpleQueue[Any] | None = None
+        self._copying: Worker | None = None
 
     def describe(self, packed: Tensor) -> None:
         """Send a description."""
@@ -79,17 +80,12 @@ class MemorySender:
 
     def send(self, tensor: Tensor, spec: TensorSpec) -> None:
         """Send a tensor in the layout of `spec`."""
-        if self._to_copy is None and spec.bytes > LARGE:
-            self._to_copy = queue.SimpleQueue()
-            threading.Thread(target=_do_each, args=(self._to_copy,), name="penstock-copy", daemon=True).start()
-        if self._to_copy is None:
+        if self._copying is None and spec.bytes > LARGE:
+            self._copying = Worker("penstock-copy")
+        if self._copying is None:
             self._shared.send(tensor, spec)
         else:
-            self._to_copy.put((self._shared.send, tensor.detach(), spec))
-
-    def __del__(self) -> None:
-        if self._to_copy is not None:
-            self._to_copy.put(None)
+            self._copying.do(self._shared.send, tensor.detach(), spec)
 
 
 class MemoryReceiver:
@@ -165,8 +161,7 @@ class Outbox:
     def __init__(self) -> None:
         self._kept: list[tuple[Any, Tensor]] = []
         self._room = MOST_COPIED
-        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waiting = False
+        self._waiting: Worker | None = None
 
     def post(self, group: Any, tensor: Tensor, spec: TensorSpec) -> None:
         """Send `tensor` as `spec` through `group`."""
@@ -179,10 +174,8 @@ class Outbox:
             self._wait_for(group.send([data], DESTINATION, 0), data)
 
     def _wait_for(self, work: Any, data: Tensor) -> None:
-        if not self._waiting:
-            threading.Thread(target=_do_each, args=(self._sent,), name="penstock-sent", daemon=True).start()
-            self._waiting = True
-        self._sent.put((_wait, work, data))
+        self._waiting = self._waiting or Worker("penstock-sent")
+        self._waiting.do(_wait, work, data)
 
     def empty(self) -> None:
         """Let go of what the step before sent."""
@@ -191,9 +184,6 @@ class Outbox:
                 work.wait()
         self._kept.clear()
         self._room = MOST_COPIED
-
-    def __del__(self) -> None:
-        self._sent.put(None)
 
 
 def _wait(work: Any, data: Tensor) -> None:
@@ -205,8 +195,22 @@ def _wait(work: Any, data: Tensor) -> None:
         work.wait()
 
 
+class Worker:
+    """A thread that does one thing after the other, beside the compute; it ends when nobody has the worker any more."""
+
+    def __init__(self, name: str) -> None:
+        self._things: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=_do_each, args=(self._things,), name=name, daemon=True).start()
+
+    def do(self, function: Callable[..., None], *args: Any) -> None:
+        """Do `function(*args)` after all that came before."""
+        self._things.put((function, *args))
+
+    def __del__(self) -> None:
+        self._things.put(None)
+
+
 def _do_each(things: "queue.SimpleQueue[Any]") -> None:
-    """A thread: do one thing after the other, beside the compute."""
     while (thing := things.get()) is not None:
         with suppress(RuntimeError, OSError):  # the line is closed; whoever waits on it tells why
             thing[0](*thing[1:])

@@ -101,17 +101,18 @@ class Stage:
         """
         entry = Entry()
         with _grad_mode(keep):
-            output = self._seeded(microbatch, seed, *self._arguments(entry.admit(value)))
-        if keep:
-            self._keep(microbatch, entry, output)
-        return output
+            args, kwargs = self._arguments(entry.admit(value))
+        return self._forward(microbatch, entry, args, kwargs, seed, keep)
 
     def first_forward(self, microbatch: int, args: Any, kwargs: Any, seed: int | None = None, keep: bool = True) -> Any:
         """As `forward`, for the stage that the batch goes into."""
+        return self._forward(microbatch, Entry(), args, kwargs, seed, keep)
+
+    def _forward(self, microbatch: int, entry: Entry, args: Any, kwargs: Any, seed: int | None, keep: bool) -> Any:
         with _grad_mode(keep):
             output = self._seeded(microbatch, seed, args, kwargs)
         if keep:
-            self._keep(microbatch, Entry(), output)
+            self._keep(microbatch, entry, output)
         return output
 
     def loss(self, microbatch: int, output: Any, target: Any, keep: bool = True) -> Tensor:
@@ -142,7 +143,7 @@ class Stage:
         self.kept.clear()
 
     def _keep(self, microbatch: int, entry: Entry, output: Any) -> None:
-        leaves = [output] if isinstance(output, Tensor) else wire.flatten(output)[0]
+        leaves, _ = wire.flatten(output)
         edges = tuple([get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad])
         self.kept[microbatch] = Kept(entry, edges)
 

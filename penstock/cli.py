@@ -58,13 +58,14 @@ class Schedules:
         """A line for each."""
         from penstock.schedule.catalog import FAMILIES
 
-        rows = [("schedule", "what it does", "needs", "bubble", "in flight on rank r")]
-        rows += [(name, family.summary, family.needs, family.bubble, family.in_flight) for name, family in FAMILIES.items()]
+        rows = [("schedule", "what it does", "stages on a rank", "bubble", "in flight on rank r")]
+        rows += [(name, family.summary, family.stages, family.bubble, family.in_flight) for name, family in FAMILIES.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         print(
-            "\nP ranks, M microbatches, T = forward and backward of one microbatch on one rank. `penstock show NAME` draws one."
+            "\nP ranks, V stages on each, M microbatches (any number). F, I, W: what forward, backward to the input and backward to"
+            "\nthe weights of one microbatch take on one rank; B = I + W, T = F + B. `penstock show NAME` draws one."
         )
 
 

@@ -3,8 +3,10 @@
 import csv
 import enum
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from os import PathLike
 from typing import NamedTuple
 
@@ -43,6 +45,10 @@ class Action(NamedTuple):
             if found and stage.isdecimal() and microbatch.isdecimal():
                 return cls(kind, int(stage), int(microbatch))
         raise ScheduleError(f"cannot read {text!r} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
+
+
+Pair = tuple[Action, Action]  # two actions that may run at the same time
+Cell = Action | Pair  # what stands in one place of a table
 
 
 def dependencies(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
@@ -87,10 +93,12 @@ class Schedule:
     placement: tuple[int, ...]  # stage -> rank
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
+    overlaps: frozenset[Pair] = frozenset()  # actions that stand next to each other and may run at the same time
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))
         object.__setattr__(self, "actions", tuple(map(tuple, self.actions)))
+        object.__setattr__(self, "overlaps", frozenset(self.overlaps))
 
     @property
     def ranks(self) -> int:
@@ -111,23 +119,41 @@ class Schedule:
 
         Leaving out actions together with all that depends on them never creates a deadlock, so what was proved stays proved.
         """
-        return replace(self, actions=tuple(tuple(filter(wanted, row)) for row in self.actions))
+        return replace(
+            self,
+            actions=tuple(tuple(filter(wanted, row)) for row in self.actions),
+            overlaps=frozenset(pair for pair in self.overlaps if all(map(wanted, pair))),
+        )
+
+    def cells(self, rank: int) -> Iterator[Cell]:
+        """The actions of `rank` in order, those that may overlap as one pair."""
+        row = iter(self.actions[rank])
+        for action in row:
+            yield (action, next(row)) if action in self._begins_pair else action
+
+    @cached_property
+    def _begins_pair(self) -> frozenset[Action]:
+        return frozenset(first for first, _ in self.overlaps)
 
     def digest(self) -> str:
         """A fingerprint of placement and table, the same in every process."""
-        text = f"{self.placement};{self.microbatches};" + ";".join(",".join(map(str, row)) for row in self.actions)
+        text = f"{self.placement};{self.microbatches};{self.texts()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def texts(self) -> list[list[str]]:
+        """The cells of every rank as PyTorch's compute-only form writes them: `2F3`, `(2F3;5B1)OVERLAP_F_B`."""
+        return [[_text(cell) for cell in self.cells(rank)] for rank in range(self.ranks)]
+
     def __str__(self) -> str:
-        """The table as an aligned grid, a row for each rank."""
-        width = max((len(str(action)) for row in self.actions for action in row), default=1)
-        rows = (" ".join(str(action).rjust(width) for action in row) for row in self.actions)
-        return "\n".join(f"rank {rank} | {row}" for rank, row in enumerate(rows))
+        """The table as an aligned grid, a row for each rank, overlapping pairs in braces."""
+        rows = [[_braced(cell) for cell in self.cells(rank)] for rank in range(self.ranks)]
+        width = max((len(cell) for row in rows for cell in row), default=1)
+        return "\n".join(f"rank {rank} | {' '.join(cell.rjust(width) for cell in row)}" for rank, row in enumerate(rows))
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the table in PyTorch's compute-only form: a line for each rank, a cell for each action."""
         with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(self.actions)
+            csv.writer(file).writerows(self.texts())
 
     @classmethod
     def from_csv(
@@ -141,19 +167,45 @@ class Schedule:
         from penstock.schedule.verify import verify
 
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = [[Action.parse(cell) for cell in row if cell.strip()] for row in csv.reader(file)]
+            rows = [[cell for text in row for cell in _parsed(text)] for row in csv.reader(file)]
         schedule = from_rows(name or str(path), rows, placement)
         verify(schedule)
         return schedule
 
 
-def from_rows(name: str, rows: Sequence[Iterable[Action]], placement: str | Sequence[int]) -> Schedule:
-    """A schedule from its rows; the numbers of stages and microbatches are read off the actions."""
-    table = [tuple(row) for row in rows]
+def from_rows(name: str, rows: Sequence[Iterable[Cell]], placement: str | Sequence[int]) -> Schedule:
+    """A schedule from its rows; the numbers of stages and microbatches are read off the actions.
+
+    A cell is an action, or a pair of actions that may overlap. `placement` is `loop`, `V`, or the rank of every stage.
+    """
+    cells = [list(row) for row in rows]
+    table = [[action for cell in row for action in ((cell,) if isinstance(cell, Action) else cell)] for row in cells]
+    overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
     microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
     if isinstance(placement, str):
         if placement not in PLACEMENTS:
             raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
         placement = PLACEMENTS[placement](stages, len(table))
-    return Schedule(name, tuple(placement), microbatches, tuple(table))
+    return Schedule(name, tuple(placement), microbatches, tuple(map(tuple, table)), overlaps)
+
+
+_OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
+_NO_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # the peer's notes on sharded weights
+
+
+def _parsed(text: str) -> Iterator[Cell]:
+    """The cell PyTorch's compute-only form writes as `text`; nothing for a bubble, or what is left to the engine."""
+    text = text.strip()
+    if overlap := _OVERLAP.fullmatch(text):
+        yield Action.parse(overlap[1]), Action.parse(overlap[2])
+    elif text and not _NO_ACTION.fullmatch(text):
+        yield Action.parse(text)
+
+
+def _text(cell: Cell) -> str:
+    return str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B"
+
+
+def _braced(cell: Cell) -> str:
+    return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"

@@ -1,35 +1,81 @@
 """The schedules there are, by name."""
 
 import difflib
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Schedule, loop_placement
+from penstock.schedule.actions import PLACEMENTS, Cell, Schedule, from_rows
+from penstock.schedule.controllable_memory import v_half, v_min
+from penstock.schedule.dualpipe_v import dualpipe_v
 from penstock.schedule.gpipe import gpipe
+from penstock.schedule.interleaved import interleaved_1f1b
+from penstock.schedule.looped_bfs import looped_bfs
 from penstock.schedule.naive import naive
 from penstock.schedule.one_f_one_b import one_f_one_b
+from penstock.schedule.verify import verify
+from penstock.schedule.zb_v import zb_v
+from penstock.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
+
+Rows = Iterable[Iterable[Cell]]
+
+
+def each_rank(rule: Callable[..., Iterable[Cell]]) -> Callable[..., Rows]:
+    """A rule for the row of one rank as a rule for the rows of all."""
+
+    @functools.wraps(rule)
+    def rows(ranks: int, microbatches: int, **options: Any) -> Rows:
+        return [rule(rank, ranks, microbatches, **options) for rank in range(ranks)]
+
+    return rows
 
 
 @dataclass(frozen=True)
 class Family:
     """One rule that makes a table for any P and M, with what a reader wants to know before choosing it."""
 
-    rule: Callable[[int, int, int], Iterator[Action]]  # (rank, P, M) -> the rank's actions
-    needs: str  # what P, V and M must satisfy
+    rule: Callable[..., Rows]  # (P, M, options) -> the cells of every rank
+    stages_per_rank: int  # V, unless the rule takes another
     bubble: str  # idle time of a rank, T = its forward and backward of one microbatch, no send cost
-    in_flight: str  # activations in flight on rank r
+    in_flight: str  # activations in flight on rank r, in microbatches
+    placement: str = "loop"
+    least: int = 1  # the smallest V that the rule is for
 
     @property
     def summary(self) -> str:
         """The first sentence of the rule's docstring."""
-        return (self.rule.__doc__ or "").partition(".\n")[0].partition(": `")[0].strip()
+        return (self.rule.__doc__ or "").partition(".\n")[0].partition(": `")[0].partition(" (")[0].strip()
+
+    @property
+    def options(self) -> list[str]:
+        """What `build` can be told besides P and M."""
+        parameters = inspect.signature(self.rule).parameters.values()
+        return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+
+    @property
+    def stages(self) -> str:
+        """V in words: `1`, `2, V` with the stages down and back up, or a range."""
+        if "stages_per_rank" in self.options:
+            return f"{self.least} or more"
+        return f"{self.stages_per_rank}, in a V" if self.placement == "V" else str(self.stages_per_rank)
 
 
 FAMILIES: dict[str, Family] = {
-    "naive": Family(naive, "any P, any M", "(P-1) M T", "1"),
-    "gpipe": Family(gpipe, "any P, any M", "(P-1) T", "M"),
-    "1f1b": Family(one_f_one_b, "any P, any M", "(P-1) T", "min(P-r, M)"),
+    "naive": Family(each_rank(naive), 1, "(P-1) M T", "1"),
+    "gpipe": Family(each_rank(gpipe), 1, "(P-1) T", "M"),
+    "1f1b": Family(each_rank(one_f_one_b), 1, "(P-1) T", "min(P-r, M)"),
+    "interleaved-1f1b": Family(each_rank(interleaved_1f1b), 2, "(P-1) T / V", "((V-1)P + 2(P-1-r) + 1) / V", least=2),
+    "looped-bfs": Family(each_rank(looped_bfs), 2, "(P-1) T / V", "M"),
+    "zb-h1": Family(each_rank(zb_h1), 1, "(P-1)(F + I - W)", "P"),
+    "zb-h2": Family(each_rank(zb_h2), 1, "(P-1)(F + I - 2W) by span", "2P-1"),
+    "interleaved-zb": Family(each_rank(interleaved_zb), 2, "(P-1)(F + I - W) / V", "P"),
+    "zb-v": Family(each_rank(zb_v), 2, "0 by span, (P-1) F/2", "P", placement="V"),
+    "v-half": Family(v_half, 2, "about half of 1f1b's", "(P+2) / 2", placement="V"),
+    "v-min": Family(v_min, 2, "about 2/3 of 1f1b's", "(P+4) / 3", placement="V"),
+    "dualpipe-v": Family(each_rank(dualpipe_v), 2, "(P-1)(F&B + B - 3W) / 2", "(2P+1) / 2", placement="V"),
 }
 
 
@@ -38,23 +84,58 @@ def names() -> list[str]:
     return list(FAMILIES)
 
 
-def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: object) -> Schedule:
+def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
     """The table of schedule `name` for P = `ranks`, M = `microbatches` and V = `stages_per_rank`.
 
-    Raises ScheduleError, with the nearest value that works, for a name, a number or an option it cannot build.
+    `options`: `group_size` of the interleaved families. Raises ScheduleError, with the nearest value that works, for a name,
+    a number or an option it cannot build.
     """
     family = FAMILIES.get(name)
     if family is None:
         raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
-    for what, value in (("ranks", ranks), ("microbatches", microbatches)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank, **options}
+    for what, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
-    if stages_per_rank not in (None, 1):
-        raise ScheduleError(f"{name} has one stage on each rank, not stages_per_rank={stages_per_rank!r}: leave it out")
-    if options:
-        raise ScheduleError(f"{name} has no option {', '.join(sorted(options))}")
-    rows = tuple(tuple(family.rule(rank, ranks, microbatches)) for rank in range(ranks))
-    return Schedule(name, loop_placement(ranks, ranks), microbatches, rows)
+    if unknown := sorted(set(options) - set(family.options)):
+        known = f"it has {', '.join(family.options)}" if family.options else "it has none"
+        raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
+    if stages_per_rank is not None:
+        _check_stages(name, family, stages_per_rank)
+        if "stages_per_rank" in family.options:
+            options["stages_per_rank"] = stages_per_rank
+    schedule = _table(name, ranks, microbatches, stages_per_rank, options)
+    if "group_size" in options and (reason := _refusal(schedule)):
+        able = (
+            m for near in range(1, microbatches + options["group_size"]) for m in (microbatches - near, microbatches + near)
+        )
+        nearest = next((m for m in able if m > 0 and not _refusal(_table(name, ranks, m, stages_per_rank, options))), None)
+        other = f"use microbatches={nearest}, or leave" if nearest else "leave"
+        raise ScheduleError(f"{reason}: with group_size={options['group_size']}, {other} group_size out")
+    return schedule
+
+
+def _table(name: str, ranks: int, microbatches: int, stages_per_rank: int | None, options: dict[str, Any]) -> Schedule:
+    family = FAMILIES[name]
+    placement = PLACEMENTS[family.placement](ranks * (stages_per_rank or family.stages_per_rank), ranks)
+    return from_rows(name, list(family.rule(ranks, microbatches, **options)), placement)
+
+
+def _refusal(schedule: Schedule) -> str:
+    """Why `schedule` cannot be proved; empty if it can."""
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def _check_stages(name: str, family: Family, stages_per_rank: int) -> None:
+    if "stages_per_rank" not in family.options and stages_per_rank != family.stages_per_rank:
+        has = "one stage" if family.stages_per_rank == 1 else f"{family.stages_per_rank} stages"
+        raise ScheduleError(f"{name} has {has} on each rank, not stages_per_rank={stages_per_rank}: leave it out")
+    if stages_per_rank < family.least:
+        raise ScheduleError(f"{name} needs stages_per_rank={family.least} or more, not {stages_per_rank}")
 
 
 def did_you_mean(text: str, choices: list[str]) -> str:

@@ -12,7 +12,7 @@ from penstock.clock import Clock
 from penstock.control import WaitFailed
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.actions import Action, Kind
-from penstock.schedule.program import Step
+from penstock.schedule.part import Part
 from penstock.stage import Stage, handed_over
 
 
@@ -21,6 +21,7 @@ class Work:
     """What one step is about, for this rank: its share of the batch going in, and what comes out."""
 
     training: bool
+    part: Part  # what of the table this rank does
     seed: int | None  # of this step's random numbers, None for whatever the generator gives
     inputs: Sequence[tuple[Any, Any]] = ()  # (args, kwargs) of each microbatch, on the first stage's rank
     targets: Sequence[Any] = ()  # of each microbatch, on the last stage's rank
@@ -35,8 +36,9 @@ class Engine:
 
     def __init__(self, rank: int, device: torch.device, stages: dict[int, Stage], last: int, channels: Channels) -> None:
         self.rank, self.device, self.stages, self.last, self.channels = rank, device, stages, last, channels
-        self._handed: dict[Action, Any] = {}  # between two stages of this rank
+        self._handed: dict[tuple[bool, int, int], Any] = {}  # (forward, stage, microbatch) -> for a stage of this rank
         self._ahead: list[Any] = []  # the result of the first step, if it had a head start
+        self._act = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
 
     def head_start(self, action: Action, work: Work, clock: Clock) -> None:
         """Run `action`, a forward of the first stage, before the ranks have agreed; `run` goes on from there. Raises as it."""
@@ -47,15 +49,15 @@ class Engine:
         except Exception as error:
             raise self._explained(error, action) from error
 
-    def run(self, steps: Sequence[Step], work: Work, clock: Clock) -> None:
-        """Run `steps` in order, each timed by `clock`.
+    def run(self, work: Work, clock: Clock) -> None:
+        """Run the steps of `work.part` in order, each timed by `clock`.
 
         Raises StageError with rank, stage, action, microbatch and the original text when the model or the loss raises;
         WaitFailed when a peer is lost.
         """
         incoming, outgoing, ahead = self.channels.incoming, self.channels.outgoing, self._ahead
         try:
-            for step in steps:
+            for step in work.part.steps:
                 action, receives, needs, sends = step
                 for transfer in receives:
                     incoming[transfer.source].post(transfer)
@@ -63,15 +65,14 @@ class Engine:
                     result = ahead.pop()
                 else:
                     value = self._handed_to(action) if needs is None else incoming[needs.source].take(needs, self.device)
-                    run = self._forward if action.kind is Kind.F else self._backward
                     clock.start()
-                    result = run(action, value, work)
+                    result = self._act[action.kind](action, value, work)
                     clock.stop()
                     del value
                 if sends is not None:
                     outgoing[sends.destination].send(sends, result)
                 elif result is not None:
-                    self._handed[action] = handed_over(result)
+                    self._handed[action.kind is Kind.F, action.stage, action.microbatch] = handed_over(result)
                 del result
         except WaitFailed:
             raise
@@ -82,11 +83,12 @@ class Engine:
         """The stage's output, or None if nobody needs it."""
         _, index, microbatch = action
         stage, keep = self.stages[index], work.training and microbatch not in work.without_backward
+        split = (index, microbatch) in work.part.split
         if index == 0:
             args, kwargs = work.inputs[microbatch]
-            output = stage.first_forward(microbatch, args, kwargs, work.seed, keep)
+            output = stage.first_forward(microbatch, args, kwargs, work.seed, keep, split)
         else:
-            output = stage.forward(microbatch, value, work.seed, keep)
+            output = stage.forward(microbatch, value, work.seed, keep, split)
         if index < self.last:
             return output
         if not work.training:
@@ -96,23 +98,28 @@ class Engine:
         return None
 
     def _backward(self, action: Action, gradients: Any, work: Work) -> Any:
-        """The gradients of the stage's input, or None on the first stage."""
+        """The gradients of the stage's input, or None on the first stage. Those of the weights too, unless it is split."""
         _, index, microbatch = action
         if index == self.last:
             seed = torch.full_like(work.losses[microbatch], work.weights[microbatch])
             gradients = [seed for _ in self.stages[index].kept[microbatch].edges]  # none if everything is frozen
         elif isinstance(gradients, Tensor):
             gradients = [gradients]
-        result = self.stages[index].backward(microbatch, gradients)
+        result = self.stages[index].backward(microbatch, gradients, action in work.part.last)
         if index == 0:
             return None
         return result[0] if len(result) == 1 and result[0] is not None else result  # the common case travels bare
 
+    def _backward_weight(self, action: Action, _: Any, work: Work) -> None:
+        """The weights' gradients of one microbatch, or of several that were put off together; none if a later W adds them."""
+        if microbatches := work.part.weights[action]:
+            self.stages[action.stage].backward_weight(microbatches, action in work.part.last)
+
     def _handed_to(self, action: Action) -> Any:
         """What another stage of this rank made for `action`, None where nothing is needed."""
         kind, index, microbatch = action
-        source = Action(kind, index - 1 if kind is Kind.F else index + 1, microbatch)
-        return self._handed.pop(source, None)
+        forward = kind is Kind.F
+        return self._handed.pop((forward, index - 1 if forward else index + 1, microbatch), None)
 
     def let_go(self, microbatches: frozenset[int]) -> None:
         """No backward will come for these: a head start may have kept one."""

@@ -21,6 +21,8 @@ from penstock.errors import MismatchError, PenstockError
 from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
 from penstock.schedule import Event, Kind, Schedule, Timeline, lower, verify
+from penstock.schedule.part import Part, part_of
+from penstock.schedule.transform import with_full_backwards
 from penstock.stage import Stage
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -52,6 +54,8 @@ class Pipeline:
     `loss_weight(target)`: what a microbatch counts in the mean, from its target alone; by default its rows.
     `seed`: of the random numbers layers draw in training (dropout), which depend on it, the step, the microbatch and the
     layer only; None leaves them to torch's generator, and so to the schedule.
+    `merge_weight_gradients`: W actions of one stage that stand next to each other in the table are taken as one product over
+    their joined rows. Faster, and exact to rounding only, since the order of the sums changes.
 
     Every rank makes the same call. Raises ScheduleError if the table cannot be proved, MismatchError where the ranks,
     the schedule and the model do not fit together.
@@ -68,10 +72,12 @@ class Pipeline:
         *,
         seed: int | None = 0,
         cuts: Sequence[str] | None = None,
+        merge_weight_gradients: bool = False,
         **options: Any,
     ) -> None:
         self.topology = topology or comms.init_distributed()
         self.loss_fn, self.loss_weight, self.seed = loss_fn, loss_weight, seed
+        self._merge = merge_weight_gradients
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.report: StepReport | None = None  # of the last step
         self._control = Control(self.topology, f"penstock/{next(_count)}")
@@ -79,6 +85,7 @@ class Pipeline:
         with self._together():
             self.schedule = assembly.table(schedule, self.topology.world_size, microbatches, options)
             verify(self.schedule)
+            self._table = with_full_backwards(self.schedule)  # what runs
             cut = assembly.cut(model, self.schedule, self.topology.rank, cuts)
             mine = assembly.describe(self.schedule, cut, seed, self.topology.backend)
             everyone = self._control.gather_objects(mine, "to build the pipeline")
@@ -98,7 +105,7 @@ class Pipeline:
         self._tied = tied.owned(cut.tied, table.placement, modules, topology)
         for each in self._tied:
             each.share_value()
-        self._programs: dict[Any, Any] = {}
+        self._parts: dict[Any, Part] = {}
         self._agreement = Agreement(self._control, table.microbatches)
         self._engine: Engine | None = None
         self._connected_at = 0  # the control's generation the engine's channels belong to
@@ -131,7 +138,7 @@ class Pipeline:
         return outputs if target is None else (outputs, loss)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Any, Tensor]:
-        mine = self.schedule.actions[self.topology.rank]
+        mine = self._table.actions[self.topology.rank]
         what = f"to begin {'step()' if training else 'eval()'}, before {mine[0] if mine else 'the others end it'}"
         with self._together(), self._randomness_aside(training):
             engine = self._connected()
@@ -144,11 +151,11 @@ class Pipeline:
             work.without_backward = agreed.without_backward
             engine.let_go(agreed.without_backward)
             work.weights = work.weights or [0.0] * agreed.pieces
-            steps = self._steps(training, agreed.pieces, agreed.without_backward)
+            work.part = self._part(training, agreed.pieces, agreed.without_backward)
             engine.channels.begin(agreed.specs, agreed.known)
             with tied.summed(self._tied if training else []):
-                engine.run(steps, work, clock)
-            loss = self._finish(work, [step.action for step in steps], clock)
+                engine.run(work, clock)
+            loss = self._finish(work, [step.action for step in work.part.steps], clock)
             engine.channels.end()
             self._agreement.keep(agreed)
             self.step_count += training
@@ -157,7 +164,7 @@ class Pipeline:
 
     def _head_start(self, engine: Engine, work: Work, clock: Clock) -> None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
-        mine = self.schedule.actions[self.topology.rank]
+        mine = self._table.actions[self.topology.rank]
         if self.schedule.stages > 1 and mine and mine[0].stage == 0 and mine[0].microbatch < len(work.inputs):
             engine.head_start(mine[0], work, clock)
 
@@ -174,7 +181,7 @@ class Pipeline:
         """This rank's share of the batch, and what it has to say about it. Raises MismatchError if it does not fit."""
         rank, pieces = self.topology.rank, self.schedule.microbatches
         seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
-        work, vote = Work(training, seed), Vote(training, self.step_count)
+        work, vote = Work(training, self._part(training), seed), Vote(training, self.step_count)
         if rank == self.first_rank:
             work.inputs, vote.rows = microbatch.split_inputs(args, kwargs, pieces, self.topology.device)
             vote.signature = microbatch.signature((args, kwargs))
@@ -195,26 +202,27 @@ class Pipeline:
         """What decides, besides the batch, which tensors between stages require a gradient."""
         return tuple(parameter.requires_grad for parameter in self.parameters())
 
-    def _steps(self, training: bool, pieces: int, without_backward: frozenset[int]) -> Any:
-        """This rank's program: the whole table, or what of it this batch and this call need."""
+    def _part(self, training: bool, pieces: int | None = None, without_backward: frozenset[int] = frozenset()) -> Part:
+        """This rank's part of the whole table, or of what of it this batch and this call need."""
+        pieces = self.schedule.microbatches if pieces is None else pieces
         key = training, pieces, without_backward if training else None
-        if key not in self._programs:
-            table = self.schedule
+        if key not in self._parts:
+            table = self._table
             if not training:
                 table = table.keep(lambda action: action.kind is Kind.F)
             if pieces < table.microbatches:
                 table = table.keep(lambda action: action.microbatch < pieces)
             if training and without_backward:
                 table = table.keep(lambda action: action.kind is Kind.F or action.microbatch not in without_backward)
-            self._programs[key] = lower(table).steps[self.topology.rank]
-        return self._programs[key]
+            self._parts[key] = part_of(lower(table), self.topology.rank, self._merge)
+        return self._parts[key]
 
     def _connected(self) -> Engine:
         """The engine, its channels open: at the first step, and again after a failure."""
         groups = self._control.connect()
         if self._engine is None or self._connected_at != self._control.generation:
             self._connected_at = self._control.generation
-            channels = Channels(lower(self.schedule), self.topology, groups)
+            channels = Channels(lower(self._table), self.topology, groups)
             last = self.schedule.stages - 1
             self._engine = Engine(self.topology.rank, self.topology.device, self._stages, last, channels)
         return self._engine

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import wire
 from penstock.randomness import advance, generator_of
+from penstock.replicas import Replicas
+from penstock.split_backward import Splitter
+from penstock.standins import PutOff, run_backward
 
 # Layers that draw no random numbers need no seed, which would cost them a microsecond or two each time.
 NEVER_RANDOM = frozenset(
@@ -70,6 +73,7 @@ class Kept(NamedTuple):
 
     entry: Entry
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself goes as soon as it is sent
+    put_off: PutOff | None  # if the backward is split
 
 
 class Stage:
@@ -92,27 +96,33 @@ class Stage:
         self.generator = generator_of(device)
         self.spread = _takes_several(module)
         self.kept: dict[int, Kept] = {}
+        self._replicas = Replicas(module)
+        self._splitter = Splitter(module)
+        self._put_off: dict[int, PutOff] = {}  # microbatch -> what its W will do
 
-    def forward(self, microbatch: int, value: Any, seed: int | None = None, keep: bool = True) -> Any:
+    def forward(self, microbatch: int, value: Any, seed: int | None = None, keep: bool = True, split: bool = False) -> Any:
         """The output for the `value` the stage before sent; keeps what the backward needs unless told not to.
 
-        With a `seed`, every layer's random numbers depend on it, the microbatch and the layer alone. Seeding moves the
-        device's generator; whoever calls puts it back.
+        `split`: the backward will be `backward_input` and `backward_weight`. With a `seed`, every layer's random numbers
+        depend on it, the microbatch and the layer alone. Seeding moves the device's generator; whoever calls puts it back.
         """
         entry = Entry()
         with _grad_mode(keep):
             args, kwargs = self._arguments(entry.admit(value))
-        return self._forward(microbatch, entry, args, kwargs, seed, keep)
+        return self._forward(microbatch, entry, args, kwargs, seed, keep, split)
 
-    def first_forward(self, microbatch: int, args: Any, kwargs: Any, seed: int | None = None, keep: bool = True) -> Any:
+    def first_forward(
+        self, microbatch: int, args: Any, kwargs: Any, seed: int | None = None, keep: bool = True, split: bool = False
+    ) -> Any:
         """As `forward`, for the stage that the batch goes into."""
-        return self._forward(microbatch, Entry(), args, kwargs, seed, keep)
+        return self._forward(microbatch, Entry(), args, kwargs, seed, keep, split)
 
-    def _forward(self, microbatch: int, entry: Entry, args: Any, kwargs: Any, seed: int | None, keep: bool) -> Any:
-        with _grad_mode(keep):
+    def _forward(self, microbatch: int, entry: Entry, args: Any, kwargs: Any, seed: int | None, keep: bool, split: bool) -> Any:
+        put_off = self._splitter.begin() if split and keep else None
+        with _grad_mode(keep), self._replicas.quiet(), put_off.installed() if put_off else _NOTHING:
             output = self._seeded(microbatch, seed, args, kwargs)
         if keep:
-            self._keep(microbatch, entry, output)
+            self._keep(microbatch, entry, output, put_off)
         return output
 
     def loss(self, microbatch: int, output: Any, target: Any, keep: bool = True) -> Tensor:
@@ -124,28 +134,43 @@ class Stage:
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
         if keep:
-            self._keep(microbatch, self.kept[microbatch].entry, loss)
+            kept = self.kept[microbatch]
+            self._keep(microbatch, kept.entry, loss, kept.put_off)
         return loss.detach()
 
-    def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Full backward from the `gradients` of the outputs that require one; returns those of the inputs that do.
+    def backward(self, microbatch: int, gradients: Sequence[Tensor | None], last: bool = False) -> list[Tensor | None]:
+        """Backward from the `gradients` of the outputs that require one; returns those of the inputs that do.
 
-        On the last stage the one output is the loss, if anything below it requires a gradient at all.
+        Full, unless the forward was told that it will be split: then the weights' gradients are left for
+        `backward_weight`. On the last stage the one output is the loss, if anything below it requires a gradient at all.
+        `last`: the weights' gradients of this step are complete with it.
         """
-        entry, edges = self.kept.pop(microbatch)
+        entry, edges, put_off = self.kept.pop(microbatch)
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+        if put_off is not None:
+            self._put_off[microbatch] = put_off
+        if last:
+            self._replicas.expect()
         if pairs:
-            _backward(*zip(*pairs, strict=True))
+            with put_off.installed() if put_off else _NOTHING:  # a checkpoint runs the forward again
+                run_backward(*zip(*pairs, strict=True))
         return list(entry.gradients)
 
-    def forget(self) -> None:
-        """Let go of all microbatches in flight, after a step that did not end."""
-        self.kept.clear()
+    def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
+        """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
+        expect = self._replicas.expect if last else None
+        self._splitter.end([self._put_off.pop(microbatch) for microbatch in microbatches], expect)
 
-    def _keep(self, microbatch: int, entry: Entry, output: Any) -> None:
+    def forget(self) -> None:
+        """Before a step: let go of all microbatches that a step which did not end left in flight."""
+        self.kept.clear()
+        self._put_off.clear()
+        self._splitter.refresh()
+
+    def _keep(self, microbatch: int, entry: Entry, output: Any, put_off: PutOff | None) -> None:
         leaves, _ = wire.flatten(output)
         edges = tuple([get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad])
-        self.kept[microbatch] = Kept(entry, edges)
+        self.kept[microbatch] = Kept(entry, edges, put_off)
 
     def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward of several parameters gets a tuple or list spread over them, a dict by name; else the value is one."""
@@ -176,14 +201,6 @@ def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-def _backward(edges: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
-    """`torch.autograd.backward(edges, gradients)` without its checks of shapes, which the channels have made.
-
-    They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.
-    """
-    _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _takes_several(module: nn.Module) -> frozenset[str]:

@@ -54,18 +54,42 @@ def assert_same(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     assert not different, different
 
 
-def make(kind: str, dropout: float = 0.0) -> tuple[nn.Sequential, Any]:
+class Twice(nn.Module):
+    """One matrix, used twice."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.second.weight = self.first.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.second(torch.tanh(self.first(hidden)))
+
+
+def mixed(depth: int) -> nn.Sequential:
+    """A frozen part, convolutions, norms, tied weights: (B, 12) -> (B, 3), `depth` layers between."""
+    kinds = [lambda: nn.Conv1d(2, 2, 3, padding=1), lambda: nn.LayerNorm(6), lambda: Twice(6), nn.Tanh, lambda: nn.Linear(6, 6)]
+    layers = [kinds[index % len(kinds)]() for index in range(depth)]
+    model = nn.Sequential(nn.Unflatten(1, (2, 6)), nn.Linear(6, 6), *layers, nn.Flatten(), nn.Linear(12, 3))
+    model[1].requires_grad_(False)
+    model[3].weight.requires_grad_(False)
+    return model
+
+
+def make(kind: str, dropout: float = 0.0, depth: int = 3) -> tuple[nn.Sequential, Any]:
     """A model and its loss, always the same."""
     torch.manual_seed(7)
     if kind == "mlp":
-        return mlp(12, total_layers=5, classes=3), nn.functional.cross_entropy
-    shape = GPTConfig(vocabulary=17, context=6, width=8, layers=3, heads=2, dropout=dropout)
+        return mlp(12, total_layers=depth + 2, classes=3), nn.functional.cross_entropy
+    if kind == "mixed":
+        return mixed(depth), nn.functional.cross_entropy
+    shape = GPTConfig(vocabulary=17, context=6, width=8, layers=depth, heads=2, dropout=dropout)
     return GPT(shape), token_loss
 
 
 def data(kind: str, rows: int, seed: int = 3) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    if kind == "mlp":
+    if kind in ("mlp", "mixed"):
         return torch.randn(rows, 12, generator=generator), torch.randint(3, (rows,), generator=generator)
     tokens = torch.randint(17, (rows, 7), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

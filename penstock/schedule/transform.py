@@ -1,0 +1,50 @@
+"""Tables made from tables."""
+
+from collections.abc import Iterator
+
+from penstock.schedule.actions import Action, Cell, Kind, Schedule, from_rows
+
+
+def with_full_backwards(schedule: Schedule) -> Schedule:
+    """`schedule` with each I and the W right behind it as one B, where nothing is lost.
+
+    Something would be lost where another rank waits for the gradient that I makes: it would wait for W too. A proved table
+    stays proved: B stands where I stood, needs what I needed, and only this rank waits for it.
+    """
+    return from_rows(schedule.name, [list(_joined(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement)
+
+
+def _joined(schedule: Schedule, rank: int) -> Iterator[Cell]:
+    cells = list(schedule.cells(rank))
+    at = 0
+    while at < len(cells):
+        cell = cells[at]
+        at += 1
+        if isinstance(cell, Action) and cell.kind is Kind.I and cell._replace(kind=Kind.W) in cells[at : at + 1]:
+            if cell.stage == 0 or schedule.placement[cell.stage - 1] == rank:
+                cell = cell._replace(kind=Kind.B)
+                at += 1
+        yield cell
+
+
+def with_weights_last(schedule: Schedule) -> Schedule:
+    """`schedule` with an I for every B, and all W of a rank at the end of its row, stage by stage.
+
+    Gradients travel earlier, and with `Pipeline(merge_weight_gradients=True)` each weight's gradient is one product over all
+    microbatches. The price: every microbatch stays in flight to the end.
+    """
+    return from_rows(schedule.name, [list(_weights_last(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement)
+
+
+def _weights_last(schedule: Schedule, rank: int) -> Iterator[Cell]:
+    for cell in schedule.cells(rank):
+        if not isinstance(cell, Action):
+            yield _input_only(cell[0]), _input_only(cell[1])
+        elif cell.kind is not Kind.W:
+            yield _input_only(cell)
+    backwards = [action for action in schedule.actions[rank] if action.kind in (Kind.B, Kind.I)]
+    yield from sorted((action._replace(kind=Kind.W) for action in backwards), key=lambda action: action[1:])
+
+
+def _input_only(action: Action) -> Action:
+    return action._replace(kind=Kind.I) if action.kind is Kind.B else action

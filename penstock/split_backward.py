@@ -1,0 +1,142 @@
+"""The backward in two: `I`, the input's gradient now, and `W`, the weights' gradients later.
+
+`I` leaves on the stand-ins of a microbatch (`standins.py`) what it knows of the weights' gradients. `W` hands each parameter
+the sum of its gradients, once, in the order in which a full backward would have summed them, through the parameter's own
+end of the autograd graph: hooks, and whoever else listens there, as DistributedDataParallel does, see what they see in a
+full backward. No graph is walked and none is retained.
+"""
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from penstock.standins import Owed, Place, PutOff, identity, places_of, run_backward
+
+NODE_BYTES = 1 << 18  # gradients handed over together; larger ones reach their parameter while still in the cache
+
+
+class Splitter:
+    """The places of a stage's parameters, and a stock of stand-ins for them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._places: list[Place] = []
+        self._stock: list[PutOff] = []
+        self._groups: dict[Any, list[_Group]] = {}  # for uses of the same places in the same order
+
+    def refresh(self) -> None:
+        """Look at the module anew, before a step: parameters may have been frozen, replaced or moved."""
+        places = places_of(self.module)
+        if [identity(place) for place in places] != [identity(place) for place in self._places]:
+            self._places, self._stock, self._groups = places, [], {}
+
+    def begin(self) -> PutOff:
+        """For one microbatch."""
+        return self._stock.pop() if self._stock else PutOff(self._places)
+
+    def end(self, put_off: Sequence[PutOff], expect: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
+
+        `expect` is told, before the gradients reach the parameters, the ends of the graph they come from.
+        """
+        owed = [each.taken() for each in put_off]
+        left = added([each.left() for each in put_off])
+        nodes = self._nodes(owed[0] if len(owed) == 1 else joined(owed), left)
+        with torch.enable_grad():
+            ends = [_HandOver.apply(node, *[self._places[place].parameter for place in node.places]) for node in nodes]
+        if expect is not None:
+            expect(ends)
+        if nodes:
+            run_backward([get_gradient_edge(end) for end in ends], ends)
+        self._stock += put_off
+
+    def _nodes(self, owed: Sequence[Owed], left: dict[int, Tensor]) -> "list[_Node]":
+        key = tuple([use.targets for use, _ in owed]), tuple(left)
+        if key not in self._groups:
+            self._groups[key] = list(_grouped(owed, left))
+        return [_Node([owed[index] for index in group.uses], left, group.places) for group in self._groups[key]]
+
+
+def added(gradients: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
+    """Place -> the sum over several microbatches."""
+    sums = gradients[0]
+    for more in gradients[1:]:
+        for place, gradient in more.items():
+            sums[place] = sums[place] + gradient if place in sums else gradient
+    return sums
+
+
+def joined(owed: Sequence[Sequence[Owed]]) -> list[Owed]:
+    """The uses of several microbatches, those of the same place in the forward as one over the joined rows."""
+    groups: dict[Any, list[Owed]] = {}
+    for pair in itertools.chain.from_iterable(owed):
+        groups.setdefault(pair[0].alike(pair[1]), []).append(pair)
+    return [group[0] if len(group) == 1 else _join(group) for group in groups.values()]
+
+
+def _join(group: Sequence[Owed]) -> Owed:
+    use = copy.copy(group[0][0])
+    use.value = torch.cat([each.unpack() for each, _ in group])
+    return use, torch.cat([gradient for _, gradient in group])
+
+
+class _Group(NamedTuple):
+    """Parameters that are handed their gradients together."""
+
+    uses: list[int]  # by their index
+    places: list[int]
+
+
+def _grouped(owed: Sequence[Owed], left: dict[int, Tensor]) -> Iterator[_Group]:
+    """Groups of about `NODE_BYTES`; in one group, the parameters whose gradients have several sources."""
+    sources = Counter(itertools.chain(left, *[use.targets for use, _ in owed]))
+    several, group, size = _Group([], list(left)), _Group([], []), 0
+    for index, (use, _) in enumerate(owed):
+        places = [place for place in use.targets if place is not None]
+        into = several if any(sources[place] > 1 for place in places) else group
+        into.uses.append(index)
+        into.places.extend(place for place in places if place not in into.places)
+        size += use.bytes if into is group else 0
+        if size >= NODE_BYTES:
+            yield group
+            group, size = _Group([], []), 0
+    yield from (each for each in (several, group) if each.places)
+
+
+class _Node:
+    """What the gradients of a group are computed from."""
+
+    def __init__(self, owed: Sequence[Owed], left: dict[int, Tensor], places: Sequence[int]) -> None:
+        self.owed, self.left, self.places = owed, left, places
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of every place, summed in the order of arrival (in the precision of autocast, where it is on)."""
+        sums: dict[int, Tensor] = {}
+        for use, gradient in self.owed:
+            for place, each in zip(use.targets, use.compute(gradient), strict=True):
+                if place is not None and each is not None:
+                    sums[place] = sums[place] + each if place in sums else each
+        for place in self.places:
+            if place in self.left:
+                mine = self.left.pop(place)
+                sums[place] = mine + sums[place].to(mine.dtype) if place in sums else mine
+        return [sums.pop(place, None) for place in self.places]
+
+
+class _HandOver(torch.autograd.Function):
+    """A node of the graph whose inputs are parameters and whose backward is their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, node: _Node, *parameters: Tensor) -> Tensor:
+        ctx.node = node
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.node.gradients()

@@ -1,0 +1,297 @@
+"""Stand-ins: what takes the place of a stage's parameters while a forward runs whose backward will be split.
+
+They are leaves of their own that share the parameters' memory, so nothing that happens in `I` reaches the parameters:
+
+* An operation of `weight_gradients.RULES` puts its weights' gradients off: `I` keeps the output's gradient beside the saved
+  input, and `W` computes.
+* Whatever else touches a parameter (norms, biases, code of the user's) leaves its gradient on the stand-in, in `I`.
+
+A checkpointed forward is recomputed with the same stand-ins, once, in `I`.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch._C._autograd import _make_saved_tensor, _top_saved_tensors_default_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from penstock.weight_gradients import RULES, Formula, Gradients
+
+# Views of a weight whose product with an input is still a weight's.
+VIEWS = frozenset((Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
+
+
+class Weight(nn.Parameter):
+    """The stand-in of a matrix, an embedding or a kernel: operations that take it go through the rules."""
+
+    later: "PutOff"
+    place: int | None  # of the parameter it stands for; None for a view of one
+    bare: Tensor | None  # the same memory, outside the graph
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation by its rule, if there is one; as it is otherwise."""
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled():
+                for each in (*args, *kwargs.values()):
+                    if type(each) is Weight:
+                        return each.later.call(func, args, kwargs)
+            return func(*args, **kwargs)
+
+
+class PutOff:
+    """What one microbatch on one stage has put off: stand-ins for its forward and `I`, gradients for its `W`."""
+
+    def __init__(self, places: Sequence["Place"]) -> None:
+        self.places = places
+        self.standins = [place.stand_in(self, index) for index, place in enumerate(places)]
+        self.gradients: dict[Use, tuple[Tensor | None]] = {}  # in the order in which the backward came by
+        self._uses = itertools.count()
+        self._casts: dict[int, Tensor] = {}  # place -> what autocast makes of the weight
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The stand-ins in the parameters' places."""
+        try:
+            for place, standin in zip(self.places, self.standins, strict=True):
+                for owner, name in place.owners:
+                    owner[name] = standin
+            yield
+        finally:
+            for place in self.places:
+                for owner, name in place.owners:
+                    owner[name] = place.parameter
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`func` by its rule; a function made of others by theirs; a view of a weight as a weight; else as it is."""
+        rule = RULES.get(func)
+        if rule is not None:
+            output = rule(self, *args, **kwargs)
+            return func(*args, **kwargs) if output is NotImplemented else output
+        if isinstance(func, FunctionType):
+            with _Inside(self):
+                return func(*args, **kwargs)
+        output = func(*args, **kwargs)
+        return self._view(output) if func in VIEWS else output
+
+    def _view(self, output: Tensor) -> Tensor:
+        view: Any = output.as_subclass(Weight)
+        view.later, view.place, view.bare = self, None, None
+        return view
+
+    # -- what the rules call ----------------------------------------------------------------------------------------
+
+    def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
+        """Whether `weight` is a stand-in or a view of one, and `bias` a stand-in, frozen or None."""
+        if bias is not None and bias.requires_grad and (_place(bias) is None or bias.later is not self):  # type: ignore[attr-defined]
+            return False
+        return getattr(weight, "later", None) is self or (weight._is_view() and getattr(weight._base, "later", None) is self)
+
+    def bare(self, weight: Any) -> Any:
+        """`weight` outside the graph, None for None."""
+        return _bare(weight)
+
+    def cast(self, value: Tensor) -> Tensor:
+        """`value` as autocast would hand it to a product, where it is on."""
+        dtype = self._autocast(value)
+        return value if dtype is None else value.to(dtype)
+
+    def operand(self, weight: Any) -> Any:
+        """`weight` outside the graph, and as autocast would hand it to a product; None for None."""
+        bare = self.bare(weight)
+        dtype = None if bare is None else self._autocast(bare)
+        if dtype is None:
+            return bare
+        place = getattr(weight, "place", None)
+        if place is None:
+            return bare.to(dtype)
+        if place not in self._casts:
+            self._casts[place] = bare.to(dtype)
+        return self._casts[place]
+
+    def _autocast(self, tensor: Tensor) -> torch.dtype | None:
+        device = tensor.device.type
+        if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+            return None
+        return torch.get_autocast_dtype(device)
+
+    def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`output`, connected so that `I` keeps its gradient for `formula`."""
+        use = Use(next(self._uses), formula, value, weight, bias)
+        keep: Any = partial(self.gradients.__setitem__, use)  # no Python runs when the backward calls this
+        if _top_saved_tensors_default_hooks(False) is not None:  # a checkpoint gives back what was saved in a backward only
+            keep = partial(_unpack_and, keep, use)
+        if not output.requires_grad:
+            return _Arrival.apply(_ANCHOR, keep, output)
+        output.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
+        return output
+
+    # -- W ----------------------------------------------------------------------------------------------------------
+
+    def taken(self) -> "list[Owed]":
+        """The uses of weights whose gradients are owed, in the order in which the backward came by; none afterwards.
+
+        Those through views are passed on to the stand-ins at once.
+        """
+        owed = [(use, gradient) for use, (gradient,) in self.gradients.items() if gradient is not None]
+        self.gradients.clear()
+        self._casts.clear()
+        self._uses = itertools.count()
+        if any(use.through_view for use, _ in owed):
+            self._pass_on([pair for pair in owed if pair[0].through_view])
+            owed = [pair for pair in owed if not pair[0].through_view]
+        return owed
+
+    def _pass_on(self, owed: "list[Owed]") -> None:
+        edges, gradients = [], []
+        for use, gradient in owed:
+            for end, each in zip((use.through_view, use.targets[1]), use.compute(gradient), strict=True):
+                if end is not None and each is not None:
+                    edges.append(get_gradient_edge(self.standins[end]) if isinstance(end, int) else end)
+                    gradients.append(each)
+        run_backward(edges, gradients)
+
+    def left(self) -> dict[int, Tensor]:
+        """Place -> the gradient that `I` left on its stand-in; taken from there."""
+        left = {}
+        with DisableTorchFunctionSubclass():
+            for place, standin in enumerate(self.standins):
+                if standin.grad is not None:
+                    left[place], standin.grad = standin.grad, None
+        return left
+
+
+class Use:
+    """One use of a weight: what its gradient will be computed from."""
+
+    __slots__ = ("bias", "formula", "number", "saved", "targets", "through_view", "value", "weight")
+
+    def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.number, self.formula = number, formula
+        self.saved = _make_saved_tensor(value, is_output=False)
+        self.value: Tensor | None = None  # once unpacked
+        self.targets = _place(weight), _place(bias)  # whose gradients they are
+        self.through_view = get_gradient_edge(weight) if self.targets[0] is None else None
+        self.weight, self.bias = _bare(weight), _bare(bias)
+
+    @property
+    def bytes(self) -> int:
+        """Of the weight."""
+        return self.weight.numel() * self.weight.element_size()
+
+    def unpack(self) -> Tensor:
+        """The saved input. Raises RuntimeError, as autograd does, if it was changed in place."""
+        if self.value is None:
+            self.value = self.saved.unpack()
+        return self.value
+
+    def alike(self, gradient: Tensor) -> Any:
+        """Equal for uses of a weight, by several microbatches, that differ in their rows only."""
+        formula = (self.formula.func, str(self.formula.args)) if isinstance(self.formula, partial) else self.formula
+        return self.number, formula, self.targets, self.unpack().shape[1:], gradient.shape[1:]
+
+    def compute(self, gradient: Tensor) -> Gradients:
+        """The gradients of the weight and the bias."""
+        return self.formula(gradient, self.unpack(), self.weight, self.bias)
+
+
+Owed = tuple[Use, Tensor]  # a use of a weight, and the gradient of its output
+
+
+def _place(weight: Tensor | None) -> int | None:
+    """The place of a trainable parameter; None for a view of one, for a frozen one, for None."""
+    return getattr(weight, "place", None)
+
+
+def _bare(weight: Any) -> Any:
+    """`weight` outside the graph, None for None."""
+    bare = getattr(weight, "bare", None)
+    return weight.detach() if bare is None and weight is not None else bare
+
+
+def _unpack_and(keep: Any, use: Use, gradients: tuple[Tensor | None]) -> None:
+    use.unpack()
+    keep(gradients)
+
+
+class _Inside(TorchFunctionMode):
+    """Inside a function made of others, such as attention's: its products with weights by their rules."""
+
+    def __init__(self, later: PutOff) -> None:
+        super().__init__()
+        self.later = later
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, rule = kwargs or {}, RULES.get(func)
+        output = NotImplemented if rule is None else rule(self.later, *args, **kwargs)
+        return func(*args, **kwargs) if output is NotImplemented else output
+
+
+class _Arrival(torch.autograd.Function):
+    """Makes what was computed without a graph a part of it: its gradient is kept and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, keep: Any, output: Tensor) -> Tensor:
+        ctx.keep = keep
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(output)  # the output is the same tensor: a layer may change it in place
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
+        ctx.keep((gradient,))
+        return None, None, None
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class Place:
+    """A trainable parameter of a stage, and every module that has it under some name."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.owners: list[tuple[dict[str, Any], str]] = []
+        self.memory = parameter.data_ptr()
+
+    def stand_in(self, later: PutOff, index: int) -> nn.Parameter:
+        """A leaf that shares the parameter's memory."""
+        kind = Weight if self.parameter.dim() > 1 else nn.Parameter
+        bare = self.parameter.detach()
+        standin: Any = torch.Tensor._make_subclass(kind, bare, True)
+        standin.later, standin.place, standin.bare = later, index, bare
+        return standin
+
+
+def places_of(module: nn.Module) -> list[Place]:
+    """Of the trainable parameters; none if the module is compiled, whose graph is bound to the parameters themselves."""
+    places: dict[int, Place] = {}
+    for each in module.modules():
+        if each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule":
+            return []
+        for name, parameter in each._parameters.items():
+            if type(parameter) is nn.Parameter and parameter.requires_grad:
+                places.setdefault(id(parameter), Place(parameter)).owners.append((each._parameters, name))
+    return list(places.values())
+
+
+def identity(place: Place) -> tuple[int, int, list[tuple[int, str]]]:
+    """Equal as long as stand-ins made for `place` can be used."""
+    return id(place.parameter), place.memory, [(id(owner), name) for owner, name in place.owners]
+
+
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward(edges, gradients)` without its checks of shapes, which whoever calls has made.
+
+    They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.
+    """
+    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

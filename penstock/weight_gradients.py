@@ -1,0 +1,191 @@
+"""The operations whose weight gradients can be put off, and how those are computed: one rule for each operation.
+
+A rule stands in for an operation while a stage runs its forward. It calls the operation with the weights cut off from the
+graph, so that the backward computes the input's gradient only, and leaves with `later.put_off` a formula for the weights'
+gradients. Each formula makes the same calls, in the same layout, as autograd does for that operation in a full backward
+(pytorch/tools/autograd/derivatives.yaml, torch/csrc/autograd/FunctionsManual.cpp), so the bits are the same. A rule that
+does not cover a case says NotImplemented: then autograd does all of it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Gradients = tuple[Tensor | None, Tensor | None]  # of the weight and the bias
+Formula = Callable[[Tensor, Tensor, Tensor, Tensor | None], Gradients]  # of output gradient, input, weight, bias
+
+
+class Later(Protocol):
+    """Where a rule leaves what is put off."""
+
+    def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
+        """Whether `weight` is a parameter of the stage or a view of one, and `bias` one, frozen or None."""
+
+    def bare(self, weight: Any) -> Any:
+        """`weight` outside the graph, None for None."""
+
+    def cast(self, value: Tensor) -> Tensor:
+        """`value` as autocast would hand it to a product, where it is on."""
+
+    def operand(self, weight: Any) -> Any:
+        """`weight` outside the graph, and as autocast would hand it to a product; None for None."""
+
+    def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`output`, whose gradient is kept for `formula` when the backward reaches it."""
+
+
+def linear(later: Later, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: (.., K) and (N, K) -> (.., N)."""
+    if input.dim() < 2 or weight.dim() != 2 or not later.owns(weight, bias):
+        return NotImplemented
+    input = later.cast(input)
+    if input.dim() > 2 and not input.is_contiguous():  # autograd folds the rows, then adds the bias on its own
+        output = F.linear(input.contiguous(), later.operand(weight))
+        output = later.put_off(output, _of_linear, input, weight, None)
+        return output if bias is None else output + bias.to(output.dtype)
+    output = F.linear(input, later.operand(weight), later.operand(bias))
+    return later.put_off(output, _of_linear, input, weight, bias)
+
+
+def matmul(later: Later, input: Tensor, other: Tensor) -> Tensor:
+    """`input @ weight`: (.., K) and (K, N) -> (.., N)."""
+    if input.dim() < 2 or other.dim() != 2 or not later.owns(other):
+        return NotImplemented
+    input = later.cast(input)
+    folded = input if input.dim() == 2 else input.contiguous()
+    return later.put_off(torch.matmul(folded, later.operand(other)), _of_matmul, input, other, None)
+
+
+def addmm(later: Later, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """`bias + mat1 @ weight`: (N), (M, K) and (K, N) -> (M, N)."""
+    if (beta, alpha) != (1, 1) or not later.owns(mat2, input):
+        return NotImplemented
+    mat1 = later.cast(mat1)
+    output = torch.addmm(later.operand(input), mat1, later.operand(mat2))
+    return later.put_off(output, _of_matmul, mat1, mat2, input)
+
+
+def embedding(
+    later: Later,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`F.embedding`: indices of any shape and (N, H) -> (.., H)."""
+    if max_norm is not None or sparse or not later.owns(weight):
+        return NotImplemented
+    output = F.embedding(input, later.bare(weight), padding_idx, None, norm_type, scale_grad_by_freq)
+    padding = -1 if padding_idx is None else padding_idx % len(weight)
+    return later.put_off(output, partial(_of_embedding, padding, scale_grad_by_freq), input, weight, None)
+
+
+def _convolution(
+    dimensions: int,
+    operation: Callable[..., Tensor],
+    later: Later,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    """`F.conv1d` and its like: (B, C, ..) and (N, C / groups, ..) -> (B, N, ..)."""
+    if isinstance(padding, str) or input.dim() != dimensions + 2 or not later.owns(weight, bias):
+        return NotImplemented
+    input = later.cast(input)
+    output = operation(input, later.operand(weight), later.operand(bias), stride, padding, dilation, groups)
+    shape = [_each(number, dimensions) for number in (stride, padding, dilation)]
+    return later.put_off(output, partial(_of_convolution, (*shape, False, [0] * dimensions, groups)), input, weight, bias)
+
+
+def _transposed(
+    dimensions: int,
+    operation: Callable[..., Tensor],
+    later: Later,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    """`F.conv_transpose1d` and its like."""
+    if input.dim() != dimensions + 2 or not later.owns(weight, bias):
+        return NotImplemented
+    input = later.cast(input)
+    output = operation(input, later.operand(weight), later.operand(bias), stride, padding, output_padding, groups, dilation)
+    stride, padding, dilation, out = (_each(number, dimensions) for number in (stride, padding, dilation, output_padding))
+    return later.put_off(output, partial(_of_convolution, (stride, padding, dilation, True, out, groups)), input, weight, bias)
+
+
+RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.linear: linear,
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    torch.mm: matmul,
+    Tensor.mm: matmul,
+    torch.addmm: addmm,
+    Tensor.addmm: addmm,
+    F.embedding: embedding,
+    **{op: partial(_convolution, n, op) for n, op in enumerate((F.conv1d, F.conv2d, F.conv3d), 1)},
+    **{op: partial(_transposed, n, op) for n, op in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1)},
+}
+
+
+def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+    flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
+    for_bias = None if bias is None else _summed(flat if gradient.dim() <= 3 else gradient, bias)
+    rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])  # (rows, K)
+    if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
+        return flat.t().mm(rows), for_bias
+    return rows.t().mm(flat).t(), for_bias
+
+
+def _summed(gradient: Tensor, bias: Tensor) -> Tensor:
+    """`gradient` over what `bias` was broadcast to."""
+    plain = gradient.dim() == 2 and bias.shape == gradient.shape[1:]
+    return gradient.sum(0) if plain else gradient.sum_to_size(bias.shape)  # the same, in half the time
+
+
+def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+    flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
+    rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])  # (rows, K)
+    for_bias = None if bias is None else _summed(flat, bias)
+    if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
+        return flat.t().mm(rows).t(), for_bias
+    return rows.t().mm(flat), for_bias
+
+
+def _of_embedding(padding: int, scale: bool, gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+    return torch.ops.aten.embedding_dense_backward(gradient, value, len(weight), padding, scale), None
+
+
+def _of_convolution(
+    settings: tuple[Any, ...], gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
+) -> Gradients:
+    shape = None if bias is None else list(bias.shape)
+    wanted = [False, True, bias is not None]
+    _, for_weight, for_bias = torch.ops.aten.convolution_backward(
+        gradient, value, weight.to(value.dtype), shape, *settings, wanted
+    )
+    return for_weight, for_bias
+
+
+def _each(number: Any, dimensions: int) -> list[int]:
+    """A number for every dimension."""
+    if isinstance(number, int):
+        return [number] * dimensions
+    return list(number) * dimensions if len(number) == 1 else list(number)

@@ -97,7 +97,9 @@ class Pipeline:
         self.first_rank, self.last_rank = table.placement[0], table.placement[last]
         modules = {index: module.to(topology.device) for index, module in cut.modules.items()}
         self._stages = {
-            index: Stage(index, module, topology.device, cut.layers[index], self.loss_fn if index == last else None)
+            index: Stage(
+                index, module, topology.device, cut.layers[index], self.loss_fn if index == last else None, self._merge
+            )
             for index, module in modules.items()
         }
         counted_elsewhere = {names[stage][name] for group in cut.tied for stage, name in group[1:]}

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +15,9 @@ class Replicas:
     def __init__(self, module: nn.Module) -> None:
         self._parallel = module if isinstance(module, DistributedDataParallel) else None
 
+    def __bool__(self) -> bool:
+        return self._parallel is not None
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Around a forward: no backward is expected to sum yet."""
@@ -22,10 +27,27 @@ class Replicas:
             with self._parallel.no_sync():
                 yield
 
-    def expect(self, outputs: Sequence[Tensor] = ()) -> None:
-        """Before the last backward: its gradients are complete, sum them.
+    def expect(self, ends: Sequence[Tensor]) -> None:
+        """Before the last backward: it makes the gradients complete, sum them.
 
-        With `find_unused_parameters`, those that `outputs` do not depend on are not waited for.
+        With `find_unused_parameters`, those that the graph's `ends` do not depend on are not waited for.
         """
         if self._parallel is not None:
-            self._parallel.reducer.prepare_for_backward(list(outputs) if self._parallel.find_unused_parameters else [])
+            self._parallel.reducer.prepare_for_backward(list(ends) if self._parallel.find_unused_parameters else [])
+
+    def ends(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What `expect` must know of the graph of `outputs`, without their memory."""
+        wanted = self._parallel is not None and self._parallel.find_unused_parameters and len(outputs) > 0
+        return (_End.apply(*outputs),) if wanted else ()
+
+
+class _End(torch.autograd.Function):
+    """An empty tensor that depends on others."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise AssertionError("nothing goes back from here")

@@ -16,16 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.standins import Owed, Place, PutOff, identity, places_of, run_backward
+from penstock.standins import Owed, Place, PutOff, Use, identity, places_of, run_backward
+from penstock.weight_gradients import PRODUCTS, summed
 
 NODE_BYTES = 1 << 18  # gradients handed over together; larger ones reach their parameter while still in the cache
 
 
 class Splitter:
-    """The places of a stage's parameters, and a stock of stand-ins for them."""
+    """The places of a stage's parameters, and a stock of stand-ins for them.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    `merge`: products add to the gradient so far as they go, where no hook waits for it. The sum's order changes.
+    """
+
+    def __init__(self, module: nn.Module, merge: bool = False) -> None:
+        self.module, self.merge = module, merge
         self._places: list[Place] = []
         self._stock: list[PutOff] = []
         self._groups: dict[Any, list[_Group]] = {}  # for uses of the same places in the same order
@@ -40,21 +44,46 @@ class Splitter:
         """For one microbatch."""
         return self._stock.pop() if self._stock else PutOff(self._places)
 
-    def end(self, put_off: Sequence[PutOff], expect: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+    def end(self, put_off: Sequence[PutOff], last: Callable[[Sequence[Tensor]], None] | None = None) -> None:
         """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
 
-        `expect` is told, before the gradients reach the parameters, the ends of the graph they come from.
+        `last` is given with the step's last and called with the ends of the graph, before the gradients reach the parameters.
         """
         owed = [each.taken() for each in put_off]
-        left = added([each.left() for each in put_off])
-        nodes = self._nodes(owed[0] if len(owed) == 1 else joined(owed), left)
+        uses = owed[0] if len(owed) == 1 else joined(owed)
+        others = self._stock if last is not None else []  # a module may have kept a weight from an earlier microbatch
+        uses += itertools.chain.from_iterable(each.taken() for each in others)
+        left = added([each.left() for each in (*put_off, *others)])
+        if self.merge:
+            uses = [pair for pair in uses if not self._added_to_sum(*pair, left)]
+        nodes = self._nodes(uses, left)
         with torch.enable_grad():
             ends = [_HandOver.apply(node, *[self._places[place].parameter for place in node.places]) for node in nodes]
-        if expect is not None:
-            expect(ends)
+        if last is not None:
+            last(ends)
         if nodes:
             run_backward([get_gradient_edge(end) for end in ends], ends)
         self._stock += put_off
+
+    def _added_to_sum(self, use: Use, gradient: Tensor, left: dict[int, Tensor]) -> bool:
+        """Whether the weight's gradient could be, and so was, added in the product itself."""
+        place, bias = use.targets
+        product = PRODUCTS.get(use.formula)
+        if product is None or place is None or (bias is not None and bias in left):
+            return False
+        weight = self._places[place].parameter
+        if (
+            weight.grad is None
+            or use.weight.dtype != weight.dtype
+            or weight._backward_hooks
+            or weight._post_accumulate_grad_hooks
+        ):
+            return False
+        with torch.no_grad():
+            product(weight.grad, gradient, use.unpack())
+            if bias is not None:
+                left[bias] = summed(gradient.reshape(-1, gradient.shape[-1]), use.bias)
+        return True
 
     def _nodes(self, owed: Sequence[Owed], left: dict[int, Tensor]) -> "list[_Node]":
         key = tuple([use.targets for use, _ in owed]), tuple(left)

@@ -74,6 +74,7 @@ class Kept(NamedTuple):
     entry: Entry
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself goes as soon as it is sent
     put_off: PutOff | None  # if the backward is split
+    ends: tuple[Tensor, ...]  # what replicas must know of the graph
 
 
 class Stage:
@@ -81,6 +82,7 @@ class Stage:
 
     `layers` are the numbers, in the uncut model, of the module's children where it is a piece of a Sequential: each layer
     then draws its random numbers from a seed of its own. Otherwise the whole stage draws from one, numbered `index`.
+    `merge`: weights' gradients that were put off may be summed in another order (see `split_backward.py`).
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Stage:
         device: torch.device,
         layers: Sequence[int] | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        merge: bool = False,
     ) -> None:
         self.index, self.module, self.device, self.loss_fn = index, module, device, loss_fn
         self.layers = None if layers is None else tuple(zip(layers, module.children(), strict=True))
@@ -97,7 +100,7 @@ class Stage:
         self.spread = _takes_several(module)
         self.kept: dict[int, Kept] = {}
         self._replicas = Replicas(module)
-        self._splitter = Splitter(module)
+        self._splitter = Splitter(module, merge and not self._replicas)
         self._put_off: dict[int, PutOff] = {}  # microbatch -> what its W will do
 
     def forward(self, microbatch: int, value: Any, seed: int | None = None, keep: bool = True, split: bool = False) -> Any:
@@ -145,12 +148,12 @@ class Stage:
         `backward_weight`. On the last stage the one output is the loss, if anything below it requires a gradient at all.
         `last`: the weights' gradients of this step are complete with it.
         """
-        entry, edges, put_off = self.kept.pop(microbatch)
+        entry, edges, put_off, ends = self.kept.pop(microbatch)
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if put_off is not None:
             self._put_off[microbatch] = put_off
         if last:
-            self._replicas.expect()
+            self._replicas.expect(ends)
         if pairs:
             with put_off.installed() if put_off else _NOTHING:  # a checkpoint runs the forward again
                 run_backward(*zip(*pairs, strict=True))
@@ -158,8 +161,8 @@ class Stage:
 
     def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
-        expect = self._replicas.expect if last else None
-        self._splitter.end([self._put_off.pop(microbatch) for microbatch in microbatches], expect)
+        put_off = [self._put_off.pop(microbatch) for microbatch in microbatches]
+        self._splitter.end(put_off, self._replicas.expect if last else None)
 
     def forget(self) -> None:
         """Before a step: let go of all microbatches that a step which did not end left in flight."""
@@ -169,8 +172,9 @@ class Stage:
 
     def _keep(self, microbatch: int, entry: Entry, output: Any, put_off: PutOff | None) -> None:
         leaves, _ = wire.flatten(output)
-        edges = tuple([get_gradient_edge(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad])
-        self.kept[microbatch] = Kept(entry, edges, put_off)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        edges = tuple([get_gradient_edge(tensor) for tensor in tensors])
+        self.kept[microbatch] = Kept(entry, edges, put_off, self._replicas.ends(tensors))
 
     def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward of several parameters gets a tuple or list spread over them, a dict by name; else the value is one."""

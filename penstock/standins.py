@@ -9,6 +9,7 @@ They are leaves of their own that share the parameters' memory, so nothing that 
 A checkpointed forward is recomputed with the same stand-ins, once, in `I`.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,16 +22,17 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch._C._autograd import _make_saved_tensor, _top_saved_tensors_default_hooks
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from penstock.weight_gradients import RULES, Formula, Gradients
 
-# Views of a weight whose product with an input is still a weight's.
-VIEWS = frozenset((Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.T.__get__, Tensor.mT.__get__))  # type: ignore[attr-defined]
+# What makes views of a weight whose products with an input are still a weight's.
+VIEWS = frozenset(
+    (Tensor.t, torch.t, Tensor.transpose, torch.transpose, Tensor.T.__get__, Tensor.mT.__get__, Tensor.chunk, Tensor.split)  # type: ignore[attr-defined]
+)
 
 
-class Weight(nn.Parameter):
-    """The stand-in of a matrix, an embedding or a kernel: operations that take it go through the rules."""
+class Weight(Tensor):
+    """The stand-in of a matrix, an embedding or a kernel, or a view of one: operations that take it go through the rules."""
 
     later: "PutOff"
     place: int | None  # of the parameter it stands for; None for a view of one
@@ -38,14 +40,23 @@ class Weight(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation by its rule, if there is one; as it is otherwise."""
+        """By its rule, if there is one; a function made of others by theirs; a view of a weight as a weight; else as it is."""
         kwargs = kwargs or {}
+        known = func in RULES or func in VIEWS
+        if not known and isinstance(func, FunctionType) and func not in _running and torch.is_grad_enabled():
+            _running.add(func)
+            try:
+                return _body(func)(*args, **kwargs)
+            finally:
+                _running.discard(func)
         with DisableTorchFunctionSubclass():
-            if torch.is_grad_enabled():
-                for each in (*args, *kwargs.values()):
-                    if type(each) is Weight:
-                        return each.later.call(func, args, kwargs)
+            if known and torch.is_grad_enabled():
+                weight = next(each for each in (*args, *kwargs.values()) if type(each) is Weight)
+                return weight.later.call(func, args, kwargs)
             return func(*args, **kwargs)
+
+
+_running: set[FunctionType] = set()  # functions made of others that are being looked into
 
 
 class PutOff:
@@ -72,29 +83,26 @@ class PutOff:
                     owner[name] = place.parameter
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """`func` by its rule; a function made of others by theirs; a view of a weight as a weight; else as it is."""
-        rule = RULES.get(func)
-        if rule is not None:
-            output = rule(self, *args, **kwargs)
+        """`func`, which has a rule or makes views of a weight."""
+        if func in RULES:
+            output = RULES[func](self, *args, **kwargs)
             return func(*args, **kwargs) if output is NotImplemented else output
-        if isinstance(func, FunctionType):
-            with _Inside(self):
-                return func(*args, **kwargs)
         output = func(*args, **kwargs)
-        return self._view(output) if func in VIEWS else output
+        return self._view(output) if isinstance(output, Tensor) else tuple(map(self._view, output))
 
-    def _view(self, output: Tensor) -> Tensor:
-        view: Any = output.as_subclass(Weight)
+    def _view(self, output: Tensor) -> Weight:
+        view = output.as_subclass(Weight)
         view.later, view.place, view.bare = self, None, None
         return view
 
     # -- what the rules call ----------------------------------------------------------------------------------------
 
     def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
-        """Whether `weight` is a stand-in or a view of one, and `bias` a stand-in, frozen or None."""
-        if bias is not None and bias.requires_grad and (_place(bias) is None or bias.later is not self):  # type: ignore[attr-defined]
-            return False
-        return getattr(weight, "later", None) is self or (weight._is_view() and getattr(weight._base, "later", None) is self)
+        """Whether both are stand-ins or views of one; the bias may be frozen or None."""
+        return self._is_ours(weight) and (bias is None or not bias.requires_grad or self._is_ours(bias))
+
+    def _is_ours(self, tensor: Tensor) -> bool:
+        return getattr(tensor, "later", None) is self or (tensor._is_view() and getattr(tensor._base, "later", None) is self)
 
     def bare(self, weight: Any) -> Any:
         """`weight` outside the graph, None for None."""
@@ -146,17 +154,18 @@ class PutOff:
         self.gradients.clear()
         self._casts.clear()
         self._uses = itertools.count()
-        if any(use.through_view for use, _ in owed):
-            self._pass_on([pair for pair in owed if pair[0].through_view])
-            owed = [pair for pair in owed if not pair[0].through_view]
+        if any(use.views != NO_VIEWS for use, _ in owed):
+            self._pass_on([pair for pair in owed if pair[0].views != NO_VIEWS])
+            owed = [pair for pair in owed if pair[0].views == NO_VIEWS]
         return owed
 
     def _pass_on(self, owed: "list[Owed]") -> None:
         edges, gradients = [], []
         for use, gradient in owed:
-            for end, each in zip((use.through_view, use.targets[1]), use.compute(gradient), strict=True):
+            for view, place, each in zip(use.views, use.targets, use.compute(gradient), strict=True):
+                end = get_gradient_edge(self.standins[place]) if place is not None else view
                 if end is not None and each is not None:
-                    edges.append(get_gradient_edge(self.standins[end]) if isinstance(end, int) else end)
+                    edges.append(end)
                     gradients.append(each)
         run_backward(edges, gradients)
 
@@ -173,14 +182,14 @@ class PutOff:
 class Use:
     """One use of a weight: what its gradient will be computed from."""
 
-    __slots__ = ("bias", "formula", "number", "saved", "targets", "through_view", "value", "weight")
+    __slots__ = ("bias", "formula", "number", "saved", "targets", "value", "views", "weight")
 
     def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.number, self.formula = number, formula
         self.saved = _make_saved_tensor(value, is_output=False)
         self.value: Tensor | None = None  # once unpacked
         self.targets = _place(weight), _place(bias)  # whose gradients they are
-        self.through_view = get_gradient_edge(weight) if self.targets[0] is None else None
+        self.views = (_view_end(weight), None) if bias is None else (_view_end(weight), _view_end(bias))
         self.weight, self.bias = _bare(weight), _bare(bias)
 
     @property
@@ -207,6 +216,14 @@ class Use:
 Owed = tuple[Use, Tensor]  # a use of a weight, and the gradient of its output
 
 
+NO_VIEWS = (None, None)
+
+
+def _view_end(weight: Tensor) -> GradientEdge | None:
+    """For a view of a trainable parameter, its end of the graph."""
+    return get_gradient_edge(weight) if weight.requires_grad and _place(weight) is None else None
+
+
 def _place(weight: Tensor | None) -> int | None:
     """The place of a trainable parameter; None for a view of one, for a frozen one, for None."""
     return getattr(weight, "place", None)
@@ -223,17 +240,19 @@ def _unpack_and(keep: Any, use: Use, gradients: tuple[Tensor | None]) -> None:
     keep(gradients)
 
 
-class _Inside(TorchFunctionMode):
-    """Inside a function made of others, such as attention's: its products with weights by their rules."""
+@functools.cache
+def _body(func: FunctionType) -> FunctionType:
+    """`func` without the look for overrides at its beginning, which would lead back here."""
+    names = func.__globals__ | dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no
+    )
+    body = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
-    def __init__(self, later: PutOff) -> None:
-        super().__init__()
-        self.later = later
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, rule = kwargs or {}, RULES.get(func)
-        output = NotImplemented if rule is None else rule(self.later, *args, **kwargs)
-        return func(*args, **kwargs) if output is NotImplemented else output
+def _no(*tensors: Any) -> bool:
+    return False
 
 
 class _Arrival(torch.autograd.Function):
@@ -263,11 +282,12 @@ class Place:
         self.owners: list[tuple[dict[str, Any], str]] = []
         self.memory = parameter.data_ptr()
 
-    def stand_in(self, later: PutOff, index: int) -> nn.Parameter:
+    def stand_in(self, later: PutOff, index: int) -> Tensor:
         """A leaf that shares the parameter's memory."""
-        kind = Weight if self.parameter.dim() > 1 else nn.Parameter
+        kind: type[Tensor] = Weight if self.parameter.dim() > 1 else nn.Parameter
         bare = self.parameter.detach()
         standin: Any = torch.Tensor._make_subclass(kind, bare, True)
+        standin._is_param = True  # isinstance(standin, nn.Parameter)
         standin.later, standin.place, standin.bare = later, index, bare
         return standin
 

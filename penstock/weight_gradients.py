@@ -23,7 +23,7 @@ class Later(Protocol):
     """Where a rule leaves what is put off."""
 
     def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
-        """Whether `weight` is a parameter of the stage or a view of one, and `bias` one, frozen or None."""
+        """Whether both are parameters of the stage or views of one; the bias may be frozen or None."""
 
     def bare(self, weight: Any) -> Any:
         """`weight` outside the graph, None for None."""
@@ -147,14 +147,14 @@ RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 
 def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
     flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
-    for_bias = None if bias is None else _summed(flat if gradient.dim() <= 3 else gradient, bias)
+    for_bias = None if bias is None else summed(flat if gradient.dim() <= 3 else gradient, bias)
     rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])  # (rows, K)
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
         return flat.t().mm(rows), for_bias
     return rows.t().mm(flat).t(), for_bias
 
 
-def _summed(gradient: Tensor, bias: Tensor) -> Tensor:
+def summed(gradient: Tensor, bias: Tensor) -> Tensor:
     """`gradient` over what `bias` was broadcast to."""
     plain = gradient.dim() == 2 and bias.shape == gradient.shape[1:]
     return gradient.sum(0) if plain else gradient.sum_to_size(bias.shape)  # the same, in half the time
@@ -163,10 +163,22 @@ def _summed(gradient: Tensor, bias: Tensor) -> Tensor:
 def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
     flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
     rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])  # (rows, K)
-    for_bias = None if bias is None else _summed(flat, bias)
+    for_bias = None if bias is None else summed(flat, bias)
     if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
         return flat.t().mm(rows).t(), for_bias
     return rows.t().mm(flat), for_bias
+
+
+def _into_linear(total: Tensor, gradient: Tensor, value: Tensor) -> None:
+    total.addmm_(gradient.reshape(-1, gradient.shape[-1]).t(), value.reshape(-1, value.shape[-1]))
+
+
+def _into_matmul(total: Tensor, gradient: Tensor, value: Tensor) -> None:
+    total.addmm_(value.reshape(-1, value.shape[-1]).t(), gradient.reshape(-1, gradient.shape[-1]))
+
+
+# The formulas that are one product: it can add to the sum so far as it goes, (total, output gradient, input).
+PRODUCTS: dict[Formula, Callable[[Tensor, Tensor, Tensor], None]] = {_of_linear: _into_linear, _of_matmul: _into_matmul}
 
 
 def _of_embedding(padding: int, scale: bool, gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:

@@ -1,6 +1,6 @@
 """From what the user gives to what each rank has: the table, this rank's stages, and what all ranks must agree on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,8 @@ from torch import nn
 
 from penstock import partition, tied
 from penstock.errors import MismatchError
-from penstock.schedule import Schedule, build
+from penstock.schedule import Schedule, build, from_rows
+from penstock.schedule.actions import Cell
 
 Description = Mapping[str, Any]  # what one rank says of itself when the pipeline is built
 
@@ -22,10 +23,16 @@ class Cut:
     tied: list[list[tied.Name]]  # parameters that stages of several ranks share
 
 
-def table(schedule: str | Schedule, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
-    """The table that `schedule` stands for: a name, the path of a CSV file, or itself."""
+Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
+
+
+def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
+    """The table that `schedule` stands for: a name, the path of a CSV file, a rule, or itself."""
     if isinstance(schedule, str) and schedule.endswith(".csv"):
         schedule = Schedule.from_csv(schedule, **options)
+    elif not isinstance(schedule, str | Schedule):
+        name = getattr(schedule, "__name__", "a rule")
+        schedule = from_rows(name, [list(schedule(rank, ranks, microbatches)) for rank in range(ranks)], **options)
     elif isinstance(schedule, str):
         schedule = build(schedule, ranks=ranks, microbatches=microbatches, **options)
     if schedule.ranks != ranks:

@@ -50,7 +50,8 @@ class Pipeline:
     world of one: the whole model). A stage whose forward has several parameters gets a tuple spread over them and a dict
     by name; every other one gets what the stage before returned. Any tree of tensors, numbers and None may pass.
     `loss_fn(output, target)`: a scalar, the mean over its microbatch; it runs on the last stage's rank.
-    `schedule`: a name (with `microbatches` and the schedule's `options`), a `Schedule`, or the path of a CSV table.
+    `schedule`: a name (with `microbatches` and the schedule's `options`: `stages_per_rank`, `group_size`), the path of a CSV
+    table, a `Schedule`, or a function of (rank, ranks, microbatches) that gives the rank's row (`"0F0"`, `"1B0"`, ..).
     `loss_weight(target)`: what a microbatch counts in the mean, from its target alone; by default its rows.
     `seed`: of the random numbers layers draw in training (dropout), which depend on it, the step, the microbatch and the
     layer only; None leaves them to torch's generator, and so to the schedule.
@@ -65,7 +66,7 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[nn.Module],
         loss_fn: LossFn | None = None,
-        schedule: str | Schedule = "1f1b",
+        schedule: str | Schedule | assembly.Rule = "1f1b",
         microbatches: int = 8,
         loss_weight: Callable[[Any], Any] | None = None,
         topology: Topology | None = None,

@@ -157,37 +157,54 @@ class Schedule:
 
     @classmethod
     def from_csv(
-        cls, path: str | PathLike[str], placement: str | Sequence[int] = "loop", name: str | None = None
+        cls, path: str | PathLike[str], placement: str | Sequence[int] | None = None, name: str | None = None
     ) -> "Schedule":
         """Read a table in PyTorch's compute-only form and prove it. Empty cells (bubbles) are passed over.
 
-        `placement` is `loop`, `V`, or the rank of every stage. Raises ScheduleError for a cell that is no action
-        and for a table that `verify` refuses.
+        `placement` as in `from_rows`. Raises ScheduleError for a cell that is no action and for a table that `verify`
+        refuses.
         """
         from penstock.schedule.verify import verify
 
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = [[cell for text in row for cell in _parsed(text)] for row in csv.reader(file)]
-        schedule = from_rows(name or str(path), rows, placement)
+            schedule = from_rows(name or str(path), list(csv.reader(file)), placement)
         verify(schedule)
         return schedule
 
 
-def from_rows(name: str, rows: Sequence[Iterable[Cell]], placement: str | Sequence[int]) -> Schedule:
+def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: str | Sequence[int] | None = None) -> Schedule:
     """A schedule from its rows; the numbers of stages and microbatches are read off the actions.
 
-    A cell is an action, or a pair of actions that may overlap. `placement` is `loop`, `V`, or the rank of every stage.
+    A cell is an action, a pair of actions that may overlap, or the text of either. `placement` is `loop`, `V`, or the rank of
+    every stage; without it a stage lives where the first of its actions stands. Raises ScheduleError for a text that is no
+    action, and for a stage that stands nowhere.
     """
-    cells = [list(row) for row in rows]
+    cells = [[cell for each in row for cell in (_parsed(each) if isinstance(each, str) else (each,))] for row in rows]
     table = [[action for cell in row for action in ((cell,) if isinstance(cell, Action) else cell)] for row in cells]
     overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
     microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
-    if isinstance(placement, str):
+    if placement is None:
+        placement = _homes(name, table, stages)
+    elif isinstance(placement, str):
         if placement not in PLACEMENTS:
             raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
         placement = PLACEMENTS[placement](stages, len(table))
     return Schedule(name, tuple(placement), microbatches, tuple(map(tuple, table)), overlaps)
+
+
+def _homes(name: str, table: list[list[Action]], stages: int) -> list[int]:
+    """The rank of every stage, read off the table."""
+    homes: dict[int, int] = {}
+    for rank, row in enumerate(table):
+        for action in row:
+            homes.setdefault(action.stage, rank)
+    missing = next((stage for stage in range(stages) if stage not in homes), None)
+    if missing is not None:
+        raise ScheduleError(
+            f"{name} has actions of stage {stages - 1}, but none of stage {missing}: give every stage its actions"
+        )
+    return [homes[stage] for stage in range(stages)]
 
 
 _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")

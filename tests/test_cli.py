@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from penstock.model import GPT, GPTConfig
+from penstock.render.terminal import draw
+from penstock.schedule import Action, Event, Kind, Timeline
 
 SMALL = ["--steps", "3", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--microbatches", "4"]
 
@@ -61,6 +63,12 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
         (["train", "--model", "gtp"], "'gpt'"),
         (["train", "--microbatch", "3"], "--microbatches"),
         (["show", "gpip"], "did you mean gpipe?"),
+        (["show", "zb-h1", "--weights", "3"], "--weights 3 is a part of --backward 2: give no more than that"),
+        (
+            ["show", "dualpipe-v", "--overlap", "2"],
+            "overlap is 2.0: give the share of the shorter action that is hidden, 0 to 1",
+        ),
+        (["show", "my.csv", "--group-size", "2"], "the table my.csv is read as it stands: leave out group_size"),
         (["lab", "77"], "there is no lab 77"),
     ],
 )
@@ -75,14 +83,47 @@ def test_a_wrong_option_fails_in_two_seconds_with_the_nearest_that_works(words, 
 
 def test_show_draws_the_table_with_its_bubble_and_memory(tmp_path):
     done = penstock("show", "1f1b", "--ranks", "2", "--microbatches", "3", "--csv", str(tmp_path / "table.csv"))
-    picture = done.stdout.splitlines()[1:4]
+    picture = done.stdout.splitlines()[1:5]
     assert picture == [
         "rank 0 |F0-------F1-------..................B0================F2-------B1================.........B2================",
         "rank 1 |.........F0-------B0================F1-------B1================F2-------B2================..................",
         "makespan 12, bubble 25.0% (longest rank's span 12, bubble 25.0%), activations in flight 2/1",
+        "time of all ranks: busy 75.0%, idle by fill 12.5%, imbalance 0.0%, drain 12.5%, communication 0.0%",
     ]
     again = penstock("show", str(tmp_path / "table.csv"))
     assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1]
+
+
+def test_show_takes_the_schedules_options_and_what_everything_costs():
+    table = ["--ranks", "2", "--microbatches", "2", "--stages-per-rank", "2", "--group-size", "1"]
+    costs = ["--forward", "1", "--backward", "4", "--weights", "1", "--send", "1"]
+    assert penstock("show", "interleaved-zb", *table, *costs).stdout.splitlines()[1:] == [
+        "rank 0 |0F0.........2F00F1...............2I0======2W02F1.........0I0======0W0...2I1======2W1............0I1======0W1",
+        "rank 1 |......1F0.........3F03I0======1F1............1I0======3W03F13I1======1W0............1I1======3W11W1.........",
+        "makespan 36, bubble 44.4% (longest rank's span 36, bubble 44.4%), activations in flight 3/3",
+        "time of all ranks: busy 55.6%, idle by fill 12.5%, imbalance 4.2%, drain 15.3%, communication 12.5%",
+    ]
+
+
+def test_show_draws_an_overlapped_pair_as_one_block():
+    done = penstock("show", "dualpipe-v", "--ranks", "1", "--microbatches", "3", "--overlap", "1")
+    assert done.stdout.splitlines()[1:3] == [
+        "rank 0 |0F0----1F0----0F1----1B0==========={1F1 0B0=====}{0F2 1B1=====}{1F2 0B1=====}1B2===========0I2====0W2~~~~",
+        "makespan 15, bubble 0.0% (longest rank's span 15, bubble 0.0%), activations in flight 3",
+    ]
+
+
+@pytest.mark.parametrize("block", ["{2F5 1B3==}", "{2F5 1B3}", "{F5B3==}", "{F5B3}", "{FB=}", "{FB}", "{=}", "{}", "&"])
+def test_a_pair_is_named_as_far_as_there_is_room(block):
+    pair = Action(Kind.F, 2, 5), Action(Kind.B, 1, 3)
+    rows = tuple(Event(0, action, 0, len(block)) for action in pair), (Event(1, Action(Kind.F, 0, 0), 0, 20),)
+    assert draw(Timeline("one", rows, overlaps=frozenset({pair})), width=28).splitlines()[0] == f"rank 0 |{block:.<20}"
+
+
+def test_a_pair_has_a_colour_of_its_own():
+    pair = Action(Kind.F, 2, 5), Action(Kind.B, 1, 3)
+    row = tuple(Event(0, action, 0, 10) for action in pair)
+    assert draw(Timeline("one", (row,), overlaps=frozenset({pair})), 18, color=True) == ("rank 0 |\033[30;45m{2F5 1B3}\033[0m ")
 
 
 def test_schedules_lists_them_all():

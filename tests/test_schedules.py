@@ -1,9 +1,13 @@
 """Every schedule on real processes: the bits of one process."""
 
+import weakref
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from reference import accumulate, assert_same, data, gradients, make, merged
+from torch import Tensor, nn
 
 import penstock as ps
 
@@ -54,3 +58,141 @@ def test_every_schedule_has_the_loss_and_the_gradients_of_one_process(ranks: int
         losses, grads = expected[table[2]]
         assert all(each[table][0] == losses for each in everyone), table
         assert_same(merged([each[table][1] for each in everyone]), grads)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+class Memory(bytearray):
+    """Memory one can hold a weak reference to."""
+
+
+class _Fresh(torch.autograd.Function):
+    """The same numbers in memory that is watched."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, alive: list[weakref.ref[Memory]]) -> Tensor:
+        memory = Memory(hidden.numel() * hidden.element_size())
+        alive.append(weakref.ref(memory))
+        return torch.frombuffer(memory, dtype=hidden.dtype).view(hidden.shape).copy_(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Watched(nn.Module):
+    """A layer that needs its input for its weight's gradient, and counts the inputs, of all stages here, still in memory."""
+
+    alive: ClassVar[list[weakref.ref[Memory]]] = []
+    peak: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = self.linear(_Fresh.apply(hidden, self.alive))
+        Watched.peak = max(Watched.peak, sum(reference() is not None for reference in self.alive))
+        return output
+
+
+def rank_peaks(microbatches: int) -> dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    peaks = {}
+    for name in ps.schedule.names():
+        table = ps.schedule.build(name, 3, microbatches)
+        pipe = ps.Pipeline([Watched() for _ in range(table.stages)], nn.functional.mse_loss, table)
+        for _ in range(2):
+            Watched.peak = 0
+            pipe.step(torch.ones(microbatches, 4), target=torch.zeros(microbatches, 4))
+        planned = ps.schedule.simulate(table).peak_in_flight
+        peaks[name] = Watched.peak, planned, pipe.timeline().peak_in_flight
+    return peaks
+
+
+def test_the_activations_alive_are_the_tables() -> None:
+    for rank, peaks in enumerate(ps.launch(rank_peaks, 3, 8)):
+        for name, (counted, planned, measured) in peaks.items():
+            assert measured == planned, name
+            assert counted == planned[rank], name
+
+
+# -- where others go wrong ------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """An output that depends on its parameter only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.arange(12.0) / 12)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.value.expand(len(hidden), 12)
+
+
+def awkward(case: str) -> nn.Sequential:
+    torch.manual_seed(2)
+    first: dict[str, list[nn.Module]] = {
+        "a frozen first stage": [nn.Linear(12, 12).requires_grad_(False), nn.Identity()],
+        "an output of parameters only": [nn.Linear(12, 12), Constant()],
+        "a stage without parameters": [nn.Tanh(), nn.Identity()],
+        "everything but the end frozen": [nn.Linear(12, 12).requires_grad_(False), nn.Linear(12, 12).requires_grad_(False)],
+    }
+    return nn.Sequential(*first[case], nn.Linear(12, 12), nn.Linear(12, 3))
+
+
+AWKWARD = (
+    "a frozen first stage",
+    "an output of parameters only",
+    "a stage without parameters",
+    "everything but the end frozen",
+)
+SPLIT = ("zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-min", "dualpipe-v")
+
+
+def rank_awkward() -> dict[tuple[str, str], Any]:
+    results = {}
+    for case in AWKWARD:
+        for name in SPLIT:
+            model = awkward(case)
+            pipe = ps.Pipeline(model, nn.functional.cross_entropy, name, 5)
+            inputs, target = data("mlp", 9)
+            results[case, name] = pipe.step(inputs, target=target), gradients(pipe.named_parameters())
+    return results
+
+
+def test_frozen_stages_and_outputs_of_parameters_only_with_a_split_backward() -> None:
+    everyone = ps.launch(rank_awkward, 2)
+    for (case, name), (loss, _) in everyone[0].items():
+        model = awkward(case)
+        assert loss == accumulate(model, nn.functional.cross_entropy, data("mlp", 9), 5), (case, name)
+        assert_same(merged([each[case, name][1] for each in everyone]), gradients(model.named_parameters()))
+
+
+def _boom(gradient: Tensor) -> None:
+    raise ArithmeticError("boom in the hook")
+
+
+def rank_fault_in_w() -> tuple[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3))
+    pipe = ps.Pipeline(model, nn.functional.cross_entropy, "zb-h1", 4)
+    inputs, target = data("mlp", 8)
+    hook = model[1].weight.register_hook(_boom)
+    told = ""
+    try:
+        pipe.step(inputs, target=target)
+    except ps.StageError as error:
+        told = str(error)
+    hook.remove()
+    model.zero_grad()
+    return told, pipe.step(inputs, target=target)
+
+
+def test_an_exception_in_w_is_told_with_its_action_and_the_next_step_works() -> None:
+    told, losses = zip(*ps.launch(rank_fault_in_w, 2), strict=True)
+    assert set(told) == {"rank 1, stage 1, action 1W0, microbatch 0: ArithmeticError: boom in the hook"}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3))
+    assert losses[0] == losses[1] == accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 4)

@@ -1,85 +1,35 @@
-"""The simulator: published figures, closed formulas, and an independent evaluation of the same rules."""
+"""The simulator: times drawn by hand, and an independent evaluation of the same rules."""
 
+import re
+from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import pytest
-from executable_model import makes, takes
+from executable_model import Value, makes, takes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tables import named_tables, valid_tables, whole_numbers
 
 from penstock.schedule import Action, Costs, Kind, Schedule, ScheduleError, build, from_rows, names, simulate
+from penstock.schedule.events import peaks_in_flight
 
 SIZES = [(ranks, microbatches) for ranks in range(2, 9) for microbatches in range(1, 25)]
-COSTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (3, 5, 2), (1, 7, 0), (9, 1, 4)]  # F, I, W
 
 
 def table(text: str, placement="loop") -> Schedule:
-    return from_rows("drawn", [map(Action.parse, line.split()) for line in text.strip().splitlines()], placement)
-
-
-# ---- published figures
-
-PUBLISHED = [
-    # P   M    F       I       W      send   bubble of 1f1b, arXiv 2401.10241
-    (8,  24,  18.522, 18.086, 9.337, 0.601, 0.2431),
-    (8,  64,  18.546, 18.097, 9.321, 0.762, 0.1240),
-    (16, 48,  11.347, 11.248, 8.132, 0.377, 0.2552),
-    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("ranks", "microbatches", "forward", "inputs", "weights", "send", "bubble"), PUBLISHED)
-def test_1f1b_meets_the_published_bubble(ranks, microbatches, forward, inputs, weights, send, bubble):
-    timeline = simulate(build("1f1b", ranks, microbatches), Costs(forward, inputs, weights, send))
-    assert round(timeline.bubble_by_span, 4) == bubble
-
-
-def test_gpipe_and_1f1b_differ_when_stages_are_uneven():
-    stages = [15, 6, 6, 6]
-    costs = Costs(forward=stages, backward_input=stages, backward_weight=stages)
-    assert simulate(build("gpipe", 4, 4), costs).makespan == 234
-    assert simulate(build("1f1b", 4, 4), costs).makespan == 189
-
-
-# ---- closed formulas; all numbers are small whole ones, so floating point is exact
-
-MAKESPANS = {
-    "naive": lambda P, M, T: M * P * T,
-    "gpipe": lambda P, M, T: (M + P - 1) * T,
-    "1f1b": lambda P, M, T: (M + P - 1) * T,
-}
-IN_FLIGHT = {
-    "naive": lambda P, M, r: 1,
-    "gpipe": lambda P, M, r: M,
-    "1f1b": lambda P, M, r: min(P - r, M),
-}
-
-
-@pytest.mark.parametrize("costs", COSTS)
-@pytest.mark.parametrize("name", MAKESPANS)
-def test_makespan_span_and_bubble_follow_the_formula(name, costs):
-    cost = sum(costs)
-    for ranks, microbatches in SIZES:
-        timeline = simulate(build(name, ranks, microbatches), Costs(*costs))
-        makespan = MAKESPANS[name](ranks, microbatches, cost)
-        assert (timeline.makespan, timeline.span) == (makespan, makespan)
-        assert timeline.busy == (microbatches * cost,) * ranks
-        assert timeline.bubble == timeline.bubble_by_span == (makespan - microbatches * cost) / makespan
-
-
-@pytest.mark.parametrize("name", IN_FLIGHT)
-def test_activations_in_flight_follow_the_formula(name):
-    for ranks, microbatches in [(1, 1), (1, 5), *SIZES]:
-        peaks = tuple(IN_FLIGHT[name](ranks, microbatches, rank) for rank in range(ranks))
-        assert simulate(build(name, ranks, microbatches)).peak_in_flight == peaks
+    """The table drawn in `text`: a line for each rank, pairs as `{0F1 0B0}`."""
+    rows = [re.findall(r"\{(\S+) (\S+)\}|(\S+)", line) for line in text.strip().splitlines()]
+    cells = [[Action.parse(c) if c else (Action.parse(a), Action.parse(b)) for a, b, c in row] for row in rows]
+    return from_rows("drawn", cells, placement)
 
 
 @pytest.mark.parametrize("name", names())
 def test_one_rank_has_no_bubble(name):
-    timeline = simulate(build(name, 1, 7), Costs(2, 3, 4, send=100))
-    assert (timeline.makespan, timeline.bubble, timeline.bubble_by_span) == (63, 0, 0)
+    schedule = build(name, 1, 7)
+    timeline = simulate(schedule, Costs(2, 3, 4, send=100, size=100, bandwidth=1))
+    assert (timeline.makespan, timeline.bubble, timeline.bubble_by_span) == (63 * schedule.stages, 0, 0)
 
 
 def test_naive_takes_the_sum_of_all_stages_and_sends():
@@ -122,6 +72,61 @@ def test_a_full_backward_costs_both_halves_and_its_halves_can_be_apart():
     assert starts(table("0F0 0I0 0W0\n1F0 1I0 1W0"), costs) == ["0F0@0 0I0@7 0W0@10", "1F0@1 1I0@3 1W0@7"]
 
 
+def test_every_border_has_its_own_send():
+    costs = Costs(1, 1, 1, send=[10, 100])
+    assert starts(table("0F0 0B0\n1F0 1B0\n2F0 2B0"), costs) == ["0F0@0 0B0@227", "1F0@11 1B0@215", "2F0@112 2B0@113"]
+
+
+def test_messages_of_a_channel_queue_and_latency_does_not_occupy_it():
+    costs = Costs(1, send=3, size=4, bandwidth=2)  # on the channel from 1, 3, 5 to 3, 5, 7; there at 6, 8, 10
+    assert starts(table("0F0 0F1 0F2\n1F0 1F1 1F2"), costs) == ["0F0@0 0F1@1 0F2@2", "1F0@6 1F1@8 1F2@10"]
+
+
+def test_a_message_waits_for_no_message_of_the_other_direction():
+    costs = Costs(1, 1, 1, size=5, bandwidth=1)
+    assert starts(table("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"), costs) == [
+        "0F0@0 0F1@1 0B0@14 0B1@19",  # 1B0 sends from 9 to 14, 1B1 from 14 to 19; 0F1's message is there at 11
+        "1F0@6 1B0@7 1F1@11 1B1@12",
+    ]
+
+
+def test_outputs_and_gradients_from_rank_to_rank_share_a_channel_in_the_order_of_the_senders_table():
+    costs = Costs(1, 1, 1, size=5, bandwidth=1)
+    assert starts(table("0F0 3F0 3B0 0F1 3F1 0B0 3B1 0B1\n1F0 2F0 2B0 1F1 2F1 1B0 2B1 1B1", "V"), costs) == [
+        "0F0@0 3F0@13 3B0@14 0F1@16 3F1@33 0B0@38 3B1@40 0B1@56",  # 3B0 sends from 16 to 21, 0F1 from 21 to 26
+        "1F0@6 2F0@7 2B0@21 1F1@26 2F1@27 1B0@28 2B1@47 1B1@49",
+    ]
+
+
+def test_size_and_bandwidth_are_of_a_border_and_free_inside_a_rank():
+    costs = Costs(1, 1, 1, size=[4, 9, 5], bandwidth=[2, 1, 1])
+    assert starts(table("0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0", "V"), costs) == [
+        "0F0@0 3F0@10 3B0@11 0B0@24",
+        "1F0@3 2F0@4 2B0@18 1B0@20",
+    ]
+
+
+PAIRED = "0F0 {0F1 0B0} 0B1\n1F0 1B0 1F1 1B1"
+
+
+@pytest.mark.parametrize(("overlap", "end"), [(0, 9), (0.5, 8.5), (1, 8)])
+def test_a_pair_waits_for_both_and_ends_at_once_less_the_hidden_share_of_the_shorter(overlap, end):
+    timeline = simulate(table(PAIRED), Costs(1, 1, 2, overlap=overlap))
+    assert [event[1:] for event in timeline.rows[0][1:3]] == [
+        (Action(Kind.F, 0, 1), 5, end),  # could start at 1, but 1B0 ends at 5
+        (Action(Kind.B, 0, 0), 5, end),
+    ]
+    assert timeline.rows[1][2].start == end
+    assert timeline.busy == (1 + (end - 5) + 3, 8)
+
+
+def test_a_pair_sends_in_the_order_of_the_table():
+    costs = Costs(1, 1, 1, size=5, bandwidth=1)
+    drawn = "0F0 3F0 {%s} 3F1 0B0 3B1 0B1\n1F0 2F0 2B0 1F1 2F1 1B0 2B1 1B1"
+    assert "2B0@22 1F1@27" in starts(table(drawn % "3B0 0F1", "V"), costs)[1]
+    assert "2B0@27 1F1@29" in starts(table(drawn % "0F1 3B0", "V"), costs)[1]
+
+
 def test_makespan_is_over_all_ranks_and_span_over_one():
     timeline = simulate(table("0F0 0I0 0W0\n1F0 1I0 1W0"), Costs(1, 1, [1, 5]))
     assert (timeline.makespan, timeline.span) == (8, 7)  # rank 0: 0 to 5, rank 1: 1 to 8
@@ -133,62 +138,162 @@ def test_a_forward_only_table_is_timed():
     assert simulate(forwards, Costs(forward=5)).makespan == (4 + 3 - 1) * 5
 
 
+# ---- memory
+
+
+def test_the_memory_curve_counts_an_activation_from_the_start_of_its_forward_and_frees_at_the_ends():
+    timeline = simulate(table("0F0 0F1 0B0 0B1\n1F0 1I0 1F1 1I1 1W0 1W1"), Costs(1, 2, 3, act=[10, 7], keep=[9, 2]))
+    assert timeline.memory(0) == [(0, 10), (1, 20), (9, 10), (14, 0)]
+    assert timeline.memory(1) == [(1, 7), (4, 2), (4, 9), (7, 4), (10, 2), (13, 0)]
+    assert timeline.peak_memory == (20, 9)
+    assert timeline.peak_in_flight == (2, 2)
+
+
+def test_without_a_number_w_keeps_all_of_the_activation():
+    timeline = simulate(table("0F0 0I0 0W0"), Costs(act=5))
+    assert timeline.memory(0) == [(0, 5), (3, 0)]
+
+
+@pytest.mark.parametrize("pair", ["0F1 0B0", "0B0 0F1"])
+def test_the_forward_of_a_pair_is_in_flight_before_the_backward_ends(pair):
+    timeline = simulate(table(PAIRED.replace("0F1 0B0", pair)), Costs(1, 1, 2))
+    assert timeline.memory(0) == [(0, 1), (5, 2), (9, 1), (16, 0)]
+    assert timeline.peak_in_flight == timeline.peak_memory == (2, 1)
+
+
 # ---- against a plain recursion over what each action waits for
 
 
-def ends_by_recursion(schedule: Schedule, costs: Costs) -> dict[Action, float]:
-    """The end of every action: the longest path that leads there."""
-    makers = {value: action for row in schedule.actions for action in row for value in makes(action, schedule.stages)}
-    before = {later: action for row in schedule.actions for action, later in pairwise(row)}
-    cost = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
-    cost["B"] = [i + w for i, w in zip(cost["I"], cost["W"], strict=True)]
+class Circle(Exception):
+    pass
+
+
+def times_by_recursion(schedule: Schedule, costs: Costs, late: Action | None = None) -> dict[Action, tuple[float, float]]:
+    """Start and end of every action: the longest path that leads there. `late` takes 1 longer. Costs are lists."""
+    rows = [[cell if isinstance(cell[0], Action) else (cell,) for cell in schedule.cells(r)] for r in range(schedule.ranks)]
+    before = {cell: previous for row in rows for previous, cell in pairwise(row)}
+    cell_of = {action: cell for row in rows for cell in row for action in cell}
+    maker = {value: action for action in cell_of for value in makes(action, schedule.stages)}
+    home = schedule.placement
+    queues = defaultdict(list)
+    for value, action in ((v, a) for row in schedule.actions for a in row for v in makes(a, schedule.stages)):
+        queues[home[action.stage], home[value.stage]].append(value)
+    ahead = {value: first for ends, queue in queues.items() if ends[0] != ends[1] for first, value in pairwise(queue)}
+    open_cells = set()
 
     @cache
-    def end(action: Action) -> float:
-        sources = [makers[value] for value in takes(action, schedule.stages)]
-        far = {source: schedule.placement[source.stage] != schedule.placement[action.stage] for source in sources}
-        arrivals = [end(source) + (costs.send if far[source] else 0) for source in sources]
-        free = [end(before[action])] if action in before else []
-        return max([*arrivals, *free], default=0) + cost[action.kind.value][action.stage]
+    def begin(cell: tuple[Action, ...]) -> float:
+        if cell in open_cells:
+            raise Circle
+        open_cells.add(cell)
+        arrivals = [arrival(value) for action in cell for value in takes(action, schedule.stages)]
+        open_cells.remove(cell)
+        return max([*arrivals, end(before[cell]) if cell in before else 0])
 
-    return {action: end(action) for row in schedule.actions for action in row}
+    @cache
+    def end(cell: tuple[Action, ...]) -> float:
+        kinds = {"F": [costs.forward], "I": [costs.backward_input], "W": [costs.backward_weight]}
+        kinds["B"] = kinds["I"] + kinds["W"]
+        prices = [sum(part[action.stage] for part in kinds[action.kind.value]) for action in cell]
+        hidden = costs.overlap * min(prices) if len(cell) == 2 else 0
+        return begin(cell) + sum(prices) - hidden + (late in cell)
+
+    @cache
+    def gone(value: Value) -> float:
+        """When the value has left its channel."""
+        free = gone(ahead[value]) if value in ahead else 0
+        border = border_of(value)
+        return max(free, end(cell_of[maker[value]])) + costs.size[border] / costs.bandwidth[border]
+
+    def border_of(value: Value) -> int:
+        return min(value.stage, maker[value].stage)
+
+    def arrival(value: Value) -> float:
+        if home[value.stage] == home[maker[value].stage]:
+            return end(cell_of[maker[value]])
+        return gone(value) + costs.send[border_of(value)]
+
+    return {action: (begin(cell), end(cell)) for action, cell in cell_of.items()}
+
+
+def runs(schedule: Schedule) -> bool:
+    free = [0] * schedule.stages
+    try:
+        times_by_recursion(schedule, Costs(free, free, free, free, free, [1] * schedule.stages))
+    except Circle:
+        return False
+    return True
 
 
 @st.composite
-def timed_tables(draw: st.DrawFn) -> tuple[Schedule, Costs]:
+def paired_tables(draw: st.DrawFn, stopping: bool) -> Schedule:
+    """Tables in which some actions that stand next to each other are pairs; with `stopping`, also such as cannot run."""
     schedule = draw(valid_tables() | named_tables())
+    dice, share = draw(st.randoms(use_true_random=False)), draw(st.sampled_from([0, 0.1, 0.4]))
+    for pair in [pair for row in schedule.actions for pair in pairwise(row)]:
+        taken = {action for other in schedule.overlaps for action in other}
+        if dice.random() < share and taken.isdisjoint(pair):
+            paired = replace(schedule, overlaps=schedule.overlaps | {pair})
+            schedule = paired if stopping or runs(paired) else schedule
+    return schedule
+
+
+@st.composite
+def timed_tables(draw: st.DrawFn, stopping: bool = False) -> tuple[Schedule, Costs]:
+    schedule = draw(paired_tables(stopping))
     prices = st.lists(whole_numbers(0, 5), min_size=schedule.stages, max_size=schedule.stages)
-    return schedule, Costs(draw(prices), draw(prices), draw(prices), draw(whole_numbers(0, 3)))
+    borders = {"min_size": schedule.stages - 1, "max_size": schedule.stages - 1}
+    send, size = (draw(st.lists(whole_numbers(0, 3), **borders)) for _ in range(2))
+    bandwidth = draw(st.lists(st.sampled_from([0.5, 1, 2, float("inf")]), **borders))
+    overlap = draw(st.sampled_from([0, 0.5, 1]))
+    return schedule, Costs(draw(prices), draw(prices), draw(prices), send, size, bandwidth, overlap=overlap)
 
 
-@settings(max_examples=200, deadline=None)
-@given(timed_tables())
-def test_every_action_ends_where_the_longest_path_to_it_does(timed):
+@settings(max_examples=300, deadline=None)
+@given(timed_tables() | timed_tables(stopping=True))
+def test_every_action_starts_and_ends_where_the_longest_path_to_it_does(timed):
     schedule, costs = timed
+    try:
+        expected = times_by_recursion(schedule, costs)
+    except Circle:
+        with pytest.raises(ScheduleError, match="waits for ever"):
+            simulate(schedule, costs)
+        return
     timeline = simulate(schedule, costs)
     assert tuple(tuple(event.action for event in row) for row in timeline.rows) == schedule.actions
-    assert {event.action: event.end for event in timeline.events} == ends_by_recursion(schedule, costs)
-    price = costs.table(schedule.stages)
-    assert all(event.end - event.start == price[event.action.kind][event.action.stage] for event in timeline.events)
+    assert {event.action: (event.start, event.end) for event in timeline.events} == expected
 
 
 @settings(max_examples=200, deadline=None)
 @given(timed_tables())
-def test_the_critical_path_is_a_chain_of_causes_as_long_as_the_makespan(timed):
+def test_whatever_is_late_on_the_critical_path_makes_the_step_as_much_longer(timed):
     schedule, costs = timed
     timeline = simulate(schedule, costs)
     path = timeline.critical_path
-    assert path[0].start == 0
-    assert path[-1].end == timeline.makespan
+    assert (path[0].start, path[-1].end) == (0, timeline.makespan)
     for event, following in pairwise(path):
-        crossing = event.rank != following.rank
-        assert following.start == event.end + (costs.send if crossing else 0)
-        row = schedule.actions[event.rank]
-        follows = not crossing and row.index(following.action) == row.index(event.action) + 1
-        feeds = set(makes(event.action, schedule.stages)) & set(takes(following.action, schedule.stages))
-        assert follows or feeds
-    crossings = sum(event.rank != following.rank for event, following in pairwise(path))
-    assert sum(event.end - event.start for event in path) + crossings * costs.send == timeline.makespan
+        assert event.end <= following.start
+    for event in path:
+        late = times_by_recursion(schedule, costs, late=event.action)
+        assert max(end for _, end in late.values()) == timeline.makespan + 1
+
+
+def test_a_message_that_queued_leads_the_critical_path_to_where_the_queue_began():
+    timeline = simulate(table("0F0 0F1 0F2\n1F0 1F1 1F2"), Costs(1, send=3, size=4, bandwidth=2))
+    assert [str(event.action) for event in timeline.critical_path] == ["0F0", "1F2"]  # 0F1 and 0F2 could be later
+
+
+@settings(max_examples=100, deadline=None)
+@given(timed_tables())
+def test_the_memory_curve_begins_and_ends_with_nothing_and_its_peak_is_counted(timed):
+    schedule, costs = timed
+    timeline = simulate(schedule, costs)
+    assert timeline.peak_in_flight == timeline.peak_memory
+    assert timeline.peak_in_flight == peaks_in_flight(map(schedule.cells, range(schedule.ranks)))
+    for rank in range(schedule.ranks):
+        times, held = zip(*timeline.memory(rank), strict=True) if timeline.rows[rank] else ([], [0])
+        assert list(times) == sorted(times)
+        assert (min(held), held[-1]) == (0, 0)
 
 
 # ---- what cannot be timed
@@ -201,6 +306,17 @@ WRONG_COSTS = [
     (Costs(forward=float("nan")),            "forward has the cost nan: a cost is a time, 0 or more"),
     (Costs(send=-1),                         "send has the cost -1.0: a cost is a time, 0 or more"),
     (Costs(send=float("nan")),               "send has the cost nan: a cost is a time, 0 or more"),
+    (Costs(send=[1, 2, 3]),                  "send has 3 costs for 2 borders: give one number, or one for each border"),
+    (Costs(size=[1]),                        "size has 1 costs for 2 borders: give one number, or one for each border"),
+    (Costs(size=-8),                         "size has the cost -8.0: a cost is a number of bytes, 0 or more"),
+    (Costs(bandwidth=[1, 2, 3]),             "bandwidth has 3 costs for 2 borders: give one number, or one for each border"),
+    (Costs(bandwidth=0),                     "bandwidth has 0.0: give bytes per unit of time, more than 0"),
+    (Costs(bandwidth=float("nan")),          "bandwidth has nan: give bytes per unit of time, more than 0"),
+    (Costs(act=[1, 2]),                      "act has 2 costs for 3 stages: give one number, or one for each stage"),
+    (Costs(act=-1),                          "act has the cost -1.0: a cost is an amount of memory, 0 or more"),
+    (Costs(keep=-1),                         "keep has the cost -1.0: a cost is an amount of memory, 0 or more"),
+    (Costs(overlap=1.5),                     "overlap is 1.5: give the share of the shorter action that is hidden, 0 to 1"),
+    (Costs(overlap=-0.5),                    "overlap is -0.5: give the share of the shorter action that is hidden, 0 to 1"),
 ]  # fmt: skip
 
 
@@ -217,11 +333,30 @@ def test_a_cost_that_is_no_time_is_refused(costs, told):
         ("0B0 0F0", "drawn stops: rank 0 waits for ever before 0B0"),
         ("0F0 0B0\n1B0", "drawn stops: rank 0 waits for ever before 0B0"),
         ("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", "drawn stops: rank 0 waits for ever before 0B0"),
+        ("{0F0 0B0}\n1F0 1B0", "drawn stops: rank 0 waits for ever before 0F0"),  # a pair is one: it waits for 1B0, and so on
     ],
 )
 def test_a_table_that_stops_is_not_timed(text, told):
     with pytest.raises(ScheduleError, match=told):
         simulate(table(text))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "told"),
+    [
+        (Schedule("odd", (0, 1), 1, ([Action(Kind.F, 1, 0)], [])), "odd cannot be timed: rank 0 has 1F0 (see verify)"),
+        (Schedule("odd", (0,), 1, ([Action(Kind.F, 2, 0)],)), "odd cannot be timed: rank 0 has 2F0 (see verify)"),
+        (Schedule("odd", (0,), 1, ([Action(Kind.F, 0, 1)],)), "odd cannot be timed: rank 0 has 0F1 (see verify)"),
+    ],
+)
+def test_an_action_that_is_not_its_ranks_is_not_timed(drawn, told):
+    with pytest.raises(ScheduleError) as caught:
+        simulate(drawn)
+    assert str(caught.value) == told
+
+
+def test_a_table_without_actions_takes_no_time():
+    assert simulate(from_rows("none", [[], []], "loop")).makespan == 0
 
 
 def test_the_order_of_ranks_does_not_matter():

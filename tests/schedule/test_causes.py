@@ -1,0 +1,152 @@
+"""Why ranks are idle: drawn by hand, and against a look at every moment of every rank."""
+
+from dataclasses import replace
+
+import pytest
+from executable_model import makes, takes
+from hypothesis import given, settings
+from test_events import MEASURED, timeline
+from test_simulate import PAIRED, table, timed_tables
+
+from penstock.schedule import Costs, Kind, Timeline, build, names, simulate
+
+
+def idle(timeline: Timeline) -> list[str]:
+    """For every rank, when it was idle and why."""
+    return ["  ".join(f"{start:g}-{end:g} {cause}" for start, end, cause in row) for row in timeline.idle]
+
+
+# ---- drawn
+
+
+def test_a_rank_fills_before_its_first_backward_and_drains_after_its_last_forward():
+    assert idle(simulate(build("1f1b", 3, 4))) == [
+        "3-7 fill  12-13 drain  15-16 drain",
+        "0-1 fill  3-5 fill  13-14 drain  16-18 drain",
+        "0-2 fill  14-18 drain",
+    ]
+
+
+def test_between_its_last_forward_and_its_first_backward_a_rank_still_fills():
+    assert idle(simulate(build("gpipe", 2, 2))) == ["2-5 fill", "0-1 fill  7-9 drain"]
+
+
+def test_in_between_a_rank_waits_for_one_that_has_more_to_do():
+    assert idle(simulate(build("1f1b", 2, 3), Costs([3, 1]))) == ["13-14 drain", "0-3 fill  9-11 imbalance  14-16 drain"]
+
+
+def test_from_the_end_of_what_it_needs_a_rank_waits_for_the_message():
+    assert idle(simulate(build("1f1b", 2, 3), Costs(send=1))) == [
+        "2-5 fill  5-6 communication  11-13 drain  13-14 communication",
+        "0-1 fill  1-2 communication  8-9 imbalance  9-10 communication  13-16 drain",
+    ]
+
+
+def test_a_queue_is_communication_too():
+    forwards = simulate(table("0F0 0F1\n1F0 1F1"), Costs(1, send=3, size=4, bandwidth=2))  # there at 6 and 8
+    assert idle(forwards) == ["2-9 drain", "0-1 fill  1-6 communication  7-8 communication"]
+
+
+def test_a_pair_waits_for_what_both_its_actions_need():
+    assert idle(simulate(table(PAIRED), Costs(1, 1, 2, send=1))) == [
+        "1-6 fill  6-7 communication  11-16 drain  16-17 communication",
+        "0-1 fill  1-2 communication  6-11 imbalance  11-12 communication  16-20 drain",
+    ]
+    paired = timeline("0F0@0-1 0F1@1-2\n1F0@1-2 1F1@9-12 1B0@9-12\n2F0@2-3 2B0@3-6", pairs="1F1,1B0")
+    assert idle(paired)[1] == "0-1 fill  2-6 fill  6-9 communication"  # 0F1 was on its way before, but 2B0 was not computed
+
+
+def test_a_measured_rank_waits_for_the_message_from_the_end_of_what_it_needs():
+    assert idle(replace(MEASURED, borders=())) == [
+        "14-18 fill  18-19 communication  22-23 drain  23-24 communication",
+        "10-12 fill  12-13 communication  23-27 drain",
+    ]
+
+
+def test_what_a_measured_rank_loses_without_waiting_is_no_communication():
+    lossy = timeline(
+        "0F0@0-1 0F1@2-3 0B0@7-8 0F2@9-10 0B1@10-11 0B2@12-13\n1F0@1-3 1B0@4-6 1F1@6-7 1B1@7-8 1F2@10-11 1B2@11-12"
+    )
+    assert idle(lossy)[0] == "1-2 fill  3-6 fill  6-7 communication  8-9 imbalance  11-12 drain"
+    assert idle(lossy)[1] == "0-1 fill  3-4 fill  8-10 imbalance  12-13 drain"
+
+
+def test_a_clock_that_is_behind_makes_no_negative_time():
+    assert idle(timeline("0F0@0-3\n1F0@2-4"))[1] == "0-2 fill"
+
+
+def test_without_backwards_a_rank_fills_until_its_first_action():
+    forwards = build("1f1b", 2, 2).keep(lambda action: action.kind is Kind.F)
+    assert idle(simulate(forwards, Costs([2, 1]))) == ["4-5 drain", "0-2 fill  3-4 imbalance"]
+
+
+def test_a_rank_without_actions_is_idle_by_imbalance():
+    alone = Timeline("alone", (*timeline("0F0@3-4 0B0@4-6").rows, ()))
+    assert idle(alone) == ["", "3-6 imbalance"]
+    assert alone.causes == {"fill": 0, "imbalance": 0.5, "drain": 0, "communication": 0}
+
+
+def test_the_causes_are_shares_of_the_time_of_all_ranks():
+    assert simulate(build("1f1b", 2, 3), Costs(send=1)).causes == {
+        "fill": 4 / 32,
+        "imbalance": 1 / 32,
+        "drain": 5 / 32,
+        "communication": 4 / 32,
+    }
+
+
+@pytest.mark.parametrize("name", names())
+def test_messages_that_cost_nothing_leave_no_communication(name):
+    assert simulate(build(name, 4, 8), Costs(3, 2, 1)).causes["communication"] == 0
+    assert simulate(build(name, 4, 8), Costs(3, 2, 1, send=1)).causes["communication"] > 0
+
+
+# ---- at every moment
+
+MOMENT = 0.5  # all times of `timed_tables` are multiples
+
+
+def cause_at(time: float, rank: int, timeline: Timeline, makers: dict) -> str:
+    """What `rank` does between `time` and the next moment, from the definitions."""
+    row, middle = timeline.rows[rank], time + MOMENT / 2
+    if any(event.start < middle < event.end for event in row):
+        return "busy"
+    if not row:
+        return "imbalance"
+    earlier, later = [e for e in row if e.start < middle], [e for e in row if e.start > middle]
+    stages = 1 + max(event.action.stage for event in timeline.events)
+    if later:
+        cell = next(cell for cell in timeline.cells(rank) if later[0] in cell)
+        needed = [makers[value] for event in cell for value in takes(event.action, stages)]
+        elsewhere = [event.end for event in needed if event.rank != rank]
+        if elsewhere and max(elsewhere) < middle:
+            return "communication"
+        if all(event.action.kind is Kind.F for event in earlier):
+            return "fill"
+    return "imbalance" if any(event.action.kind is Kind.F for event in later) else "drain"
+
+
+@settings(max_examples=150, deadline=None)
+@given(timed_tables())
+def test_at_every_moment_the_cause_is_what_the_definitions_say(timed):
+    planned = simulate(*timed)
+    stages = timed[0].stages
+    makers = {value: event for event in planned.events for value in makes(event.action, stages)}
+    for rank, row in enumerate(planned.idle):
+        for moment in range(round(planned.makespan / MOMENT)):
+            time = moment * MOMENT
+            told = [cause for start, end, cause in row if start <= time < end] or ["busy"]
+            assert told == [cause_at(time, rank, planned, makers)], (rank, time)
+
+
+@settings(max_examples=150, deadline=None)
+@given(timed_tables())
+def test_busy_and_idle_time_are_all_the_time(timed):
+    planned = simulate(*timed)
+    for busy, row in zip(planned.busy, planned.idle, strict=True):
+        assert busy + sum(end - start for start, end, _ in row) == planned.makespan
+        assert all(start < end for start, end, _ in row)
+    if planned.makespan:
+        share = sum(planned.busy) / (planned.ranks * planned.makespan)
+        assert share + sum(planned.causes.values()) == pytest.approx(1, abs=1e-12)
+    assert replace(planned, borders=()).idle == planned.idle  # so a measured step is explained as a planned one

@@ -1,0 +1,54 @@
+"""Our tables in PyTorch's own runtime, through CSV: the gradients are the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+
+RANKS, MICROBATCHES, ROWS = 2, 5, 2
+
+
+def model() -> tuple[nn.Sequential, Tensor, Tensor]:
+    torch.manual_seed(4)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    rows = MICROBATCHES * ROWS
+    return nn.Sequential(*layers).double(), torch.randn(rows, 6).double(), torch.randn(rows, 6).double()
+
+
+def rank_peer(folder: Path) -> dict[str, dict[str, Any]]:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    topology = ps.comms.init_distributed(backend="gloo")
+    results = {}
+    for name in ps.schedule.names():
+        table = ps.schedule.build(name, RANKS, MICROBATCHES)
+        whole, inputs, target = model()
+        pieces = ps.partition.split(whole, table.stages)
+        stages = [PipelineStage(pieces[i], i, table.stages, topology.device) for i in table.stages_of(topology.rank)]
+        runtime = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        placement = dict(enumerate(table.placement))
+        runtime.stage_index_to_group_rank = placement
+        for stage in stages:
+            stage.stage_index_to_group_rank = placement
+        runtime._load_csv(folder / f"{name}.csv")
+        runtime.step(*[inputs] if topology.rank == 0 else [], target=target, losses=[], return_outputs=False)
+        results[name] = {n: p.grad for stage in stages for n, p in stage.submod.named_parameters()}
+    return results
+
+
+@pytest.mark.timeout(300)
+def test_our_tables_run_in_pytorchs_runtime_with_the_same_gradients(tmp_path: Path) -> None:
+    for name in ps.schedule.names():
+        ps.schedule.build(name, RANKS, MICROBATCHES).to_csv(tmp_path / f"{name}.csv")
+    everyone = ps.launch(rank_peer, RANKS, tmp_path)
+    whole, inputs, target = model()
+    nn.functional.mse_loss(whole(inputs), target).backward()
+    for name in ps.schedule.names():
+        theirs = {n: grad for each in everyone for n, grad in each[name].items()}
+        for n, parameter in whole.named_parameters():
+            assert torch.allclose(theirs[n], parameter.grad, rtol=1e-12, atol=1e-15), (name, n)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from penstock.allocator import keep_freed_memory
 from penstock.errors import LostRankError, MismatchError, PenstockError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are long to look at a stopped job
@@ -56,9 +57,11 @@ def init_distributed(
     host memory for tensors that are not on the CPU, so several ranks may share one GPU). `timeout`, in seconds, is how
     long a rank waits for another before it gives up. `device` is where the stages live: by default this rank's GPU if
     there is one and the backend is not asked to be Gloo, else the CPU. A second call returns the first one's topology.
+    From here on the process keeps the memory it frees (`allocator.py`).
     """
     global _current
     if _current is None:
+        keep_freed_memory()
         _current = _join(backend, timeout, device)
         atexit.register(shutdown)  # a process that ends with its groups open may abort
     return _current

@@ -112,6 +112,7 @@ def joined(owed: Sequence[Sequence[Owed]]) -> list[Owed]:
 def _join(group: Sequence[Owed]) -> Owed:
     use = copy.copy(group[0][0])
     use.value = torch.cat([each.unpack() for each, _ in group])
+    use.version = use.value._version
     return use, torch.cat([gradient for _, gradient in group])
 
 

@@ -51,8 +51,9 @@ class Weight(Tensor):
                 _running.discard(func)
         with DisableTorchFunctionSubclass():
             if known and torch.is_grad_enabled():
-                weight = next(each for each in (*args, *kwargs.values()) if type(each) is Weight)
-                return weight.later.call(func, args, kwargs)
+                for each in (*args, *kwargs.values()):
+                    if type(each) is Weight:
+                        return each.later.call(func, args, kwargs)
             return func(*args, **kwargs)
 
 
@@ -104,39 +105,27 @@ class PutOff:
     def _is_ours(self, tensor: Tensor) -> bool:
         return getattr(tensor, "later", None) is self or (tensor._is_view() and getattr(tensor._base, "later", None) is self)
 
-    def bare(self, weight: Any) -> Any:
-        """`weight` outside the graph, None for None."""
-        return _bare(weight)
+    def operands(self, value: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
+        """The input, and the weights outside the graph, as autocast would hand them to a product."""
+        device = value.device.type
+        if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
+            return value, _bare(weight), _bare(bias)
+        dtype = torch.get_autocast_dtype(device)
+        return value.to(dtype), self._cast(weight, dtype), None if bias is None else self._cast(bias, dtype)
 
-    def cast(self, value: Tensor) -> Tensor:
-        """`value` as autocast would hand it to a product, where it is on."""
-        dtype = self._autocast(value)
-        return value if dtype is None else value.to(dtype)
-
-    def operand(self, weight: Any) -> Any:
-        """`weight` outside the graph, and as autocast would hand it to a product; None for None."""
-        bare = self.bare(weight)
-        dtype = None if bare is None else self._autocast(bare)
-        if dtype is None:
-            return bare
+    def _cast(self, weight: Any, dtype: torch.dtype) -> Tensor:
         place = getattr(weight, "place", None)
         if place is None:
-            return bare.to(dtype)
+            return _bare(weight).to(dtype)
         if place not in self._casts:
-            self._casts[place] = bare.to(dtype)
+            self._casts[place] = _bare(weight).to(dtype)
         return self._casts[place]
-
-    def _autocast(self, tensor: Tensor) -> torch.dtype | None:
-        device = tensor.device.type
-        if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype is torch.float64:
-            return None
-        return torch.get_autocast_dtype(device)
 
     def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`output`, connected so that `I` keeps its gradient for `formula`."""
         use = Use(next(self._uses), formula, value, weight, bias)
         keep: Any = partial(self.gradients.__setitem__, use)  # no Python runs when the backward calls this
-        if _top_saved_tensors_default_hooks(False) is not None:  # a checkpoint gives back what was saved in a backward only
+        if use.saved is not None:
             keep = partial(_unpack_and, keep, use)
         if not output.requires_grad:
             return _Arrival.apply(_ANCHOR, keep, output)
@@ -182,12 +171,15 @@ class PutOff:
 class Use:
     """One use of a weight: what its gradient will be computed from."""
 
-    __slots__ = ("bias", "formula", "number", "saved", "targets", "value", "views", "weight")
+    __slots__ = ("bias", "formula", "number", "saved", "targets", "value", "version", "views", "weight")
 
     def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.number, self.formula = number, formula
-        self.saved = _make_saved_tensor(value, is_output=False)
-        self.value: Tensor | None = None  # once unpacked
+        self.value: Tensor | None = value
+        self.version = value._version
+        self.saved = None
+        if _top_saved_tensors_default_hooks(False) is not None:  # a checkpoint gives it back only in the backward
+            self.saved, self.value = _make_saved_tensor(value, is_output=False), None
         self.targets = _place(weight), _place(bias)  # whose gradients they are
         self.views = (_view_end(weight), None) if bias is None else (_view_end(weight), _view_end(bias))
         self.weight, self.bias = _bare(weight), _bare(bias)
@@ -200,7 +192,13 @@ class Use:
     def unpack(self) -> Tensor:
         """The saved input. Raises RuntimeError, as autograd does, if it was changed in place."""
         if self.value is None:
+            assert self.saved is not None
             self.value = self.saved.unpack()
+        elif self.saved is None and self.value._version != self.version:
+            raise RuntimeError(
+                f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it; its weight's"
+                " gradient needs it as it was"
+            )
         return self.value
 
     def alike(self, gradient: Tensor) -> Any:

@@ -25,14 +25,8 @@ class Later(Protocol):
     def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether both are parameters of the stage or views of one; the bias may be frozen or None."""
 
-    def bare(self, weight: Any) -> Any:
-        """`weight` outside the graph, None for None."""
-
-    def cast(self, value: Tensor) -> Tensor:
-        """`value` as autocast would hand it to a product, where it is on."""
-
-    def operand(self, weight: Any) -> Any:
-        """`weight` outside the graph, and as autocast would hand it to a product; None for None."""
+    def operands(self, value: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
+        """The input, and the weights outside the graph, as autocast would hand them to a product."""
 
     def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`output`, whose gradient is kept for `formula` when the backward reaches it."""
@@ -42,12 +36,12 @@ def linear(later: Later, input: Tensor, weight: Tensor, bias: Tensor | None = No
     """`F.linear`: (.., K) and (N, K) -> (.., N)."""
     if input.dim() < 2 or weight.dim() != 2 or not later.owns(weight, bias):
         return NotImplemented
-    input = later.cast(input)
+    input, kernel, shift = later.operands(input, weight, bias)
     if input.dim() > 2 and not input.is_contiguous():  # autograd folds the rows, then adds the bias on its own
-        output = F.linear(input.contiguous(), later.operand(weight))
+        output = F.linear(input.contiguous(), kernel)
         output = later.put_off(output, _of_linear, input, weight, None)
         return output if bias is None else output + bias.to(output.dtype)
-    output = F.linear(input, later.operand(weight), later.operand(bias))
+    output = F.linear(input, kernel, shift)
     return later.put_off(output, _of_linear, input, weight, bias)
 
 
@@ -55,17 +49,17 @@ def matmul(later: Later, input: Tensor, other: Tensor) -> Tensor:
     """`input @ weight`: (.., K) and (K, N) -> (.., N)."""
     if input.dim() < 2 or other.dim() != 2 or not later.owns(other):
         return NotImplemented
-    input = later.cast(input)
+    input, matrix, _ = later.operands(input, other, None)
     folded = input if input.dim() == 2 else input.contiguous()
-    return later.put_off(torch.matmul(folded, later.operand(other)), _of_matmul, input, other, None)
+    return later.put_off(torch.matmul(folded, matrix), _of_matmul, input, other, None)
 
 
 def addmm(later: Later, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """`bias + mat1 @ weight`: (N), (M, K) and (K, N) -> (M, N)."""
     if (beta, alpha) != (1, 1) or not later.owns(mat2, input):
         return NotImplemented
-    mat1 = later.cast(mat1)
-    output = torch.addmm(later.operand(input), mat1, later.operand(mat2))
+    mat1, matrix, shift = later.operands(mat1, mat2, input)
+    output = torch.addmm(shift, mat1, matrix)
     return later.put_off(output, _of_matmul, mat1, mat2, input)
 
 
@@ -82,7 +76,8 @@ def embedding(
     """`F.embedding`: indices of any shape and (N, H) -> (.., H)."""
     if max_norm is not None or sparse or not later.owns(weight):
         return NotImplemented
-    output = F.embedding(input, later.bare(weight), padding_idx, None, norm_type, scale_grad_by_freq)
+    _, matrix, _ = later.operands(input, weight, None)  # indices: autocast leaves it alone
+    output = F.embedding(input, matrix, padding_idx, None, norm_type, scale_grad_by_freq)
     padding = -1 if padding_idx is None else padding_idx % len(weight)
     return later.put_off(output, partial(_of_embedding, padding, scale_grad_by_freq), input, weight, None)
 
@@ -102,8 +97,8 @@ def _convolution(
     """`F.conv1d` and its like: (B, C, ..) and (N, C / groups, ..) -> (B, N, ..)."""
     if isinstance(padding, str) or input.dim() != dimensions + 2 or not later.owns(weight, bias):
         return NotImplemented
-    input = later.cast(input)
-    output = operation(input, later.operand(weight), later.operand(bias), stride, padding, dilation, groups)
+    input, kernel, shift = later.operands(input, weight, bias)
+    output = operation(input, kernel, shift, stride, padding, dilation, groups)
     shape = [_each(number, dimensions) for number in (stride, padding, dilation)]
     return later.put_off(output, partial(_of_convolution, (*shape, False, [0] * dimensions, groups)), input, weight, bias)
 
@@ -124,8 +119,8 @@ def _transposed(
     """`F.conv_transpose1d` and its like."""
     if input.dim() != dimensions + 2 or not later.owns(weight, bias):
         return NotImplemented
-    input = later.cast(input)
-    output = operation(input, later.operand(weight), later.operand(bias), stride, padding, output_padding, groups, dilation)
+    input, kernel, shift = later.operands(input, weight, bias)
+    output = operation(input, kernel, shift, stride, padding, output_padding, groups, dilation)
     stride, padding, dilation, out = (_each(number, dimensions) for number in (stride, padding, dilation, output_padding))
     return later.put_off(output, partial(_of_convolution, (stride, padding, dilation, True, out, groups)), input, weight, bias)
 

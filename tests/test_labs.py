@@ -11,9 +11,19 @@ import torch
 
 import penstock as ps
 from penstock import labs, schedule
-from penstock.labs import lab1_monolith, lab3_ping_pong, lab5_gpipe, lab6_1f1b, story
-from penstock.labs.emulated import EmulatedLayer
-from penstock.schedule import Costs
+from penstock.labs import (
+    lab1_monolith,
+    lab3_ping_pong,
+    lab5_gpipe,
+    lab6_1f1b,
+    lab7_interleaved,
+    lab8_zero_bubble,
+    lab9_your_schedule,
+    story,
+)
+from penstock.labs.emulated import EmulatedLayer, emulated_step
+from penstock.labs.written import table_of
+from penstock.schedule import Costs, Kind
 
 ROOT = Path(__file__).parents[1]
 
@@ -96,6 +106,168 @@ def test_lab_6_fails_when_an_activation_outlives_its_backward(monkeypatch):
         lab6_1f1b.main()
 
 
+def test_lab_7_fails_when_the_bubble_is_not_divided(monkeypatch):
+    def without_interleaving(function, ranks, table, forward, backward):
+        return [lab7_interleaved.timed(lab7_interleaved.build(ranks, 1))] * ranks
+
+    monkeypatch.setattr(lab7_interleaved, "on_ranks", without_interleaving)
+    monkeypatch.setattr(lab7_interleaved, "TOLERANCE", 0.1)
+    with pytest.raises(SystemExit, match=r"bubble of interleaved-1f1b should be 15.8 %: simulated 15.8 %, measured 27.3 %"):
+        lab7_interleaved.main()
+
+
+def test_lab_7_finds_the_send_cost_from_which_interleaving_is_slower():
+    plain, interleaved = lab7_interleaved.build(4, 1), lab7_interleaved.build(4, 2)
+    limit = lab7_interleaved.break_even(plain, interleaved)
+    for send, pays in ((0.99 * limit, True), (1.01 * limit, False)):
+        times = [lab7_interleaved.timed(table, send).makespan for table in (interleaved, plain)]
+        assert (times[0] < times[1]) is pays
+
+
+AS_PLANNED = Costs(0.01, 0.01, 0.01)
+
+
+def lab_8_with(monkeypatch, costs=AS_PLANNED, gradient=lambda name: torch.ones(2)):
+    """Lab 8 on devices and a model that are not there: what `costs` say, and `gradient(name of the schedule)`."""
+
+    def run(function, ranks, table, layers):
+        part = table.ranks / table.stages
+        scaled = Costs(part * costs.forward, part * costs.backward_input, part * costs.backward_weight)
+        return [(schedule.simulate(table, scaled), {"weight": gradient(table.name)})] * ranks
+
+    monkeypatch.setattr(lab8_zero_bubble, "on_ranks", run)
+    lab8_zero_bubble.main()
+
+
+def test_lab_8_fails_when_a_gradient_differs_in_a_bit(monkeypatch):
+    one_bit = torch.tensor([1.0, 1.0 + torch.finfo(torch.float32).eps])
+    with pytest.raises(SystemExit, match="zb-h2 has 1 gradients, of which 0 are those of 1f1b, which has 1"):
+        lab_8_with(monkeypatch, gradient=lambda name: one_bit if name == "zb-h2" else torch.ones(2))
+
+
+def test_lab_8_fails_when_the_backward_is_not_in_two(monkeypatch):
+    monkeypatch.setattr(lab8_zero_bubble, "TOLERANCE", 1.0)
+    with pytest.raises(SystemExit, match=r"an I takes 20.0 ms and a W 0.0 ms, not 10 and 10"):
+        lab_8_with(monkeypatch, Costs(0.01, 0.02, 0))
+
+
+def test_lab_8_fails_when_the_bubble_stays(monkeypatch):
+    with pytest.raises(SystemExit, match=r"zb-h1 should have a bubble of 11.1 %, 11.1 % by span; measured 26.3 % and 26.3 %"):
+        lab_8_with(monkeypatch, Costs(0.02, 0.02, 0.001))
+
+
+def test_two_steps_back_to_back_take_each_rank_its_own_time():
+    table = schedule.build("zb-h2", ranks=4, microbatches=8)
+    once, twice = (schedule.simulate(each) for each in (table, lab8_zero_bubble.back_to_back(table)))
+    assert (once.makespan, once.span, twice.makespan) == (27, 24, 51)
+    schedule.verify(lab8_zero_bubble.back_to_back(table))
+
+
+ZB_H1 = """
+def schedule(rank, ranks, microbatches):
+    forwards = iter(range(microbatches))
+    for _ in range(min(ranks - rank, microbatches)):
+        yield f"{rank}F{next(forwards)}"
+    for backward in range(microbatches):
+        yield f"{rank}I{backward}"
+        if backward >= rank:
+            yield f"{rank}W{backward - rank}"
+        for forward in forwards:
+            yield f"{rank}F{forward}"
+            break
+    for weights in range(microbatches - rank, microbatches):
+        yield f"{rank}W{weights}"
+"""
+
+
+def test_lab_9_judges_the_schedule_of_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(ZB_H1)
+    output = run_python("-m", labs.LABS[9].module, str(file))
+    assert f"{file}: the target is reached" in output
+    assert "checked: all 10 gradients" in output
+    assert ends_with_a_measurement(output), output
+
+
+def test_lab_9_hands_out_a_schedule_that_deadlocks_and_never_overwrites_one(tmp_path, capsys):
+    file = tmp_path / "my_schedule.py"
+    for first in (True, False):
+        with pytest.raises(SystemExit, match=r"my_schedule.py deadlocks:\n    rank 0 waits for .*\n    rank 1 waits for"):
+            lab9_your_schedule.main(str(file))
+        assert ("my_schedule.py is new" in capsys.readouterr().out) is first
+    file.write_text("x = 1")
+    with pytest.raises(SystemExit, match=r"my_schedule.py has no function schedule\(rank, ranks, microbatches\)"):
+        lab9_your_schedule.main(str(file))
+    assert file.read_text() == "x = 1"
+
+
+def test_lab_9_says_how_far_the_target_is(monkeypatch, tmp_path, capsys):
+    def run(function, ranks, table):
+        return [lab9_your_schedule.Trial(lab9_your_schedule.timed(table), 2, ())] * ranks
+
+    monkeypatch.setattr(lab9_your_schedule, "on_ranks", run)
+    file = tmp_path / "gpipe.py"
+    rows = '[f"{rank}F{m}" for m in range(microbatches)] + [f"{rank}B{m}" for m in range(microbatches)]'
+    file.write_text(f"def schedule(rank, ranks, microbatches):\n    return {rows}\n")
+    lab9_your_schedule.main(str(file))
+    assert "gpipe.py: 6 steps too many and 4 in flight too many" in capsys.readouterr().out
+
+
+def test_lab_9_fails_when_a_gradient_differs_from_one_process(monkeypatch):
+    def run(function, ranks, table):
+        return [lab9_your_schedule.Trial(lab9_your_schedule.timed(table), 2, ("0.weight",))] * ranks
+
+    monkeypatch.setattr(lab9_your_schedule, "on_ranks", run)
+    with pytest.raises(SystemExit, match=r"4 of 8 gradients differ from one process: 0.weight, "):
+        lab9_your_schedule.main()
+
+
+def test_lab_9_adds_up_in_the_order_of_the_table():
+    rule = """
+def schedule(rank, ranks, microbatches):
+    yield from (f"{rank}F{m}" for m in range(microbatches))
+    yield from (f"{rank}I{m}" for m in reversed(range(microbatches)))
+    yield from (f"{rank}W{m * (rank + 2) % microbatches}" for m in range(microbatches))
+"""
+    trials = story.on_ranks(lab9_your_schedule.run, 2, table_of("shuffled", rule, 2, 7))
+    assert [(trial.gradients, trial.different) for trial in trials] == [(2, ()), (4, ())]
+
+
+def test_a_written_schedule_places_each_stage_where_its_actions_are():
+    table = schedule.build("zb-v", ranks=3, microbatches=4)
+    rule = f"def schedule(rank, ranks, microbatches): return {table.texts()}[rank]"
+    assert table_of("zb-v", rule, 3, 4) == table
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("(", r"mine.py, line 2: '\(' was never closed"),
+        (
+            "import nothing_there",
+            r"mine.py, line 2: ModuleNotFoundError: No module named 'nothing_there', in schedule\(0, 2, 3\)",
+        ),
+        ("yield [][rank]", r"mine.py, line 2: IndexError: list index out of range, in schedule\(0, 2, 3\)"),
+        ("yield f'{rank}X0'", r"mine.py: cannot read '0X0' as an action: .* it is number 1 of what schedule\(0, 2, 3\) yields"),
+        ("yield 3", r"mine.py: cannot read '3' as an action"),
+        ("pass", r"mine.py: schedule\(0, 2, 3\) returns None: let it yield actions"),
+        ("while True: yield '0F0'", r"mine.py: schedule\(0, 2, 3\) yields more than 10000 actions: does it ever end\?"),
+        ("yield f'{2 * rank}F0'", "mine.py: stage 1 is on no rank; number the stages from 0 without a gap"),
+    ],
+)
+def test_what_is_wrong_with_a_written_schedule_is_told_in_one_line(body, told):
+    with pytest.raises(ps.ScheduleError, match=told) as refused:
+        table_of("mine.py", f"def schedule(rank, ranks, microbatches):\n    {body}\n", 2, 3)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_written_schedule_of_other_parameters_is_refused():
+    with pytest.raises(
+        ps.ScheduleError, match=r"mine.py: TypeError: schedule\(\) takes 1 positional argument but 3 were given"
+    ):
+        table_of("mine.py", "def schedule(rank):\n    yield f'{rank}F0'\n", 2, 3)
+
+
 def test_a_lab_for_two_ranks_says_so_when_torchrun_started_three(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -121,3 +293,12 @@ def test_an_emulated_layer_takes_its_time_and_multiplies():
     assert torch.equal(output, hidden)
     assert torch.equal(layer.weight.grad, torch.tensor([5.0, 7.0, 9.0]))
     assert torch.equal(hidden.grad, torch.ones(2, 3))
+
+
+def test_an_emulated_device_takes_the_time_of_its_weights_in_w():
+    table = schedule.build("zb-h1", ranks=2, microbatches=3)
+    timeline = story.on_ranks(emulated_step, 2, table, 0.01, 0.02, 0.03)[0]
+    least = {Kind.F: 0.01, Kind.I: 0.02, Kind.W: 0.03, Kind.B: 0.05}
+    assert {event.action.kind for event in timeline.events} == set(least)
+    for event in timeline.events:
+        assert event.end - event.start >= least[event.action.kind], event

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.schedule.transform import with_weights_last
 
 KINDS = ("mlp", "gpt", "mixed")
 DEPTH = 12  # layers enough for 4 ranks with 3 stages each
@@ -196,3 +198,55 @@ def test_an_exception_in_w_is_told_with_its_action_and_the_next_step_works() -> 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3))
     assert losses[0] == losses[1] == accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 4)
+
+
+# -- tables of one's own, and merged weight gradients ---------------------------------------------------------------
+
+
+def forwards_first(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
+    """GPipe with every W at the end, as a user would write it."""
+    for kind in "FIW":
+        yield from (f"{rank}{kind}{m}" for m in range(microbatches))
+
+
+def rank_own_tables(path: str) -> list[tuple[Tensor, dict[str, Any]]]:
+    results = []
+    for schedule in (forwards_first, path):
+        model, loss_fn = make("mlp")
+        pipe = ps.Pipeline(model, loss_fn, schedule, 5)
+        inputs, target = data("mlp", 9)
+        results.append((pipe.step(inputs, target=target), gradients(pipe.named_parameters())))
+    return results
+
+
+def test_a_function_or_a_csv_is_a_schedule(tmp_path: Path) -> None:
+    path = str(tmp_path / "mine.csv")
+    ps.schedule.build("zb-v", 2, 5).to_csv(path)
+    everyone = ps.launch(rank_own_tables, 2, path)
+    model, loss_fn = make("mlp")
+    loss = accumulate(model, loss_fn, data("mlp", 9), 5)
+    for results in zip(*everyone, strict=True):
+        assert all(each == loss for each, _ in results)
+        assert_same(merged([grads for _, grads in results]), gradients(model.named_parameters()))
+
+
+def rank_merged(name: str, last: bool) -> dict[str, Any]:
+    model, loss_fn = make("gpt", depth=5)
+    model.double()
+    table = ps.schedule.build(name, 2, 6)
+    pipe = ps.Pipeline(model, loss_fn, with_weights_last(table) if last else table, merge_weight_gradients=True)
+    for seed in (3, 4):
+        inputs, target = data("gpt", 13, seed)
+        pipe.step(inputs, target=target)
+    return gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize(("name", "last"), [("zb-h1", False), ("zb-v", False), ("1f1b", True), ("dualpipe-v", True)])
+def test_merged_weight_gradients_are_exact_to_rounding(name: str, last: bool) -> None:
+    ours = merged(ps.launch(rank_merged, 2, name, last))
+    model, loss_fn = make("gpt", depth=5)
+    model.double()
+    for seed in (3, 4):
+        accumulate(model, loss_fn, data("gpt", 13, seed), 6)
+    for key, parameter in model.named_parameters():
+        assert torch.allclose(ours[key], parameter.grad, rtol=1e-12, atol=1e-14), key

@@ -53,6 +53,10 @@ def test_the_time_of_a_pair_counts_once():
     assert [" ".join(str(event.action) for event in cell) for cell in paired.cells(0)] == ["0F0", "0F1 0B0", "0B1"]
 
 
+def test_time_in_which_measured_events_overlap_counts_once():
+    assert timeline("0F0@0-9 0F1@2-5 0B0@7-11").busy == (11,)
+
+
 def test_events_come_rank_by_rank_in_the_order_they_ran():
     assert [f"{event.rank}:{event.action}" for event in MEASURED.events] == [
         *("0:0F0", "0:0F1", "0:0B0", "0:0B1"),

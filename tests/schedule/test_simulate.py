@@ -331,6 +331,7 @@ def test_a_cost_that_is_no_time_is_refused(costs, told):
     ("text", "told"),
     [
         ("0B0 0F0", "drawn stops: rank 0 waits for ever before 0B0"),
+        ("0F0 0W0 0I0", "drawn stops: rank 0 waits for ever before 0W0"),
         ("0F0 0B0\n1B0", "drawn stops: rank 0 waits for ever before 0B0"),
         ("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", "drawn stops: rank 0 waits for ever before 0B0"),
         ("{0F0 0B0}\n1F0 1B0", "drawn stops: rank 0 waits for ever before 0F0"),  # a pair is one: it waits for 1B0, and so on

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -22,12 +23,20 @@ class Show:
     """P: processes the model is cut over."""
     microbatches: int = 8
     """M: pieces each batch is split into."""
+    stages_per_rank: int | None = None
+    """V, for schedules that leave it open."""
+    group_size: int | None = None
+    """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
     forward: float = 1.0
     """What a stage's forward of one microbatch costs."""
     backward: float = 2.0
     """What its backward costs."""
+    weights: float | None = None
+    """The part of it that is the backward to the weights. Default: half."""
     send: float = 0.0
     """What a message between two ranks costs."""
+    overlap: float = 0.0
+    """Share of the shorter action of an overlapped pair that the longer one hides."""
     table: bool = False
     """Print the bare table as well."""
     csv: str | None = None
@@ -38,11 +47,15 @@ class Show:
         from penstock.render.terminal import draw, summary
         from penstock.schedule import Costs, simulate, verify
 
-        schedule = table_of(self.schedule, self.ranks, self.microbatches)
+        options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
+        schedule = table_of(self.schedule, self.ranks, self.microbatches, **options)
         print(verify(schedule))
         if self.table:
             print(schedule)
-        timeline = simulate(schedule, Costs(self.forward, self.backward / 2, self.backward / 2, self.send))
+        weights = self.backward / 2 if self.weights is None else self.weights
+        if weights > self.backward:
+            raise PenstockError(f"--weights {weights:g} is a part of --backward {self.backward:g}: give no more than that")
+        timeline = simulate(schedule, Costs(self.forward, self.backward - weights, weights, self.send, overlap=self.overlap))
         print(draw(timeline, terminal_width(), colors()))
         print(summary(timeline))
         if self.csv is not None:
@@ -64,8 +77,8 @@ class Schedules:
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         print(
-            "\nP ranks, V stages on each, M microbatches (any number). F, I, W: what forward, backward to the input and backward to"
-            "\nthe weights of one microbatch take on one rank; B = I + W, T = F + B. `penstock show NAME` draws one."
+            "\nP ranks, V stages on each, M microbatches (any number). F, I, W: what forward, backward to the input, backward to the"
+            "\nweights of one microbatch take on one rank; B = I + W, T = F + B. `penstock show NAME` draws one."
         )
 
 
@@ -114,6 +127,8 @@ class Lab:
 
     number: tyro.conf.Positional[int | None] = None
     """Which; without it, all are listed."""
+    file: tyro.conf.Positional[Path | None] = None
+    """For lab 9: the Python file with your schedule. It is written for you if there is none."""
 
     def run(self) -> None:
         """List the labs, or run one."""
@@ -123,7 +138,7 @@ class Lab:
             for number, lab in labs.LABS.items():
                 print(f"{number}  {lab.title}")
         else:
-            labs.run(self.number)
+            labs.run(self.number, self.file)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ class TrainConfig:
     """A name that `penstock schedules` lists, or the path of a CSV table."""
     microbatches: int = 8
     """Pieces each batch is split into."""
+    stages_per_rank: int | None = None
+    """V, for schedules that leave it open."""
+    group_size: int | None = None
+    """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
     model: Literal["gpt", "mlp"] = "gpt"
     """A small GPT that learns bytes of text, or the 16-layer MLP on handwritten digits."""
     data: Path | None = None
@@ -53,6 +57,12 @@ class TrainConfig:
         """The number of layers, its default filled in."""
         return (8 if self.model == "gpt" else 16) if self.layers is None else self.layers
 
+    def table(self) -> Schedule:
+        """The proved table of this run."""
+        return table_of(
+            self.schedule, self.ranks, self.microbatches, stages_per_rank=self.stages_per_rank, group_size=self.group_size
+        )
+
     def check(self) -> Schedule:
         """The proved table of this run. Raises PenstockError, with a value that works, for what cannot be run."""
         for name in ("ranks", "microbatches", "steps", "batch", "depth", "width", "context"):
@@ -68,22 +78,31 @@ class TrainConfig:
             raise PenstockError(f"--dropout {self.dropout} is not a share: use 0 up to, but not including, 1")
         if self.data is not None and not self.data.exists():
             raise PenstockError(f"--data {self.data} does not exist{_nearest_path(self.data)}")
-        table = table_of(self.schedule, self.ranks, self.microbatches)
+        table = self.table()
         most = self.depth + 3 if self.model == "gpt" else 2 * self.depth + 1
         if table.stages > most:
-            raise PenstockError(f"{table.stages} stages need more layers than the model's {most}: use --ranks {most} or fewer")
+            fewer = f"--ranks {most}" if table.stages == table.ranks else f"--ranks {most * table.ranks // table.stages}"
+            raise PenstockError(
+                f"{table.stages} stages need more layers than the model's {most}: use {fewer} or fewer, or --layers"
+            )
         return table
 
 
 HEADS = 4
 
 
-def table_of(name: str, ranks: int, microbatches: int) -> Schedule:
-    """The schedule called `name`, or the table in the CSV file of that name, proved."""
+def table_of(name: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
+    """The schedule called `name`, built with those `options` that are not None, or the table in the CSV file of that name.
+
+    It is proved. Raises PenstockError for what cannot be built or proved, and for options of a file.
+    """
+    given = {option: value for option, value in options.items() if value is not None}
     if not name.endswith(".csv"):
-        schedule = build(name, ranks=ranks, microbatches=microbatches)
+        schedule = build(name, ranks=ranks, microbatches=microbatches, **given)
         verify(schedule)
         return schedule
+    if given:
+        raise PenstockError(f"the table {name} is read as it stands: leave out {', '.join(given)}")
     if not Path(name).exists():
         raise PenstockError(f"the table {name} does not exist{_nearest_path(Path(name))}")
     return Schedule.from_csv(name)

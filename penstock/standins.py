@@ -196,8 +196,8 @@ class Use:
             self.value = self.saved.unpack()
         elif self.saved is None and self.value._version != self.version:
             raise RuntimeError(
-                f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it; its weight's"
-                " gradient needs it as it was"
+                f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it; its"
+                " weight's gradient needs it as it was"
             )
         return self.value
 

@@ -75,7 +75,7 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     torch.manual_seed(config.seed)
     source, model, loss_fn = _task(config)
     alone = topology.world_size == 1
-    pipe = Pipeline(model, loss_fn, "gpipe" if alone else config.schedule, config.microbatches, seed=config.seed)
+    pipe = Pipeline(model, loss_fn, "gpipe" if alone else config.table(), config.microbatches, seed=config.seed)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
     run = Run(topology.world_size, rows_per_step=config.batch, tokens_per_step=config.batch * _tokens(config))

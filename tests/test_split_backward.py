@@ -261,7 +261,8 @@ def test_nothing_reaches_the_parameters_before_w(name: str) -> None:
 
 PUT_OFF = {
     "mlp": 2, "linear in 3 dimensions": 1, "linear of a transposed batch": 1,
-    "x @ w": 1, "x @ w.t()": 1, "x @ w.T": 1, "x @ w.mT": 1, "addmm": 1, "embedding": 2, "embedding = head": 2, "conv1d": 2, "conv2d": 2, "conv2d, circular": 1, "conv3d": 1,
+    "x @ w": 1, "x @ w.t()": 1, "x @ w.T": 1, "x @ w.mT": 1, "addmm": 1,
+    "embedding": 2, "embedding = head": 2, "conv1d": 2, "conv2d": 2, "conv2d, circular": 1, "conv3d": 1,
     "conv transposed": 2, "transformer": 4, "self attention": 2, "cross attention": 4, "tied": 3, "partly frozen": 1,
 }  # fmt: skip
 

@@ -16,14 +16,12 @@ import time
 
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
 
 import penstock as ps
-from penstock.labs.emulated import EmulatedLayer
+from penstock.labs.emulated import emulated_step
 from penstock.labs.story import check, on_ranks, percent, picture, ranks_here, say
-from penstock.schedule import Timeline
 
-RANKS, MICROBATCHES, ROWS, DIM = 4, 3, 24, 8
+RANKS, MICROBATCHES = 4, 3
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of one microbatch on one rank
 WIDE = 512  # of the model that really computes
 
@@ -32,7 +30,8 @@ def main() -> None:
     """The naive schedule on emulated devices, then the CPU shares of ranks that really compute."""
     ranks = ranks_here(RANKS)
     say(f"Lab 4: {ranks} ranks without a schedule\n")
-    timeline = on_ranks(emulated_step, ranks, "naive", MICROBATCHES, FORWARD, BACKWARD)[0]
+    table = ps.schedule.build("naive", ranks=ranks, microbatches=MICROBATCHES)
+    timeline = on_ranks(emulated_step, ranks, table, FORWARD, BACKWARD)[0]
     say(picture(timeline))
     utilisation = [busy / timeline.makespan for busy in timeline.busy]
     for rank, share in enumerate(utilisation):
@@ -55,25 +54,6 @@ def main() -> None:
         f"\nMeasured: with {ranks} ranks each works {percent(mean)} of a step of {1e3 * timeline.makespan:.0f} ms, and the "
         f"processes that really compute use {sum(shares):.2f} cores together: {ranks} devices, the speed of one."
     )
-
-
-def emulated_step(schedule: str, microbatches: int, forward: float, backward: float) -> Timeline:
-    """The timeline of a step of `schedule`, measured: one layer of `forward` and `backward` seconds on each rank."""
-    topology = ps.comms.init_distributed(backend="gloo")
-    stages = [EmulatedLayer(DIM, forward, backward) for _ in range(topology.world_size)]
-    return fastest_step(ps.Pipeline(stages, mse_loss, schedule=schedule, microbatches=microbatches))
-
-
-def fastest_step(pipe: ps.Pipeline) -> Timeline:
-    """The timeline of the least disturbed of some steps: as many as fit into a second, but at least three."""
-    inputs, target = torch.randn(ROWS, DIM), torch.randn(ROWS, DIM)
-    pipe.step(inputs, target=target)  # the first one is slower: in it the ranks agree on the shapes
-    assert pipe.report is not None
-    timelines = []
-    for _ in range(max(3, int(1 / pipe.report.makespan))):  # the report is the same on all ranks, so is the number of steps
-        pipe.step(inputs, target=target)
-        timelines.append(pipe.timeline())
-    return min(timelines, key=lambda timeline: timeline.makespan)
 
 
 def real_steps() -> tuple[float, int | None]:

@@ -12,7 +12,7 @@ Try: 24 microbatches. The simulated step goes on getting shorter; what keeps the
 """
 
 from penstock import schedule
-from penstock.labs.lab4_naive import emulated_step
+from penstock.labs.emulated import emulated_step
 from penstock.labs.story import check, on_ranks, percent, picture, ranks_here, say
 from penstock.schedule import Costs, Timeline
 
@@ -69,8 +69,8 @@ def simulated_step(ranks: int, microbatches: int) -> Timeline:
 
 def measured_step(ranks: int, microbatches: int) -> Timeline:
     """What the same table takes on emulated devices."""
-    forward, backward = FORWARD / microbatches, BACKWARD / microbatches
-    return on_ranks(emulated_step, ranks, "gpipe", microbatches, forward, backward)[0]
+    table = schedule.build("gpipe", ranks=ranks, microbatches=microbatches)
+    return on_ranks(emulated_step, ranks, table, FORWARD / microbatches, BACKWARD / microbatches)[0]
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import mse_loss
 
 import penstock as ps
-from penstock.labs.emulated import EmulatedLayer
-from penstock.labs.lab4_naive import DIM, fastest_step
-from penstock.labs.story import check, on_ranks, percent, picture, ranks_here, say
+from penstock.labs.emulated import DIM, EmulatedLayer, fastest_step
+from penstock.labs.story import check, in_lines, on_ranks, percent, picture, ranks_here, say
 from penstock.schedule import Timeline
 
 RANKS, MICROBATCHES = 4, 8
@@ -54,7 +53,7 @@ def main() -> None:
     say("\nWith sends that block until they are received, as in lab 3:")
     say(f"  {ps.schedule.verify(build('gpipe', ranks), sends='blocking')}")
     circle = blocking_circle(ranks)
-    say("  " + circle.replace("; ", "\n    ").replace(": ", ":\n    ", 1))
+    say(f"  {in_lines(circle)}")
     check(bool(circle), "1f1b deadlocks, gpipe does not", "1f1b was proved with blocking sends, which it must not be")
     say("Penstock does not wait for its sends, and posts receives ahead:")
     say(f"  {ps.schedule.verify(build('1f1b', ranks))}")

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from textwrap import indent
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -53,8 +53,19 @@ def say(text: str = "") -> None:
 def check(holds: bool, fact: str, otherwise: str) -> None:
     """Say that `fact` was checked. Raises SystemExit with `otherwise` if it does not hold."""
     if not holds:
-        raise SystemExit(f"This lab's check failed: {otherwise}" if is_narrator() else 1)
+        stop(f"This lab's check failed: {otherwise}")
     say(f"  checked: {fact}")
+
+
+def stop(reason: str) -> NoReturn:
+    """End the lab here, with `reason` told once. Raises SystemExit."""
+    raise SystemExit(reason if is_narrator() else 1)
+
+
+def in_lines(refusal: str) -> str:
+    """What `verify` says of a deadlock, a line for each rank of the circle; anything else as it is."""
+    name, deadlocks, circle = refusal.partition(" deadlocks: ")
+    return "\n    ".join([f"{name} deadlocks:", *circle.split("; ")]) if deadlocks else refusal
 
 
 def percent(share: float) -> str:

@@ -1,9 +1,17 @@
 """A timeline as text: a row for each rank, time from left to right."""
 
+from collections.abc import Iterator
+
 from penstock.schedule import Event, Kind, Timeline
 
-FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "=", Kind.W: "~"}
-COLOR = {Kind.F: "\033[30;44m", Kind.B: "\033[30;42m", Kind.I: "\033[30;46m", Kind.W: "\033[30;43m"}
+FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "=", Kind.W: "~", None: "="}  # None: an overlapped pair
+COLOR = {
+    Kind.F: "\033[30;44m",
+    Kind.B: "\033[30;42m",
+    Kind.I: "\033[30;46m",
+    Kind.W: "\033[30;43m",
+    None: "\033[30;45m",
+}
 RESET = "\033[0m"
 IDLE = "."
 
@@ -11,7 +19,8 @@ IDLE = "."
 def draw(timeline: Timeline, width: int = 80, color: bool = False) -> str:
     """`timeline` in at most `width` columns: each action its kind and microbatch as far as there is room, idle time dots.
 
-    Where a rank has several stages, the stage stands in front: `2F3`. With `color`, ANSI colours tell the kinds apart.
+    Where a rank has several stages, the stage stands in front: `2F3`. An overlapped pair is one block in braces, `{F3B1}`,
+    or `&` where there is no room. With `color`, ANSI colours tell the kinds apart.
     """
     label = len(f"rank {timeline.ranks - 1} |")
     columns = max(width - label, 10)
@@ -19,9 +28,9 @@ def draw(timeline: Timeline, width: int = 80, color: bool = False) -> str:
     columns = round(scale * timeline.makespan)
     several = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
     lines = []
-    for rank, row in enumerate(timeline.rows):
-        cells = "".join(_cells(row, timeline.start, scale, columns, several, color))
-        lines.append(f"rank {rank}".ljust(label - 1) + "|" + cells)
+    for rank in range(timeline.ranks):
+        pieces = "".join(_pieces(timeline, rank, scale, columns, several, color))
+        lines.append(f"rank {rank}".ljust(label - 1) + "|" + pieces)
     return "\n".join(lines)
 
 
@@ -35,34 +44,55 @@ def _scale(timeline: Timeline, columns: int) -> float:
     return whole if whole > 0.6 * fits else fits
 
 
-def _cells(row: tuple[Event, ...], origin: float, scale: float, columns: int, several: bool, color: bool) -> list[str]:
+def _pieces(timeline: Timeline, rank: int, scale: float, columns: int, several: bool, color: bool) -> list[str]:
     """The pieces of one row: idle time and actions in turn, `columns` wide together."""
     pieces, at = [], 0
-    for event in row:
-        start, end = (min(columns, round((time - origin) * scale)) for time in (event.start, event.end))
+    for cell in timeline.cells(rank):
+        times = cell[0].start, cell[-1].end
+        start, end = (min(columns, round((time - timeline.start) * scale)) for time in times)
         start = max(start, at)
         pieces.append(IDLE * (start - at))
-        pieces.append(_block(event, max(end - start, 0), several, color))
+        pieces.append(_block(cell, max(end - start, 0), several, color))
         at = max(end, start)
     return [*pieces, IDLE * (columns - at)]
 
 
-def _block(event: Event, width: int, several: bool, color: bool) -> str:
-    kind, stage, microbatch = event.action
+def _block(cell: tuple[Event, ...], width: int, several: bool, color: bool) -> str:
     if not width:
         return ""
-    texts = (f"{stage}{kind.value}{microbatch}" if several else "", f"{kind.value}{microbatch}", kind.value)
-    text = next((text for text in texts if text and len(text) <= width), kind.value)
+    kind = cell[0].action.kind if len(cell) == 1 else None
+    text = next(text for text in _texts(cell, several) if len(text) <= width)
     if not color:
-        return text.ljust(width, FILL[kind])
+        return _filled(text, width, FILL[kind])
     gap = " " * (width > len(text))
-    return f"{COLOR[kind]}{text.ljust(width - len(gap))}{RESET}{gap}"
+    return f"{COLOR[kind]}{_filled(text, width - len(gap), ' ')}{RESET}{gap}"
+
+
+def _texts(cell: tuple[Event, ...], several: bool) -> Iterator[str]:
+    """The names of a cell, from the longest to a single character."""
+    actions = [event.action for event in cell]
+    kinds, places = "".join(a.kind.value for a in actions), "".join(f"{a.kind.value}{a.microbatch}" for a in actions)
+    names = [" ".join(map(str, actions))] * several + [places, kinds]
+    if len(cell) == 1:
+        yield from names
+    else:
+        yield from (f"{{{name}}}" for name in (*names, ""))
+        yield "&"
+
+
+def _filled(text: str, width: int, fill: str) -> str:
+    """`text` filled up to `width`, within its braces if it has them."""
+    brace = "}" * text.endswith("}")
+    return text.removesuffix("}").ljust(width - len(brace), fill) + brace
 
 
 def summary(timeline: Timeline) -> str:
-    """What the picture shows, in numbers: time, bubble both ways, memory."""
+    """What the picture shows, in numbers: time, bubble both ways, memory; and where the time of all ranks went."""
     flights = "/".join(map(str, timeline.peak_in_flight))
+    busy = sum(timeline.busy) / (timeline.ranks * timeline.makespan) if timeline.makespan else 0.0
+    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in timeline.causes.items())
     return (
         f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}"
-        f" (longest rank's span {timeline.span:g}, bubble {timeline.bubble_by_span:.1%}), activations in flight {flights}"
+        f" (longest rank's span {timeline.span:g}, bubble {timeline.bubble_by_span:.1%}), activations in flight {flights}\n"
+        f"time of all ranks: busy {busy:.1%}, idle by {causes}"
     )

@@ -3,20 +3,25 @@
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Kind, Schedule, from_rows
 from penstock.schedule.catalog import build, names
-from penstock.schedule.events import Event, Timeline
+from penstock.schedule.causes import Cause, Idle
+from penstock.schedule.events import Border, Event, Size, Timeline
 from penstock.schedule.program import Program, Step, Transfer, lower
 from penstock.schedule.simulate import Costs, simulate
 from penstock.schedule.verify import Proof, prove, verify
 
 __all__ = [
     "Action",
+    "Border",
+    "Cause",
     "Costs",
     "Event",
+    "Idle",
     "Kind",
     "Program",
     "Proof",
     "Schedule",
     "ScheduleError",
+    "Size",
     "Step",
     "Timeline",
     "Transfer",

@@ -1,12 +1,14 @@
 """Events and timelines: one record for what was planned and what was measured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.schedule.actions import Action, Kind, dependencies
+from penstock.schedule.actions import Action, Kind, Pair
+
+if TYPE_CHECKING:
+    from penstock.schedule.causes import Cause, Idle
 
 
 class Event(NamedTuple):
@@ -18,33 +20,77 @@ class Event(NamedTuple):
     end: float
 
 
-def peaks_in_flight(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """For every rank, the most (stage, microbatch) activations held at once: F takes one up, B or W lets it go."""
+class Border(NamedTuple):
+    """What a message costs that passes from one stage to the next, or back, where the two live on different ranks."""
+
+    transmission: float = 0.0  # time for which it occupies its channel
+    latency: float = 0.0  # time it then travels on, beside others
+
+
+@dataclass(slots=True)
+class Channel:
+    """What carries the messages of one rank to another: one at a time, first in, first out."""
+
+    free: float = float("-inf")  # when the last message has left it
+
+    def carry(self, ready: float, border: Border) -> float:
+        """When a message over `border` arrives that the rank hands over at the time `ready`."""
+        self.free = max(self.free, ready) + border.transmission
+        return self.free + border.latency
+
+
+class Size(NamedTuple):
+    """What one activation of a stage takes, in any unit: all of it, and the part that W still needs after I."""
+
+    act: float = 1
+    keep: float = 1
+
+    def change(self, kind: Kind) -> float:
+        """What an action of `kind` adds to the memory of its rank."""
+        if kind is Kind.I:
+            return self.keep - self.act
+        return self.act if kind is Kind.F else -self.keep if kind is Kind.W else -self.act
+
+
+def peaks_in_flight(rows: Iterable[Iterable[Action | tuple[Action, ...]]]) -> tuple[int, ...]:
+    """For every rank, the most (stage, microbatch) activations held at once: F takes one up, B or W lets it go.
+
+    A place of a row is an action, or a pair of them that overlap: its forward begins before its backward ends.
+    """
     return tuple(map(_peak_in_flight, rows))
 
 
-def _peak_in_flight(row: Sequence[Action]) -> int:
+def _peak_in_flight(row: Iterable[Action | tuple[Action, ...]]) -> int:
     held = peak = 0
-    for action in row:
-        if action.kind is Kind.F:
-            held += 1
+    for cell in row:
+        kinds = (cell.kind,) if isinstance(cell, Action) else sorted((action.kind for action in cell), key=_frees)
+        for kind in kinds:
+            held += _RAISES[kind]
             peak = max(peak, held)
-        elif action.kind is not Kind.I:
-            held -= 1
     return peak
+
+
+_RAISES = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
+
+
+def _frees(kind: Kind) -> bool:
+    return kind is not Kind.F
 
 
 @dataclass(frozen=True)
 class Timeline:
     """When every action of one step ran, or would run.
 
-    Times are in the unit of the costs given to `simulate`, in seconds when measured. `work`, in both bubbles, is the busy
-    time of the busiest rank: M T when all stages cost the same.
+    Times are in the unit of the costs given to `simulate`, in seconds when measured; memory is in the unit of `act` and
+    `keep`, else in activations. `work`, in both bubbles, is the busy time of the busiest rank: M T when all stages cost the
+    same. The actions of an overlapped pair start and end together, and their time counts once.
     """
 
     name: str
     rows: tuple[tuple[Event, ...], ...]  # rank -> its events, in order
-    send: float = 0.0  # what an edge between two ranks costs
+    borders: tuple[Border, ...] = ()  # stage s -> what a message between s and s+1 costs; empty when measured
+    sizes: tuple[Size, ...] = ()  # stage -> what its activations take; empty: one each
+    overlaps: frozenset[Pair] = frozenset()  # actions that ran as one pair
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -56,15 +102,30 @@ class Timeline:
         """P, the number of ranks."""
         return len(self.rows)
 
+    def cells(self, rank: int) -> Iterator[tuple[Event, ...]]:
+        """The events of `rank` in order, one at a time or as the two of an overlapped pair."""
+        row, firsts = iter(self.rows[rank]), self._begins_pair
+        for event in row:
+            yield (event, next(row)) if event.action in firsts else (event,)
+
+    @cached_property
+    def _begins_pair(self) -> frozenset[Action]:
+        return frozenset(first for first, _ in self.overlaps)
+
     @cached_property
     def start(self) -> float:
         """When the first action of any rank starts."""
         return min((row[0].start for row in self.rows if row), default=0.0)
 
     @cached_property
+    def end(self) -> float:
+        """When the last action of any rank ends."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    @property
     def makespan(self) -> float:
         """Last end - first start over all ranks: the time of a step that ends in an ordinary optimizer step."""
-        return max((row[-1].end for row in self.rows if row), default=0.0) - self.start
+        return self.end - self.start
 
     @cached_property
     def span(self) -> float:
@@ -73,8 +134,8 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For every rank, the time it spent in actions."""
-        return tuple(sum(event.end - event.start for event in row) for row in self.rows)
+        """For every rank, the time it spent in actions; that of a pair counts once."""
+        return tuple(map(_busy, self.rows))
 
     @property
     def bubble(self) -> float:
@@ -87,35 +148,69 @@ class Timeline:
         return _idle_share(self.span, max(self.busy, default=0.0))
 
     @cached_property
-    def peak_in_flight(self) -> tuple[int, ...]:
-        """For every rank, the most (stage, microbatch) activations in flight at once."""
-        return peaks_in_flight([[event.action for event in row] for row in self.rows])
+    def idle(self) -> "tuple[tuple[Idle, ...], ...]":
+        """For every rank, when it was idle and for which cause, from the first start to the last end of any rank."""
+        from penstock.schedule.causes import idle_times
+
+        return idle_times(self)
+
+    @cached_property
+    def causes(self) -> "dict[Cause, float]":
+        """The share of (ranks x makespan) each cause of idle time took: with the busy share they add up to 1.
+
+        The causes are `fill`, `imbalance`, `drain` and `communication`, defined in `penstock.schedule.causes`.
+        """
+        from penstock.schedule.causes import shares
+
+        return shares(self)
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
-        """The chain of events, first to last, that made the step as long as it was: each is what the next waited for."""
-        if not self.events:
-            return ()
-        at = {event.action: event for event in self.events}
-        before = {later.action: event for row in self.rows for event, later in pairwise(row)}
-        stages = 1 + max(action.stage for action in at)
-        event = max(self.events, key=lambda event: event.end)
-        path = [event]
-        while causes := self._causes(event, at, before, stages):
-            event = max(causes, key=lambda cause: cause[:2])[2]
-            path.append(event)
-        return tuple(reversed(path))
+        """The chain of events, first to last, that made the step as long as it was: each is what the next waited for.
 
-    def _causes(
-        self, event: Event, at: dict[Action, Event], before: dict[Action, Event], stages: int
-    ) -> list[tuple[float, bool, Event]]:
-        """What `event` could not start before, each with the time it allowed the start; on a tie the own rank's last."""
-        causes = [(before[event.action].end, True, before[event.action])] if event.action in before else []
-        for alternatives in dependencies(event.action, stages):
-            for dependency in filter(None, map(at.get, alternatives)):
-                here = dependency.rank == event.rank
-                causes.append((dependency.end + (0.0 if here else self.send), here, dependency))
-        return causes
+        Had one of them taken longer, the step would have taken as much longer. A pair is there with the action that the
+        next event waited for; a message that queued leads to the action whose message the queue began with. When measured,
+        where messages are not known, an event waited for what ended last.
+        """
+        from penstock.schedule.causes import critical_path
+
+        return critical_path(self)
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """For every rank, the most (stage, microbatch) activations in flight at once."""
+        rows = (self.cells(rank) for rank in range(self.ranks))
+        return peaks_in_flight((tuple(event.action for event in cell) for cell in row) for row in rows)
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """For every rank, the most its activations took at once, in the unit of `act` and `keep`."""
+        return tuple(max((held for _, held in self._held(rank)), default=0.0) for rank in range(self.ranks))
+
+    def memory(self, rank: int) -> list[tuple[float, float]]:
+        """The memory curve of `rank`: (time, what its activations take from then on) for every action that changes it.
+
+        F adds `act` when it starts; at their ends I frees `act` - `keep`, W frees `keep`, B frees `act`.
+        """
+        return list(self._held(rank))
+
+    def _held(self, rank: int) -> Iterator[tuple[float, float]]:
+        held = 0.0
+        for cell in self.cells(rank):
+            for _, action, start, end in sorted(cell, key=lambda event: _frees(event.action.kind)):
+                size = self.sizes[action.stage] if self.sizes else Size()
+                if change := size.change(action.kind):
+                    held += change
+                    yield (end if _frees(action.kind) else start), held
+
+
+def _busy(row: Sequence[Event]) -> float:
+    """The time for which at least one event of `row` ran."""
+    busy, free = 0.0, float("-inf")
+    for _, _, start, end in row:
+        busy += max(0.0, end - max(start, free))
+        free = max(free, end)
+    return busy
 
 
 def _idle_share(time: float, work: float) -> float:

@@ -1,91 +1,219 @@
 """The simulator: what every action costs -> when every action runs."""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Kind, Schedule, dependencies
-from penstock.schedule.events import Event, Timeline
+from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.events import Border, Channel, Event, Size, Timeline
 
-Cost = float | Sequence[float]  # one number for all stages, or one for each stage
+Cost = float | Sequence[float]  # one number for all stages (or all borders between stages), or one for each
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What an action costs, in any unit of time: a number for all stages, or a sequence with one for each stage.
+    """What actions, messages and activations cost: a number for all stages, or a sequence with one for each stage.
 
-    A full backward `B` costs `backward_input` + `backward_weight`. `send` is the cost of an edge between two ranks;
-    an edge inside a rank costs nothing.
+    Times are in any one unit. A full backward `B` costs `backward_input` + `backward_weight`. A pair of overlapping actions
+    costs both less `overlap`, the share (0 to 1) of the shorter one that the longer one hides.
+
+    A message between two ranks occupies its channel for `size` / `bandwidth` and then travels for `send`. There is one
+    channel for each ordered pair of ranks: first in, first out, in the order of the sender's table. These three are a number
+    for all borders between stages, or a sequence with one for each; border s lies between stage s and s+1, and one inside a
+    rank costs nothing. `size` is in bytes, `bandwidth` in bytes per unit of time.
+
+    An activation takes `act` from the start of its forward to the end of its backward, in bytes or any unit. Of a backward
+    in halves, I lets go all but `keep`, which W still needs (None: all of `act`).
     """
 
     forward: Cost = 1
     backward_input: Cost = 1
     backward_weight: Cost = 1
-    send: float = 0
+    send: Cost = 0
+    size: Cost = 0
+    bandwidth: Cost = float("inf")
+    act: Cost = 1
+    keep: Cost | None = None
+    overlap: float = 0
 
     def table(self, stages: int) -> dict[Kind, list[float]]:
         """Kind -> cost of every stage.
 
         Raises ScheduleError if a sequence does not have one cost for each stage, or a cost is negative or no finite number.
         """
-        _check_time("send", float(self.send))
         forward, inputs, weights = (
-            _per_stage(name, getattr(self, name), stages) for name in ("forward", "backward_input", "backward_weight")
+            _costs(name, getattr(self, name), stages) for name in ("forward", "backward_input", "backward_weight")
         )
         full = [i + w for i, w in zip(inputs, weights, strict=True)]
         return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
 
+    def borders(self, stages: int) -> tuple[Border, ...]:
+        """What a message over each border between stages costs. Raises ScheduleError as `table` does."""
+        count = max(0, stages - 1)
+        sends = _costs("send", self.send, count, "border")
+        sizes = _costs("size", self.size, count, "border", "a number of bytes")
+        bandwidths = _listed("bandwidth", self.bandwidth, count, "border")
+        for bandwidth in bandwidths:
+            if not bandwidth > 0:
+                raise ScheduleError(f"bandwidth has {bandwidth}: give bytes per unit of time, more than 0")
+        return tuple(Border(size / bandwidth, send) for send, size, bandwidth in zip(sends, sizes, bandwidths, strict=True))
 
-def _per_stage(name: str, cost: Cost, stages: int) -> list[float]:
-    costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * stages
-    if len(costs) != stages:
-        raise ScheduleError(f"{name} has {len(costs)} costs for {stages} stages: give one number, or one for each stage")
-    for each in costs:
-        _check_time(name, each)
+    def sizes(self, stages: int) -> tuple[Size, ...]:
+        """What an activation of every stage takes. Raises ScheduleError as `table` does."""
+        acts = _costs("act", self.act, stages, what="an amount of memory")
+        keeps = acts if self.keep is None else _costs("keep", self.keep, stages, what="an amount of memory")
+        return tuple(map(Size, acts, keeps))
+
+    def checked_overlap(self) -> float:
+        """`overlap`. Raises ScheduleError if it is no share."""
+        if not 0 <= self.overlap <= 1:
+            raise ScheduleError(f"overlap is {self.overlap}: give the share of the shorter action that is hidden, 0 to 1")
+        return float(self.overlap)
+
+
+def _costs(name: str, cost: Cost, count: int, each: str = "stage", what: str = "a time") -> list[float]:
+    costs = _listed(name, cost, count, each)
+    for value in costs:
+        if not 0 <= value < float("inf"):
+            raise ScheduleError(f"{name} has the cost {value}: a cost is {what}, 0 or more")
     return costs
 
 
-def _check_time(name: str, cost: float) -> None:
-    if not 0 <= cost < float("inf"):
-        raise ScheduleError(f"{name} has the cost {cost}: a cost is a time, 0 or more")
+def _listed(name: str, cost: Cost, count: int, each: str) -> list[float]:
+    costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * count
+    if len(costs) != count:
+        raise ScheduleError(f"{name} has {len(costs)} costs for {count} {each}s: give one number, or one for each {each}")
+    return costs
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     """Time `schedule`: an action starts when its rank is free and what it depends on has ended (and has arrived).
 
-    Raises ScheduleError when actions wait for each other in a circle, or for an action that is not in the table.
+    A pair of overlapping actions starts when that holds for both, and both end together.
+
+    Raises ScheduleError when actions wait for each other in a circle, for an action that is not in the table or stands on
+    the wrong rank, and for costs that are none.
     """
-    stages, placement = schedule.stages, schedule.placement
-    cost, send = costs.table(stages), float(costs.send)
-    ends: dict[Action, float] = {}
-    rows: list[list[Event]] = [[] for _ in schedule.actions]
-    waiting: dict[Action, list[int]] = {}  # an action that has not run -> ranks that wait for it
-    ready = deque(range(schedule.ranks))
-    while ready:
-        rank = ready.popleft()
-        row, actions = rows[rank], schedule.actions[rank]
-        free = row[-1].end if row else 0.0
-        for index in range(len(row), len(actions)):
-            action = actions[index]
-            start = free
-            for alternatives in dependencies(action, stages):
-                dependency = next((a for a in alternatives if a in ends), None)
-                if dependency is None:
-                    for alternative in alternatives:
-                        waiting.setdefault(alternative, []).append(rank)
-                    break
-                arrival = ends[dependency]
-                if placement[dependency.stage] != rank:
-                    arrival += send
-                start = max(start, arrival)
-            else:
-                free = ends[action] = start + cost[action.kind][action.stage]
-                row.append(Event(rank, action, start, free))
-                ready.extend(waiting.pop(action, ()))
-                continue
-            break
-    for rank, (row, actions) in enumerate(zip(rows, schedule.actions, strict=True)):
+    _check_places(schedule)
+    machine = _Machine(schedule, costs)
+    machine.run()
+    for rank, (row, actions) in enumerate(zip(machine.rows, schedule.actions, strict=True)):
         if len(row) < len(actions):
             raise ScheduleError(f"{schedule.name} stops: rank {rank} waits for ever before {actions[len(row)]} (see verify)")
-    return Timeline(schedule.name, tuple(map(tuple, rows)), send)
+    rows, stages = tuple(map(tuple, machine.rows)), schedule.stages
+    return Timeline(schedule.name, rows, costs.borders(stages), costs.sizes(stages), schedule.overlaps)
+
+
+def _check_places(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.actions):
+        stages, microbatches = set(schedule.stages_of(rank)), range(schedule.microbatches)
+        for action in row:
+            if action.stage not in stages or action.microbatch not in microbatches:
+                raise ScheduleError(f"{schedule.name} cannot be timed: rank {rank} has {action} (see verify)")
+
+
+Times = list[float | None]  # microbatch -> when what an action needs is there; None while it is not
+
+
+@dataclass(slots=True)
+class _Route:
+    """What the actions of one kind on one stage send to another rank."""
+
+    times: Times
+    receiver: int
+    channel: Channel
+    border: Border
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the actions of one kind on one stage need, cost and leave behind."""
+
+    needs: tuple[Times, ...]
+    cost: float
+    leaves: tuple[Times, ...] = ()  # for the same rank
+    sends: _Route | None = None
+
+
+class _Machine:
+    """Ranks that run their rows: each as far as it can, and again when what it waits for has come."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.overlap = schedule, costs.checked_overlap()
+        self.works = _works(schedule, costs)
+        self.rows: list[list[Event]] = [[] for _ in schedule.actions]
+        self.waits_for: list[Times | None] = [None] * schedule.ranks
+        self.ready = deque(range(schedule.ranks))
+
+    def run(self) -> None:
+        """Run until nothing can run any more."""
+        ranks = [self._run(rank) for rank in range(self.schedule.ranks)]
+        while self.ready:
+            rank = self.ready.popleft()
+            self.waits_for[rank] = next(ranks[rank], None)
+
+    def _run(self, rank: int) -> Iterator[Times]:
+        """Run the row of `rank`; yields the times it waits for an entry of, whenever it cannot go on without."""
+        row, works, free = self.rows[rank], self.works, 0.0
+        for cell in self.schedule.cells(rank):
+            actions = (cell,) if isinstance(cell, Action) else cell
+            start, cost = free, 0.0
+            for kind, stage, microbatch in actions:
+                work = works[kind][stage]
+                for times in work.needs:
+                    while (there := times[microbatch]) is None:
+                        yield times
+                    if there > start:
+                        start = there
+                cost += work.cost
+            if len(actions) > 1:
+                cost -= self.overlap * min(works[kind][stage].cost for kind, stage, _ in actions)
+            free = start + cost
+            for action in actions:
+                row.append(Event(rank, action, start, free))
+                self._finish(action, free)
+
+    def _finish(self, action: Action, end: float) -> None:
+        """Hand on what `action` has made, and wake the rank that waits for it."""
+        kind, stage, microbatch = action
+        work = self.works[kind][stage]
+        for times in work.leaves:
+            times[microbatch] = end
+        if (route := work.sends) is not None:
+            route.times[microbatch] = route.channel.carry(end, route.border)
+            if self.waits_for[route.receiver] is route.times:
+                self.waits_for[route.receiver] = None
+                self.ready.append(route.receiver)
+
+
+def _works(schedule: Schedule, costs: Costs) -> dict[Kind, list[_Work]]:
+    """Kind -> the work of every stage, with the times that connect them."""
+    stages, cost = range(schedule.stages), costs.table(schedule.stages)
+    saved, owed, inputs, gradients = ([_times(schedule) for _ in stages] for _ in range(4))  # stage -> times
+    inputs[:1] = gradients[-1:] = [_times(schedule, 0.0) for _ in stages[:1]]  # the batch and the loss wait for no stage
+    works = {
+        Kind.F: [_Work((inputs[stage],), cost[Kind.F][stage], (saved[stage],)) for stage in stages],
+        Kind.B: [_Work((saved[stage], gradients[stage]), cost[Kind.B][stage]) for stage in stages],
+        Kind.I: [_Work((saved[stage], gradients[stage]), cost[Kind.I][stage], (owed[stage],)) for stage in stages],
+        Kind.W: [_Work((owed[stage],), cost[Kind.W][stage]) for stage in stages],
+    }
+    borders, home = costs.borders(schedule.stages), schedule.placement
+    channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+
+    def connect(work: _Work, source: int, receiver: int, times: Times) -> None:
+        ends = home[source], home[receiver]
+        if ends[0] == ends[1]:
+            work.leaves += (times,)
+        else:
+            work.sends = _Route(times, ends[1], channels[ends], borders[min(source, receiver)])
+
+    for stage in stages[1:]:
+        connect(works[Kind.F][stage - 1], stage - 1, stage, inputs[stage])
+        for kind in (Kind.B, Kind.I):
+            connect(works[kind][stage], stage, stage - 1, gradients[stage - 1])
+    return works
+
+
+def _times(schedule: Schedule, there: float | None = None) -> Times:
+    return [there] * schedule.microbatches

@@ -21,9 +21,8 @@ def _joined(schedule: Schedule, rank: int) -> Iterator[Cell]:
         cell = cells[at]
         at += 1
         if isinstance(cell, Action) and cell.kind is Kind.I and cell._replace(kind=Kind.W) in cells[at : at + 1]:
-            if cell.stage == 0 or schedule.placement[cell.stage - 1] == rank:
-                cell = cell._replace(kind=Kind.B)
-                at += 1
+            stays = cell.stage == 0 or schedule.placement[cell.stage - 1] == rank  # the gradient that I makes
+            cell, at = (cell._replace(kind=Kind.B), at + 1) if stays else (cell, at)
         yield cell
 
 

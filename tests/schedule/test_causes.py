@@ -80,6 +80,14 @@ def test_without_backwards_a_rank_fills_until_its_first_action():
     assert idle(simulate(forwards, Costs([2, 1]))) == ["4-5 drain", "0-2 fill  3-4 imbalance"]
 
 
+def test_without_forwards_a_rank_drains_from_its_first_action():
+    assert idle(timeline("0B0@3-4 0B1@5-6\n1B0@0-3 1B1@3-5"))[0] == "0-3 fill  4-5 drain"
+
+
+def test_measured_events_that_overlap_leave_no_time_between_them():
+    assert idle(timeline("0F0@0-9 0F1@2-5 0B0@7-11 0B1@13-14")) == ["11-13 drain"]
+
+
 def test_a_rank_without_actions_is_idle_by_imbalance():
     alone = Timeline("alone", (*timeline("0F0@3-4 0B0@4-6").rows, ()))
     assert idle(alone) == ["", "3-6 imbalance"]

@@ -283,6 +283,13 @@ def test_a_message_that_queued_leads_the_critical_path_to_where_the_queue_began(
     assert [str(event.action) for event in timeline.critical_path] == ["0F0", "1F2"]  # 0F1 and 0F2 could be later
 
 
+def test_a_backward_to_the_weights_sends_nothing_that_could_queue():
+    halves = table("0F0 0F1 0I0 0I1 0W0 0W1\n1F0 1F1 1I0 1W0 1I1 1W1")
+    timeline = simulate(halves, Costs(1, [5, 1], 1, size=4, bandwidth=1))  # 1I1's gradient is there at 19, 0I0 ends at 20
+    path = " ".join(str(event.action) for event in timeline.critical_path)
+    assert path == "0F0 1F1 1I0 0I0 0I1 0W0 0W1"
+
+
 @settings(max_examples=100, deadline=None)
 @given(timed_tables())
 def test_the_memory_curve_begins_and_ends_with_nothing_and_its_peak_is_counted(timed):

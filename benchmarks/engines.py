@@ -1,19 +1,25 @@
 """The same table and the same model on two engines, and on none: one process."""
 
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from subjects import Subject
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import penstock as ps
-from penstock.schedule import Action, Kind, Schedule
+from penstock.schedule import Action, Event, Kind, Schedule
+from penstock.schedule.transform import with_full_backwards, with_weights_last
 
-PEER_SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SINGLE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # the peer's engines for these two alone
+SHARED = (*SINGLE_STAGE, "interleaved-1f1b", "looped-bfs", "interleaved-zb", "zb-v", "dualpipe-v")  # schedules both have
 
 
 @dataclass(frozen=True)
@@ -24,10 +30,17 @@ class Case:
     schedule: str
     ranks: int
     microbatches: int
+    weights_last: bool = False  # all W at the end
+    merge: bool = False  # W that stand next to each other as one product; Penstock alone can
 
     def table(self) -> Schedule:
-        """The table both engines run."""
-        return ps.schedule.build(self.schedule, ranks=self.ranks, microbatches=self.microbatches)
+        """The table that runs: what Penstock makes of the schedule's, and the peer gets too."""
+        table = ps.schedule.build(self.schedule, ranks=self.ranks, microbatches=self.microbatches)
+        return with_full_backwards(with_weights_last(table) if self.weights_last else table)
+
+    def one_by_one(self) -> Schedule:
+        """The table as both engines run it on a CPU: first one action of an overlapping pair, then the other."""
+        return replace(self.table(), overlaps=frozenset())
 
 
 class Engine(Protocol):
@@ -43,9 +56,10 @@ class Penstock:
     """`penstock.Pipeline`, as a user would build it."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        stages = case.subject.stages(case.ranks)
-        self.pipe = ps.Pipeline(stages, case.subject.loss, schedule=case.table())
-        self.modules = [stages[rank]]
+        table = case.table()
+        stages = case.subject.stages(table.stages)
+        self.pipe = ps.Pipeline(stages, case.subject.loss, schedule=table, merge_weight_gradients=case.merge)
+        self.modules: list[nn.Module] = [stages[index] for index in table.stages_of(rank)]
         self.input, self.target = case.subject.batch(case.microbatches)
 
     def step(self) -> Tensor | None:
@@ -57,34 +71,51 @@ class Peer:
     """`torch.distributed.pipelining`, as its documentation sets it up; it is not asked for the outputs."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        self.modules = [case.subject.stages(case.ranks)[rank]]
-        self.stage = PipelineStage(self.modules[0], rank, case.ranks, torch.device("cpu"))
-        self.schedule = PEER_SCHEDULES[case.schedule](self.stage, case.microbatches, loss_fn=case.subject.loss)
+        table, cpu = case.table(), torch.device("cpu")
+        modules = case.subject.stages(table.stages)
+        self.stages = [PipelineStage(modules[index], index, table.stages, cpu) for index in table.stages_of(rank)]
+        self.modules: list[nn.Module] = [modules[index] for index in table.stages_of(rank)]
+        self.schedule: Any
+        if case.schedule in SINGLE_STAGE:
+            self.schedule = SINGLE_STAGE[case.schedule](self.stages[0], case.microbatches, loss_fn=case.subject.loss)
+        else:  # the engine of all its other schedules
+            self.schedule = _PipelineScheduleRuntime(self.stages, case.microbatches, loss_fn=case.subject.loss)
+            with tempfile.TemporaryDirectory() as folder:
+                table.to_csv(Path(folder) / "table.csv")
+                self.schedule._load_csv(Path(folder) / "table.csv")
         self.input, self.target = case.subject.batch(case.microbatches)
 
     def step(self) -> Tensor | None:
-        """One step; the last rank has the loss."""
-        inputs = (self.input,) if self.stage.is_first else ()
-        target = self.target if self.stage.is_last else None
+        """One step; the last stage's rank has the loss."""
+        inputs = (self.input,) if self.stages[0].is_first else ()
+        target = self.target if self.stages[-1].is_last else None
         losses: list[Tensor] = []
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).detach().mean() if losses else None
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Action]]:
+    def recorded(self) -> Iterator[list[Event]]:
         """The actions this rank runs meanwhile. (What its schedules print is not always what they run.)"""
-        ran: list[Action] = []
-        stage: Any = self.stage
-        for kind, name in ((Kind.F, "forward_one_chunk"), (Kind.B, "backward_one_chunk")):
-            setattr(stage, name, _recording(ran, kind, stage.stage_index, getattr(stage, name)))
+        ran: list[Event] = []
+        for stage in self.stages:
+            for name, kind in METHODS.items():
+                setattr(stage, name, _recording(ran, kind, stage, getattr(stage, name)))
         yield ran
-        del stage.forward_one_chunk, stage.backward_one_chunk  # the methods of its class are back
+        for stage in self.stages:
+            for name in METHODS:
+                delattr(stage, name)  # the method of its class is back
 
 
-def _recording(ran: list[Action], kind: Kind, stage: int, function: Any) -> Any:
+METHODS = {"forward_one_chunk": Kind.F, "backward_one_chunk": Kind.B, "backward_weight_one_chunk": Kind.W}
+
+
+def _recording(ran: list[Event], kind: Kind, stage: PipelineStage, function: Any) -> Any:
     def recorded(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        ran.append(Action(kind, stage, microbatch))
-        return function(microbatch, *args, **kwargs)
+        action = Action(kind if kwargs.get("full_backward", True) else Kind.I, stage.stage_index, microbatch)
+        start = time.perf_counter()
+        result = function(microbatch, *args, **kwargs)
+        ran.append(Event(stage.group_rank, action, start, time.perf_counter()))
+        return result
 
     return recorded
 
@@ -93,7 +124,7 @@ class OneProcess:
     """The whole model on rank 0, gradients accumulated over pieces of the batch; the other ranks do nothing."""
 
     def __init__(self, case: Case, rank: int, pieces: int) -> None:
-        self.modules: list[nn.Module] = case.subject.stages(case.ranks) if rank == 0 else []
+        self.modules: list[nn.Module] = case.subject.stages(case.table().stages) if rank == 0 else []
         self.loss, self.pieces = case.subject.loss, pieces
         self.input, self.target = case.subject.batch(case.microbatches)
 
@@ -118,15 +149,22 @@ def forget_gradients(engine: Engine) -> None:
         module.zero_grad()
 
 
-def check_same(ours: Penstock, peer: Peer, case: Case, rank: int) -> None:
-    """Both engines run the table and make the same loss and gradients. Raises AssertionError if not."""
+def check_same(ours: Penstock, peer: Peer, case: Case, rank: int) -> tuple[Event, ...]:
+    """Both engines run the table and make the same loss and gradients. Raises AssertionError if not.
+
+    Returns what the peer ran on this rank.
+    """
     forget_gradients(ours)
     forget_gradients(peer)
     our_loss = ours.step()
     with peer.recorded() as ran:
         peer_loss = peer.step()
-    assert tuple(ran) == case.table().actions[rank], f"rank {rank} of the peer ran {ran}"
+    table = case.table().actions[rank]
+    assert tuple(event.action for event in ours.pipe.timeline().rows[rank]) == table
+    assert tuple(event.action for event in ran) == table, f"rank {rank} of the peer ran {ran}"
     if peer_loss is not None:
         torch.testing.assert_close(our_loss, peer_loss)
-    for mine, other in zip(ours.modules[0].parameters(), peer.modules[0].parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for mine, other in zip(ours.modules, peer.modules, strict=True):
+        for parameter, another in zip(mine.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, another.grad)
+    return tuple(ran)

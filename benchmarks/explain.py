@@ -8,8 +8,7 @@ from typing import NamedTuple
 from engines import Case
 from measure import Lap, Record
 
-import penstock as ps
-from penstock.schedule import Costs, Kind, Timeline
+from penstock.schedule import Costs, Kind, Timeline, simulate
 
 
 class Excess(NamedTuple):
@@ -32,18 +31,34 @@ def step_times(records: Sequence[Record], engine: str) -> list[float]:
 def ideal(case: Case) -> float:
     """Seconds `simulate` predicts if every action takes what is nominal and messages take nothing."""
     assert case.subject.nominal is not None
-    forward, backward = case.subject.nominal
-    return ps.schedule.simulate(case.table(), Costs(forward, backward, 0)).makespan
+    return simulate(case.one_by_one(), Costs(*case.subject.nominal)).makespan
 
 
 def fed(case: Case, timeline: Timeline, send: float) -> float:
-    """Seconds `simulate` predicts for the action times measured in one step (a mean for each stage) and this send cost."""
-    forward, backward = ([_mean_time(timeline, kind, stage) for stage in range(case.ranks)] for kind in (Kind.F, Kind.B))
-    return ps.schedule.simulate(case.table(), Costs(forward, backward, [0] * case.ranks, send)).makespan
+    """Seconds `simulate` predicts for this send cost and the times of one step's actions (a mean for each stage and kind)."""
+    table = case.one_by_one()
+    forward, inputs, weights = zip(*(_costs(timeline, stage) for stage in range(table.stages)), strict=True)
+    return simulate(table, Costs(forward, inputs, weights, send)).makespan
 
 
-def _mean_time(timeline: Timeline, kind: Kind, stage: int) -> float:
-    return fmean(event.end - event.start for event in timeline.events if event.action[:2] == (kind, stage))
+def _costs(timeline: Timeline, stage: int) -> tuple[float, float, float]:
+    """Seconds of F, I and W on `stage`.
+
+    To `simulate`, B costs as much as I and W. Where a stage has both and they differ, I and W are scaled so that all its
+    backwards together take what they took.
+    """
+    spent = {kind: times_of(timeline, kind, stage) for kind in Kind}
+    inputs, weights = (fmean(spent[kind] or [0.0]) for kind in (Kind.I, Kind.W))
+    if not spent[Kind.I]:
+        return fmean(spent[Kind.F]), fmean(spent[Kind.B]), 0.0
+    whole = sum(spent[Kind.B]) + sum(spent[Kind.I]) + sum(spent[Kind.W])
+    scale = whole / ((inputs + weights) * (len(spent[Kind.B]) + len(spent[Kind.I])))
+    return fmean(spent[Kind.F]), scale * inputs, scale * weights
+
+
+def times_of(timeline: Timeline, kind: Kind, stage: int) -> list[float]:
+    """Seconds of every action of `kind` on `stage`."""
+    return [end - start for _, action, start, end in timeline.events if action[:2] == (kind, stage)]
 
 
 def excess(case: Case, timeline: Timeline, laps: Sequence[Lap], send: float) -> Excess:

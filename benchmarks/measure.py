@@ -1,6 +1,7 @@
 """What every rank runs: the engines' steps in turns, in the same processes, each timed from a common start."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from engines import Case, Engine, OneProcess, Peer, Penstock, check_same, forget_gradients
 
 import penstock as ps
-from penstock.schedule import Timeline
+from penstock.schedule import Event, Timeline
 
 WARM_UP = 2  # steps of each engine that do not count: in its first the peer infers shapes and ours describes them
 SENDS = 30  # messages timed
@@ -31,6 +32,7 @@ class Record:
 
     laps: dict[str, list[Lap]] = field(default_factory=dict)  # engine -> its steps
     timelines: list[Timeline] = field(default_factory=list)  # of our steps, on rank 0
+    peer: tuple[Event, ...] = ()  # what the peer ran on this rank in the step that was checked
     send: float = 0.0  # seconds a bare message takes from rank 0 to rank 1, on rank 1
 
 
@@ -45,19 +47,28 @@ def _run(case: Case, rank: int, repeats: int, alone: bool) -> Record:
     engines: dict[str, Engine] = {"ours": ours, "peer": peer}
     if alone:
         engines |= {"pieces": OneProcess(case, rank, case.microbatches), "whole": OneProcess(case, rank, 1)}
+    warm_up(engines)
+    record = Record(peer=check_same(ours, peer, case, rank), send=_send_time(case, rank))
+    for name, lap in laps(engines, repeats):
+        record.laps.setdefault(name, []).append(lap)
+        if name == "ours":
+            timeline = ours.pipe.timeline()
+            record.timelines += [timeline] if rank == 0 else []
+    return record
+
+
+def warm_up(engines: dict[str, Engine]) -> None:
+    """Steps that do not count."""
     for _ in range(WARM_UP):
         for engine in engines.values():
             engine.step()
-    check_same(ours, peer, case, rank)
-    record = Record({name: [] for name in engines}, send=_send_time(case, rank))
+
+
+def laps(engines: dict[str, Engine], repeats: int) -> Iterator[tuple[str, Lap]]:
+    """Steps of all engines in turns, each with the name of its engine."""
     for repeat in range(repeats):
-        names = list(engines) if repeat % 2 else list(reversed(engines))  # nobody always goes first
-        for name in names:
-            record.laps[name].append(_lap(engines[name]))
-            if name == "ours":
-                timeline = ours.pipe.timeline()
-                record.timelines += [timeline] if rank == 0 else []
-    return record
+        for name in engines if repeat % 2 else reversed(engines):  # nobody always goes first
+            yield name, _lap(engines[name])
 
 
 def _lap(engine: Engine) -> Lap:

@@ -21,8 +21,8 @@ class Subject(Protocol):
         """How it is called in the tables."""
 
     @property
-    def nominal(self) -> tuple[float, float] | None:
-        """Seconds of a forward and of a backward, where they are known beforehand."""
+    def nominal(self) -> tuple[float, float, float] | None:
+        """Seconds of F, I and W of a stage, where they are known beforehand."""
 
     @property
     def message(self) -> int:
@@ -43,8 +43,7 @@ class Emulated:
     """Devices that sleep; a microbatch is `rows` by `width` floats everywhere."""
 
     width: int
-    forward: float = 0.010
-    backward: float = 0.020
+    seconds: float  # of F, of I and of W of a stage
     rows: int = 16
 
     @property
@@ -53,9 +52,9 @@ class Emulated:
         return f"{self.message >> 20} MB" if self.message >> 20 else f"{self.message >> 10} KB"
 
     @property
-    def nominal(self) -> tuple[float, float]:
+    def nominal(self) -> tuple[float, float, float]:
         """As asked for."""
-        return self.forward, self.backward
+        return self.seconds, self.seconds, self.seconds
 
     @property
     def message(self) -> int:
@@ -64,7 +63,7 @@ class Emulated:
 
     def stages(self, count: int) -> list[nn.Module]:
         """`count` devices of the same speed."""
-        return [EmulatedDevice(self.forward, self.backward) for _ in range(count)]
+        return [EmulatedDevice(self.seconds) for _ in range(count)]
 
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
         """(rows, width), (rows,) of all microbatches."""
@@ -77,32 +76,53 @@ class Emulated:
 
 
 class EmulatedDevice(nn.Module):
-    """A stage that sleeps `forward` and `backward` seconds, with one parameter so that there is a gradient to compute."""
+    """A stage that sleeps `seconds` in F, I and W each, with one parameter so that there is a gradient to compute.
 
-    def __init__(self, forward: float, backward: float) -> None:
+    I sleeps in a node of the graph that only the input's gradient passes, W in a hook of the parameter. So each sleeps once
+    in either engine, whether it runs a split backward or a full one. (The peer's W runs the node again that leads to the
+    parameter, as an operation's own backward does; that node must not sleep.)
+    """
+
+    def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.times = forward, backward
+        self.weight.register_hook(lambda _: time.sleep(seconds))
+        self.seconds = seconds
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(rows, width) -> the same memory."""
-        return _Occupied.apply(hidden, self.weight, *self.times)
+        first = not hidden.requires_grad
+        return _Weighted.apply(
+            _Occupied.apply(hidden.detach().requires_grad_() if first else hidden, self.seconds, first), self.weight
+        )
 
 
 class _Occupied(torch.autograd.Function):
-    """Takes its time and hands on the memory it got, in both directions."""
+    """Takes its time and hands on the memory it got, in both directions; nothing to the batch, where it is the first."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.time = backward
-        time.sleep(forward)
-        return hidden.view_as(hidden)
+    def forward(ctx: Any, hidden: Tensor, seconds: float, first: bool) -> Tensor:
+        ctx.seconds, ctx.first = seconds, first
+        time.sleep(seconds)
+        return hidden.data  # not a view, which the peer's I cannot detach
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        time.sleep(ctx.time)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        time.sleep(ctx.seconds)
         # A new view, not `gradient` itself: an engine that reads it from a leaf's `.grad` then gets it without a copy.
-        return gradient.view_as(gradient), gradient.flatten()[:1].clone(), None, None
+        return None if ctx.first else gradient.view_as(gradient), None, None
+
+
+class _Weighted(torch.autograd.Function):
+    """Where the parameter comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        return hidden.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient.view_as(gradient), gradient.flatten()[:1].clone()
 
 
 class _FirstColumn(torch.autograd.Function):
@@ -165,6 +185,7 @@ class Perceptron:
 
     dim: int = 1024
     rows: int = 256
+    dtype: torch.dtype = torch.float32
     nominal: None = None
 
     @property
@@ -180,12 +201,12 @@ class Perceptron:
     def stages(self, count: int) -> list[nn.Module]:
         """Cut where the parameters are even."""
         torch.manual_seed(0)
-        return split(mlp(self.dim), count)
+        return split(mlp(self.dim).to(self.dtype), count)
 
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
         """(rows, dim) and a class for each row."""
         torch.manual_seed(1)
-        return torch.randn(self.rows, self.dim), torch.randint(2, (self.rows,))
+        return torch.randn(self.rows, self.dim, dtype=self.dtype), torch.randint(2, (self.rows,))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """(rows, classes), (rows,) -> scalar."""

@@ -77,8 +77,8 @@ class Schedules:
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         print(
-            "\nP ranks, V stages on each, M microbatches (any number). F, I, W: what forward, backward to the input, backward to the"
-            "\nweights of one microbatch take on one rank; B = I + W, T = F + B. `penstock show NAME` draws one."
+            "\nP ranks, V stages on each, M microbatches (any). F, I, W: what forward, backward to the input and backward"
+            "\nto the weights of a microbatch take on one rank; B = I + W, T = F + B. `penstock show NAME` draws one."
         )
 
 

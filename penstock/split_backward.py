@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.standins import Owed, Place, PutOff, Use, identity, places_of, run_backward
-from penstock.weight_gradients import PRODUCTS, summed
+from penstock.weight_gradients import PRODUCTS
 
 NODE_BYTES = 1 << 18  # gradients handed over together; larger ones reach their parameter while still in the cache
 
@@ -44,26 +44,46 @@ class Splitter:
         """For one microbatch."""
         return self._stock.pop() if self._stock else PutOff(self._places)
 
-    def end(self, put_off: Sequence[PutOff], last: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+    def end(
+        self, put_off: Sequence[PutOff], last: bool = False, expect: Callable[[Sequence[Tensor]], None] | None = None
+    ) -> None:
         """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
 
-        `last` is given with the step's last and called with the ends of the graph, before the gradients reach the parameters.
+        `last`: no other follows in this step. `expect` is called before the gradients reach the parameters, with tensors that
+        depend on those which get one.
         """
         owed = [each.taken() for each in put_off]
         uses = owed[0] if len(owed) == 1 else joined(owed)
-        others = self._stock if last is not None else []  # a module may have kept a weight from an earlier microbatch
+        others = self._stock if last else []  # a module may have kept a weight from an earlier microbatch
         uses += itertools.chain.from_iterable(each.taken() for each in others)
         left = added([each.left() for each in (*put_off, *others)])
         if self.merge:
             uses = [pair for pair in uses if not self._added_to_sum(*pair, left)]
         nodes = self._nodes(uses, left)
+        if expect is None:
+            nodes = [node for node in nodes if not self._added_to_gradients(node)]
+        self._hand_over(nodes, expect)
+        self._stock += put_off
+
+    def _added_to_gradients(self, node: "_Node") -> bool:
+        """Whether the node's gradients could be, and so were, given straight to the ends of the graph.
+
+        That is less work. But what the caller still holds cannot become a parameter's `.grad`, it would be copied.
+        """
+        places = [self._places[place] for place in node.places]
+        if any(place.parameter.grad is None for place in places):
+            return False
+        pairs = [(place.end, each) for place, each in zip(places, node.gradients(), strict=True) if each is not None]
+        run_backward(*zip(*pairs, strict=True))
+        return True
+
+    def _hand_over(self, nodes: Sequence["_Node"], expect: Callable[[Sequence[Tensor]], None] | None) -> None:
         with torch.enable_grad():
             ends = [_HandOver.apply(node, *[self._places[place].parameter for place in node.places]) for node in nodes]
-        if last is not None:
-            last(ends)
+        if expect is not None:
+            expect(ends)
         if nodes:
             run_backward([get_gradient_edge(end) for end in ends], ends)
-        self._stock += put_off
 
     def _added_to_sum(self, use: Use, gradient: Tensor, left: dict[int, Tensor]) -> bool:
         """Whether the weight's gradient could be, and so was, added in the product itself."""
@@ -82,10 +102,10 @@ class Splitter:
         with torch.no_grad():
             product(weight.grad, gradient, use.unpack())
             if bias is not None:
-                left[bias] = summed(gradient.reshape(-1, gradient.shape[-1]), use.bias)
+                left[bias] = gradient.sum_to_size(use.bias.shape)
         return True
 
-    def _nodes(self, owed: Sequence[Owed], left: dict[int, Tensor]) -> "list[_Node]":
+    def _nodes(self, owed: Sequence[Owed], left: dict[int, Tensor]) -> list["_Node"]:
         key = tuple([use.targets for use, _ in owed]), tuple(left)
         if key not in self._groups:
             self._groups[key] = list(_grouped(owed, left))

@@ -162,7 +162,7 @@ class Stage:
     def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
         put_off = [self._put_off.pop(microbatch) for microbatch in microbatches]
-        self._splitter.end(put_off, self._replicas.expect if last else None)
+        self._splitter.end(put_off, last, self._replicas.expect if last and self._replicas else None)
 
     def forget(self) -> None:
         """Before a step: let go of all microbatches that a step which did not end left in flight."""

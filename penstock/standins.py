@@ -279,6 +279,7 @@ class Place:
         self.parameter = parameter
         self.owners: list[tuple[dict[str, Any], str]] = []
         self.memory = parameter.data_ptr()
+        self.end = get_gradient_edge(parameter)  # of the graph, where gradients become the parameter's
 
     def stand_in(self, later: PutOff, index: int) -> Tensor:
         """A leaf that shares the parameter's memory."""

@@ -42,7 +42,8 @@ def linear(later: Later, input: Tensor, weight: Tensor, bias: Tensor | None = No
         output = later.put_off(output, _of_linear, input, weight, None)
         return output if bias is None else output + bias.to(output.dtype)
     output = F.linear(input, kernel, shift)
-    return later.put_off(output, _of_linear, input, weight, bias)
+    plain = input.dim() == 2 and kernel.is_contiguous() and (bias is None or bias.shape == kernel.shape[:1])
+    return later.put_off(output, _of_rows if plain else _of_linear, input, weight, bias)
 
 
 def matmul(later: Later, input: Tensor, other: Tensor) -> Tensor:
@@ -140,25 +141,24 @@ RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 
 
+def _of_rows(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+    """`_of_linear` of what is mostly met: (rows, N) and (rows, K) -> (N, K) and (N)."""
+    return gradient.t().mm(value), None if bias is None else gradient.sum(0)
+
+
 def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
     flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
-    for_bias = None if bias is None else summed(flat if gradient.dim() <= 3 else gradient, bias)
+    for_bias = None if bias is None else (flat if gradient.dim() <= 3 else gradient).sum_to_size(bias.shape)
     rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])  # (rows, K)
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
         return flat.t().mm(rows), for_bias
     return rows.t().mm(flat).t(), for_bias
 
 
-def summed(gradient: Tensor, bias: Tensor) -> Tensor:
-    """`gradient` over what `bias` was broadcast to."""
-    plain = gradient.dim() == 2 and bias.shape == gradient.shape[1:]
-    return gradient.sum(0) if plain else gradient.sum_to_size(bias.shape)  # the same, in half the time
-
-
 def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
     flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
     rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])  # (rows, K)
-    for_bias = None if bias is None else summed(flat, bias)
+    for_bias = None if bias is None else flat.sum_to_size(bias.shape)
     if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
         return flat.t().mm(rows).t(), for_bias
     return rows.t().mm(flat), for_bias
@@ -173,7 +173,11 @@ def _into_matmul(total: Tensor, gradient: Tensor, value: Tensor) -> None:
 
 
 # The formulas that are one product: it can add to the sum so far as it goes, (total, output gradient, input).
-PRODUCTS: dict[Formula, Callable[[Tensor, Tensor, Tensor], None]] = {_of_linear: _into_linear, _of_matmul: _into_matmul}
+PRODUCTS: dict[Formula, Callable[[Tensor, Tensor, Tensor], None]] = {
+    _of_rows: _into_linear,
+    _of_linear: _into_linear,
+    _of_matmul: _into_matmul,
+}
 
 
 def _of_embedding(padding: int, scale: bool, gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:

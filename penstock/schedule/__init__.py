@@ -5,7 +5,8 @@ from penstock.schedule.actions import Action, Kind, Schedule, from_rows
 from penstock.schedule.catalog import build, names
 from penstock.schedule.causes import Cause, Idle
 from penstock.schedule.events import Border, Event, Size, Timeline
-from penstock.schedule.program import Program, Step, Transfer, lower
+from penstock.schedule.foreign import from_lowered_csv, from_lowered_rows
+from penstock.schedule.program import Program, Run, Script, Step, Transfer, lower
 from penstock.schedule.simulate import Costs, simulate
 from penstock.schedule.verify import Proof, prove, verify
 
@@ -19,13 +20,17 @@ __all__ = [
     "Kind",
     "Program",
     "Proof",
+    "Run",
     "Schedule",
     "ScheduleError",
+    "Script",
     "Size",
     "Step",
     "Timeline",
     "Transfer",
     "build",
+    "from_lowered_csv",
+    "from_lowered_rows",
     "from_rows",
     "lower",
     "names",

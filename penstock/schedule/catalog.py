@@ -95,7 +95,9 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
     numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank, **options}
     for what, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is None and what not in ("ranks", "microbatches"):
+            continue  # left open
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
     if unknown := sorted(set(options) - set(family.options)):
         known = f"it has {', '.join(family.options)}" if family.options else "it has none"

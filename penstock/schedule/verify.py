@@ -1,27 +1,38 @@
 """The proof: a table is complete, and its program runs to the end with nothing buffered - or what exactly is wrong.
 
-The proof is an execution of the program on an abstract machine. Nothing is buffered: a transfer happens when its send
-and its receive are both posted and every earlier transfer of its channel has happened. Whether the machine stops does not
-depend on the order in which ranks are looked at (a step that can run stays able to run until it does), so one execution
-decides for all. When it stops, every rank that is not done waits for exactly one other, and following them leads into the
-circle that is reported.
+The proof is an execution of the program on an abstract machine. Nothing is buffered: each end of a channel is a queue of
+what its rank has posted there, and a transfer happens when it stands in front of both. Compute goes on meanwhile; it waits
+for what it receives and never for a send. Which rank is looked at first does not matter (what can happen stays possible
+until it does), so one execution decides for all. When the machine stops, every rank that is not done waits for another,
+and following them leads into the circle that is reported.
 
-Why this is enough for NCCL: each channel is a communicator and a stream of its own, on which operations run in the order
-they were posted, each blocking that stream - and only that stream - until its partner has been posted too. That is the
-machine above: the compute stream waits for receives it needs (`needs`) and never for a send. So a proved program cannot
-hang there, as long as all of a rank's channels have room to be resident on the GPU at once (a few blocks each).
+Two kinds of channels can be asked about:
+
+* *directed*, what Penstock has: a channel for each direction between two ranks, receives posted ahead. With NCCL each is
+  a communicator and a stream of its own, on which operations run in the order they were posted, each blocking that stream
+  - and only that stream - until its partner has been posted too. That is the machine above, so a proved program cannot
+  hang there, as long as all of a rank's channels have room to be resident on the GPU at once (a few blocks each).
+* *shared*: one queue for both directions between two ranks, each receive posted when it is needed. That is what PyTorch
+  makes of plain `isend` and `irecv` on NCCL: one communicator and one stream for each pair of ranks. Two ranks that both
+  have a send in front there have stopped for good.
+
+Two actions that overlap start together, when what either of them needs has arrived. That is the stricter question: an
+engine that runs the pair one after the other posts the same in the same order and only waits less, so the proof holds for
+it too.
 """
 
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Kind, Schedule, dependencies
+from penstock.schedule.actions import Action, Cell, Kind, Schedule, dependencies
 from penstock.schedule.events import peaks_in_flight
-from penstock.schedule.program import Program, Step, Transfer, lower
+from penstock.schedule.program import Instruction, Program, Run, Script, Transfer, actions_of, collector_paused, lower
 
 SENDS = ("async", "blocking")
+CHANNELS = ("directed", "shared")
 
 
 @dataclass(frozen=True)
@@ -36,31 +47,42 @@ class Proof:
     transfers: int
     peak_in_flight: tuple[int, ...]  # per rank
     sends: str
+    channels: str
+    program: Program = field(repr=False, compare=False)  # what was proved
 
     def __str__(self) -> str:
+        how = f"{self.sends} sends" + (", shared channels" if self.channels == "shared" else "")
         return (
             f"proved: {self.name} over {self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches: "
-            f"{self.actions} actions complete, {self.transfers} transfers without a circle ({self.sends} sends), "
+            f"{self.actions} actions complete, {self.transfers} transfers without a circle ({how}), "
             f"in flight {'/'.join(map(str, self.peak_in_flight))}"
         )
 
 
-def verify(schedule: Schedule, max_in_flight: int | Sequence[int] | None = None, sends: str = "async") -> Proof:
+@collector_paused()
+def verify(
+    schedule: Schedule,
+    max_in_flight: int | Sequence[int] | None = None,
+    sends: str = "async",
+    channels: str = "directed",
+) -> Proof:
     """Prove that `schedule` is complete, keeps its memory bound and cannot stop; raises ScheduleError with the reason.
 
     `max_in_flight`: the most (stage, microbatch) activations a rank may hold, one number or one for each rank.
-    `sends`: `async` (compute goes on while a send waits for its receive, receives are posted ahead), or `blocking`
-    (a rank waits for each send before its next action, and posts a receive, and those of its channel that come before it,
-    when it needs it).
+    `sends`: `async` (compute goes on while a send waits for its receive), or `blocking` (a rank waits for each send before
+    its next action).
+    `channels`: `directed` (one for each direction between two ranks), or `shared` (one for both).
+    With async sends and directed channels receives are posted ahead, as Penstock does; else each is posted when it is
+    needed, together with those of its channel that come before it.
     """
-    if sends not in SENDS:
-        raise ScheduleError(f"sends={sends!r}: use 'async' or 'blocking'")
-    _check_places(schedule)
-    _check_complete(schedule)
-    peaks = peaks_in_flight(schedule.actions)
+    for name, value, known in (("sends", sends, SENDS), ("channels", channels, CHANNELS)):
+        if value not in known:
+            raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, known))}")
+    check_table(schedule)
+    peaks = peaks_in_flight(map(schedule.cells, range(schedule.ranks)))
     _check_memory(schedule, peaks, max_in_flight)
-    program = lower(schedule, ahead=0) if sends == "blocking" else lower(schedule)
-    prove(program, blocking=sends == "blocking")
+    program = lower(schedule) if (sends, channels) == ("async", "directed") else lower(schedule, ahead=0)
+    prove(program, blocking=sends == "blocking", shared=channels == "shared")
     return Proof(
         name=schedule.name,
         ranks=schedule.ranks,
@@ -70,53 +92,86 @@ def verify(schedule: Schedule, max_in_flight: int | Sequence[int] | None = None,
         transfers=sum(map(len, program.channels.values())),
         peak_in_flight=peaks,
         sends=sends,
+        channels=channels,
+        program=program,
     )
+
+
+def check_table(schedule: Schedule) -> None:
+    """Raises ScheduleError unless every action and every pair is well formed, in its place, and none is missing."""
+    _check_places(schedule)
+    _check_complete(schedule)
+    _check_pairs(schedule)
 
 
 def _check_places(schedule: Schedule) -> None:
     """Every action names a stage and a microbatch that exist, on the rank where the stage lives."""
-    if not schedule.ranks or not schedule.stages or schedule.microbatches < 1:
-        raise ScheduleError(
-            f"{schedule.name} is empty: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
-        )
-    for stage, home in enumerate(schedule.placement):
+    placement, stages, microbatches = schedule.placement, schedule.stages, schedule.microbatches
+    if not schedule.ranks or not stages or microbatches < 1:
+        raise ScheduleError(f"{schedule.name} is empty: {schedule.ranks} ranks, {stages} stages, {microbatches} microbatches")
+    for stage, home in enumerate(placement):
         if not 0 <= home < schedule.ranks:
             raise ScheduleError(f"{schedule.name} places stage {stage} on rank {home}; the ranks are 0 to {schedule.ranks - 1}")
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            if not 0 <= action.stage < schedule.stages:
-                raise ScheduleError(f"rank {rank} has {action}; the stages are 0 to {schedule.stages - 1}")
-            if not 0 <= action.microbatch < schedule.microbatches:
-                raise ScheduleError(f"rank {rank} has {action}; the microbatches are 0 to {schedule.microbatches - 1}")
-            if schedule.placement[action.stage] != rank:
-                home = schedule.placement[action.stage]
-                raise ScheduleError(f"rank {rank} has {action}, but stage {action.stage} lives on rank {home}")
+            _, stage, microbatch = action
+            if not 0 <= stage < stages:
+                raise ScheduleError(f"rank {rank} has {action}; the stages are 0 to {stages - 1}")
+            if not 0 <= microbatch < microbatches:
+                raise ScheduleError(f"rank {rank} has {action}; the microbatches are 0 to {microbatches - 1}")
+            if placement[stage] != rank:
+                raise ScheduleError(f"rank {rank} has {action}, but stage {stage} lives on rank {placement[stage]}")
+
+
+Found = dict[Kind, set[int]]  # of one stage: the microbatches that have an action of this kind
 
 
 def _check_complete(schedule: Schedule) -> None:
     """Every (stage, microbatch) has its F once, and its B once or its I and W once."""
-    count = Counter(action for row in schedule.actions for action in row)
-    for action, times in count.items():
-        if times > 1:
-            rank = schedule.placement[action.stage]
-            raise ScheduleError(f"rank {rank} has {action} {times} times; each action stands once")
+    found: list[Found] = [{kind: set() for kind in Kind} for _ in schedule.placement]
+    for row in schedule.actions:
+        for kind, stage, microbatch in row:
+            found[stage][kind].add(microbatch)
+    if sum(len(microbatches) for each in found for microbatches in each.values()) < sum(map(len, schedule.actions)):
+        action, times = Counter(action for row in schedule.actions for action in row).most_common(1)[0]
+        rank = schedule.placement[action.stage]
+        raise ScheduleError(f"rank {rank} has {action} {times} times; each action stands once")
     missing = []
-    for stage, rank in enumerate(schedule.placement):
-        for microbatch in range(schedule.microbatches):
-            forward, full, inputs, weights = (Action(kind, stage, microbatch) in count for kind in Kind)
-            if full and (inputs or weights):
-                half = Action(Kind.I if inputs else Kind.W, stage, microbatch)
-                raise ScheduleError(
-                    f"rank {rank} has {Action(Kind.B, stage, microbatch)} and {half}: a full B is I and W at once"
-                )
-            wanted = [(forward, Kind.F)]
-            wanted += [(inputs, Kind.I), (weights, Kind.W)] if inputs or weights else [(full, Kind.B)]
-            missing += [f"rank {rank} lacks {Action(kind, stage, microbatch)}" for there, kind in wanted if not there]
+    for stage, each in enumerate(found):
+        for action in _missing(stage, each, schedule):
+            missing.append(f"rank {schedule.placement[stage]} lacks {action}")
             if len(missing) > 4:
-                break
+                raise ScheduleError(f"{schedule.name} is not complete: {', '.join(missing[:4])} and more")
     if missing:
-        more = " and more" if len(missing) > 4 else ""
-        raise ScheduleError(f"{schedule.name} is not complete: {', '.join(missing[:4])}{more}")
+        raise ScheduleError(f"{schedule.name} is not complete: {', '.join(missing)}")
+
+
+def _missing(stage: int, found: Found, schedule: Schedule) -> Iterator[Action]:
+    """The actions that `stage` lacks. Raises ScheduleError for a backward that is there both whole and in halves."""
+    forwards, full, inputs, weights = (found[kind] for kind in Kind)
+    for microbatch in sorted(full & (inputs | weights)):
+        whole, half = (Action(kind, stage, microbatch) for kind in (Kind.B, Kind.I if microbatch in inputs else Kind.W))
+        raise ScheduleError(f"rank {schedule.placement[stage]} has {whole} and {half}: a full B is I and W at once")
+    if inputs == weights and len(forwards) == len(full) + len(inputs) == schedule.microbatches:
+        return
+    for microbatch in range(schedule.microbatches):
+        halves = microbatch in inputs or microbatch in weights
+        for kind in (Kind.F, Kind.I, Kind.W) if halves else (Kind.F, Kind.B):
+            if microbatch not in found[kind]:
+                yield Action(kind, stage, microbatch)
+
+
+def _check_pairs(schedule: Schedule) -> None:
+    """Overlapping actions stand next to each other, one a forward and one a backward, each in one pair."""
+    side_by_side = {pair for row in schedule.actions for pair in pairwise(row)} if schedule.overlaps else set()
+    for first, second in sorted(schedule.overlaps - side_by_side, key=str):
+        raise ScheduleError(f"{first} and {second} are no pair: no rank has {second} right after {first}")
+    for first, second in schedule.overlaps:
+        if {first.kind, second.kind} not in ({Kind.F, Kind.B}, {Kind.F, Kind.I}):
+            raise ScheduleError(f"{first} and {second} are no pair: a pair is a forward and a backward, B or I")
+    for action, times in Counter(action for pair in schedule.overlaps for action in pair).items():
+        if times > 1:
+            raise ScheduleError(f"{action} is in {times} pairs; each action is in one at most")
 
 
 def _check_memory(schedule: Schedule, peaks: Sequence[int], bound: int | Sequence[int] | None) -> None:
@@ -130,91 +185,146 @@ def _check_memory(schedule: Schedule, peaks: Sequence[int], bound: int | Sequenc
             raise ScheduleError(f"rank {rank} holds {peak} activations in flight, max_in_flight allows {most}")
 
 
-def prove(program: Program, blocking: bool = False) -> None:
-    """Run `program` on the abstract machine. Raises ScheduleError with the circle if it stops."""
-    machine = _Machine(program, blocking)
+@collector_paused()
+def prove(program: Program | Script, blocking: bool = False, shared: bool = False) -> None:
+    """Run `program` on the abstract machine. Raises ScheduleError if it stops, with the circle.
+
+    `blocking`: ranks wait for each send. `shared`: one channel for both directions between two ranks.
+    """
+    _check_order(program.schedule)
+    rows = [program.row(rank) for rank in range(program.schedule.ranks)]
+    if blocking:
+        rows = [_waiting_for_sends(row, rank) for rank, row in enumerate(rows)]
+    machine = _Machine(program.schedule.name, rows, shared)
     machine.run()
-    stopped = [rank for rank, steps in enumerate(program.steps) if machine.at[rank] < len(steps)]
-    if stopped:
-        raise ScheduleError(f"{program.schedule.name} deadlocks: " + "; ".join(machine.circle(stopped[0])))
+    if circle := machine.circle():
+        raise ScheduleError(f"{program.schedule.name} deadlocks: {'; '.join(circle)}")
+
+
+def _check_order(schedule: Schedule) -> None:
+    """What an action needs from its own rank comes before it, and is not done at the same time."""
+    home, stages = schedule.placement, range(schedule.stages)
+    outputs: list[set[int]] = [set() for _ in stages]  # of every stage: the microbatches it has been made for
+    gradients: list[set[int]] = [set() for _ in stages]
+    below = [[outputs[stage - 1]] if stage > 0 and home[stage - 1] == home[stage] else [] for stage in stages]
+    above = [[gradients[stage + 1]] if stage + 1 in stages and home[stage + 1] == home[stage] else [] for stage in stages]
+    backward = [[outputs[stage], *above[stage]] for stage in stages]
+    needs = {Kind.F: below, Kind.B: backward, Kind.I: backward, Kind.W: [[each] for each in gradients]}
+    makes = {Kind.F: outputs, Kind.B: gradients, Kind.I: gradients, Kind.W: gradients}
+    for rank in range(schedule.ranks):
+        for cell in schedule.cells(rank):
+            for kind, stage, microbatch in actions_of(cell):
+                for made in needs[kind][stage]:
+                    if microbatch not in made:
+                        told = _out_of_order(schedule, rank, cell, Action(kind, stage, microbatch))
+                        raise ScheduleError(f"{schedule.name} deadlocks: rank {rank} has {told}")
+            for kind, stage, microbatch in actions_of(cell):
+                makes[kind][stage].add(microbatch)
+
+
+def _out_of_order(schedule: Schedule, rank: int, cell: Cell, action: Action) -> str:
+    """Which of the actions of `rank` that `action` in `cell` needs is not before it."""
+    row, here = schedule.actions[rank], actions_of(cell)
+    before = set(row[: row.index(here[0])])
+    own = [options for options in dependencies(action, schedule.stages) if schedule.placement[options[0].stage] == rank]
+    lacking = next(options for options in own if before.isdisjoint(options))
+    maker = next((each for each in lacking if each in row), lacking[0])
+    if maker in here:
+        return f"{_text(cell)} as a pair, but {action} needs {maker}"
+    return f"{action} before {maker}, which it needs"
+
+
+def _waiting_for_sends(row: Iterator[Instruction], rank: int) -> Iterator[Instruction]:
+    """`row` of `rank` with a wait after every send."""
+    waiting: list[Instruction] = []
+    following: Cell | None = None
+    for instruction in reversed(list(row)):
+        if isinstance(instruction, Run):
+            following = instruction.cell
+        elif instruction.source == rank:
+            waiting.append(Run(following, (instruction,)))
+        waiting.append(instruction)
+    return reversed(waiting)
 
 
 class _Machine:
-    """Ranks that run their steps in order, and channels whose transfers happen in order when both ends are posted."""
+    """Ranks that go through their rows, and channels: at each end a queue of what was posted there and has not happened."""
 
-    def __init__(self, program: Program, blocking: bool) -> None:
-        self.program, self.blocking, self.stages = program, blocking, program.schedule.stages
-        self.at = [0] * len(program.steps)  # rank -> index of the step it is at
-        self.asked = [-1] * len(program.steps)  # rank -> the last step whose receives it has posted
-        self.sending: list[Transfer | None] = [None] * len(program.steps)  # rank -> the send it blocks on
-        self.done: set[Action] = set()
-        self.posted: tuple[set[Transfer], set[Transfer]] = (set(), set())  # sends, receives
-        self.arrived: set[Transfer] = set()
-        self.front = dict.fromkeys(program.channels, 0)  # channel -> its next transfer
-        self.ready = deque(range(len(program.steps)))
+    def __init__(self, name: str, rows: Sequence[Iterator[Instruction]], shared: bool) -> None:
+        self.name, self.rows, self.shared = name, rows, shared
+        self.waits: dict[int, Run] = {}  # rank -> what it cannot run yet
+        self.channels: dict[tuple[int, int], dict[int, deque[Transfer]]] = defaultdict(lambda: defaultdict(deque))
+        self.happened: set[Transfer] = set()
+        self.ready = deque(range(len(rows)))
 
     def run(self) -> None:
         """Let every rank go on until none can."""
         while self.ready:
             rank = self.ready.popleft()
-            while self.at[rank] < len(self.program.steps[rank]) and self._advance(rank):
-                pass
+            for instruction in self.rows[rank]:
+                if not isinstance(instruction, Run):
+                    self._post(rank, instruction)
+                elif not self.happened.issuperset(instruction.needs):
+                    self.waits[rank] = instruction
+                    break
 
-    def _advance(self, rank: int) -> bool:
-        """Run the step `rank` is at, if it can run now."""
-        step = self.program.steps[rank][self.at[rank]]
-        if self.sending[rank] in self.arrived:
-            self.sending[rank] = None
-        if self.sending[rank] is not None:
-            return False
-        if self.asked[rank] < self.at[rank]:
-            self.asked[rank] = self.at[rank]
-            for transfer in step.receives:
-                self._post(1, transfer)
-        if self._blocker(step, rank) is not None:
-            return False
-        self.done.add(step.action)
-        self.at[rank] += 1
-        if step.sends is not None:
-            self.sending[rank] = step.sends if self.blocking else None
-            self._post(0, step.sends)
-        return True
+    def _post(self, rank: int, transfer: Transfer) -> None:
+        """Put `transfer` into the queue at the end of `rank`; whatever then stands in front of both ends happens."""
+        mine, theirs, peer = self._ends(rank, transfer)
+        mine.append(transfer)
+        while mine and theirs and mine[0] == theirs[0]:
+            self.happened.add(mine.popleft())
+            theirs.popleft()
+            if peer in self.waits and self.happened.issuperset(self.waits[peer].needs):
+                del self.waits[peer]
+                self.ready.append(peer)
+        if mine and theirs and mine[0].source == theirs[0].source:
+            sends, receives = (mine, theirs) if mine[0].source == rank else (theirs, mine)
+            _, source, destination = mine[0]
+            told = f"rank {source} sends the {sends[0]} where rank {destination} receives the {receives[0]}"
+            raise ScheduleError(f"{self.name} mixes up what it sends: {told}")
 
-    def _post(self, end: int, transfer: Transfer) -> None:
-        self.posted[end].add(transfer)
-        ends = transfer.source, transfer.destination
-        queue = self.program.channels[ends]
-        sends, receives = self.posted
-        while (front := self.front[ends]) < len(queue) and queue[front] in sends and queue[front] in receives:
-            self.arrived.add(queue[front])
-            self.front[ends] += 1
-            self.ready.extend(ends)
+    def _ends(self, rank: int, transfer: Transfer) -> tuple[deque[Transfer], deque[Transfer], int]:
+        """The channel of `transfer`: the queue at the end of `rank`, the one at the other end, and whose that is."""
+        _, source, destination = transfer
+        peer = destination if rank == source else source
+        if self.shared and source > destination:
+            source, destination = destination, source
+        ends = self.channels[source, destination]
+        return ends[rank], ends[peer], peer
 
-    def _blocker(self, step: Step, rank: int) -> Action | Transfer | None:
-        """The first thing `step` waits for: a transfer, or an action of its own rank."""
-        if step.needs is not None and step.needs not in self.arrived:
-            return step.needs
-        for alternatives in dependencies(step.action, self.stages):
-            home = self.program.schedule.placement[alternatives[0].stage]
-            if home == rank and self.done.isdisjoint(alternatives):
-                return next(action for action in self.program.schedule.actions[rank] if action in alternatives)
-        return None
+    def circle(self) -> list[str]:
+        """The circle that the ranks which are not done run into, told rank by rank; empty if all are done."""
+        if not self.waits:
+            return []
+        told: dict[int, str] = {}
+        rank = min(self.waits)
+        while rank not in told:
+            mine, theirs, peer = self._ends(rank, self._awaited(rank))
+            told[rank] = self._told(rank, peer, mine[0])
+            if theirs:  # another transfer is in front there: each keeps the other from getting there
+                return [told[rank], self._told(peer, rank, theirs[0])]
+            rank = peer
+        return list(told.values())[list(told).index(rank) :]
 
-    def circle(self, rank: int) -> list[str]:
-        """The circle that `rank` is in or runs into, told rank by rank."""
-        seen: dict[int, str] = {}
-        while rank not in seen:
-            seen[rank], rank = self._wait_of(rank)
-        told = list(seen)
-        return [seen[each] for each in told[told.index(rank) :]]
+    def _awaited(self, rank: int) -> Transfer:
+        """The first transfer that `rank` waits for."""
+        return next(transfer for transfer in self.waits[rank].needs if transfer not in self.happened)
 
-    def _wait_of(self, rank: int) -> tuple[str, int]:
-        """Why `rank` does not go on, in words, and the rank it waits for."""
-        step = self.program.steps[rank][self.at[rank]]
-        if (transfer := self.sending[rank]) is not None:
-            peer = transfer.destination
-            return f"rank {rank} waits for rank {peer} to receive the {transfer}, before {step.action}", peer
-        blocker = self._blocker(step, rank)
-        if isinstance(blocker, Transfer):
-            return f"rank {rank} waits for the {blocker} from rank {blocker.source}, before {step.action}", blocker.source
-        return f"rank {rank} has {step.action} before {blocker}, which it needs", rank
+    def _told(self, rank: int, peer: int, front: Transfer) -> str:
+        """What `rank` waits for, and, if both directions share a channel, what it has in front where it meets `peer`."""
+        post = f"the {'send' if front.source == rank else 'receive'} of the {front} in front of its queue with rank {peer}"
+        awaited, before = self._awaited(rank), f"before {_text(self.waits[rank].cell)}"
+        if awaited.source == rank:
+            waits = f"waits for rank {awaited.destination} to receive the {awaited}, {before}"
+        else:
+            waits = f"waits for the {awaited} from rank {awaited.source}, {before}"
+        if not self.shared:
+            return f"rank {rank} {waits}"
+        return f"rank {rank} {waits}, with {post}" if peer in awaited[1:] else f"rank {rank} has {post}, and {waits}"
+
+
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return "the end"
+    return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"

@@ -1,8 +1,8 @@
 """What a table does when it is executed: the model that `verify` and `simulate` are judged against.
 
 Nothing in here is shared with the code under test but the data types. Every rank is a coroutine that works through its
-row, makes values and waits for values; the network moves a value only while its sender offers it and its receiver has
-posted a receive for it, in the order in which the sender's row makes them.
+row, makes values and waits for values; the network moves a value only when its sender has offered it and its receiver has
+posted a receive for it, and nothing that either of them posted before on the same line is left.
 """
 
 import random
@@ -58,66 +58,117 @@ def does_the_work(schedule: Schedule) -> bool:
     return not found
 
 
+def cells(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
+    """The row in groups: the two actions of a pair together, every other one alone."""
+    groups: list[tuple[Action, ...]] = []
+    for action in schedule.actions[rank]:
+        if groups and len(groups[-1]) == 1 and (groups[-1][0], action) in schedule.overlaps:
+            groups[-1] = (groups[-1][0], action)
+        else:
+            groups.append((action,))
+    return groups
+
+
+def pairs_stand(schedule: Schedule) -> bool:
+    """Whether every pair can be found in the rows, no action in two of them, and is one forward and one backward."""
+    found = [group for rank in range(schedule.ranks) for group in cells(schedule, rank) if len(group) == 2]
+    kinds = {"".join(sorted(action.kind.value for action in pair)) for pair in schedule.overlaps}
+    return sorted(map(str, found)) == sorted(map(str, schedule.overlaps)) and kinds <= {"BF", "FI"}
+
+
 Condition = Callable[[], bool]
+Channel = tuple[int, int]  # source, destination
+Line = Channel | frozenset[int]  # one for each channel, or one for both directions
 
 
 class Network:
-    """Values offered, receives posted, values arrived. Nothing is buffered."""
+    """What was offered, what receives were posted, what has arrived. Nothing is buffered."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.order: dict[tuple[int, int], list[Value]] = defaultdict(list)
+    def __init__(self, schedule: Schedule, shared: bool) -> None:
+        self.shared = shared
+        self.order: dict[Channel, list[Value]] = defaultdict(list)
         for source, row in enumerate(schedule.actions):
             for action in row:
                 for value in makes(action, schedule.stages):
                     if schedule.placement[value.stage] != source:
                         self.order[source, schedule.placement[value.stage]].append(value)
-        self.offered: set[Value] = set()
-        self.posted: dict[tuple[int, int], int] = Counter()  # channel -> how many of its receives
-        self.moved: dict[tuple[int, int], int] = Counter()
+        self.channel = {value: channel for channel, queue in self.order.items() for value in queue}
+        self.received: dict[Channel, int] = Counter()  # how many receives have been posted
+        self.posted: dict[tuple[Line, int], list[Value]] = defaultdict(list)  # at a rank's end of a line, and not moved
         self.arrived: set[Value] = set()
+
+    def line(self, channel: Channel) -> Line:
+        return frozenset(channel) if self.shared else channel
+
+    def offer(self, value: Value) -> None:
+        channel = self.channel[value]
+        self.posted[self.line(channel), channel[0]].append(value)
+
+    def receive(self, channel: Channel, count: int) -> None:
+        """Post the receives of a channel's first `count` values, those that have not been."""
+        fresh = self.order[channel][self.received[channel] : count]
+        self.posted[self.line(channel), channel[1]] += fresh
+        self.received[channel] += len(fresh)
 
     def move(self) -> bool:
         """Move what can be moved; whether anything was."""
         before = len(self.arrived)
-        for channel, queue in self.order.items():
-            while self.moved[channel] < self.posted[channel] and queue[self.moved[channel]] in self.offered:
-                self.arrived.add(queue[self.moved[channel]])
-                self.moved[channel] += 1
+        for source, destination in self.order:
+            line = self.line((source, destination))
+            here, there = self.posted[line, source], self.posted[line, destination]
+            while here and there and here[0] == there[0]:
+                self.arrived.add(here.pop(0))
+                there.pop(0)
         return len(self.arrived) > before
 
 
-def _rank(schedule: Schedule, rank: int, network: Network, blocking: bool, at: list[int]) -> Iterator[Condition]:
+class Model(NamedTuple):
+    """The question that is asked of a table."""
+
+    sends: str = "async"
+    channels: str = "directed"
+
+    @property
+    def ahead(self) -> bool:
+        """Whether receives are posted before they are needed."""
+        return self == Model("async", "directed")
+
+
+MODELS = [Model(sends, channels) for sends in ("async", "blocking") for channels in ("directed", "shared")]
+
+
+def _rank(schedule: Schedule, rank: int, network: Network, model: Model, at: list[int]) -> Iterator[Condition]:
     """One rank at work; yields a condition whenever it cannot go on before that holds."""
     stages, here = schedule.stages, set[Value]()
-    incoming = {value: channel for channel, queue in network.order.items() if channel[1] == rank for value in queue}
-    if not blocking:  # all receives are posted ahead
-        for channel in set(incoming.values()):
-            network.posted[channel] = len(network.order[channel])
-    for action in schedule.actions[rank]:
-        for value in takes(action, stages):
-            if value in incoming:
-                queue = network.order[incoming[value]]
-                network.posted[incoming[value]] = max(network.posted[incoming[value]], queue.index(value) + 1)
-                yield lambda value=value: value in network.arrived
-            else:
-                yield lambda value=value: value in here
-        at[rank] += 1
-        for value in makes(action, stages):
+    if model.ahead:
+        for channel, queue in network.order.items():
+            network.receive(channel, len(queue) if channel[1] == rank else 0)
+    for group in cells(schedule, rank):
+        wanted = [value for action in group for value in takes(action, stages)]
+        coming = [value for value in wanted if value in network.channel and network.channel[value][1] == rank]
+        for value in coming:
+            channel = network.channel[value]
+            network.receive(channel, network.order[channel].index(value) + 1)
+        yield lambda wanted=wanted, coming=coming: all(
+            value in (network.arrived if value in coming else here) for value in wanted
+        )
+        at[rank] += len(group)
+        for value in (value for action in group for value in makes(action, stages)):
             if schedule.placement[value.stage] == rank:
                 here.add(value)
             else:
-                network.offered.add(value)
-                if blocking:
+                network.offer(value)
+                if model.sends == "blocking":
                     yield lambda value=value: value in network.arrived
 
 
-def execute(schedule: Schedule, blocking: bool = False, seed: int = 0) -> tuple[int, ...]:
-    """Execute the table; for every rank, how many of its actions have run when nothing moves any more.
+def execution(schedule: Schedule, model: Model = MODELS[0], seed: int = 0) -> tuple[tuple[int, ...], Network]:
+    """Execute the table until nothing moves any more: how many of its actions each rank has run, and the network then.
 
     `seed` decides which rank is looked at when.
     """
-    dice, network, at = random.Random(seed), Network(schedule), [0] * schedule.ranks
-    ranks = {rank: _rank(schedule, rank, network, blocking, at) for rank in range(schedule.ranks)}
+    dice, network, at = random.Random(seed), Network(schedule, model.channels == "shared"), [0] * schedule.ranks
+    ranks = {rank: _rank(schedule, rank, network, model, at) for rank in range(schedule.ranks)}
     waiting: dict[int, Condition] = dict.fromkeys(ranks, lambda: True)
     progress = True
     while progress:
@@ -131,9 +182,11 @@ def execute(schedule: Schedule, blocking: bool = False, seed: int = 0) -> tuple[
                 else:
                     waiting[rank] = following
             progress |= network.move()
-    return tuple(at)
+    return tuple(at), network
 
 
-def is_right(schedule: Schedule, blocking: bool = False, seed: int = 0) -> bool:
+def is_right(schedule: Schedule, model: Model = MODELS[0], seed: int = 0) -> bool:
     """Whether executing the table is one whole training step and comes to its end."""
-    return does_the_work(schedule) and execute(schedule, blocking, seed) == tuple(map(len, schedule.actions))
+    if not does_the_work(schedule) or not pairs_stand(schedule):
+        return False
+    return execution(schedule, model, seed)[0] == tuple(map(len, schedule.actions))

@@ -1,10 +1,11 @@
 """Hypothesis strategies: valid tables of every kind, and tables with one thing wrong."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
-from executable_model import makes, takes
+from executable_model import Value, makes, takes
 from hypothesis import strategies as st
 
 from penstock.schedule import Action, Kind, Schedule, build, names
@@ -15,32 +16,48 @@ def whole_numbers(low: int, high: int) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def valid_tables(draw: st.DrawFn, ranks: int = 4, stages_per_rank: int = 3, microbatches: int = 4) -> Schedule:
-    """Any placement, any order that respects the dependencies, each backward whole or in halves."""
+def valid_tables(
+    draw: st.DrawFn, ranks: int = 4, stages_per_rank: int = 3, microbatches: int = 4, pairs: bool = True
+) -> Schedule:
+    """Any placement, any order that respects the dependencies, each backward whole or in halves, some actions in pairs."""
     dice = draw(st.randoms(use_true_random=False))
     ranks, microbatches = draw(whole_numbers(1, ranks)), draw(whole_numbers(1, microbatches))
     stages = ranks * draw(whole_numbers(1, stages_per_rank))
     placement = tuple(dice.randrange(ranks) for _ in range(stages))
-    halves = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    halves, overlap = draw(st.sampled_from([0.0, 0.5, 1.0])), draw(st.sampled_from([0.0, 0.5, 1.0])) if pairs else 0.0
     rows: list[list[Action]] = [[] for _ in range(ranks)]
-    for action in _any_order(stages, microbatches, halves, dice):
-        rows[placement[action.stage]].append(action)
-    return Schedule("random", placement, microbatches, tuple(map(tuple, rows)))
+    overlaps = set()
+    for group in _any_order(placement, microbatches, halves, overlap, dice):
+        rows[placement[group[0].stage]] += group
+        if len(group) == 2:
+            overlaps.add(group)
+    return Schedule("random", placement, microbatches, tuple(map(tuple, rows)), frozenset(overlaps))
 
 
-def _any_order(stages: int, microbatches: int, halves: float, dice: random.Random) -> list[Action]:
-    left = []
+def _any_order(
+    placement: Sequence[int], microbatches: int, halves: float, overlap: float, dice: random.Random
+) -> Iterator[tuple[Action, ...]]:
+    """Actions one by one as they become able to run; two of one rank at once where both are."""
+    stages, left = len(placement), list[Action]()
     for stage in range(stages):
         for microbatch in range(microbatches):
             kinds = (Kind.F, Kind.I, Kind.W) if dice.random() < halves else (Kind.F, Kind.B)
             left += [Action(kind, stage, microbatch) for kind in kinds]
-    done, there = [], set()
+    there: set[Value] = set()
     while left:
-        able = [index for index, action in enumerate(left) if there.issuperset(takes(action, stages))]
-        action = left.pop(dice.choice(able))
-        there.update(makes(action, stages))
-        done.append(action)
-    return done
+        able = [action for action in left if there.issuperset(takes(action, stages))]
+        first = dice.choice(able)
+        partners = [action for action in able if _may_overlap(first, action, placement)] if dice.random() < overlap else []
+        group = (first, dice.choice(partners)) if partners else (first,)
+        for action in group:
+            left.remove(action)
+            there.update(makes(action, stages))
+        yield group
+
+
+def _may_overlap(first: Action, second: Action, placement: Sequence[int]) -> bool:
+    kinds = {first.kind.value, second.kind.value}
+    return placement[first.stage] == placement[second.stage] and kinds in ({"F", "B"}, {"F", "I"})
 
 
 @st.composite
@@ -55,7 +72,7 @@ def mutants(draw: st.DrawFn, tables: st.SearchStrategy[Schedule]) -> Schedule:
     rank = draw(st.sampled_from([rank for rank, row in enumerate(table.actions) if row]))
     row = list(table.actions[rank])
     here, there = (draw(st.sampled_from(range(len(row)))) for _ in range(2))
-    change = draw(st.sampled_from(["swap", "swap", "swap next", "drop", "double", "move", "rank", "cell"]))
+    change = draw(st.sampled_from(["swap", "swap", "swap next", "drop", "double", "move", "rank", "cell", "pair", "turn"]))
     if change == "swap next":
         there = min(here + 1, len(row) - 1)
     if change.startswith("swap"):
@@ -66,11 +83,22 @@ def mutants(draw: st.DrawFn, tables: st.SearchStrategy[Schedule]) -> Schedule:
         row.insert(there, row[here])
     elif change == "move":
         row.insert(there, row.pop(here))
+    elif change == "pair":
+        return replace(table, overlaps=table.overlaps ^ {pair for pair in pairwise(row) if pair[0] == row[here]})
+    elif change == "turn":
+        turned = {draw(st.sampled_from(sorted(table.overlaps, key=str)))} if table.overlaps else set()
+        return replace(table, overlaps=table.overlaps - turned | {pair[::-1] for pair in turned})
     elif change == "rank":
         return _on_another_rank(table, rank, here, draw(st.sampled_from(range(table.ranks))))
     else:
         row[here] = draw(st.sampled_from(list(near(row[here]))))
-    return with_row(table, rank, row)
+    mutant = with_row(table, rank, row)
+    return standing(mutant) if draw(st.booleans()) else mutant
+
+
+def standing(table: Schedule) -> Schedule:
+    """The table without the pairs that have come apart."""
+    return replace(table, overlaps=table.overlaps & {pair for row in table.actions for pair in pairwise(row)})
 
 
 def with_row(table: Schedule, rank: int, row: list[Action]) -> Schedule:
@@ -92,7 +120,7 @@ def near(action: Action) -> Iterator[Action]:
 
 
 def all_mutants(table: Schedule) -> Iterator[Schedule]:
-    """Every table one swap, drop, double or changed cell away."""
+    """Every table one swap, drop, double, changed cell or pair away."""
     for rank, row in enumerate(table.actions):
         for here, action in enumerate(row):
             for there in range(here):
@@ -102,3 +130,5 @@ def all_mutants(table: Schedule) -> Iterator[Schedule]:
             yield with_row(table, rank, [*row[:here], *row[here + 1 :]])
             yield with_row(table, rank, [*row[:here], action, *row[here:]])
             yield from (with_row(table, rank, [*row[:here], other, *row[here + 1 :]]) for other in near(action))
+        for pair in pairwise(row):
+            yield replace(table, overlaps=table.overlaps ^ {pair})

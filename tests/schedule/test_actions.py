@@ -12,6 +12,7 @@ from random_tables import valid_tables
 
 from penstock.schedule import Action, Kind, Schedule, ScheduleError, build, from_rows, names, verify
 from penstock.schedule.actions import dependencies, loop_placement, v_placement
+from penstock.schedule.catalog import FAMILIES
 
 
 def row(text: str) -> tuple[Action, ...]:
@@ -109,6 +110,17 @@ def test_the_numbers_of_stages_and_microbatches_are_read_off_the_rows():
     assert (schedule.ranks, schedule.stages, schedule.microbatches, schedule.placement) == (2, 3, 5, (0, 1, 0))
 
 
+def test_a_stage_lives_where_its_first_action_stands_unless_told():
+    schedule = from_rows("x", [["2F0", "0F0", "2B0", "0B0"], ["1F0", "1B0"], []])
+    assert (schedule.ranks, schedule.placement) == (3, (0, 1, 0))
+    assert schedule == from_rows("x", [row("2F0 0F0 2B0 0B0"), row("1F0 1B0"), ()], (0, 1, 0))
+
+
+def test_a_stage_without_any_action_is_refused():
+    with pytest.raises(ScheduleError, match="x has actions of stage 3, but none of stage 1: give every stage its actions"):
+        from_rows("x", [row("0F0 3F0 3B0 0B0"), row("2F0 2B0")])
+
+
 def test_an_unknown_placement_is_refused_with_those_there_are():
     with pytest.raises(ScheduleError, match="unknown placement 'ring': use loop or V, or the rank of every stage"):
         from_rows("x", [row("0F0 0B0")], "ring")
@@ -118,6 +130,14 @@ def test_keeping_the_forwards_leaves_their_order():
     forwards = build("1f1b", 2, 3).keep(lambda action: action.kind is Kind.F)
     assert str(forwards) == "rank 0 | 0F0 0F1 0F2\nrank 1 | 1F0 1F1 1F2"
     assert (forwards.name, forwards.placement, forwards.microbatches) == ("1f1b", (0, 1), 3)
+
+
+def test_keeping_one_action_of_a_pair_leaves_it_alone():
+    schedule = build("dualpipe-v", 2, 4)
+    assert len(schedule.overlaps) == len(schedule.keep(lambda action: True).overlaps) == 6
+    assert not schedule.keep(lambda action: action.kind is Kind.F).overlaps
+    fewer = schedule.keep(lambda action: action.microbatch != 3)
+    assert {str(each) for pair in fewer.overlaps for each in pair} == {"3F2", "0B0", "2F2", "1B0"}
 
 
 def test_the_digest_tells_tables_apart_but_not_their_names():
@@ -150,9 +170,19 @@ def test_a_table_written_and_read_is_the_same(tmp_path_factory, schedule):
 
 @pytest.mark.parametrize("name", names())
 def test_a_table_of_the_catalog_needs_no_placement_told(name, tmp_path):
-    schedule = build(name, 3, 4)
+    for microbatches in (1, 4, 7):
+        schedule = build(name, 3, microbatches)
+        schedule.to_csv(tmp_path / "table.csv")
+        assert Schedule.from_csv(tmp_path / "table.csv", name=name) == schedule
+        assert Schedule.from_csv(tmp_path / "table.csv", FAMILIES[name].placement, name) == schedule
+
+
+def test_a_pair_that_may_overlap_is_written_as_one_cell(tmp_path):
+    schedule = build("dualpipe-v", 1, 2)
     schedule.to_csv(tmp_path / "table.csv")
-    assert Schedule.from_csv(tmp_path / "table.csv", name=name) == schedule
+    assert (tmp_path / "table.csv").read_text() == "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,1B1,0I1,0W1\n"
+    assert schedule.overlaps == {(Action(Kind.F, 1, 1), Action(Kind.B, 0, 0))}
+    assert schedule.actions[0][4:6] == (Action(Kind.F, 1, 1), Action(Kind.B, 0, 0))
 
 
 def test_the_csv_has_a_line_for_each_rank_and_a_cell_for_each_action(tmp_path):
@@ -239,6 +269,8 @@ PEERS = [
     ("ScheduleInterleavedZeroBubble", "loop",   4, 8),
     ("ScheduleZBVZeroBubble",         "V",      2, 4),
     ("ScheduleZBVZeroBubble",         "V",      4, 8),
+    ("ScheduleDualPipeV",             "V",      2, 4),
+    ("ScheduleDualPipeV",             "V",      4, 8),
 ]  # fmt: skip
 
 

@@ -5,18 +5,35 @@ import pytest
 from penstock.schedule import ScheduleError, build, names
 from penstock.schedule.catalog import FAMILIES
 
+PLACED = {
+    # V and the rank of every stage over 3 ranks
+    "naive": (1, (0, 1, 2)),
+    "gpipe": (1, (0, 1, 2)),
+    "1f1b": (1, (0, 1, 2)),
+    "interleaved-1f1b": (2, (0, 1, 2, 0, 1, 2)),
+    "looped-bfs": (2, (0, 1, 2, 0, 1, 2)),
+    "zb-h1": (1, (0, 1, 2)),
+    "zb-h2": (1, (0, 1, 2)),
+    "interleaved-zb": (2, (0, 1, 2, 0, 1, 2)),
+    "zb-v": (2, (0, 1, 2, 2, 1, 0)),
+    "v-half": (2, (0, 1, 2, 2, 1, 0)),
+    "v-min": (2, (0, 1, 2, 2, 1, 0)),
+    "dualpipe-v": (2, (0, 1, 2, 2, 1, 0)),
+}
+
 
 def test_the_names_are_those_that_can_be_built():
-    assert {"naive", "gpipe", "1f1b"} <= set(names())
+    assert set(names()) == PLACED.keys() == FAMILIES.keys()
     for name in names():
         schedule = build(name, ranks=4, microbatches=8)
         assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, 4, 8)
 
 
-def test_one_stage_on_each_rank_can_be_said_or_left_out():
-    for name in ("naive", "gpipe", "1f1b"):
-        assert build(name, 3, 4, stages_per_rank=1) == build(name, 3, 4) == build(name, 3, 4, stages_per_rank=None)
-        assert build(name, 3, 4).placement == (0, 1, 2)
+@pytest.mark.parametrize("name", PLACED)
+def test_the_number_of_stages_on_each_rank_can_be_said_or_left_out(name):
+    stages_per_rank, placement = PLACED[name]
+    assert build(name, 3, 4).placement == placement
+    assert build(name, 3, 4, stages_per_rank) == build(name, 3, 4) == build(name, 3, 4, stages_per_rank=None)
 
 
 def test_every_family_is_described_in_words():
@@ -24,7 +41,7 @@ def test_every_family_is_described_in_words():
         assert family.summary, name
         assert "`" not in family.summary, name
         assert "\n" not in family.summary, name
-        assert all((family.needs, family.bubble, family.in_flight)), name
+        assert all((family.stages, family.bubble, family.in_flight)), name
 
 
 NEAR = [
@@ -61,7 +78,7 @@ WRONG = [
     (2,    0,    None, "1f1b cannot be built with microbatches=0: use a whole number of 1 or more"),
     (2,    None, None, "1f1b cannot be built with microbatches=None: use a whole number of 1 or more"),
     (2,    4,    2,    "1f1b has one stage on each rank, not stages_per_rank=2: leave it out"),
-    (2,    4,    0,    "1f1b has one stage on each rank, not stages_per_rank=0: leave it out"),
+    (2,    4,    0,    "1f1b cannot be built with stages_per_rank=0: use a whole number of 1 or more"),
 ]  # fmt: skip
 
 
@@ -69,6 +86,26 @@ WRONG = [
 def test_a_wrong_number_is_told(ranks, microbatches, stages_per_rank, told):
     with pytest.raises(ScheduleError) as caught:
         build("1f1b", ranks, microbatches, stages_per_rank)
+    assert str(caught.value) == told
+
+
+OTHER_STAGES = [
+    ("zb-v",             1, "zb-v has 2 stages on each rank, not stages_per_rank=1: leave it out"),
+    ("dualpipe-v",       3, "dualpipe-v has 2 stages on each rank, not stages_per_rank=3: leave it out"),
+    ("interleaved-1f1b", 1, "interleaved-1f1b needs stages_per_rank=2 or more, not 1"),
+    ("looped-bfs",       1, None),
+    ("interleaved-zb",   1, None),
+    ("interleaved-1f1b", 3, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "stages_per_rank", "told"), OTHER_STAGES)
+def test_another_number_of_stages_is_built_where_the_rule_is_for_it_else_told(name, stages_per_rank, told):
+    if told is None:
+        assert build(name, 3, 4, stages_per_rank).stages == 3 * stages_per_rank
+        return
+    with pytest.raises(ScheduleError) as caught:
+        build(name, 3, 4, stages_per_rank)
     assert str(caught.value) == told
 
 

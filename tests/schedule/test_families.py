@@ -1,4 +1,4 @@
-"""The tables of naive, gpipe and 1f1b, drawn."""
+"""The tables of the families, drawn."""
 
 import pytest
 
@@ -62,6 +62,37 @@ TABLES = {
     ("1f1b", 2, 11): """
         rank 0 |  0F0  0F1  0B0  0F2  0B1  0F3  0B2  0F4  0B3  0F5  0B4  0F6  0B5  0F7  0B6  0F8  0B7  0F9  0B8 0F10  0B9 0B10
         rank 1 |  1F0  1B0  1F1  1B1  1F2  1B2  1F3  1B3  1F4  1B4  1F5  1B5  1F6  1B6  1F7  1B7  1F8  1B8  1F9  1B9 1F10 1B10
+    """,
+    ("interleaved-1f1b", 2, 2): """
+        rank 0 | 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+        rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """,
+    ("looped-bfs", 2, 3): """
+        rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
+        rank 1 | 1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2
+    """,
+    ("zb-h1", 2, 3): """
+        rank 0 | 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+        rank 1 | 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """,
+    ("zb-h2", 2, 4): """
+        rank 0 | 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        rank 1 | 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
+    """,
+    ("interleaved-zb", 2, 2): """
+        rank 0 | 0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+        rank 1 | 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    """,
+    ("zb-v", 2, 3): """
+        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+        rank 1 | 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+    """,
+    ("dualpipe-v", 1, 2): """
+        rank 0 |       0F0       1F0       0F1       1B0 {1F1 0B0}       1B1       0I1       0W1
+    """,
+    ("dualpipe-v", 2, 1): """
+        rank 0 | 0F0 3F0 3I0 3W0 0B0
+        rank 1 | 1F0 2F0 2B0 1B0
     """,
 }
 

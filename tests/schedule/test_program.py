@@ -1,12 +1,13 @@
 """The program: what each rank posts and waits for, and when."""
 
 from collections import Counter
+from itertools import zip_longest
 
 from executable_model import makes, takes
 from hypothesis import given, settings
 from random_tables import named_tables, valid_tables, whole_numbers
 
-from penstock.schedule import Action, Kind, Program, Schedule, Step, Transfer, build, from_rows, lower
+from penstock.schedule import Action, Kind, Program, Run, Schedule, Step, Transfer, build, from_rows, lower
 
 
 def drawn(program: Program, rank: int) -> list[str]:
@@ -92,6 +93,38 @@ def test_the_weight_half_of_a_backward_neither_waits_for_a_neighbour_nor_sends()
     assert drawn(program, 1) == ["+0F0 ?0F0 1F0", "1I0 !1I0", "1W0"]
 
 
+def pairs_over_two_ranks(ahead: int) -> Program:
+    pair = Action.parse("0F2"), Action.parse("0B0")
+    rows = [[Action.parse("0F0"), Action.parse("0F1"), pair, *map(Action.parse, ["0B1", "0B2"])]]
+    rows += [[*map(Action.parse, ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"])]]
+    return lower(from_rows("x", rows, "loop"), ahead)
+
+
+def test_what_a_pair_needs_is_posted_with_its_first_action():
+    assert drawn(pairs_over_two_ranks(ahead=0), 0) == lines("""
+        0F0 !0F0
+        0F1 !0F1
+        +1B0 0F2 !0F2
+        ?1B0 0B0
+        +1B1 ?1B1 0B1
+        +1B2 ?1B2 0B2
+    """)
+
+
+def test_a_program_is_read_post_by_post_with_a_pair_between_its_receives_and_its_sends():
+    row = pairs_over_two_ranks(ahead=0).row(0)
+    told = [f"run {cells(each)}" if isinstance(each, Run) else f"post {each.action}" for each in row]
+    assert ", ".join(told) == (
+        "run 0F0, post 0F0, run 0F1, post 0F1, post 1B0, run 0F2+0B0 after 1B0, post 0F2, "
+        "post 1B1, run 0B1 after 1B1, post 1B2, run 0B2 after 1B2"
+    )
+
+
+def cells(run: Run) -> str:
+    actions = (run.cell,) if isinstance(run.cell, Action) else run.cell
+    return "+".join(map(str, actions)) + "".join(f" after {needs.action}" for needs in run.needs)
+
+
 TABLES = valid_tables() | named_tables(microbatches=6)
 CHECKED = settings(max_examples=100, deadline=None)
 
@@ -143,12 +176,16 @@ def test_receives_are_posted_in_channel_order_before_they_are_needed_and_no_earl
     for (source, rank), queue in program.channels.items():
         posted: list[Transfer] = []
         consumed: set[Transfer] = set()
-        for step in program.steps[rank]:
+        for step, following in zip_longest(program.steps[rank], program.steps[rank][1:]):
             fresh = [transfer for transfer in step.receives if transfer.source == source]
             posted += fresh
             assert posted == list(queue[: len(posted)])
-            if step.needs and step.needs.source == source:
-                assert step.needs in posted
+            awaited = [step.needs]
+            if following and (step.action, following.action) in schedule.overlaps:
+                awaited.append(following.needs)
+            awaited = [transfer for transfer in awaited if transfer and transfer.source == source]
+            assert set(awaited) <= set(posted)
+            if step.needs in awaited:
                 consumed.add(step.needs)
-            farthest = max((queue.index(transfer) + 1 for transfer in consumed), default=0)
+            farthest = max((queue.index(transfer) + 1 for transfer in {*consumed, *awaited}), default=0)
             assert len(posted) <= max(farthest, len(consumed) + ahead)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.standins import Owed, Place, PutOff, Use, identity, places_of, run_backward
+from penstock.standins import Place, PutOff, identity, places_of
+from penstock.uses import Owed, Use, run_backward
 from penstock.weight_gradients import PRODUCTS
 
 NODE_BYTES = 1 << 18  # gradients handed over together; larger ones reach their parameter while still in the cache

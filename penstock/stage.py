@@ -13,7 +13,8 @@ from penstock import wire
 from penstock.randomness import advance, generator_of
 from penstock.replicas import Replicas
 from penstock.split_backward import Splitter
-from penstock.standins import PutOff, run_backward
+from penstock.standins import PutOff
+from penstock.uses import run_backward
 
 # Layers that draw no random numbers need no seed, which would cost them a microsecond or two each time.
 NEVER_RANDOM = frozenset(

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
-from torch._C._autograd import _make_saved_tensor, _top_saved_tensors_default_hooks
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
-from penstock.weight_gradients import RULES, Formula, Gradients
+from penstock.uses import NO_VIEWS, Owed, Use, bare_of, run_backward
+from penstock.weight_gradients import RULES, Formula
 
 # What makes views of a weight whose products with an input are still a weight's.
 VIEWS = frozenset(
@@ -109,16 +109,16 @@ class PutOff:
         """The input, and the weights outside the graph, as autocast would hand them to a product."""
         device = value.device.type
         if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
-            return value, _bare(weight), _bare(bias)
+            return value, bare_of(weight), bare_of(bias)
         dtype = torch.get_autocast_dtype(device)
         return value.to(dtype), self._cast(weight, dtype), None if bias is None else self._cast(bias, dtype)
 
     def _cast(self, weight: Any, dtype: torch.dtype) -> Tensor:
         place = getattr(weight, "place", None)
         if place is None:
-            return _bare(weight).to(dtype)
+            return bare_of(weight).to(dtype)
         if place not in self._casts:
-            self._casts[place] = _bare(weight).to(dtype)
+            self._casts[place] = bare_of(weight).to(dtype)
         return self._casts[place]
 
     def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,7 +126,7 @@ class PutOff:
         use = Use(next(self._uses), formula, value, weight, bias)
         keep: Any = partial(self.gradients.__setitem__, use)  # no Python runs when the backward calls this
         if use.saved is not None:
-            keep = partial(_unpack_and, keep, use)
+            keep = partial(use.unpack_and, keep)
         if not output.requires_grad:
             return _Arrival.apply(_ANCHOR, keep, output)
         output.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ class PutOff:
 
     # -- W ----------------------------------------------------------------------------------------------------------
 
-    def taken(self) -> "list[Owed]":
+    def taken(self) -> list[Owed]:
         """The uses of weights whose gradients are owed, in the order in which the backward came by; none afterwards.
 
         Those through views are passed on to the stand-ins at once.
@@ -148,7 +148,7 @@ class PutOff:
             owed = [pair for pair in owed if pair[0].views == NO_VIEWS]
         return owed
 
-    def _pass_on(self, owed: "list[Owed]") -> None:
+    def _pass_on(self, owed: list[Owed]) -> None:
         edges, gradients = [], []
         for use, gradient in owed:
             for view, place, each in zip(use.views, use.targets, use.compute(gradient), strict=True):
@@ -166,76 +166,6 @@ class PutOff:
                 if standin.grad is not None:
                     left[place], standin.grad = standin.grad, None
         return left
-
-
-class Use:
-    """One use of a weight: what its gradient will be computed from."""
-
-    __slots__ = ("bias", "formula", "number", "saved", "targets", "value", "version", "views", "weight")
-
-    def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.number, self.formula = number, formula
-        self.value: Tensor | None = value
-        self.version = value._version
-        self.saved = None
-        if _top_saved_tensors_default_hooks(False) is not None:  # a checkpoint gives it back only in the backward
-            self.saved, self.value = _make_saved_tensor(value, is_output=False), None
-        self.targets = _place(weight), _place(bias)  # whose gradients they are
-        self.views = (_view_end(weight), None) if bias is None else (_view_end(weight), _view_end(bias))
-        self.weight, self.bias = _bare(weight), _bare(bias)
-
-    @property
-    def bytes(self) -> int:
-        """Of the weight."""
-        return self.weight.numel() * self.weight.element_size()
-
-    def unpack(self) -> Tensor:
-        """The saved input. Raises RuntimeError, as autograd does, if it was changed in place."""
-        if self.value is None:
-            assert self.saved is not None
-            self.value = self.saved.unpack()
-        elif self.saved is None and self.value._version != self.version:
-            raise RuntimeError(
-                f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it; its"
-                " weight's gradient needs it as it was"
-            )
-        return self.value
-
-    def alike(self, gradient: Tensor) -> Any:
-        """Equal for uses of a weight, by several microbatches, that differ in their rows only."""
-        formula = (self.formula.func, str(self.formula.args)) if isinstance(self.formula, partial) else self.formula
-        return self.number, formula, self.targets, self.unpack().shape[1:], gradient.shape[1:]
-
-    def compute(self, gradient: Tensor) -> Gradients:
-        """The gradients of the weight and the bias."""
-        return self.formula(gradient, self.unpack(), self.weight, self.bias)
-
-
-Owed = tuple[Use, Tensor]  # a use of a weight, and the gradient of its output
-
-
-NO_VIEWS = (None, None)
-
-
-def _view_end(weight: Tensor) -> GradientEdge | None:
-    """For a view of a trainable parameter, its end of the graph."""
-    return get_gradient_edge(weight) if weight.requires_grad and _place(weight) is None else None
-
-
-def _place(weight: Tensor | None) -> int | None:
-    """The place of a trainable parameter; None for a view of one, for a frozen one, for None."""
-    return getattr(weight, "place", None)
-
-
-def _bare(weight: Any) -> Any:
-    """`weight` outside the graph, None for None."""
-    bare = getattr(weight, "bare", None)
-    return weight.detach() if bare is None and weight is not None else bare
-
-
-def _unpack_and(keep: Any, use: Use, gradients: tuple[Tensor | None]) -> None:
-    use.unpack()
-    keep(gradients)
 
 
 @functools.cache
@@ -306,11 +236,3 @@ def places_of(module: nn.Module) -> list[Place]:
 def identity(place: Place) -> tuple[int, int, list[tuple[int, str]]]:
     """Equal as long as stand-ins made for `place` can be used."""
     return id(place.parameter), place.memory, [(id(owner), name) for owner, name in place.owners]
-
-
-def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward(edges, gradients)` without its checks of shapes, which whoever calls has made.
-
-    They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.
-    """
-    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock import standins
+from penstock import uses
 from penstock.stage import Stage
 
 CPU = torch.device("cpu")
@@ -270,8 +270,8 @@ PUT_OFF = {
 @pytest.mark.parametrize("name", PUT_OFF)
 def test_the_weight_gradients_of_products_are_put_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    original = standins.Use.compute
-    monkeypatch.setattr(standins.Use, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
+    original = uses.Use.compute
+    monkeypatch.setattr(uses.Use, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
     stage = split_stage(make(name))
     value = MODULES[name][1]()
     output = stage.forward(0, value.requires_grad_(value.is_floating_point()), split=True)

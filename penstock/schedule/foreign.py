@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Cell, Schedule, _parsed, from_rows
+from penstock.schedule.complete import check_table
 from penstock.schedule.program import Instruction, Run, Script, Transfer, Transfers, actions_of
-from penstock.schedule.verify import check_table
 
 _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 

@@ -146,7 +146,7 @@ class Schedule:
 
     def __str__(self) -> str:
         """The table as an aligned grid, a row for each rank, overlapping pairs in braces."""
-        rows = [[_braced(cell) for cell in self.cells(rank)] for rank in range(self.ranks)]
+        rows = [[written(cell) for cell in self.cells(rank)] for rank in range(self.ranks)]
         width = max((len(cell) for row in rows for cell in row), default=1)
         return "\n".join(f"rank {rank} | {' '.join(cell.rjust(width) for cell in row)}" for rank, row in enumerate(rows))
 
@@ -179,7 +179,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: str | 
     every stage; without it a stage lives where the first of its actions stands. Raises ScheduleError for a text that is no
     action, and for a stage that stands nowhere.
     """
-    cells = [[cell for each in row for cell in (_parsed(each) if isinstance(each, str) else (each,))] for row in rows]
+    cells = [[cell for each in row for cell in (parsed(each) if isinstance(each, str) else (each,))] for row in rows]
     table = [[action for cell in row for action in ((cell,) if isinstance(cell, Action) else cell)] for row in cells]
     overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
@@ -211,7 +211,7 @@ _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _NO_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # the peer's notes on sharded weights
 
 
-def _parsed(text: str) -> Iterator[Cell]:
+def parsed(text: str) -> Iterator[Cell]:
     """The cell PyTorch's compute-only form writes as `text`; nothing for a bubble, or what is left to the engine."""
     text = text.strip()
     if overlap := _OVERLAP.fullmatch(text):
@@ -224,5 +224,6 @@ def _text(cell: Cell) -> str:
     return str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B"
 
 
-def _braced(cell: Cell) -> str:
+def written(cell: Cell) -> str:
+    """A cell as people are told it: `2F3`, or `{2F3 5B1}` for a pair."""
     return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"

@@ -16,6 +16,7 @@ from penstock.schedule.interleaved import interleaved_1f1b
 from penstock.schedule.looped_bfs import looped_bfs
 from penstock.schedule.naive import naive
 from penstock.schedule.one_f_one_b import one_f_one_b
+from penstock.schedule.program import collector_paused
 from penstock.schedule.verify import verify
 from penstock.schedule.zb_v import zb_v
 from penstock.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
@@ -84,6 +85,7 @@ def names() -> list[str]:
     return list(FAMILIES)
 
 
+@collector_paused()
 def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
     """The table of schedule `name` for P = `ranks`, M = `microbatches` and V = `stages_per_rank`.
 

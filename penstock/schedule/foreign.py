@@ -15,7 +15,7 @@ from os import PathLike
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Cell, Schedule, _parsed, from_rows
+from penstock.schedule.actions import Action, Cell, Schedule, from_rows, parsed
 from penstock.schedule.complete import check_table
 from penstock.schedule.program import Instruction, Run, Script, Transfer, Transfers, actions_of
 
@@ -63,7 +63,7 @@ def _cells(text: str) -> Iterator[Cell | _Post]:
         stage, end, direction, microbatch = post.groups()
         yield _Post(text.strip(), end == "SEND", direction == "F", int(stage), int(microbatch))
     else:
-        yield from _parsed(text)
+        yield from parsed(text)
 
 
 def _row(rank: int, cells: Iterable[Cell | _Post], schedule: Schedule, transfers: Transfers) -> Iterator[Instruction]:

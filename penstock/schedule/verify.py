@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Cell, Kind, Schedule, dependencies
+from penstock.schedule.actions import Action, Cell, Kind, Schedule, dependencies, written
 from penstock.schedule.complete import check_table
 from penstock.schedule.events import peaks_in_flight
 from penstock.schedule.program import Instruction, Program, Run, Script, Transfer, actions_of, collector_paused, lower
@@ -248,6 +248,4 @@ class _Machine:
 
 
 def _text(cell: Cell | None) -> str:
-    if cell is None:
-        return "the end"
-    return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"
+    return "the end" if cell is None else written(cell)

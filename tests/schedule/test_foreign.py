@@ -275,7 +275,7 @@ def line(transfer: Transfer, shared: bool) -> object:
     return frozenset(ends) if shared else ends
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data(), valid_tables(ranks=3, microbatches=3), whole_numbers(0, 3), st.booleans())
 def test_a_table_whose_posts_are_moved_about_is_judged_as_its_execution(data, schedule, ahead, shared):
     ours = script(lower(schedule, ahead))

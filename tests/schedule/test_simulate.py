@@ -1,5 +1,6 @@
 """The simulator: times drawn by hand, and an independent evaluation of the same rules."""
 
+import gc
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -365,6 +366,16 @@ def test_an_action_that_is_not_its_ranks_is_not_timed(drawn, told):
 
 def test_a_table_without_actions_takes_no_time():
     assert simulate(from_rows("none", [[], []], "loop")).makespan == 0
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(collects):
+    gc.enable() if collects else gc.disable()
+    try:
+        simulate(build("1f1b", 2, 2))
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
 
 
 def test_the_order_of_ranks_does_not_matter():

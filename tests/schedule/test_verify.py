@@ -99,7 +99,7 @@ def test_any_order_is_judged_in_every_model_as_its_execution(schedule, model, se
     assert accepts(schedule, model) == is_right(schedule, model, seed), f"{schedule}"
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(mutants(valid_tables() | named_tables()), st.sampled_from(MODELS), SEEDS)
 def test_any_changed_table_is_judged_as_its_execution(mutant, model, seed):
     assert accepts(mutant, model) == is_right(mutant, model, seed), f"{mutant}"
@@ -357,14 +357,14 @@ def carried(maker: Action, what: str, schedule: Schedule) -> Value:
     return value
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(valid_tables(), st.sampled_from(MODELS[1:]))
 def test_every_wait_told_of_a_stop_in_another_model_is_true(schedule, model):
     assume(not is_right(schedule, model))
     check_told(schedule, model)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), valid_tables(ranks=3), st.sampled_from(MODELS))
 def test_every_wait_told_of_rows_with_an_action_moved_is_true(data, schedule, model):
     rows = [list(row) for row in schedule.actions]
@@ -376,7 +376,7 @@ def test_every_wait_told_of_rows_with_an_action_moved_is_true(data, schedule, mo
     check_told(shuffled, model)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), valid_tables(pairs=False), st.sampled_from(MODELS))
 def test_every_wait_told_of_actions_that_must_not_overlap_is_true(data, schedule, model):
     kinds = {frozenset({Kind.F, Kind.B}), frozenset({Kind.F, Kind.I})}

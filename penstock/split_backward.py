@@ -69,10 +69,10 @@ class Splitter:
     def _added_to_gradients(self, node: "_Node") -> bool:
         """Whether the node's gradients could be, and so were, given straight to the ends of the graph.
 
-        That is less work. But what the caller still holds cannot become a parameter's `.grad`, it would be copied.
+        That is less work. But what the caller still holds cannot become a parameter's first `.grad` without a copy.
         """
         places = [self._places[place] for place in node.places]
-        if any(place.parameter.grad is None for place in places):
+        if any(place.parameter.grad is None and place.parameter.nbytes >= NODE_BYTES for place in places):
             return False
         pairs = [(place.end, each) for place, each in zip(places, node.gradients(), strict=True) if each is not None]
         run_backward(*zip(*pairs, strict=True))

@@ -50,7 +50,7 @@ class Ours:
 
     def forward(self, value: Tensor) -> None:
         """With what the backward needs."""
-        self.stage.forward(0, value, split=self.divided)
+        self.stage.forward(0, [value], split=self.divided)
 
     def backward(self, gradient: Tensor) -> None:
         """Full, or I and W."""

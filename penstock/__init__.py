@@ -7,7 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock import comms, microbatch, model, partition, schedule
+    from penstock import checkpoint, comms, microbatch, model, partition, schedule
+    from penstock.auxiliary import auxiliary_loss
     from penstock.comms import Topology
     from penstock.errors import LostRankError, MismatchError, PenstockError, ScheduleError, StageError
     from penstock.launcher import launch
@@ -25,6 +26,8 @@ __all__ = [
     "ShardedMLP",
     "StageError",
     "Topology",
+    "auxiliary_loss",
+    "checkpoint",
     "comms",
     "launch",
     "microbatch",
@@ -42,6 +45,7 @@ _HOMES = {
     "ShardedMLP": "model",
     "StageError": "errors",
     "Topology": "comms",
+    "auxiliary_loss": "auxiliary",
     "launch": "launcher",
 }
 

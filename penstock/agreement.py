@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from penstock.channels import Specs
 from penstock.control import Control
 from penstock.errors import MismatchError
+from penstock.microbatch import sizes
 
 NOTHING = -1
 _EXACT = 2**52  # whole numbers below are exact in the float64 that travels
@@ -21,11 +22,11 @@ class Vote:
     target_rows: int = NOTHING  # on the last stage's rank
     signature: int = 0  # of the inputs' shapes and dtypes
     local: int = 0  # of whatever else on this rank decides what its stages send
-    without_backward: frozenset[int] = frozenset()  # microbatches of weight 0
+    weights: Sequence[float] = ()  # what each microbatch counts, on the last stage's rank if it is not by their rows
 
     def row(self) -> list[float]:
         """The vote as numbers."""
-        fixed = (self.training, self.step, self.rows, self.target_rows, len(self.without_backward))
+        fixed = (self.training, self.step, self.rows, self.target_rows, len(self.weights))
         return [float(number) for number in (*fixed, self.signature % _EXACT, self.local % _EXACT)]
 
 
@@ -34,7 +35,8 @@ class Agreed:
     """What all ranks know of the step."""
 
     pieces: int  # microbatches that have rows
-    without_backward: frozenset[int]
+    weights: Sequence[float]  # of each of them, if there is a target
+    without_backward: frozenset[int]  # those of weight 0
     specs: Specs  # what the messages are like, or will be once the step is over
     known: bool
     key: tuple[object, ...] = field(default=(), repr=False)
@@ -57,13 +59,15 @@ class Agreement:
         vote, what = self._vote, self._what
         rows = self.control.hear(what)
         self._check(rows)
-        skipped = frozenset[int]()
+        batch, target = (int(max(row[column] for row in rows)) for column in (2, 3))
+        pieces = sizes(batch, min(batch, self.microbatches))
+        weights = [size / batch for size in pieces] if target != NOTHING else []
         if any(row[4] for row in rows):
-            skipped = frozenset.union(*self.control.gather_objects(vote.without_backward, what))
-        batch = int(max(row[2] for row in rows))
+            weights = next(filter(None, self.control.gather_objects(vote.weights, what)))
+        skipped = frozenset(piece for piece, weight in enumerate(weights) if not weight)
         key = (self.control.generation, skipped, *(tuple(row[:1] + row[2:]) for row in rows))
         specs = self._specs.get(key)
-        return Agreed(min(batch, self.microbatches), skipped, specs or {}, specs is not None, key)
+        return Agreed(len(pieces), weights, skipped, specs or {}, specs is not None, key)
 
     def keep(self, agreed: Agreed) -> None:
         """The step is over: what its messages were like holds for the next of the same kind."""

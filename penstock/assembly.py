@@ -7,8 +7,11 @@ from typing import Any
 from torch import nn
 
 from penstock import partition, tied
+from penstock.balance import Balance
+from penstock.carried import takes
 from penstock.errors import MismatchError
-from penstock.schedule import Schedule, build, from_rows
+from penstock.pieces import skips_of
+from penstock.schedule import Schedule, Skip, build, from_rows
 from penstock.schedule.actions import Cell
 
 Description = Mapping[str, Any]  # what one rank says of itself when the pipeline is built
@@ -19,8 +22,11 @@ class Cut:
     """The stages of this rank."""
 
     modules: dict[int, nn.Module]  # stage -> module
-    layers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model
-    tied: list[list[tied.Name]]  # parameters that stages of several ranks share
+    numbers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model
+    tied: list[list[tied.Name]]  # parameters that several stages share
+    skips: frozenset[Skip] = frozenset()  # between which stages values go past others
+    whole: nn.Module | None = None  # the uncut model, if that is what was cut
+    balance: Balance | None = None  # how even the cut is, on the rank that chose it
 
 
 Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
@@ -40,21 +46,32 @@ def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, option
     return schedule
 
 
-def cut(model: nn.Module | Sequence[nn.Module], table: Schedule, rank: int, cuts: Sequence[str] | None) -> Cut:
-    """This rank's share of `model`. Raises MismatchError if it does not have the table's number of stages."""
+def cut(
+    model: nn.Module | Sequence[nn.Module], whole: partition.Whole | None, starts: Sequence[str], table: Schedule, rank: int
+) -> Cut:
+    """This rank's share of `model`, or of the `whole` one cut at `starts`.
+
+    Raises MismatchError if it does not have the table's number of stages.
+    """
     mine = table.stages_of(rank)
-    if isinstance(model, nn.Sequential):
-        model = partition.split(model, table.stages, cuts)
+    if whole is not None:
+        model = whole.cut(starts)
     if isinstance(model, nn.Module):
         if table.stages != table.ranks:
             has = f"{table.name} has {table.stages} stages on {table.ranks} ranks"
-            raise MismatchError(f"{has}: give an nn.Sequential, or a list with one module for each stage")
+            raise MismatchError(f"{has}: give an nn.Sequential, or a list with one module for each stage, or cuts")
         return Cut({mine[0]: model}, {mine[0]: None}, [])
     if len(model) != table.stages:
         raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(model)} modules")
     numbers = _layer_numbers(model)
-    shared = tied.find(model, table.placement)
-    return Cut({stage: model[stage] for stage in mine}, {stage: numbers[stage] for stage in mine}, shared)
+    return Cut(
+        {stage: model[stage] for stage in mine},
+        {stage: numbers[stage] for stage in mine},
+        tied.find(model),
+        skips_of(model),
+        None if whole is None else whole.model,
+        None if whole is None else whole.balance,
+    )
 
 
 def _layer_numbers(stages: Sequence[nn.Module]) -> list[list[int] | None]:
@@ -73,7 +90,10 @@ def describe(table: Schedule, cut: Cut, seed: int | None, backend: str) -> Descr
     return {
         "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
         "table": f"another table of that name ({table.digest()[:12]})",
-        "names": {stage: list(module.state_dict()) for stage, module in cut.modules.items()},
+        "names": {stage: partition.plain(module) for stage, module in cut.modules.items()},
+        "takes": {stage: takes(module) for stage, module in cut.modules.items()},
+        "skips": f"values that skip stages {sorted(cut.skips)}",
+        "uncut": "stages" if cut.whole is None else f"a model of {len(cut.whole.state_dict())} names",
         "tied": f"tied parameters {cut.tied}",
         "seed": f"seed {seed}",
         "backend": f"backend {backend}",
@@ -82,14 +102,24 @@ def describe(table: Schedule, cut: Cut, seed: int | None, backend: str) -> Descr
 
 def check(everyone: Sequence[Description]) -> None:
     """Raises MismatchError unless all ranks build the same pipeline."""
-    for key in ("schedule", "table", "seed", "backend", "tied"):
+    for key in ("schedule", "table", "seed", "backend", "tied", "skips", "uncut"):
         for rank, each in enumerate(everyone):
             if each[key] != everyone[0][key]:
                 told = f"rank 0 has {everyone[0][key]}, rank {rank} has {each[key]}"
                 raise MismatchError(f"the ranks do not build the same pipeline: {told}")
 
 
-def names(everyone: Sequence[Description]) -> list[dict[str, str]]:
+def names(everyone: Sequence[Description], cut: Cut) -> list[dict[str, str]]:
     """For every stage of the model, its own name of each entry -> the name in the uncut model."""
-    own = {stage: names for each in everyone for stage, names in each["names"].items()}
-    return partition.names_of([own[stage] for stage in sorted(own)])
+    return partition.names_of(_by_stage(everyone, "names"), whole=cut.whole is not None)
+
+
+def taken_later(everyone: Sequence[Description]) -> list[frozenset[str]]:
+    """For every stage, the keywords that stages after it take."""
+    taken = _by_stage(everyone, "takes")
+    return [frozenset().union(*taken[stage + 1 :]) for stage in range(len(taken))]
+
+
+def _by_stage(everyone: Sequence[Description], key: str) -> list[Any]:
+    own = {stage: value for each in everyone for stage, value in each[key].items()}
+    return [own[stage] for stage in sorted(own)]

@@ -1,50 +1,153 @@
-"""A model's weights in one file, under the names of the uncut model, so any cut can load them."""
+"""Checkpoints that fit any cut: everything under the uncut model's names, whole or refused, written beside the training.
 
-import os
+A checkpoint is a folder `step-00000120`: tensors in safetensors files (`tensor_files.py`), the rest as JSON in a manifest
+that holds every file's hash (`manifest.py`). Nothing is unpickled when it is loaded. The ranks agree over a control group
+of their own, so a save may go on in a thread while the next steps run. All ranks must see the folder.
+"""
+
+import shutil
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from penstock.comms import recv_tensor, send_tensor
-from penstock.errors import MismatchError
+from penstock import manifest
+from penstock.beside import Saving, newest_whole, seen, settled, together, written
+from penstock.control import Control
+from penstock.errors import MismatchError, PenstockError
+from penstock.packing import pack
 from penstock.pipeline import Pipeline
+from penstock.restore import MODEL, Restore
+from penstock.tensor_files import TensorFiles
+from penstock.training_state import merged_optimizer, pack_optimizer, pack_random
+from penstock.weights import export, export_folder, import_weights
+
+__all__ = ["Saving", "exists", "export", "export_folder", "import_weights", "resume", "save"]
 
 
-def save(pipe: Pipeline, path: Path) -> None:
-    """Write the whole model's `state_dict` to `path`; all ranks call it, rank 0 writes.
+def save(
+    folder: str | Path,
+    pipe: Pipeline,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 3,
+    wait: bool = True,
+) -> Saving:
+    """Write `folder/step-00000120`, 120 being the steps done: model, optimizer, learning-rate schedule, random states.
 
-    The file is written beside and renamed last, so `path` is always a whole file. It loads with
-    `torch.load(path, weights_only=True)`, into the uncut model too.
+    All ranks call it. `extra` (rank 0's): whatever else the program needs to go on, numbers, texts, tensors, and lists and
+    dicts of them; a GradScaler's `state_dict()` goes here. The last `keep` whole checkpoints up to this step stay, older
+    ones are deleted. The folder gets its name when all of it is on the disk, so it is there whole or not at all.
+    With `wait=False` the state is copied to host memory and a thread writes it while training goes on; the next save or
+    resume waits for that, and so does `wait()` of what this returns, which every program calls once before it ends.
+
+    Raises, on every rank: PenstockError if a rank cannot write; MismatchError for state that a checkpoint cannot keep, and
+    for ranks whose steps or optimizers differ; LostRankError if a rank dies meanwhile. The checkpoints before stay whole.
     """
-    state = gather(pipe)
-    if pipe.topology.rank == 0:
-        beside = path.with_name(path.name + ".part")
-        torch.save(state, beside)
-        os.replace(beside, path)
+    if keep < 1:
+        raise PenstockError(f"keep={keep} would keep no checkpoint: use 1 or more")
+    beside = settled(pipe)
+    final = Path(folder) / manifest.folder_of(pipe.step_count)
+    tensors: dict[str, Tensor] = {}
+    with together(beside.control, f"collect what goes into {final}"):
+        part = {"step": pipe.step_count, **_packed_model(pipe, tensors)}
+        part |= _packed_training(pipe, optimizer, scheduler, extra, tensors)
+        if not wait:
+            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    saving = Saving(final, partial(_write, beside.control, final, part, tensors, keep), background=not wait)
+    beside.saving = saving
+    return saving
 
 
-def load(pipe: Pipeline, path: Path) -> None:
-    """Take each rank's part out of a file `save` wrote, whatever the cut it was written with.
+def _packed_model(pipe: Pipeline, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """This rank's part of the model; a tied parameter is kept under its first name, by the rank that has that."""
+    aliases = pipe.aliases
+    state = {name: value for name, value in pipe.state_dict().items() if name not in aliases}
+    tensors.update({MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)})
+    rest = {name: pack(value, f"state.{name}", tensors) for name, value in state.items() if not isinstance(value, Tensor)}
+    return {"aliases": aliases, "model": rest}
 
-    Raises MismatchError if it cannot be read or is of another model.
+
+def _packed_training(
+    pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Mapping[str, Any] | None, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """This rank's part of everything else; of the schedules, which are alike, the first is kept."""
+    rank, mine, aliases = pipe.topology.rank, pipe.state_dict().keys(), pipe.aliases
+    names = {id(parameter): aliases.get(name, name) for name, parameter in pipe.named_parameters()}
+
+    def name_of(parameter: Tensor) -> str | None:
+        return names.get(id(parameter))
+
+    part: dict[str, Any] = {"optimizer": None, "scheduler": None, "extra": None}
+    if optimizer is not None:
+        part["optimizer"] = pack_optimizer(optimizer, name_of, mine.__contains__, tensors, rank)
+    if scheduler is not None:
+        part["scheduler"] = pack(scheduler.state_dict(), f"scheduler.{rank}", tensors)
+    if rank == 0:
+        part["extra"] = pack(dict(extra or {}), "extra", tensors)
+    return {**part, "random": pack_random(rank, pipe.topology.device, tensors)}
+
+
+def _write(control: Control, final: Path, part: dict[str, Any], tensors: dict[str, Tensor], keep: int) -> None:
+    """Write and put in place what all ranks have collected; then delete what is older than the last `keep`."""
+    rank, folder = control.topology.rank, final.parent
+    beside = folder / f".{final.name}.part"
+    with together(control, f"write the checkpoint {final}"):
+        try:
+            everyone = written(control, partial(manifest.begin, folder, final.name), beside, part, tensors)
+            if rank == 0:
+                manifest.write(beside, {**_merged([part for part, _ in everyone]), "files": seen(beside, everyone)})
+                manifest.put_in_place(beside, final)
+                manifest.prune(folder, part["step"], keep)
+        except BaseException:
+            if rank == 0:
+                shutil.rmtree(beside, ignore_errors=True)
+            raise
+        control.gather_objects(None, f"to put {final.name} in place")
+
+
+def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest of all ranks' parts."""
+    steps = [part["step"] for part in parts]
+    if len(set(steps)) > 1:
+        raise MismatchError(f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them")
+    together = {key: {name: value for part in parts for name, value in part[key].items()} for key in ("aliases", "model")}
+    return {
+        "step": steps[0],
+        **together,
+        "optimizer": merged_optimizer([part["optimizer"] for part in parts]),
+        "scheduler": next((part["scheduler"] for part in parts if part["scheduler"] is not None), None),
+        "extra": parts[0]["extra"],
+        "random": [part["random"] for part in parts],
+    }
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether there is a checkpoint in `folder` to resume from: a program that may be started again asks this first."""
+    return Path(folder).is_dir() and bool(manifest.newest_first(Path(folder)))
+
+
+def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler: Any = None) -> dict[str, Any]:
+    """Go on where the newest whole checkpoint in `folder` was saved, whatever cut, ranks and schedule it was saved with.
+
+    All ranks call it, each with its own part's optimizer. `folder` holds checkpoints, or is one. Every file is compared
+    with its hash first, the ranks sharing the work; of a newer checkpoint that is damaged, a warning names the file.
+    Restores the model, the optimizer and the scheduler if they are given, `pipe.step_count` and the random states (rank 0's
+    where the checkpoint has none of this rank), and returns `extra`. To go on from an older checkpoint than the newest,
+    give its own folder, and save to another one.
+
+    Raises MismatchError, on every rank and before anything is restored, if no checkpoint is whole (the file is named), and
+    if names, shapes, types or optimizers do not fit.
     """
-    try:
-        state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except Exception as error:
-        raise MismatchError(f"cannot read a checkpoint from {path}: {error}") from error
-    pipe.load_state_dict(state)
-
-
-def gather(pipe: Pipeline) -> dict[str, Any]:
-    """The whole model's state on rank 0's host memory, nothing on the others. One tensor travels at a time."""
-    topology, mine = pipe.topology, pipe.state_dict()
-    state: dict[str, Any] = {}
-    for name, (home, shape, dtype) in pipe.inventory():
-        if topology.rank == home == 0:
-            state[name] = mine[name].detach().cpu()
-        elif topology.rank == home:
-            send_tensor(mine[name], 0)
-        elif topology.rank == 0:
-            state[name] = recv_tensor(shape, home, dtype, "cpu")
-    return state
+    control = settled(pipe).control
+    with together(control, f"resume from {folder}"):
+        chosen, content = newest_whole(control, Path(folder))
+        files = TensorFiles(chosen)
+        restore = Restore(pipe, optimizer, scheduler, content, files)
+        control.gather_objects(None, f"to check {chosen}")
+        extra = restore.run()
+        control.gather_objects(None, f"to resume from {chosen}")
+    return extra

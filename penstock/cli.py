@@ -3,13 +3,15 @@
 import dataclasses
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from penstock.config import TrainConfig, table_of
+from penstock.config import TrainConfig, saved_options, table_of
 from penstock.errors import PenstockError
 
 
@@ -97,6 +99,22 @@ class Train(TrainConfig):
 
 
 @dataclass(frozen=True)
+class Export:
+    """Write the weights of a run's newest whole checkpoint to one safetensors file, under the uncut model's names."""
+
+    source: tyro.conf.Positional[Path]
+    """The folder of a run, or one checkpoint in it."""
+    out: tyro.conf.Positional[Path] = Path("model.safetensors")
+    """The file to write."""
+
+    def run(self) -> None:
+        """Join the checkpoint's files, without starting ranks."""
+        from penstock import checkpoint
+
+        print(f"wrote {self.out} from {checkpoint.export_folder(self.source, self.out)}")
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure what a step takes against what its table says, with emulated devices, and what the engine itself costs."""
 
@@ -152,21 +170,38 @@ class Doctor:
         examine()
 
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Schedules, tyro.conf.subcommand("schedules")]
-    | Annotated[Show, tyro.conf.subcommand("show")]
-    | Annotated[Lab, tyro.conf.subcommand("lab")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-)
+Commands = Train | Export | Bench | Schedules | Show | Lab | Doctor
+
+
+def _syntax(words: Sequence[str]) -> Any:
+    """The commands and their options; those of `train --resume RUN` are by default what they were in that run."""
+    return (
+        Annotated[Train, tyro.conf.subcommand("train", default=_resumed(words))]
+        | Annotated[Export, tyro.conf.subcommand("export")]
+        | Annotated[Bench, tyro.conf.subcommand("bench")]
+        | Annotated[Schedules, tyro.conf.subcommand("schedules")]
+        | Annotated[Show, tyro.conf.subcommand("show")]
+        | Annotated[Lab, tyro.conf.subcommand("lab")]
+        | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    )
+
+
+def _resumed(words: Sequence[str]) -> Train:
+    """The options of the run that `words` resume, if they do; another schedule has its own V and group size."""
+    given = {word.split("=")[0]: word.partition("=")[2] or following for word, following in pairwise([*words, ""])}
+    if "--resume" not in given:
+        return Train()
+    saved = saved_options(Path(given["--resume"]))
+    if "--schedule" in given:
+        saved |= {"stages_per_rank": None, "group_size": None}
+    return Train(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})
 
 
 def main() -> None:
     """Run the command that was typed; an error of Penstock's is one line and exit code 1, Ctrl-C is 130."""
     try:
-        command: Command = tyro.cli(
-            Command, prog="penstock", description="Pipeline-parallel training you can read, prove and see."
+        command: Commands = tyro.cli(
+            _syntax(sys.argv[1:]), prog="penstock", description="Pipeline-parallel training you can read, prove and see."
         )
         command.run()
     except PenstockError as error:

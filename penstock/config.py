@@ -1,9 +1,10 @@
 """What the commands can be told: typed options, checked before anything is started. No torch."""
 
 import difflib
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.errors import PenstockError
 from penstock.schedule import Schedule, build, verify
@@ -49,6 +50,13 @@ class TrainConfig:
     """Where stages live; several ranks may share one GPU."""
     compare: bool = False
     """Run the same steps in one process too and compare: loss to the last bit, time, memory."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints, which are written while training goes on; 0: only one, at the end."""
+    keep: int = 3
+    """Checkpoints that are kept, the last ones."""
+    resume: Path | None = None
+    """The folder of a run to go on with, from its newest whole checkpoint. Options not given are as in that run; ranks,
+    schedule and microbatches may be others, steps the same or more."""
     out: Path = Path("runs")
     """Folder in which the run gets a folder of its own."""
 
@@ -65,9 +73,13 @@ class TrainConfig:
 
     def check(self) -> Schedule:
         """The proved table of this run. Raises PenstockError, with a value that works, for what cannot be run."""
-        for name in ("ranks", "microbatches", "steps", "batch", "depth", "width", "context"):
+        for name in ("ranks", "microbatches", "steps", "batch", "depth", "width", "context", "keep"):
             if getattr(self, name) < 1:
                 raise PenstockError(f"--{name.replace('depth', 'layers')} {getattr(self, name)} is too small: use 1 or more")
+        if self.checkpoint_every < 0:
+            raise PenstockError(f"--checkpoint-every {self.checkpoint_every} is no number of steps: use 0 (at the end) or more")
+        if self.resume is not None:
+            self._check_same_run(saved_options(self.resume))
         if self.device == "cuda" and not [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]:
             raise PenstockError("--device cuda: this machine has no NVIDIA GPU; use --device cpu")
         if self.width % HEADS and self.model == "gpt":
@@ -87,8 +99,38 @@ class TrainConfig:
             )
         return table
 
+    def _check_same_run(self, saved: dict[str, Any]) -> None:
+        """Raises PenstockError where this is to be another run than the one it resumes."""
+        mine = self.described()
+        for name in SAME:
+            if mine[name] != saved[name]:
+                option = f"--{name.replace('_', '-')}"
+                raise PenstockError(
+                    f"{option} {mine[name]}: the run in {self.resume} has {saved[name]}, and a resumed run keeps it: "
+                    f"leave out {option}, or start a new run"
+                )
+
+    def described(self) -> dict[str, Any]:
+        """The options as JSON, paths as texts."""
+        options = {**asdict(self), "layers": self.depth, "data": None if self.data is None else self.data.resolve()}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+
 
 HEADS = 4
+SETTINGS = "run.json"
+SAME = ("model", "data", "batch", "learning_rate", "layers", "width", "context", "dropout", "seed")  # if resumed
+
+
+def saved_options(folder: Path) -> dict[str, Any]:
+    """The options of the run in `folder`. Raises PenstockError if there is none."""
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise PenstockError(f"--resume {folder} is no run, it has no {SETTINGS}{_nearest_path(folder)}")
+    try:
+        saved = json.loads(path.read_text())["config"]
+        return {field.name: saved[field.name] for field in fields(TrainConfig) if field.name not in ("resume", "compare")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise PenstockError(f"{path} is not what `penstock train` wrote: {error!r}; resume another run") from error
 
 
 def table_of(name: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:

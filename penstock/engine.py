@@ -13,6 +13,7 @@ from penstock.control import WaitFailed
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.actions import Action, Kind
 from penstock.schedule.part import Part
+from penstock.schedule.program import Transfer
 from penstock.stage import Stage, handed_over
 
 
@@ -25,9 +26,11 @@ class Work:
     seed: int | None  # of this step's random numbers, None for whatever the generator gives
     inputs: Sequence[tuple[Any, Any]] = ()  # (args, kwargs) of each microbatch, on the first stage's rank
     targets: Sequence[Any] = ()  # of each microbatch, on the last stage's rank
-    weights: Sequence[float] = ()  # what each microbatch's loss counts, on the last stage's rank
+    weights: Sequence[float] = ()  # what each microbatch's loss counts
+    scale: float = 1.0  # of all gradients
     without_backward: frozenset[int] = frozenset()  # microbatches of weight 0
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by microbatch
+    auxiliary: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # losses by stage and microbatch
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
@@ -36,15 +39,15 @@ class Engine:
 
     def __init__(self, rank: int, device: torch.device, stages: dict[int, Stage], last: int, channels: Channels) -> None:
         self.rank, self.device, self.stages, self.last, self.channels = rank, device, stages, last, channels
-        self._handed: dict[tuple[bool, int, int], Any] = {}  # (forward, stage, microbatch) -> for a stage of this rank
-        self._ahead: list[Any] = []  # the result of the first step, if it had a head start
+        self._handed: dict[Transfer, Any] = {}  # from stages of this rank to others
+        self._ahead: list[Sequence[Any]] = []  # the result of the first step, if it had a head start
         self._act = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
 
     def head_start(self, action: Action, work: Work, clock: Clock) -> None:
         """Run `action`, a forward of the first stage, before the ranks have agreed; `run` goes on from there. Raises as it."""
         try:
             clock.start()
-            self._ahead.append(self._forward(action, None, work))
+            self._ahead.append(self._forward(action, (), work))
             clock.stop()
         except Exception as error:
             raise self._explained(error, action) from error
@@ -55,32 +58,35 @@ class Engine:
         Raises StageError with rank, stage, action, microbatch and the original text when the model or the loss raises;
         WaitFailed when a peer is lost.
         """
-        incoming, outgoing, ahead = self.channels.incoming, self.channels.outgoing, self._ahead
+        incoming, outgoing, ahead, handed = self.channels.incoming, self.channels.outgoing, self._ahead, self._handed
         try:
-            for step in work.part.steps:
-                action, receives, needs, sends = step
+            made: Any
+            for action, receives, needs, gives in work.part.steps:
                 for transfer in receives:
                     incoming[transfer.source].post(transfer)
                 if ahead:
-                    result = ahead.pop()
+                    made = ahead.pop()
                 else:
-                    value = self._handed_to(action) if needs is None else incoming[needs.source].take(needs, self.device)
+                    values = [
+                        incoming[need.source].take(need, self.device) if need.travels else handed.pop(need) for need in needs
+                    ]
                     clock.start()
-                    result = self._act[action.kind](action, value, work)
+                    made = self._act[action.kind](action, values, work)
                     clock.stop()
-                    del value
-                if sends is not None:
-                    outgoing[sends.destination].send(sends, result)
-                elif result is not None:
-                    self._handed[action.kind is Kind.F, action.stage, action.microbatch] = handed_over(result)
-                del result
+                    del values
+                for transfer, value in zip(gives, made, strict=True):
+                    if transfer.travels:
+                        outgoing[transfer.destination].send(transfer, value)
+                    else:
+                        handed[transfer] = handed_over(value)
+                made = value = None  # they are on their way
         except WaitFailed:
             raise
         except Exception as error:
             raise self._explained(error, action) from error
 
-    def _forward(self, action: Action, value: Any, work: Work) -> Any:
-        """The stage's output, or None if nobody needs it."""
+    def _forward(self, action: Action, values: Sequence[Any], work: Work) -> Sequence[Any]:
+        """What the stage makes for each of its takers; nothing on the last stage, whose output becomes the loss."""
         _, index, microbatch = action
         stage, keep = self.stages[index], work.training and microbatch not in work.without_backward
         split = (index, microbatch) in work.part.split
@@ -88,38 +94,37 @@ class Engine:
             args, kwargs = work.inputs[microbatch]
             output = stage.first_forward(microbatch, args, kwargs, work.seed, keep, split)
         else:
-            output = stage.forward(microbatch, value, work.seed, keep, split)
+            output = stage.forward(microbatch, values, work.seed, keep, split)
+        if stage.auxiliary:
+            work.auxiliary[index, microbatch] = stage.auxiliary
         if index < self.last:
-            return output
+            return output if len(stage.links.takers) > 1 else (output,)
         if not work.training:
             work.outputs[microbatch] = output
         if work.targets and microbatch not in work.without_backward:
             work.losses[microbatch] = stage.loss(microbatch, output, work.targets[microbatch], keep)
-        return None
+        return ()
 
-    def _backward(self, action: Action, gradients: Any, work: Work) -> Any:
-        """The gradients of the stage's input, or None on the first stage. Those of the weights too, unless it is split."""
+    def _backward(self, action: Action, values: Sequence[Any], work: Work) -> Sequence[Any]:
+        """The gradients of what each source gave to the stage. Those of the weights are added too, unless it is split."""
         _, index, microbatch = action
+        gradients: Sequence[Tensor | None]
+        weight = work.weights[microbatch] * work.scale
         if index == self.last:
-            seed = torch.full_like(work.losses[microbatch], work.weights[microbatch])
+            seed = torch.full_like(work.losses[microbatch], weight)
             gradients = [seed for _ in self.stages[index].kept[microbatch].edges]  # none if everything is frozen
-        elif isinstance(gradients, Tensor):
-            gradients = [gradients]
-        result = self.stages[index].backward(microbatch, gradients, action in work.part.last)
-        if index == 0:
-            return None
-        return result[0] if len(result) == 1 and result[0] is not None else result  # the common case travels bare
+        else:
+            gradients = [each for value in values for each in ((value,) if isinstance(value, Tensor) else value)]
+        return [
+            each[0] if len(each) == 1 and each[0] is not None else each  # the common case travels bare
+            for each in self.stages[index].backward(microbatch, gradients, action in work.part.last, weight)
+        ]
 
-    def _backward_weight(self, action: Action, _: Any, work: Work) -> None:
+    def _backward_weight(self, action: Action, _: Sequence[Any], work: Work) -> Sequence[Any]:
         """The weights' gradients of one microbatch, or of several that were put off together; none if a later W adds them."""
         if microbatches := work.part.weights[action]:
             self.stages[action.stage].backward_weight(microbatches, action in work.part.last)
-
-    def _handed_to(self, action: Action) -> Any:
-        """What another stage of this rank made for `action`, None where nothing is needed."""
-        kind, index, microbatch = action
-        forward = kind is Kind.F
-        return self._handed.pop((forward, index - 1 if forward else index + 1, microbatch), None)
+        return ()
 
     def let_go(self, microbatches: frozenset[int]) -> None:
         """No backward will come for these: a head start may have kept one."""

@@ -23,7 +23,7 @@ class _Seeded:
     """Builds layers, each with the random numbers of its own number."""
 
     def __init__(self) -> None:
-        self.seed = int(torch.randint(2**62, ()))  # advances the generator, so the next model is another
+        self.seed = int(torch.randint(2**62, (), device="cpu"))  # advances the generator, so the next model is another
 
     def build(self, number: int, make: Callable[[], nn.Module]) -> nn.Module:
         """The module `make` makes, initialised as layer `number`."""
@@ -38,19 +38,23 @@ def _mlp_layers(dim: int, total_layers: int, classes: int, start: int, end: int)
         raise MismatchError(f"an MLP needs a dim, layers and classes of 1 or more, got {dim}, {total_layers} and {classes}")
     seeded, layers = _Seeded(), OrderedDict[str, nn.Module]()
     for number in range(start, end):
-        layers[str(2 * number)] = seeded.build(number, lambda: _hidden(dim))
+        layers[str(2 * number)] = seeded.build(number, lambda: Hidden(dim))
         layers[str(2 * number + 1)] = nn.ReLU()
     if end == total_layers:
         layers[str(2 * total_layers)] = seeded.build(total_layers, lambda: nn.Linear(dim, classes))
     return layers
 
 
-def _hidden(dim: int) -> nn.Linear:
+class Hidden(nn.Linear):
     """A layer whose ReLU keeps the size of what passes, however deep (He et al. 2015); nn.Linear's own start shrinks it."""
-    linear = nn.Linear(dim, dim)
-    nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
-    nn.init.zeros_(linear.bias)
-    return linear
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, dim)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        nn.init.zeros_(self.bias)
 
 
 def mlp(dim: int, total_layers: int = 16, classes: int = 2) -> nn.Sequential:
@@ -114,7 +118,7 @@ class GPT(nn.Sequential):
         layers = OrderedDict[str, nn.Module](embedding=seeded.build(0, lambda: Embedding(config)))
         layers |= {f"block{number}": seeded.build(1 + number, lambda: Block(config)) for number in blocks}
         layers["norm"] = nn.LayerNorm(config.width)
-        layers["head"] = seeded.build(1 + config.layers, lambda: _linear(config.width, config.vocabulary))
+        layers["head"] = seeded.build(1 + config.layers, lambda: Projection(config.width, config.vocabulary))
         super().__init__(layers)
         self.config = config
 
@@ -124,11 +128,9 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.token = nn.Embedding(config.vocabulary, config.width)
-        self.position = nn.Embedding(config.context, config.width)
+        self.token = Vectors(config.vocabulary, config.width)
+        self.position = Vectors(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        nn.init.normal_(self.token.weight, std=0.02)
-        nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, time) -> (batch, time, width)."""
@@ -144,8 +146,8 @@ class Block(nn.Module):
         width = config.width
         self.heads, self.dropout = config.heads, config.dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = _linear(width, 3 * width), _linear(width, width, 2 * config.layers)
-        self.up, self.down = _linear(width, 4 * width), _linear(4 * width, width, 2 * config.layers)
+        self.qkv, self.out = Projection(width, 3 * width), Projection(width, width, 2 * config.layers)
+        self.up, self.down = Projection(width, 4 * width), Projection(4 * width, width, 2 * config.layers)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, time, width) -> the same."""
@@ -165,9 +167,22 @@ class Block(nn.Module):
         return functional.dropout(hidden, self.dropout, self.training)
 
 
-def _linear(inputs: int, outputs: int, residuals: int = 1) -> nn.Linear:
+class Vectors(nn.Embedding):
+    """An embedding with GPT-2's initialisation."""
+
+    def reset_parameters(self) -> None:
+        """Draw the vectors."""
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Projection(nn.Linear):
     """A Linear with GPT-2's initialisation; `residuals`: the sums its output is one term of, over the whole depth."""
-    linear = nn.Linear(inputs, outputs)
-    nn.init.normal_(linear.weight, std=0.02 / math.sqrt(residuals))
-    nn.init.zeros_(linear.bias)
-    return linear
+
+    def __init__(self, inputs: int, outputs: int, residuals: int = 1) -> None:
+        self.std = 0.02 / math.sqrt(residuals)
+        super().__init__(inputs, outputs)
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.zeros_(self.bias)

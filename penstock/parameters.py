@@ -1,6 +1,6 @@
 """One truth for names: this rank's parameters and buffers, under their names in the uncut model."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +15,19 @@ class Parameters:
     """The parameters of a rank's stages.
 
     `modules`: stage -> module, this rank's. `names`: for every stage of the model, its own name of each entry -> the name in
-    the uncut model. `counted_elsewhere`: names of tied parameters that another owner counts in the norm.
+    the uncut model. `shared`: further names of parameters that stages share -> the first, whose owner counts it in the norm.
+    `order`: of all names in the uncut model, by default that of the stages.
     """
 
     def __init__(
-        self, modules: dict[int, nn.Module], names: Sequence[Mapping[str, str]], counted_elsewhere: Collection[str]
+        self,
+        modules: dict[int, nn.Module],
+        names: Sequence[Mapping[str, str]],
+        shared: Mapping[str, str] | None = None,
+        order: Sequence[str] | None = None,
     ) -> None:
-        self.modules, self.names, self.counted_elsewhere = modules, names, frozenset(counted_elsewhere)
+        self.modules, self.names, self.shared = modules, names, dict(shared or {})
+        self.order = order or [name for stage in names for name in stage.values()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names in the uncut model, parameters."""
@@ -43,30 +49,44 @@ class Parameters:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load what is this rank's, once all of it is known to fit."""
-        mine = self.state_dict()
-        unfit = {
-            "missing": [name for name in mine if name not in state] if strict else [],
-            "unknown": [name for name in state if not any(name in names.values() for names in self.names)] if strict else [],
-            "of another shape": [name for name in mine if name in state and _shape(mine[name]) != _shape(state[name])],
-        }
-        if any(unfit.values()):
-            told = [f"{len(names)} {what} ({_few(names)})" for what, names in unfit.items() if names]
-            raise MismatchError(f"the state does not fit this model: {'; '.join(told)}")
+        self.check({name: _shape(value) for name, value in state.items()}, strict)
         for stage, module in self.modules.items():
             part = {own: state[name] for own, name in self.names[stage].items() if name in state}
             module.load_state_dict(part, strict=strict)
 
+    def check(self, shapes: Mapping[str, Any], strict: bool) -> None:
+        """Raises MismatchError unless a state of these names and shapes (None: no tensor) can be loaded."""
+        mine, known = self.state_dict(), {name for names in self.names for name in names.values()}
+        unfit = {
+            "missing": [name for name in mine if name not in shapes] if strict else [],
+            "unknown": [name for name in shapes if name not in known] if strict else [],
+            "of another shape": [name for name in mine if name in shapes and _shape(mine[name]) != shapes[name]],
+        }
+        if any(unfit.values()):
+            told = [f"{len(names)} {what} ({_few(names)})" for what, names in unfit.items() if names]
+            raise MismatchError(f"the state does not fit this model: {'; '.join(told)}")
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tensors that several names stand for, on this rank or over the ranks -> the first."""
+        states = {stage: module.state_dict(keep_vars=True) for stage, module in self.modules.items()}
+        named = [(self.names[stage][own], value) for stage, state in states.items() for own, value in state.items()]
+        first: dict[int, str] = {}
+        for name, value in named:
+            first.setdefault(id(value), name)
+        here = {name: first[id(value)] for name, value in named if isinstance(value, Tensor) and first[id(value)] != name}
+        return {**here, **self.shared}
+
     def in_order(self, parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
         """What all ranks say of their names, in the uncut model's order."""
         merged = {name: value for part in parts for name, value in part.items()}
-        return {name: merged[name] for names in self.names for name in names.values() if name in merged}
+        return {name: merged[name] for name in self.order if name in merged}
 
     def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
         """The norm of each gradient that this rank counts."""
         return {
             name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
             for name, parameter in self.named_parameters()
-            if parameter.grad is not None and name not in self.counted_elsewhere
+            if parameter.grad is not None and name not in self.shared
         }
 
     def clip(self, norms: Mapping[str, Tensor], max_norm: float, norm_type: float) -> Tensor:

@@ -1,16 +1,14 @@
 """The face: a model cut over the ranks that trains like the whole one."""
 
 import itertools
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock import assembly, comms, microbatch, tied
+from penstock import assembly, comms, microbatch, partition, tied
 from penstock.agreement import Agreement, Vote
 from penstock.channels import Channels
 from penstock.clock import Clock, clock_for
@@ -18,8 +16,14 @@ from penstock.comms import Topology
 from penstock.control import Control
 from penstock.engine import Engine, Work
 from penstock.errors import MismatchError, PenstockError
+from penstock.layers import Recompute
+from penstock.links import links_of, skips_of_tied
+from penstock.materialise import is_meta, materialise
 from penstock.parameters import Parameters
+from penstock.pieces import on
 from penstock.randomness import aside, mix
+from penstock.report import StepReport, concluded
+from penstock.scaling import scale_of
 from penstock.schedule import Event, Kind, Schedule, Timeline, lower, verify
 from penstock.schedule.part import Part, part_of
 from penstock.schedule.transform import with_full_backwards
@@ -27,28 +31,16 @@ from penstock.stage import Stage
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-class StepReport(NamedTuple):
-    """What a step took, the same on every rank."""
-
-    makespan: float  # seconds, first action to last over all ranks
-    busy: tuple[float, ...]  # seconds each rank spent in actions
-    peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far (on a GPU: its tensors)
-
-    @property
-    def bubble(self) -> float:
-        """The idle share: (makespan - the busiest rank's work) / makespan."""
-        return (self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
 
 
 class Pipeline:
     """A model cut into stages over the ranks of `topology`, trained step by step as one.
 
     `model`: an `nn.Sequential`, cut here; a list with one module for each stage; or this rank's own stage module (in a
-    world of one: the whole model). A stage whose forward has several parameters gets a tuple spread over them and a dict
-    by name; every other one gets what the stage before returned. Any tree of tensors, numbers and None may pass.
+    world of one: the whole model). A stage whose forward has several parameters gets a tuple spread over them and a dict by
+    name; every other one gets what the stage before returned. Any tree of tensors, numbers and None may pass.
+    `cuts`, `example_args`, `example_kwargs`: cut any other model, by the names of submodules, or by the times measured on an
+    example of one microbatch: see `partition.split`.
     `loss_fn(output, target)`: a scalar, the mean over its microbatch; it runs on the last stage's rank.
     `schedule`: a name (with `microbatches` and the schedule's `options`: `stages_per_rank`, `group_size`), the path of a CSV
     table, a `Schedule`, or a function of (rank, ranks, microbatches) that gives the rank's row (`"0F0"`, `"1B0"`, ..).
@@ -57,6 +49,11 @@ class Pipeline:
     layer only; None leaves them to torch's generator, and so to the schedule.
     `merge_weight_gradients`: W actions of one stage that stand next to each other in the table are taken as one product over
     their joined rows. Faster, and exact to rounding only, since the order of the sums changes.
+    `recompute`: keep only the input of every `stage`, or of each `block` (a layer, or a unit), and compute the rest again in
+    the backward.
+    `scaler`: a GradScaler, whose scale the backward starts with; `ShardedGradScaler`, where there are several ranks.
+    `seed` and `init` also initialise what of the model is on the meta device, where each rank gives memory to its own stages
+    only: every submodule by its `reset_parameters()` and then by `init(submodule)`, the same for any cut.
 
     Every rank makes the same call. Raises ScheduleError if the table cannot be proved, MismatchError where the ranks,
     the schedule and the model do not fit together.
@@ -73,12 +70,17 @@ class Pipeline:
         *,
         seed: int | None = 0,
         cuts: Sequence[str] | None = None,
+        example_args: Sequence[Any] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
         merge_weight_gradients: bool = False,
+        recompute: Recompute | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        init: Callable[[nn.Module], Any] | None = None,
         **options: Any,
     ) -> None:
         self.topology = topology or comms.init_distributed()
         self.loss_fn, self.loss_weight, self.seed = loss_fn, loss_weight, seed
-        self._merge = merge_weight_gradients
+        self._merge, self.recompute, self.scaler = merge_weight_gradients, recompute, scaler
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.report: StepReport | None = None  # of the last step
         self._control = Control(self.topology, f"penstock/{next(_count)}")
@@ -86,30 +88,50 @@ class Pipeline:
         with self._together():
             self.schedule = assembly.table(schedule, self.topology.world_size, microbatches, options)
             verify(self.schedule)
-            self._table = with_full_backwards(self.schedule)  # what runs
-            cut = assembly.cut(model, self.schedule, self.topology.rank, cuts)
+            whole = partition.whole(model, cuts, example_args, example_kwargs)
+            starts = [] if whole is None or (whole.measures and self.topology.rank) else whole.starts(self.schedule.stages)
+            starts = self._control.gather_objects(starts, "to agree on the cut")[0]
+            cut = assembly.cut(model, whole, starts, self.schedule, self.topology.rank)
+            table = with_full_backwards(self.schedule)  # what runs
+            self._program = verify(table, skips=cut.skips | skips_of_tied(cut.tied)).program
             mine = assembly.describe(self.schedule, cut, seed, self.topology.backend)
             everyone = self._control.gather_objects(mine, "to build the pipeline")
             assembly.check(everyone)
-            self._assemble(cut, assembly.names(everyone))
+            self._assemble(cut, everyone, init)
 
-    def _assemble(self, cut: assembly.Cut, names: list[dict[str, str]]) -> None:
-        table, topology, last = self.schedule, self.topology, self.schedule.stages - 1
-        self.first_rank, self.last_rank = table.placement[0], table.placement[last]
-        modules = {index: module.to(topology.device) for index, module in cut.modules.items()}
+    def _assemble(self, cut: assembly.Cut, everyone: Sequence[assembly.Description], init: Any) -> None:
+        schedule, topology = self.schedule, self.topology
+        names, later = assembly.names(everyone, cut), assembly.taken_later(everyone)
+        links = links_of(schedule.stages, cut.skips | skips_of_tied(cut.tied), cut.tied)
+        self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[schedule.stages - 1]
+        self.balance = cut.balance
+        for index, module in cut.modules.items():
+            if is_meta(module) and cut.whole is not None:
+                materialise(cut.whole, None, topology.device, self.seed, init, only=names[index].values())
+            elif is_meta(module):
+                materialise(module, names[index], topology.device, self.seed, init)
+        order = None if cut.whole is None else list(cut.whole.state_dict())
+        modules = {index: on(module, topology.device) for index, module in cut.modules.items()}
         self._stages = {
             index: Stage(
-                index, module, topology.device, cut.layers[index], self.loss_fn if index == last else None, self._merge
+                index,
+                module,
+                topology.device,
+                self.loss_fn if index == schedule.stages - 1 else None,
+                numbers=cut.numbers[index],
+                recompute=self.recompute,
+                links=links[index],
+                later=later[index],
+                merge=self._merge,
             )
             for index, module in modules.items()
         }
-        counted_elsewhere = {names[stage][name] for group in cut.tied for stage, name in group[1:]}
-        self._parameters = Parameters(modules, names, counted_elsewhere)
-        self._tied = tied.owned(cut.tied, table.placement, modules, topology)
+        self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), order)
+        self._tied = tied.owned(cut.tied, schedule.placement, modules, topology)
         for each in self._tied:
             each.share_value()
         self._parts: dict[Any, Part] = {}
-        self._agreement = Agreement(self._control, table.microbatches)
+        self._agreement = Agreement(self._control, schedule.microbatches)
         self._engine: Engine | None = None
         self._connected_at = 0  # the control's generation the engine's channels belong to
         self._ran: tuple[Sequence[Any], Clock] | None = None  # the last step's actions, and when they ran
@@ -141,7 +163,7 @@ class Pipeline:
         return outputs if target is None else (outputs, loss)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Any, Tensor]:
-        mine = self._table.actions[self.topology.rank]
+        mine = self._program.schedule.actions[self.topology.rank]
         what = f"to begin {'step()' if training else 'eval()'}, before {mine[0] if mine else 'the others end it'}"
         with self._together(), self._randomness_aside(training):
             engine = self._connected()
@@ -153,12 +175,16 @@ class Pipeline:
             agreed = self._agreement.reach()
             work.without_backward = agreed.without_backward
             engine.let_go(agreed.without_backward)
-            work.weights = work.weights or [0.0] * agreed.pieces
+            work.weights = agreed.weights
             work.part = self._part(training, agreed.pieces, agreed.without_backward)
             engine.channels.begin(agreed.specs, agreed.known)
-            with tied.summed(self._tied if training else []):
-                engine.run(work, clock)
-            loss = self._finish(work, [step.action for step in work.part.steps], clock)
+            engine.run(work, clock)
+            for parameter in self._tied if training else ():
+                parameter.share_gradient()
+            actions = [step.action for step in work.part.steps]
+            self._ran = actions, clock
+            end = f"to end the step, after {actions[-1] if actions else 'nothing'}"
+            loss, self.report = concluded(self._control, work, clock, self.last_rank, end)
             engine.channels.end()
             self._agreement.keep(agreed)
             self.step_count += training
@@ -167,7 +193,7 @@ class Pipeline:
 
     def _head_start(self, engine: Engine, work: Work, clock: Clock) -> None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
-        mine = self._table.actions[self.topology.rank]
+        mine = self._program.schedule.actions[self.topology.rank]
         if self.schedule.stages > 1 and mine and mine[0].stage == 0 and mine[0].microbatch < len(work.inputs):
             engine.head_start(mine[0], work, clock)
 
@@ -185,6 +211,8 @@ class Pipeline:
         rank, pieces = self.topology.rank, self.schedule.microbatches
         seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
         work, vote = Work(training, self._part(training), seed), Vote(training, self.step_count)
+        if training and self.scaler is not None:
+            work.scale = scale_of(self.scaler, self.topology)
         if rank == self.first_rank:
             work.inputs, vote.rows = microbatch.split_inputs(args, kwargs, pieces, self.topology.device)
             vote.signature = microbatch.signature((args, kwargs))
@@ -195,9 +223,9 @@ class Pipeline:
                 raise MismatchError(f"rank {rank}: step() needs target=, which the last stage's rank takes for the loss")
             sizes = microbatch.sizes_of(target, "the target", pieces)
             work.targets = microbatch.split(target, sizes, self.topology.device)
-            work.weights = microbatch.weights(work.targets, sizes, self.loss_weight)
+            if self.loss_weight is not None:
+                vote.weights = microbatch.weights(work.targets, sizes, self.loss_weight)
             vote.target_rows = sum(sizes)
-            vote.without_backward = frozenset(piece for piece, weight in enumerate(work.weights) if not weight)
         vote.local = hash((self._modes(), torch.is_autocast_enabled(self.topology.device.type)))
         return work, vote
 
@@ -210,14 +238,15 @@ class Pipeline:
         pieces = self.schedule.microbatches if pieces is None else pieces
         key = training, pieces, without_backward if training else None
         if key not in self._parts:
-            table = self._table
+            table = self._program.schedule
             if not training:
                 table = table.keep(lambda action: action.kind is Kind.F)
             if pieces < table.microbatches:
                 table = table.keep(lambda action: action.microbatch < pieces)
             if training and without_backward:
                 table = table.keep(lambda action: action.kind is Kind.F or action.microbatch not in without_backward)
-            self._parts[key] = part_of(lower(table), self.topology.rank, self._merge)
+            program = self._program if table is self._program.schedule else lower(table, skips=self._program.skips)
+            self._parts[key] = part_of(program, self.topology.rank, self._merge)
         return self._parts[key]
 
     def _connected(self) -> Engine:
@@ -225,24 +254,10 @@ class Pipeline:
         groups = self._control.connect()
         if self._engine is None or self._connected_at != self._control.generation:
             self._connected_at = self._control.generation
-            channels = Channels(lower(self._table), self.topology, groups)
+            channels = Channels(self._program, self.topology, groups)
             last = self.schedule.stages - 1
             self._engine = Engine(self.topology.rank, self.topology.device, self._stages, last, channels)
         return self._engine
-
-    def _finish(self, work: Work, actions: Sequence[Any], clock: Any) -> Tensor:
-        """The end of the step, reached by all ranks together: the loss and the times."""
-        terms = [work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)]
-        loss = sum(terms[1:], terms[0]) if terms else torch.zeros(())
-        self._ran = actions, clock
-        dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
-        row = [loss.item(), dtype, *clock.summary(), _peak_memory(self.topology.device)]
-        everyone = self._control.gather(row, f"to end the step, after {actions[-1] if actions else 'nothing'}")
-        ran = [each for each in everyone if each[3]]  # a rank may have no stage
-        makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
-        self.report = StepReport(makespan, tuple(each[4] for each in everyone), tuple(each[5] for each in everyone))
-        value, kind = everyone[self.last_rank][:2]
-        return torch.tensor(value, dtype=_DTYPES[int(kind)], device=self.topology.device)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -279,6 +294,15 @@ class Pipeline:
         """
         self._parameters.load_state_dict(state, strict)
 
+    def check_state(self, shapes: Mapping[str, Any]) -> None:
+        """Raises MismatchError unless `load_state_dict` takes a state of these names and shapes (None: no tensor)."""
+        self._parameters.check(shapes, strict=True)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters, this rank's and those that ranks share -> the first name of each."""
+        return self._parameters.aliases()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their norm, taken together, is at most `max_norm`; returns the norm before.
 
@@ -289,13 +313,6 @@ class Pipeline:
         with self._together():
             everyone = self._control.gather_objects(norms, "to clip their gradients")
         return self._parameters.clip(self._parameters.in_order(everyone), max_norm, norm_type)
-
-    def inventory(self) -> list[tuple[str, tuple[int, tuple[int, ...], torch.dtype]]]:
-        """Every tensor of the whole model's state, in the uncut order: name, (rank, shape, dtype). All ranks call it."""
-        mine = {name: (self.topology.rank, tuple(value.shape), value.dtype) for name, value in self.state_dict().items()}
-        with self._together():
-            everyone = self._control.gather_objects(mine, "to list their parameters")
-        return list(self._parameters.in_order(everyone).items())
 
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds. All ranks call it."""
@@ -323,11 +340,3 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for submodule, mode in training:
             submodule.training = mode
-
-
-def _peak_memory(device: torch.device) -> float:
-    """Bytes: the most this process has held; on a GPU, the most its tensors have."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -49,7 +49,7 @@ class Progress:
             f"bubble {record['bubble']:.0%} (table {record['bubble_of_the_table']:.0%})  "
             f"peak {megabytes(record['peak_memory_bytes'])}"
         )
-        self.bars.update(self.task, advance=1, told=told)
+        self.bars.update(self.task, completed=record["step"], told=told)
         if not sys.stdout.isatty() and (record["step"] % max(1, self.steps // LINES) == 0 or record["step"] == 1):
             print(f"{self.name}  step {record['step']}/{self.steps}  {told}", flush=True)
 
@@ -70,7 +70,7 @@ def closing(run: "Run", alone: "Run | None", folder: "Path") -> None:
         console.print(f"[dim]{_safe(run.prompt)}[/dim]{_safe(run.sample)}", highlight=False)
     if alone is not None:
         console.print(_comparison(run, alone))
-    console.print(f"\nmetrics, weights and settings are in {folder}", highlight=False)
+    console.print(f"\nmetrics, checkpoints, weights and settings are in {folder}", highlight=False)
 
 
 def _safe(text: str) -> str:

@@ -9,7 +9,7 @@ full backward. No graph is walked and none is retained.
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,17 +27,18 @@ class Splitter:
     """The places of a stage's parameters, and a stock of stand-ins for them.
 
     `merge`: products add to the gradient so far as they go, where no hook waits for it. The sum's order changes.
+    `shared`: ids of parameters that other stages have too; they get their gradients in `I`.
     """
 
-    def __init__(self, module: nn.Module, merge: bool = False) -> None:
-        self.module, self.merge = module, merge
+    def __init__(self, module: nn.Module, merge: bool = False, shared: Collection[int] = ()) -> None:
+        self.module, self.merge, self.shared = module, merge, shared
         self._places: list[Place] = []
         self._stock: list[PutOff] = []
         self._groups: dict[Any, list[_Group]] = {}  # for uses of the same places in the same order
 
     def refresh(self) -> None:
         """Look at the module anew, before a step: parameters may have been frozen, replaced or moved."""
-        places = places_of(self.module)
+        places = [place for place in places_of(self.module) if id(place.parameter) not in self.shared]
         if [identity(place) for place in places] != [identity(place) for place in self._places]:
             self._places, self._stock, self._groups = places, [], {}
 

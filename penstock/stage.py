@@ -1,8 +1,8 @@
 """One stage: its forward, its backward, and what it keeps alive in between."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,19 +10,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import wire
-from penstock.randomness import advance, generator_of
+from penstock.auxiliary import collected
+from penstock.carried import Carried, Keywords, bare
+from penstock.layers import Layers, Recompute
+from penstock.links import Links
+from penstock.pieces import Piece
+from penstock.randomness import advance
 from penstock.replicas import Replicas
 from penstock.split_backward import Splitter
 from penstock.standins import PutOff
+from penstock.tied import StandIn, installed
 from penstock.uses import run_backward
-
-# Layers that draw no random numbers need no seed, which would cost them a microsecond or two each time.
-NEVER_RANDOM = frozenset(
-    (
-        nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
-        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten,
-    )
-)  # fmt: skip
 
 
 class Entry:
@@ -72,17 +70,20 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 class Kept(NamedTuple):
     """What a microbatch in flight keeps alive on a stage, besides what its graph saved."""
 
-    entry: Entry
+    entries: tuple[Entry, ...]  # one for each message that came in
+    borrowed: tuple[Tensor, ...]  # stand-ins for parameters of earlier stages
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself goes as soon as it is sent
     put_off: PutOff | None  # if the backward is split
     ends: tuple[Tensor, ...]  # what replicas must know of the graph
+    auxiliary: tuple[tuple[GradientEdge, Tensor], ...]  # losses that arose in the forward
 
 
 class Stage:
     """A stage of the model on this rank.
 
-    `layers` are the numbers, in the uncut model, of the module's children where it is a piece of a Sequential: each layer
-    then draws its random numbers from a seed of its own. Otherwise the whole stage draws from one, numbered `index`.
+    `numbers` are those of its layers, `recompute` says what is run again in the backward: see `layers.py`.
+    `links` are its connections to other stages, by default those of a chain.
+    `later`: keywords that stages after this one take (`carried.py`).
     `merge`: weights' gradients that were put off may be summed in another order (see `split_backward.py`).
     """
 
@@ -91,43 +92,108 @@ class Stage:
         index: int,
         module: nn.Module,
         device: torch.device,
-        layers: Sequence[int] | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        numbers: Sequence[int] | None = None,
+        recompute: Recompute | None = None,
+        links: Links | None = None,
+        later: frozenset[str] = frozenset(),
         merge: bool = False,
     ) -> None:
-        self.index, self.module, self.device, self.loss_fn = index, module, device, loss_fn
-        self.layers = None if layers is None else tuple(zip(layers, module.children(), strict=True))
-        self.generator = generator_of(device)
-        self.spread = _takes_several(module)
+        self.index, self.module, self.loss_fn = index, module, loss_fn
+        self.links = links or Links.of_chain(index)
+        piece = module.penstock if isinstance(module, Piece) else None  # of a graph
+        self._from, self._to = (tuple(piece.sources), piece.takers) if piece else ((index - 1,), (index + 1,))
+        self._borrowed = {to: [StandIn(module, name) for name in names] for to, names in self.links.borrowed.items()}
+        self._standins = [each for group in self._borrowed.values() for each in group]
         self.kept: dict[int, Kept] = {}
+        self._layers = Layers(index, module, device, numbers, recompute)
+        self._keywords = None if piece else Keywords(module, later)
+        self._spread = frozenset() if piece else _takes_several(module)
         self._replicas = Replicas(module)
-        self._splitter = Splitter(module, merge and not self._replicas)
+        shared = {id(module.get_parameter(name)) for names in self.links.lent.values() for name in names}
+        shared |= {id(standin.parameter) for standin in self._standins}
+        self._splitter = Splitter(module, merge and not self._replicas, shared)
         self._put_off: dict[int, PutOff] = {}  # microbatch -> what its W will do
 
-    def forward(self, microbatch: int, value: Any, seed: int | None = None, keep: bool = True, split: bool = False) -> Any:
-        """The output for the `value` the stage before sent; keeps what the backward needs unless told not to.
+    def forward(
+        self, microbatch: int, values: Sequence[Any], seed: int | None = None, keep: bool = True, split: bool = False
+    ) -> Any:
+        """The output for the `values` that other stages gave; keeps what the backward needs unless told not to.
 
         `split`: the backward will be `backward_input` and `backward_weight`. With a `seed`, every layer's random numbers
         depend on it, the microbatch and the layer alone. Seeding moves the device's generator; whoever calls puts it back.
+        A stage with several takers gives a sequence, one message for each.
         """
-        entry = Entry()
+        entries = tuple([Entry() for _ in values])
         with _grad_mode(keep):
-            args, kwargs = self._arguments(entry.admit(value))
-        return self._forward(microbatch, entry, args, kwargs, seed, keep, split)
+            if self._standins and keep:
+                values, borrowed = self._admit_shared(entries, values)
+            else:
+                values, borrowed = [entry.admit(value) for entry, value in zip(entries, values, strict=True)], ()
+            if len(values) > len(self._from):
+                values = [value for source, value in zip(self.links.sources, values, strict=True) if source in self._from]
+            args, kwargs, carried = self._arguments(values)
+        return self._forward(microbatch, entries, borrowed, args, kwargs, carried, seed, keep, split)
+
+    def _admit_shared(self, entries: Sequence[Entry], values: Sequence[Any]) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """The values, and the borrowed parameters as if they had come with them."""
+        shared = {source: [each.value() for each in group] for source, group in self._borrowed.items()}
+        admitted = [
+            entry.admit((value, shared.get(source, [])))
+            for source, entry, value in zip(self.links.sources, entries, values, strict=True)
+        ]
+        by_source = dict(zip(self.links.sources, admitted, strict=True))
+        return [value for value, _ in admitted], tuple([each for source in shared for each in by_source[source][1]])
 
     def first_forward(
         self, microbatch: int, args: Any, kwargs: Any, seed: int | None = None, keep: bool = True, split: bool = False
     ) -> Any:
         """As `forward`, for the stage that the batch goes into."""
-        return self._forward(microbatch, Entry(), args, kwargs, seed, keep, split)
+        own = self._keywords.first(kwargs, args) if kwargs and self._keywords else kwargs
+        return self._forward(microbatch, (), (), args, own, kwargs, seed, keep, split)
 
-    def _forward(self, microbatch: int, entry: Entry, args: Any, kwargs: Any, seed: int | None, keep: bool, split: bool) -> Any:
+    def _forward(
+        self,
+        microbatch: int,
+        entries: tuple[Entry, ...],
+        borrowed: tuple[Tensor, ...],
+        args: Any,
+        kwargs: Any,
+        carried: Any,
+        seed: int | None,
+        keep: bool,
+        split: bool,
+    ) -> Any:
         put_off = self._splitter.begin() if split and keep else None
-        with _grad_mode(keep), self._replicas.quiet(), put_off.installed() if put_off else _NOTHING:
-            output = self._seeded(microbatch, seed, args, kwargs)
+        seed = None if seed is None else advance(seed, microbatch)
+        with (
+            _grad_mode(keep),
+            self._replicas.quiet(),
+            collected() as auxiliary,
+            self._installed(put_off, borrowed),
+        ):
+            output = self._layers.run(seed, args, kwargs)
+        if carried and self._keywords:
+            output = self._keywords.hand_on(output, carried)
+        if len(self.links.takers) > 1:
+            output = self._messages(output)
+        self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
-            self._keep(microbatch, entry, output, put_off)
+            wanted = tuple([(get_gradient_edge(value), value.detach()) for value in auxiliary if value.requires_grad])
+            self._keep(microbatch, entries, borrowed, output, put_off, wanted)
         return output
+
+    def _messages(self, output: Any) -> list[Any]:
+        """One for each taker; those that only share parameters get an empty one."""
+        messages = dict(zip(self._to, output if len(self._to) > 1 else (output,), strict=True))
+        return [messages.get(taker, ()) for taker in self.links.takers]
+
+    @contextmanager
+    def _installed(self, put_off: PutOff | None, borrowed: Sequence[Tensor]) -> Iterator[None]:
+        """What stands in for parameters in a microbatch's forward, and in its backward, which may run the forward again."""
+        with put_off.installed() if put_off else _NOTHING, installed(self._standins, borrowed) if borrowed else _NOTHING:
+            yield
 
     def loss(self, microbatch: int, output: Any, target: Any, keep: bool = True) -> Tensor:
         """The loss of `output`; if kept, the backward of `microbatch` now starts there. Raises ValueError if not a scalar."""
@@ -139,26 +205,29 @@ class Stage:
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
         if keep:
             kept = self.kept[microbatch]
-            self._keep(microbatch, kept.entry, loss, kept.put_off)
+            self._keep(microbatch, kept.entries, kept.borrowed, loss, kept.put_off, kept.auxiliary)
         return loss.detach()
 
-    def backward(self, microbatch: int, gradients: Sequence[Tensor | None], last: bool = False) -> list[Tensor | None]:
-        """Backward from the `gradients` of the outputs that require one; returns those of the inputs that do.
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None], last: bool = False, weight: float = 1.0
+    ) -> list[tuple[Tensor | None, ...]]:
+        """Backward from the `gradients` of the outputs that require one; returns those of the inputs that do, by message.
 
         Full, unless the forward was told that it will be split: then the weights' gradients are left for
         `backward_weight`. On the last stage the one output is the loss, if anything below it requires a gradient at all.
-        `last`: the weights' gradients of this step are complete with it.
+        `last`: the weights' gradients of this step are complete with it. `weight`: of the microbatch's auxiliary losses.
         """
-        entry, edges, put_off, ends = self.kept.pop(microbatch)
+        entries, borrowed, edges, put_off, ends, auxiliary = self.kept.pop(microbatch)
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+        pairs += [(edge, torch.full_like(value, weight)) for edge, value in auxiliary]
         if put_off is not None:
             self._put_off[microbatch] = put_off
         if last:
             self._replicas.expect(ends)
         if pairs:
-            with put_off.installed() if put_off else _NOTHING:  # a checkpoint runs the forward again
+            with self._installed(put_off, borrowed) if put_off or borrowed else _NOTHING:
                 run_backward(*zip(*pairs, strict=True))
-        return list(entry.gradients)
+        return [entry.gradients for entry in entries]
 
     def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
@@ -171,33 +240,47 @@ class Stage:
         self._put_off.clear()
         self._splitter.refresh()
 
-    def _keep(self, microbatch: int, entry: Entry, output: Any, put_off: PutOff | None) -> None:
-        leaves, _ = wire.flatten(output)
+    def _keep(
+        self,
+        microbatch: int,
+        entries: tuple[Entry, ...],
+        borrowed: tuple[Tensor, ...],
+        output: Any,
+        put_off: PutOff | None,
+        auxiliary: tuple[Any, ...],
+    ) -> None:
+        leaves = self._with_lent(output, borrowed) if self.links.lent else wire.flatten(output)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         edges = tuple([get_gradient_edge(tensor) for tensor in tensors])
-        self.kept[microbatch] = Kept(entry, edges, put_off, self._replicas.ends(tensors))
+        self.kept[microbatch] = Kept(entries, borrowed, edges, put_off, self._replicas.ends(tensors), auxiliary)
 
-    def _arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward of several parameters gets a tuple or list spread over them, a dict by name; else the value is one."""
-        if self.spread and isinstance(value, tuple | list):
-            return tuple(value), {}
-        if self.spread and isinstance(value, dict) and value.keys() <= self.spread:
-            return (), value
-        return (value,), {}
+    def _with_lent(self, output: Any, borrowed: Sequence[Tensor]) -> list[Any]:
+        """The leaves of the messages to all takers, each with the parameters lent to that taker behind it."""
+        mine = {id(each.parameter): tensor for each, tensor in zip(self._standins, borrowed, strict=False)}
+        leaves: list[Any] = []
+        for taker, message in zip(self.links.takers, output if len(self.links.takers) > 1 else (output,), strict=True):
+            leaves += wire.flatten(message)[0]
+            lent = [self.module.get_parameter(name) for name in self.links.lent.get(taker, ())]
+            leaves += [mine.get(id(parameter), parameter) for parameter in lent]
+        return leaves
 
-    def _seeded(self, microbatch: int, seed: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if seed is None:
-            return self.module(*args, **kwargs)
-        seed, generator = advance(seed, microbatch), self.generator
-        if self.layers is None or kwargs or len(args) != 1:
-            generator.manual_seed(advance(seed, self.index))
-            return self.module(*args, **kwargs)
-        (value,) = args
-        for number, layer in self.layers:
-            if type(layer) not in NEVER_RANDOM:
-                generator.manual_seed(advance(seed, number))
-            value = layer(value)
-        return value
+    def _arguments(self, values: list[Any]) -> tuple[Sequence[Any], dict[str, Any], dict[str, Any]]:
+        """args, kwargs, and the keywords that ride along, from what other stages gave.
+
+        A forward of several parameters gets a tuple or list spread over them, a dict by name; else the value is one.
+        """
+        carried: dict[str, Any] = {}
+        if type(values[0]) is Carried:
+            values, carried = [values[0].value], values[0].kwargs
+        args: Sequence[Any] = values
+        kwargs: dict[str, Any] = {}
+        if self._spread and isinstance(values[0], tuple | list):
+            args = values[0]
+        elif self._spread and isinstance(values[0], dict) and values[0].keys() <= self._spread:
+            args, kwargs = (), values[0]
+        if carried and self._keywords:
+            kwargs = kwargs | self._keywords.own(carried, args, kwargs)
+        return args, kwargs, carried
 
 
 def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:
@@ -209,8 +292,8 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def _takes_several(module: nn.Module) -> frozenset[str]:
-    """The parameters of the module's forward if they are several, else nothing."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    """The parameters of the module's forward if a stage's output may be spread over them, else nothing."""
+    parameters = inspect.signature(bare(module).forward).parameters.values()
     several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return frozenset(p.name for p in parameters) if several else frozenset()
 

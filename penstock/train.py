@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock import checkpoint, comms, data
-from penstock.config import HEADS, TrainConfig
+from penstock import checkpoint, comms, data, manifest
+from penstock.config import HEADS, SETTINGS, TrainConfig
 from penstock.errors import PenstockError
 from penstock.launcher import launch
 from penstock.model import GPT, GPTConfig, mlp
@@ -26,6 +26,7 @@ from penstock.schedule import Costs, simulate
 WARM_UP = 10  # steps
 VALIDATION_BATCHES = 8
 SAMPLE_BYTES = 160
+METRICS = "metrics.jsonl"
 
 
 @dataclass
@@ -60,11 +61,13 @@ def train(config: TrainConfig) -> None:
         comms.shutdown()
         return
     result = launch(train_rank, config.ranks, config, folder)[0]
-    alone = launch(train_rank, 1, config, None)[0] if config.compare else None
+    alone = launch(train_rank, 1, replace(config, resume=None), None)[0] if config.compare else None
     closing(result, alone, folder)
 
 
 def _folder(config: TrainConfig) -> Path:
+    if config.resume is not None:
+        return config.resume
     name = f"{config.model}-{Path(config.schedule).stem}-{config.ranks}x{config.microbatches}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config.out / name
 
@@ -80,25 +83,71 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
     run = Run(topology.world_size, rows_per_step=config.batch, tokens_per_step=config.batch * _tokens(config))
     run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
+    if config.resume is not None:
+        _resume(config, pipe, optimizer, rate, run)
     with ExitStack() as stack:
         show = stack.enter_context(Progress(config, run)) if topology.rank == 0 else None
-        metrics = stack.enter_context(_metrics(folder)) if folder and topology.rank == 0 else None
+        metrics = stack.enter_context(_metrics(folder, config, run)) if folder and topology.rank == 0 else None
         for record in _steps(config, pipe, optimizer, rate, source, run):
             if show:
                 show.step(record)
             if metrics:
                 print(json.dumps(record), file=metrics, flush=True)
+            if folder and _is_due(record["step"], config):
+                checkpoint.save(folder, pipe, optimizer, rate, keep=config.keep, wait=False)
+    if folder is not None:
+        checkpoint.save(folder, pipe, optimizer, rate, keep=config.keep)
     run.validation_loss = _validate(pipe, source, config)
     if isinstance(source, data.Text):
         run.prompt, run.sample = _sample(pipe, source, config.seed)
     if folder is not None:
-        _keep(pipe, config, run, folder)
+        checkpoint.export(pipe, folder / "model.safetensors")
+        if topology.rank == 0:
+            _settings(folder, config, asdict(run))
     return run
 
 
-def _metrics(folder: Path) -> TextIO:
+def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, run: Run) -> None:
+    """Take up the newest whole checkpoint of the run to be resumed, and what its steps before came to."""
+    assert config.resume is not None
+    checkpoint.resume(config.resume, pipe, optimizer, rate)
+    if pipe.step_count > config.steps:
+        raise PenstockError(
+            f"{config.resume} has come to step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
+        )
+    for record in _records(config.resume, pipe.step_count):
+        run.losses.append(record["loss"])
+        run.seconds.append(record["seconds"])
+        run.bubbles.append(record["bubble"])
+
+
+def _records(folder: Path, steps: int) -> list[dict[str, Any]]:
+    """What is recorded of the first `steps` steps; a line that was not finished is left out."""
+    path = folder / METRICS
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if record["step"] <= steps]
+
+
+def _metrics(folder: Path, config: TrainConfig, run: Run) -> TextIO:
+    """The file that takes a line for each step, the steps before already in it; the settings are written too."""
     folder.mkdir(parents=True, exist_ok=True)
-    return (folder / "metrics.jsonl").open("w")
+    _settings(folder, config, {})
+    records = _records(folder, len(run.losses))
+    with manifest.replaced(folder / METRICS) as beside:
+        beside.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return (folder / METRICS).open("a")
+
+
+def _settings(folder: Path, config: TrainConfig, results: dict[str, Any]) -> None:
+    """What is run, and what it came to."""
+    with manifest.replaced(folder / SETTINGS) as beside:
+        beside.write_text(json.dumps({"config": config.described(), **results}, indent=1))
+
+
+def _is_due(step: int, config: TrainConfig) -> bool:
+    """Whether a checkpoint is written after this step; the one after the last step is written in any case."""
+    return config.checkpoint_every > 0 and step % config.checkpoint_every == 0 and step < config.steps
 
 
 def _tokens(config: TrainConfig) -> int:
@@ -127,7 +176,7 @@ def _steps(
     config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, source: Any, run: Run
 ) -> Iterator[dict[str, Any]]:
     """Train, and after each step say how it went."""
-    for step in range(config.steps):
+    for step in range(pipe.step_count, config.steps):
         begin = time.perf_counter()
         inputs, target = source.batch(config.seed, step, config.batch)
         loss = pipe.step(inputs, target=target)
@@ -178,11 +227,3 @@ def _sample(pipe: Pipeline, source: data.Text, seed: int) -> tuple[str, str]:
         window = torch.cat([window[:, 1:], token[None]], 1)
         drawn.append(int(token))
     return prompt, drawn.decode(errors="replace")
-
-
-def _keep(pipe: Pipeline, config: TrainConfig, run: Run, folder: Path) -> None:
-    """The run's files: weights under the uncut model's names, and what was run."""
-    checkpoint.save(pipe, folder / "model.pt")
-    if pipe.topology.rank == 0:
-        described = {**asdict(config), "data": str(config.data), "out": str(config.out)}
-        (folder / "run.json").write_text(json.dumps({"config": described, **asdict(run)}, indent=1))

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from safetensors.torch import load_file
 
 from penstock.model import GPT, GPTConfig
 from penstock.render.terminal import draw
@@ -32,7 +32,7 @@ def test_train_compares_bit_for_bit_and_leaves_metrics_and_weights_of_the_uncut_
     assert [record["step"] for record in records] == [1, 2, 3]
     assert f"{records[-1]['loss']:.4f}" in done.stdout
     model = GPT(GPTConfig(context=16, width=16, layers=3, heads=4))
-    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
     assert json.loads((folder / "run.json").read_text())["losses"] == [record["loss"] for record in records]
 
 
@@ -47,8 +47,9 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
     assert "2 ranks  step 3/3" in done.stdout
     assert [path.name for path in sorted(next((tmp_path / "runs").iterdir()).iterdir())] == [
         "metrics.jsonl",
-        "model.pt",
+        "model.safetensors",
         "run.json",
+        "step-00000003",
     ]
 
 
@@ -62,6 +63,9 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
         (["train", "--width", "30"], "--width 30 does not divide by 4 heads: use 28"),
         (["train", "--model", "gtp"], "'gpt'"),
         (["train", "--microbatch", "3"], "--microbatches"),
+        (["train", "--checkpoint-every", "-1"], "--checkpoint-every -1 is no number of steps: use 0 (at the end) or more"),
+        (["train", "--keep", "0"], "--keep 0 is too small: use 1 or more"),
+        (["train", "--resume", "test"], "--resume test is no run, it has no run.json (did you mean tests?)"),
         (["show", "gpip"], "did you mean gpipe?"),
         (["show", "zb-h1", "--weights", "3"], "--weights 3 is a part of --backward 2: give no more than that"),
         (

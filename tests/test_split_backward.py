@@ -188,12 +188,12 @@ def run(module: nn.Module, batches: list[Tensor], split: bool, late: bool = True
     outputs, gradients = [], []
     for m, batch in enumerate(batches):
         value = batch.clone(memory_format=torch.preserve_format)
-        output = stage.forward(m, value.requires_grad_(batch.is_floating_point() and m != 1), split=split)
+        output = stage.forward(m, [value.requires_grad_(batch.is_floating_point() and m != 1)], split=split)
         outputs.append([leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
     for m in range(len(batches)):
         generator = torch.Generator().manual_seed(m)
         seeds = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs[m] if out.requires_grad]
-        gradients.append(stage.backward(m, seeds))
+        gradients.append(stage.backward(m, seeds)[0])
         if split and not late:
             stage.backward_weight([m])
     if split and late:
@@ -251,7 +251,7 @@ def test_nothing_reaches_the_parameters_before_w(name: str) -> None:
     module = make(name)
     stage = split_stage(module)
     value = MODULES[name][1]()
-    output = stage.forward(0, value.requires_grad_(value.is_floating_point()), split=True)
+    output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split=True)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     stage.backward(0, [torch.ones_like(leaf) for leaf in leaves])
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -274,7 +274,7 @@ def test_the_weight_gradients_of_products_are_put_off(name: str, monkeypatch: py
     monkeypatch.setattr(uses.Use, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
     stage = split_stage(make(name))
     value = MODULES[name][1]()
-    output = stage.forward(0, value.requires_grad_(value.is_floating_point()), split=True)
+    output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split=True)
     stage.backward(0, [torch.ones_like(output)])
     assert not computed
     stage.backward_weight([0])
@@ -290,7 +290,7 @@ def test_hooks_on_parameters_see_each_microbatchs_whole_gradient_once_in_w() -> 
         module.a.bias.register_post_accumulate_grad_hook(lambda p, split=split: seen[split].append(p.grad.clone()))
         stage = split_stage(module)
         for m in range(2):
-            output = stage.forward(m, batch(7, 6).double().detach().requires_grad_(), split=split)
+            output = stage.forward(m, [batch(7, 6).double().detach().requires_grad_()], split=split)
             before = len(seen[split])
             stage.backward(m, [torch.ones_like(output)])
             if split:
@@ -327,7 +327,7 @@ def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
     torch.manual_seed(1)
     module = Checkpointed(reentrant)
     stage = split_stage(module)
-    output = stage.forward(0, batch(7, 6), split=True)
+    output = stage.forward(0, [batch(7, 6)], split=True)
     assert module.forwards == 2
     stage.backward(0, [torch.ones_like(output)])
     assert module.forwards == 4
@@ -342,7 +342,7 @@ def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
             each.zero_grad()
             again = split_stage(each)
             for m, value in enumerate(batches):
-                output = again.forward(m, value.clone().requires_grad_(), split=split)
+                output = again.forward(m, [value.clone().requires_grad_()], split=split)
                 again.backward(m, [torch.ones_like(output)])
                 if split:
                     again.backward_weight([m])
@@ -357,7 +357,7 @@ def test_a_checkpointed_block_keeps_no_activation_between_forward_and_i() -> Non
     stage = split_stage(module)
     for block in module.blocks:
         block[1].register_forward_hook(lambda _, inputs, output: alive.append(weakref.ref(output)))
-    stage.forward(0, batch(33, 64), split=True)
+    stage.forward(0, [batch(33, 64)], split=True)
     gc.collect()
     assert len(alive) == 2
     assert all(each() is None for each in alive)
@@ -369,7 +369,7 @@ def test_activations_no_weight_needs_go_with_i_and_the_rest_with_w() -> None:
     for number, layer in enumerate(module):
         layer.register_forward_hook(lambda _, inputs, out, number=number: alive.update({number: weakref.ref(out)}))
     stage = split_stage(module)
-    output = stage.forward(0, batch(7, 6), split=True)
+    output = stage.forward(0, [batch(7, 6)], split=True)
     seed = torch.ones_like(output)
     del output
     assert [alive[number]() is not None for number in range(4)] == [False, True, True, False]
@@ -387,7 +387,7 @@ def test_an_input_changed_in_place_is_an_error_as_in_a_full_backward() -> None:
         return output
 
     stage = split_stage(Lambda(spoil, w=(5, 6)))
-    output = stage.forward(0, batch(7, 6), split=True)
+    output = stage.forward(0, [batch(7, 6)], split=True)
     stage.backward(0, [torch.ones_like(output)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stage.backward_weight([0])
@@ -398,7 +398,7 @@ def test_the_parameters_are_back_in_their_places_whatever_happens() -> None:
     before = dict(module.named_parameters())
     stage = split_stage(module)
     with pytest.raises(RuntimeError):
-        stage.forward(0, batch(7, 6), split=True)
+        stage.forward(0, [batch(7, 6)], split=True)
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
 
 
@@ -418,7 +418,7 @@ def test_parameters_may_be_frozen_replaced_and_moved_between_steps() -> None:
             change(each.module)
             each.module.zero_grad()
             each.forget()
-            output = each.forward(0, value.to(each.module[0].weight.dtype), split=split)
+            output = each.forward(0, [value.to(each.module[0].weight.dtype)], split=split)
             each.backward(0, [torch.ones_like(output)])
             if split:
                 each.backward_weight([0])
@@ -440,7 +440,7 @@ def test_a_weight_kept_from_one_microbatch_to_the_next_loses_nothing() -> None:
         stage = split_stage(module)
         values = [torch.randn(7, 6).double() for _ in range(3)]
         for m, value in enumerate(values):
-            stage.forward(m, value, split=split)
+            stage.forward(m, [value], split=split)
         for m in range(3):
             stage.backward(m, [torch.ones(7, 5).double()])
             if split:
@@ -474,7 +474,7 @@ def test_merged_weight_gradients_are_exact_to_rounding(name: str) -> None:
     for _ in range(2):
         merging.forget()
         for m, value in enumerate(values):
-            output = merging.forward(m, value, split=True)
+            output = merging.forward(m, [value], split=True)
             merging.backward(m, [torch.ones_like(output)])
         merging.backward_weight([0])
         merging.backward_weight([1, 2, 3])
@@ -498,7 +498,7 @@ def test_merged_weight_gradients_are_one_product() -> None:
     stage = Stage(0, module, CPU, merge=True)
     stage.forget()
     for m in range(3):
-        output = stage.forward(m, torch.randn(7, 6), split=True)
+        output = stage.forward(m, [torch.randn(7, 6)], split=True)
         stage.backward(m, [torch.ones_like(output)])
     with Count():
         stage.backward_weight([0, 1, 2])
@@ -528,7 +528,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
     for _ in range(2):
         stage.forget()
         for m in range(3):
-            stage.forward(m, torch.randn(7, 6, generator=generator).double(), split=split)
+            stage.forward(m, [torch.randn(7, 6, generator=generator).double()], split=split)
         for m in range(3):
             stage.backward(m, [torch.ones(7, 5).double()], last=m == 2 and not split)
         if split:

@@ -6,7 +6,7 @@ from penstock.schedule.catalog import build, names
 from penstock.schedule.causes import Cause, Idle
 from penstock.schedule.events import Border, Event, Size, Timeline
 from penstock.schedule.foreign import from_lowered_csv, from_lowered_rows
-from penstock.schedule.program import Program, Run, Script, Step, Transfer, lower
+from penstock.schedule.program import Program, Run, Script, Skip, Step, Transfer, lower
 from penstock.schedule.simulate import Costs, simulate
 from penstock.schedule.verify import Proof, prove, verify
 
@@ -25,6 +25,7 @@ __all__ = [
     "ScheduleError",
     "Script",
     "Size",
+    "Skip",
     "Step",
     "Timeline",
     "Transfer",

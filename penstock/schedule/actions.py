@@ -4,7 +4,7 @@ import csv
 import enum
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -51,21 +51,31 @@ Pair = tuple[Action, Action]  # two actions that may run at the same time
 Cell = Action | Pair  # what stands in one place of a table
 
 
-def dependencies(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
+Skip = tuple[int, int]  # from a stage to a later one that does not follow it
+
+
+def dependencies(action: Action, stages: int, skips: Collection[Skip] = ()) -> Iterator[tuple[Action, ...]]:
     """What `action` waits for: for each dependency, the alternatives that satisfy it (I stands for B).
 
-    F(s,m) waits for F(s-1,m); B or I(s,m) for F(s,m) and for B or I(s+1,m); W(s,m) for I(s,m).
+    F(s,m) waits for F(s-1,m); B or I(s,m) for F(s,m) and for B or I(s+1,m); W(s,m) for I(s,m). With a skip (s,t) also F(t,m)
+    for F(s,m), and B or I(s,m) for B or I(t,m).
     """
     kind, stage, microbatch = action
     if kind is Kind.F:
         if stage > 0:
             yield (Action(Kind.F, stage - 1, microbatch),)
+        for start, end in skips:
+            if end == stage:
+                yield (Action(Kind.F, start, microbatch),)
     elif kind is Kind.W:
         yield (Action(Kind.I, stage, microbatch),)
     else:
         yield (Action(Kind.F, stage, microbatch),)
         if stage < stages - 1:
             yield Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)
+        for start, end in skips:
+            if start == stage:
+                yield Action(Kind.B, end, microbatch), Action(Kind.I, end, microbatch)
 
 
 def loop_placement(stages: int, ranks: int) -> tuple[int, ...]:

@@ -50,11 +50,15 @@ class _Needs:
 
     def __init__(self, timeline: Timeline) -> None:
         self._at = {event.action: event for event in timeline.events}
-        self._stages = 1 + max((action.stage for action in self._at), default=-1)
+        self._stages, self._skips = _stages(timeline), timeline.skips
 
     def of(self, event: Event) -> Iterator[Event]:
-        for alternatives in dependencies(event.action, self._stages):
+        for alternatives in dependencies(event.action, self._stages, self._skips):
             yield from (self._at[action] for action in alternatives if action in self._at)
+
+
+def _stages(timeline: Timeline) -> int:
+    return 1 + max((event.action.stage for event in timeline.events), default=-1)
 
 
 # ---- idle time
@@ -123,8 +127,11 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
     return tuple(reversed(path))
 
 
+Arrivals = dict[tuple[Action, int], tuple[float, Event]]
+
+
 def _waited_for(
-    event: Event, needs: _Needs, arrivals: dict[Action, tuple[float, Event]], places: dict[Action, tuple[Cell, Cell]]
+    event: Event, needs: _Needs, arrivals: Arrivals, places: dict[Action, tuple[Cell, Cell]]
 ) -> Iterator[tuple[float, Event]]:
     """What `event` could not start before, each with the time at which it allowed the start."""
     before, cell = places[event.action]
@@ -132,7 +139,7 @@ def _waited_for(
         yield last.end, last
     for member in cell:
         for needed in needs.of(member):
-            yield (needed.end, needed) if needed.rank == event.rank else arrivals[needed.action]
+            yield (needed.end, needed) if needed.rank == event.rank else arrivals[needed.action, member.action.stage]
 
 
 def _places(timeline: Timeline) -> dict[Action, tuple[Cell, Cell]]:
@@ -141,21 +148,31 @@ def _places(timeline: Timeline) -> dict[Action, tuple[Cell, Cell]]:
     return {event.action: (before, cell) for row in rows for before, cell in pairwise(row) for event in cell}
 
 
-def _arrivals(timeline: Timeline) -> dict[Action, tuple[float, Event]]:
-    """For every action that sends: when its message arrives, and the event at whose end the queue before it began."""
+def _arrivals(timeline: Timeline) -> Arrivals:
+    """For what every action sends to each stage: when that message arrives, and the event at whose end its queue began."""
     home = {event.action.stage: event.rank for event in timeline.events}
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
     queue_began: dict[tuple[int, int], Event] = {}
     arrivals = {}
+    ways = _ways(timeline)
     for event in timeline.events:
-        kind, stage, _ = event.action
-        onward = kind is Kind.F
-        receiver = home.get(stage + 1 if onward else stage - 1)
-        if kind is Kind.W or receiver is None or receiver == event.rank:
-            continue
-        ends = event.rank, receiver
-        if channels[ends].free <= event.end:
-            queue_began[ends] = event
-        border = timeline.borders[stage if onward else stage - 1] if timeline.borders else Border()
-        arrivals[event.action] = channels[ends].carry(event.end, border), queue_began[ends]
+        for taker, border in ways[event.action.kind, event.action.stage]:
+            ends = event.rank, home.get(taker, event.rank)
+            if ends[0] == ends[1]:
+                continue
+            if channels[ends].free <= event.end:
+                queue_began[ends] = event
+            arrivals[event.action, taker] = channels[ends].carry(event.end, border), queue_began[ends]
     return arrivals
+
+
+def _ways(timeline: Timeline) -> dict[tuple[Kind, int], list[tuple[int, Border]]]:
+    """Kind, stage -> the stages that such an action sends to, in order, and what a message there costs."""
+    chain = list(pairwise(range(_stages(timeline))))
+    borders = dict(zip(chain, timeline.borders or [Border()] * len(chain), strict=False))
+    ways: dict[tuple[Kind, int], list[tuple[int, Border]]] = defaultdict(list)
+    for (start, end), border in sorted((borders | dict(timeline.skips)).items()):
+        ways[Kind.F, start].append((end, border))
+        ways[Kind.B, end].append((start, border))
+        ways[Kind.I, end].append((start, border))
+    return ways

@@ -1,11 +1,11 @@
 """Events and timelines: one record for what was planned and what was measured."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.schedule.actions import Action, Kind, Pair
+from penstock.schedule.actions import Action, Kind, Pair, Skip
 
 if TYPE_CHECKING:
     from penstock.schedule.causes import Cause, Idle
@@ -21,7 +21,7 @@ class Event(NamedTuple):
 
 
 class Border(NamedTuple):
-    """What a message costs that passes from one stage to the next, or back, where the two live on different ranks."""
+    """What a message costs that passes from one stage to another, or back, where the two live on different ranks."""
 
     transmission: float = 0.0  # time for which it occupies its channel
     latency: float = 0.0  # time it then travels on, beside others
@@ -91,6 +91,7 @@ class Timeline:
     borders: tuple[Border, ...] = ()  # stage s -> what a message between s and s+1 costs; empty when measured
     sizes: tuple[Size, ...] = ()  # stage -> what its activations take; empty: one each
     overlaps: frozenset[Pair] = frozenset()  # actions that ran as one pair
+    skips: Mapping[Skip, Border] = field(default_factory=dict)  # what a message of each skip costs
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

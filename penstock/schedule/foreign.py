@@ -17,7 +17,7 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Cell, Schedule, from_rows, parsed
 from penstock.schedule.complete import check_table
-from penstock.schedule.program import Instruction, Run, Script, Transfer, Transfers, actions_of
+from penstock.schedule.program import Instruction, Run, Script, Transfer, Transfers, actions_of, travelling
 
 _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 
@@ -81,7 +81,7 @@ def _row(rank: int, cells: Iterable[Cell | _Post], schedule: Schedule, transfers
         else:
             needs = []
             for action in actions_of(cell):
-                if (arriving := transfers.needed_by(action)) is not None:
+                for arriving in travelling(transfers.needed_by(action)):
                     if arriving not in posted:
                         raise ScheduleError(f"rank {rank} has {action}, but before it no receive of the {arriving}")
                     needs.append(arriving)
@@ -93,8 +93,10 @@ def _transfer(rank: int, post: _Post, schedule: Schedule, transfers: Transfers) 
     """The transfer whose send or receive `post` is."""
     if not post.stage < schedule.stages or schedule.placement[post.stage] != rank:
         raise ScheduleError(f"rank {rank} has {post.text}, but not stage {post.stage}")
-    maker = post.stage + (0 if post.sends else -1 if post.forward else 1)
-    transfer = (transfers.outputs if post.forward else transfers.gradients)[maker].get(post.microbatch)
-    if transfer is None:
+    onward = 1 if post.forward else -1
+    maker = post.stage if post.sends else post.stage - onward
+    made = (transfers.outputs if post.forward else transfers.gradients).get((maker, maker + onward), {})
+    transfer = made.get(post.microbatch)
+    if transfer is None or not transfer.travels:
         raise ScheduleError(f"rank {rank} has {post.text}, but no other rank makes or needs that")
     return transfer

@@ -5,39 +5,54 @@ which the sender's table makes them; the receiver posts its receives in that sam
 So both ends of a channel agree by construction, which is what a first-in-first-out transport asks for (NCCL: a
 communicator runs its operations in the order they were posted).
 
+Every stage sends to the next one. A model that is no chain has *skips* as well: what one stage makes goes straight to a
+later one, past those in between, and its gradient the same way back.
+
 A *script* is what `prove` runs: the same, post by post. A program is read as one; a lowered table of somebody else is one.
 """
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.schedule.actions import Action, Cell, Kind, Schedule
+from penstock.errors import ScheduleError
+from penstock.schedule.actions import Action, Cell, Kind, Schedule, Skip
 
 RECEIVES_AHEAD = 2  # of one channel: the one being waited for, and one that travels while the rank computes
 
 
 class Transfer(NamedTuple):
-    """What `source` sends to `destination` after `action`: the stage's output after F, its input's gradient after B or I."""
+    """What `source` gives `destination` after `action`: the stage's output after F, its input's gradient after B or I.
+
+    A rank that gives to itself hands over, and sends nothing.
+    """
 
     action: Action
     source: int
     destination: int
+    taker: int | None = None  # the stage it is for, if that is not the neighbour
+
+    @property
+    def travels(self) -> bool:
+        """Whether it goes to another rank."""
+        return self.source != self.destination
 
     def __str__(self) -> str:
-        return f"{'output' if self.action.kind is Kind.F else 'gradient'} of {self.action}"
+        what = "output" if self.action.kind is Kind.F else "gradient"
+        return f"{what} of {self.action}" + ("" if self.taker is None else f" for stage {self.taker}")
 
 
 class Step(NamedTuple):
-    """One action of a rank's program: post `receives`, wait for `needs`, run `action`, post `sends`."""
+    """One action of a rank's program: post `receives`, wait for `needs`, run `action`, post `gives`."""
 
     action: Action
     receives: tuple[Transfer, ...]
-    needs: Transfer | None
-    sends: Transfer | None
+    needs: tuple[Transfer, ...]  # one for each stage it takes something from, in stage order
+    gives: tuple[Transfer, ...]  # one for each stage it makes something for, in stage order
 
 
 class Run(NamedTuple):
@@ -69,22 +84,32 @@ class Program:
     schedule: Schedule
     steps: tuple[tuple[Step, ...], ...]
     channels: dict[tuple[int, int], tuple[Transfer, ...]]
+    skips: frozenset[Skip] = frozenset()
 
     def row(self, rank: int) -> Iterator[Instruction]:
         """What `rank` does, post by post. A pair runs after the receives, and before the sends, of both its actions."""
         steps = iter(self.steps[rank])
         for cell in self.schedule.cells(rank):
             if isinstance(cell, Action):
-                _, receives, needs, sends = next(steps)
-                yield from receives
-                yield Run(cell, () if needs is None else (needs,))
-                if sends is not None:
-                    yield sends
+                _, receives, needs, gives = next(steps)
             else:
                 first, second = next(steps), next(steps)
-                yield from (*first.receives, *second.receives)
-                yield Run(cell, tuple(filter(None, (first.needs, second.needs))))
-                yield from filter(None, (first.sends, second.sends))
+                receives, needs, gives = (
+                    first.receives + second.receives,
+                    first.needs + second.needs,
+                    first.gives + second.gives,
+                )
+            yield from receives
+            yield Run(cell, travelling(needs))
+            yield from travelling(gives)
+
+
+def travelling(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+    """Those of them that go to another rank."""
+    for transfer in transfers:
+        if not transfer.travels:
+            return tuple([each for each in transfers if each.travels])
+    return transfers
 
 
 def actions_of(cell: Cell) -> tuple[Action, ...]:
@@ -104,54 +129,81 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def checked_skips(skips: Collection[Skip], stages: int) -> None:
+    """Raises ScheduleError for a skip that is none of a model of `stages` stages."""
+    for start, end in skips:
+        if not 0 <= start < end - 1 < stages - 1:
+            raise ScheduleError(f"no skip goes from stage {start} to stage {end} of {stages}: it passes at least one by")
+
+
+Carried = dict[int, Transfer]  # microbatch -> the transfer between two stages
+
+
+class _Way(NamedTuple):
+    """Where something goes that the actions of one kind on one stage make."""
+
+    rank: int
+    taker: int | None
+    carried: Carried
+
+
 class Transfers:
     """All transfers of a table: by what they carry, and by channel in the order in which the table makes them."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, skips: Collection[Skip] = ()) -> None:
         home, stages = schedule.placement, range(schedule.stages)
-        # stage -> microbatch -> transfer; one entry more, empty, for what no stage makes: the batch [-1] and the loss [S]
-        self.outputs: list[dict[int, Transfer]] = [{} for _ in (*stages, None)]
-        self.gradients: list[dict[int, Transfer]] = [{} for _ in (*stages, None)]
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        self.outputs: dict[tuple[int, int], Carried] = defaultdict(dict)  # from stage, to stage
+        self.gradients: dict[tuple[int, int], Carried] = defaultdict(dict)
+        onward, back = ([list[_Way]() for _ in stages] for _ in range(2))
+        inputs, owed = ([list[Carried]() for _ in stages] for _ in range(2))
+        nothing = [()] * len(stages)
+        # kind -> stage -> where what such an action makes goes, and what brings what it needs
+        self._makes: dict[Kind, Sequence[Sequence[_Way]]]
+        self._makes = {Kind.F: onward, Kind.B: back, Kind.I: back, Kind.W: nothing}
+        self._needs: dict[Kind, Sequence[Sequence[Carried]]]
+        self._needs = {Kind.F: inputs, Kind.B: owed, Kind.I: owed, Kind.W: nothing}
+        for start, end in sorted({*pairwise(stages), *skips}):
+            output, gradient, far = self.outputs[start, end], self.gradients[end, start], end > start + 1
+            onward[start].append(_Way(home[end], end if far else None, output))
+            inputs[end].append(output)
+            back[end].append(_Way(home[start], start if far else None, gradient))
+            owed[start].append(gradient)
         for source, row in enumerate(schedule.actions):
             for action in row:
                 kind, stage, microbatch = action
-                if kind is Kind.W:
-                    continue
-                carried, taker = (self.outputs, stage + 1) if kind is Kind.F else (self.gradients, stage - 1)
-                if taker in stages and home[taker] != source:
-                    carried[stage][microbatch] = transfer = Transfer(action, source, home[taker])
-                    self.channels[source, home[taker]].append(transfer)
+                for destination, taker, carried in self._makes[kind][stage]:
+                    carried[microbatch] = transfer = Transfer(action, source, destination, taker)
+                    if source != destination:
+                        self.channels[source, destination].append(transfer)
 
-    def made_by(self, action: Action) -> Transfer | None:
-        """What takes to another rank what `action` makes."""
+    def made_by(self, action: Action) -> tuple[Transfer, ...]:
+        """What takes what `action` makes to the stages that need it."""
         kind, stage, microbatch = action
-        if kind is Kind.F:
-            return self.outputs[stage].get(microbatch)
-        return self.gradients[stage].get(microbatch) if kind is not Kind.W else None
+        return tuple([carried[microbatch] for _, _, carried in self._makes[kind][stage]])
 
-    def needed_by(self, action: Action) -> Transfer | None:
-        """What brings from another rank what `action` works on."""
+    def needed_by(self, action: Action) -> tuple[Transfer, ...]:
+        """What brings what `action` works on, as far as the table makes it."""
         kind, stage, microbatch = action
-        if kind is Kind.F:
-            return self.outputs[stage - 1].get(microbatch)
-        return self.gradients[stage + 1].get(microbatch) if kind is not Kind.W else None
+        return tuple([carried[microbatch] for carried in self._needs[kind][stage] if microbatch in carried])
 
 
 @collector_paused()
-def lower(schedule: Schedule, ahead: int = RECEIVES_AHEAD) -> Program:
-    """The program of `schedule`, with at most `ahead` receives of a channel posted and not yet consumed.
+def lower(schedule: Schedule, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] = ()) -> Program:
+    """The program of `schedule` for a model with these `skips`, with at most `ahead` receives of a channel posted and not
+    yet consumed.
 
     More are posted only where the table consumes a channel in another order than it is filled. `ahead` = 0 posts a
     receive when it is needed and not before. What an overlapping pair needs is posted with its first action, so that the
     pair can wait for both. Expects actions in range (`verify` checks that first).
     """
-    transfers, together = Transfers(schedule), dict(schedule.overlaps)
+    transfers, together = Transfers(schedule, skips), dict(schedule.overlaps)
     inboxes: dict[int, dict[int, _Inbox]] = {rank: {} for rank in range(schedule.ranks)}
     for (source, destination), queue in transfers.channels.items():
         inboxes[destination][source] = _Inbox(queue, ahead)
     steps = tuple(tuple(_steps(row, together, transfers, inboxes[rank])) for rank, row in enumerate(schedule.actions))
-    return Program(schedule, steps, {ends: tuple(queue) for ends, queue in transfers.channels.items()})
+    channels = {ends: tuple(queue) for ends, queue in transfers.channels.items()}
+    return Program(schedule, steps, channels, frozenset(skips))
 
 
 class _Inbox:
@@ -184,9 +236,9 @@ def _steps(
     fresh = [transfer for inbox in inboxes.values() for transfer in inbox.post(inbox.ahead)]
     for action in row:
         needs = transfers.needed_by(action)
-        if needs is not None:
-            fresh += inboxes[needs.source].expect(needs)
-        if action in together and (also := transfers.needed_by(together[action])) is not None:
-            fresh += inboxes[also.source].expect(also)
+        awaited = needs + transfers.needed_by(together[action]) if action in together else needs
+        for transfer in awaited:
+            if transfer.travels:
+                fresh += inboxes[transfer.source].expect(transfer)
         yield Step(action, tuple(fresh), needs, transfers.made_by(action))
-        fresh = [] if needs is None else inboxes[needs.source].consume()
+        fresh = [late for transfer in needs if transfer.travels for late in inboxes[transfer.source].consume()]

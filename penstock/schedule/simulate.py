@@ -1,13 +1,14 @@
 """The simulator: what every action costs -> when every action runs."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.actions import Action, Kind, Schedule, Skip
 from penstock.schedule.events import Border, Channel, Event, Size, Timeline
-from penstock.schedule.program import collector_paused
+from penstock.schedule.program import checked_skips, collector_paused
 
 Cost = float | Sequence[float]  # one number for all stages (or all borders between stages), or one for each
 
@@ -22,7 +23,8 @@ class Costs:
     A message between two ranks occupies its channel for `size` / `bandwidth` and then travels for `send`. There is one
     channel for each ordered pair of ranks: first in, first out, in the order of the sender's table. These three are a number
     for all borders between stages, or a sequence with one for each; border s lies between stage s and s+1, and one inside a
-    rank costs nothing. `size` is in bytes, `bandwidth` in bytes per unit of time.
+    rank costs nothing. `size` is in bytes, `bandwidth` in bytes per unit of time. `skips` has the bytes of what goes from a
+    stage straight to a later one, past those in between, at the latency and bandwidth of the border where it starts.
 
     An activation takes `act` from the start of its forward to the end of its backward, in bytes or any unit. Of a backward
     in halves, I lets go all but `keep`, which W still needs (None: all of `act`).
@@ -37,6 +39,7 @@ class Costs:
     act: Cost = 1
     keep: Cost | None = None
     overlap: float = 0
+    skips: Mapping[Skip, float] = field(default_factory=dict)
 
     def table(self, stages: int) -> dict[Kind, list[float]]:
         """Kind -> cost of every stage.
@@ -59,6 +62,14 @@ class Costs:
             if not bandwidth > 0:
                 raise ScheduleError(f"bandwidth has {bandwidth}: give bytes per unit of time, more than 0")
         return tuple(Border(size / bandwidth, send) for send, size, bandwidth in zip(sends, sizes, bandwidths, strict=True))
+
+    def skipping(self, stages: int) -> dict[Skip, Border]:
+        """What a message of each skip costs. Raises ScheduleError as `table` does, and for a skip between no such stages."""
+        checked_skips(self.skips, stages)
+        count = max(0, stages - 1)
+        sends, bandwidths = (_listed(name, getattr(self, name), count, "border") for name in ("send", "bandwidth"))
+        sizes = _costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
+        return {skip: Border(size / bandwidths[skip[0]], sends[skip[0]]) for skip, size in zip(self.skips, sizes, strict=True)}
 
     def sizes(self, stages: int) -> tuple[Size, ...]:
         """What an activation of every stage takes. Raises ScheduleError as `table` does."""
@@ -104,7 +115,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
         if len(row) < len(actions):
             raise ScheduleError(f"{schedule.name} stops: rank {rank} waits for ever before {actions[len(row)]} (see verify)")
     rows, stages = tuple(map(tuple, machine.rows)), schedule.stages
-    return Timeline(schedule.name, rows, costs.borders(stages), costs.sizes(stages), schedule.overlaps)
+    return Timeline(schedule.name, rows, costs.borders(stages), costs.sizes(stages), schedule.overlaps, costs.skipping(stages))
 
 
 def _check_places(schedule: Schedule) -> None:
@@ -135,7 +146,7 @@ class _Work:
     needs: tuple[Times, ...]
     cost: float
     leaves: tuple[Times, ...] = ()  # for the same rank
-    sends: _Route | None = None
+    sends: tuple[_Route, ...] = ()
 
 
 class _Machine:
@@ -180,7 +191,7 @@ class _Machine:
                 work, microbatch = works[action.kind][action.stage], action.microbatch
                 for times in work.leaves:
                     times[microbatch] = free
-                if (route := work.sends) is not None:
+                for route in work.sends:
                     route.times[microbatch] = route.channel.carry(free, route.border)
                     if waits_for[route.receiver] is route.times:
                         waits_for[route.receiver] = None
@@ -190,30 +201,31 @@ class _Machine:
 def _works(schedule: Schedule, costs: Costs) -> dict[Kind, list[_Work]]:
     """Kind -> the work of every stage, with the times that connect them."""
     stages, cost = range(schedule.stages), costs.table(schedule.stages)
-    saved, owed, inputs, gradients = ([_times(schedule) for _ in stages] for _ in range(4))  # stage -> times
-    inputs[:1] = gradients[-1:] = [_times(schedule, 0.0) for _ in stages[:1]]  # the batch and the loss wait for no stage
+    saved, owed = ([_times(schedule) for _ in stages] for _ in range(2))  # stage -> times
     works = {
-        Kind.F: [_Work((inputs[stage],), cost[Kind.F][stage], (saved[stage],)) for stage in stages],
-        Kind.B: [_Work((saved[stage], gradients[stage]), cost[Kind.B][stage]) for stage in stages],
-        Kind.I: [_Work((saved[stage], gradients[stage]), cost[Kind.I][stage], (owed[stage],)) for stage in stages],
+        Kind.F: [_Work((), cost[Kind.F][stage], (saved[stage],)) for stage in stages],
+        Kind.B: [_Work((saved[stage],), cost[Kind.B][stage]) for stage in stages],
+        Kind.I: [_Work((saved[stage],), cost[Kind.I][stage], (owed[stage],)) for stage in stages],
         Kind.W: [_Work((owed[stage],), cost[Kind.W][stage]) for stage in stages],
     }
-    borders, home = costs.borders(schedule.stages), schedule.placement
+    borders, home = dict(zip(pairwise(stages), costs.borders(schedule.stages), strict=True)), schedule.placement
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
 
-    def connect(work: _Work, source: int, receiver: int, times: Times) -> None:
-        ends = home[source], home[receiver]
-        if ends[0] == ends[1]:
-            work.leaves += (times,)
-        else:
-            work.sends = _Route(times, ends[1], channels[ends], borders[min(source, receiver)])
+    def connect(kinds: Sequence[Kind], source: int, receiver: int, border: Border) -> None:
+        times, ends = _times(schedule), (home[source], home[receiver])
+        for kind in kinds:
+            work = works[kind][source]
+            if ends[0] == ends[1]:
+                work.leaves += (times,)
+            else:
+                work.sends += (_Route(times, ends[1], channels[ends], border),)
+            works[kind][receiver].needs += (times,)
 
-    for stage in stages[1:]:
-        connect(works[Kind.F][stage - 1], stage - 1, stage, inputs[stage])
-        for kind in (Kind.B, Kind.I):
-            connect(works[kind][stage], stage, stage - 1, gradients[stage - 1])
+    for (start, end), border in sorted((borders | costs.skipping(schedule.stages)).items()):  # the order of a step's `gives`
+        connect((Kind.F,), start, end, border)
+        connect((Kind.B, Kind.I), end, start, border)
     return works
 
 
-def _times(schedule: Schedule, there: float | None = None) -> Times:
-    return [there] * schedule.microbatches
+def _times(schedule: Schedule) -> Times:
+    return [None] * schedule.microbatches

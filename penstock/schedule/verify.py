@@ -22,14 +22,26 @@ it too.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Cell, Kind, Schedule, dependencies, written
 from penstock.schedule.complete import check_table
 from penstock.schedule.events import peaks_in_flight
-from penstock.schedule.program import Instruction, Program, Run, Script, Transfer, actions_of, collector_paused, lower
+from penstock.schedule.program import (
+    RECEIVES_AHEAD,
+    Instruction,
+    Program,
+    Run,
+    Script,
+    Skip,
+    Transfer,
+    actions_of,
+    checked_skips,
+    collector_paused,
+    lower,
+)
 
 SENDS = ("async", "blocking")
 CHANNELS = ("directed", "shared")
@@ -65,6 +77,7 @@ def verify(
     max_in_flight: int | Sequence[int] | None = None,
     sends: str = "async",
     channels: str = "directed",
+    skips: Collection[Skip] = (),
 ) -> Proof:
     """Prove that `schedule` is complete, keeps its memory bound and cannot stop; raises ScheduleError with the reason.
 
@@ -74,6 +87,7 @@ def verify(
     `channels`: `directed` (one for each direction between two ranks), or `shared` (one for both).
     With async sends and directed channels receives are posted ahead, as Penstock does; else each is posted when it is
     needed, together with those of its channel that come before it.
+    `skips`: pairs of stages, what the first makes goes straight to the second, past those in between; of the model's cut.
     """
     for name, value, known in (("sends", sends, SENDS), ("channels", channels, CHANNELS)):
         if value not in known:
@@ -81,7 +95,8 @@ def verify(
     check_table(schedule)
     peaks = peaks_in_flight(map(schedule.cells, range(schedule.ranks)))
     _check_memory(schedule, peaks, max_in_flight)
-    program = lower(schedule) if (sends, channels) == ("async", "directed") else lower(schedule, ahead=0)
+    checked_skips(skips, schedule.stages)
+    program = lower(schedule, RECEIVES_AHEAD if (sends, channels) == ("async", "directed") else 0, skips)
     prove(program, blocking=sends == "blocking", shared=channels == "shared")
     return Proof(
         name=schedule.name,
@@ -203,13 +218,13 @@ class _Machine:
                 self.ready.append(peer)
         if mine and theirs and mine[0].source == theirs[0].source:
             sends, receives = (mine, theirs) if mine[0].source == rank else (theirs, mine)
-            _, source, destination = mine[0]
+            _, source, destination, _ = mine[0]
             told = f"rank {source} sends the {sends[0]} where rank {destination} receives the {receives[0]}"
             raise ScheduleError(f"{self.name} mixes up what it sends: {told}")
 
     def _ends(self, rank: int, transfer: Transfer) -> tuple[deque[Transfer], deque[Transfer], int]:
         """The channel of `transfer`: the queue at the end of `rank`, the one at the other end, and whose that is."""
-        _, source, destination = transfer
+        _, source, destination, _ = transfer
         peer = destination if rank == source else source
         if self.shared and source > destination:
             source, destination = destination, source
@@ -244,7 +259,7 @@ class _Machine:
             waits = f"waits for the {awaited} from rank {awaited.source}, {before}"
         if not self.shared:
             return f"rank {rank} {waits}"
-        return f"rank {rank} {waits}, with {post}" if peer in awaited[1:] else f"rank {rank} has {post}, and {waits}"
+        return f"rank {rank} {waits}, with {post}" if peer in awaited[1:3] else f"rank {rank} has {post}, and {waits}"
 
 
 def _text(cell: Cell | None) -> str:

@@ -1,0 +1,107 @@
+"""What goes into a model that was cut along its graph: the arguments of its forward, and whether the graph holds for them."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from penstock.errors import MismatchError
+
+
+class Like(NamedTuple):
+    """A tensor of the example. A size of None may be any; except for rows none may be 1, which `torch.export` rules out."""
+
+    dtype: torch.dtype
+    sizes: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape ({', '.join('any' if size is None else str(size) for size in self.sizes)})"
+
+
+class Input(NamedTuple):
+    """A parameter of the model's forward that the graph knows; with an example, its structure and leaves."""
+
+    name: str
+    spec: TreeSpec | None = None
+    leaves: tuple[Any, ...] = ()  # Like, or the value itself, which has gone into the graph
+
+
+class Inputs(NamedTuple):
+    """All that the graph takes, and what it assumes of their sizes."""
+
+    signature: inspect.Signature  # of the model's forward
+    inputs: Sequence[Input]
+    guards: Sequence[str] = ()  # Python, of a dict L of the arguments
+
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The graph's inputs in a call of the model's forward. Raises MismatchError for a call it was not made for."""
+        named_values = named(self.signature, args, kwargs)
+        self._check_names(named_values)
+        leaves: list[Any] = []
+        for each in self.inputs:
+            if each.name not in named_values:
+                raise MismatchError(f"the model was cut for a forward with {each.name}=, which is missing")
+            leaves += [named_values[each.name]] if each.spec is None else _leaves(each, named_values[each.name])
+        for guard in self.guards:
+            if not _compiled(guard)(named_values):
+                told = re.sub(r"L\['(\w+)'\]", r"\1", guard.strip())
+                raise MismatchError(f"the model was cut for {told}, which does not hold here: give an example like this batch")
+        return leaves
+
+    def _check_names(self, given: Mapping[str, Any]) -> None:
+        known = {each.name for each in self.inputs}
+        for name, value in given.items():
+            default = self.signature.parameters[name].default if name in self.signature.parameters else None
+            if name not in known and not _fits(value, default):
+                raise MismatchError(f"the model was cut without {name}=: where it is cut, give it in example_args or _kwargs")
+
+
+def _leaves(expected: Input, value: Any) -> list[Any]:
+    leaves, spec = tree_flatten(value)
+    if spec != expected.spec:
+        raise MismatchError(f"the model was cut for another structure of {expected.name}: {expected.spec}, not {spec}")
+    for leaf, like in zip(leaves, expected.leaves, strict=True):
+        if not _fits(leaf, like):
+            got = str(Like(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
+            raise MismatchError(f"the model was cut for {expected.name} = {like}, not {got}: give an example like this batch")
+    return leaves
+
+
+def _fits(leaf: Any, like: Any) -> bool:
+    if not isinstance(like, Like):
+        return type(leaf) is type(like) and bool(leaf == like)
+    if not isinstance(leaf, Tensor) or leaf.dtype != like.dtype or leaf.dim() != len(like.sizes):
+        return False
+    sizes = enumerate(zip(like.sizes, leaf.shape, strict=True))
+    return all(mine == size or (size is None and (mine > 1 or place == 0)) for place, (size, mine) in sizes)
+
+
+@cache
+def _compiled(guard: str) -> Callable[[Mapping[str, Any]], bool]:
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+    return eval(f"lambda L: {guard.strip()}", {**SYMPY_INTERP, "math": math, "inf": math.inf})
+
+
+def named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by the names of the forward's parameters. Raises MismatchError if it cannot be called so."""
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise MismatchError(f"the model's forward{signature} cannot be called so: {error}") from error
+    values: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            values |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            raise MismatchError(f"a forward that takes *{name} cannot be cut along its graph: give its parameters names")
+        else:
+            values[name] = value
+    return values

@@ -1,0 +1,106 @@
+"""How a stage runs its module: layer by layer, each with random numbers of its own, and recomputed where that is asked for."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import MismatchError
+from penstock.pieces import Piece
+from penstock.randomness import advance, generator_of
+
+Recompute = Literal["stage", "block"]
+
+# Layers that draw no random numbers need no seed, which would cost them a microsecond or two each time.
+NEVER_RANDOM = frozenset(
+    layer.forward
+    for layer in (
+        nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+        nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten,
+    )
+)  # fmt: skip
+
+
+class Layers:
+    """A stage's module, run layer by layer where its layers are known.
+
+    `numbers` are those, in the uncut model, of the children of a piece of a Sequential. With a seed, each layer draws its
+    random numbers from that and its own number; a module whose layers are not known draws from one seed, numbered `index`.
+    `recompute`: keep only the input of the whole `stage`, or of each `block` (layer), and run it again in the backward.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        numbers: Sequence[int] | None = None,
+        recompute: Recompute | None = None,
+    ) -> None:
+        if recompute not in (None, "stage", "block"):
+            raise MismatchError(f"recompute={recompute!r}: use 'stage', 'block' or None")
+        self.index, self.module, self.recompute = index, module, recompute
+        self.generator = generator_of(device)
+        self._layers = None if numbers is None else tuple(zip(numbers, module.children(), strict=True))
+
+    def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The module's output. `seed` is of this step and microbatch; it moves the device's generator."""
+        if self.recompute == "stage" and torch.is_grad_enabled():
+            return self._again(self._run, seed, self.module, args, kwargs)
+        return self._run(seed, args, kwargs)
+
+    def _run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if seed is None and self.recompute != "block":
+            return self.module(*args, **kwargs)
+        compiled = self.module._compiled_call_impl is not None  # by Module.compile(), and so as a whole
+        if isinstance(self.module, Piece) and not compiled:
+            return self.module.penstock(args, kwargs, partial(self._call, seed))
+        if self._layers is None or kwargs or len(args) != 1 or compiled:
+            return self._call(seed, self.index, self.module, args, kwargs)
+        (value,) = args
+        for number, layer in self._layers:
+            value = self._call(seed, number, layer, (value,), {})
+        return value
+
+    def _call(
+        self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if self.recompute == "block" and isinstance(layer, nn.Module) and torch.is_grad_enabled():
+            return self._again(partial(self._seeded, number, layer), seed, layer, args, kwargs)
+        return self._seeded(number, layer, seed, args, kwargs)
+
+    def _seeded(
+        self, number: int, layer: Callable[..., Any], seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if seed is not None and getattr(type(layer), "forward", None) not in NEVER_RANDOM:
+            self.generator.manual_seed(advance(seed, number))
+        return layer(*args, **kwargs)
+
+    def _again(
+        self, run: Callable[..., Any], seed: int | None, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """`run`, and in the backward once more; a seed makes random numbers the same, else torch brings them back."""
+        contexts = partial(_contexts, module)
+        return checkpoint(run, seed, args, kwargs, use_reentrant=False, preserve_rng_state=seed is None, context_fn=contexts)
+
+
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For the first run, and for the second, which must not move a BatchNorm's statistics once more."""
+    return nullcontext(), _buffers_aside(module)
+
+
+@contextmanager
+def _buffers_aside(module: nn.Module) -> Iterator[None]:
+    """Whatever is done to buffers inside is done to copies of them."""
+    owners = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
+    for owner, buffers in owners:
+        owner._buffers.update({name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for owner, buffers in owners:
+            owner._buffers.update(buffers)

@@ -1,0 +1,191 @@
+"""A checkpoint's folder: what must be in it, byte for byte, and which folders there are.
+
+`step-00000120/manifest.json` names every file with its size and SHA-256 and carries its own SHA-256. A folder is written as
+`.step-00000120.part` and renamed when all of it is on the disk, so a name without a dot is a whole checkpoint, unless it
+was damaged since.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import MismatchError
+
+NAME = "manifest.json"
+FORMAT = "penstock checkpoint 1"
+_FOLDER = re.compile(r"step-(\d+)|\.step-(\d+)\.old")
+_whole: set[Path] = set()  # what this process has written, or has read to the last byte
+
+
+class Damaged(MismatchError):
+    """A file of a checkpoint is not what was written."""
+
+
+def folder_of(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step whose checkpoint a folder of this name is; None for other folders."""
+    match = _FOLDER.fullmatch(folder.name)
+    return int(match[1] or match[2]) if match else None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, whole or not; one that was set aside to be replaced comes after its replacement."""
+    found = [(step, path.name[0] != ".", path) for path in folder.iterdir() if (step := step_of(path)) is not None]
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+# -- one checkpoint -----------------------------------------------------------------------------------------------------
+
+
+def entry(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file: its size and its hash."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def write(folder: Path, content: dict[str, Any]) -> None:
+    """Write the manifest of `folder`; it, and with it the folder, is on the disk afterwards."""
+    with (folder / NAME).open("wb") as file:
+        file.write(_encoded({"format": FORMAT, **content}))
+        file.flush()
+        os.fsync(file.fileno())
+    sync(folder)
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps({"sha256": digest, **content}, indent=1).encode()
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder`. Raises Damaged if it is not what was written."""
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+        content = json.loads(data)
+        del content["sha256"]
+        whole = _encoded(content) == data
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, RecursionError):
+        whole = False
+    if not whole:
+        raise Damaged(f"{path} is damaged: its {len(data)} bytes do not have the SHA-256 they had when they were written")
+    if content["format"] != FORMAT:
+        raise Damaged(f"{path} is a {content['format']!r}, and this Penstock reads a {FORMAT!r}: use the one that wrote it")
+    return content
+
+
+def check(folder: Path, files: dict[str, Any], rank: int = 0, ranks: int = 1) -> None:
+    """Compare the files of `folder` with the manifest's `files`: their sizes, and the hashes of this rank's share.
+
+    Raises Damaged, naming the file.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in files:
+            raise Damaged(f"{path} does not belong to the checkpoint: its {NAME} does not name it")
+    for name, expected in files.items():
+        size = _told(folder / name, lambda path: path.stat().st_size)
+        if size != expected["bytes"]:
+            raise Damaged(f"{folder / name} has {size} bytes, but {expected['bytes']} were written")
+    for name in list(files)[rank::ranks]:
+        if _told(folder / name, entry) != files[name]:
+            raise Damaged(f"{folder / name} is damaged: its bytes do not have the SHA-256 they had when they were written")
+
+
+def _told(path: Path, look: Any) -> Any:
+    try:
+        return look(path)
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} is missing") from error
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+
+
+def known_whole(folder: Path) -> None:
+    """Remember that `folder` is whole."""
+    _whole.add(folder.resolve())
+
+
+def _is_whole(folder: Path) -> bool:
+    if folder.resolve() not in _whole:
+        try:
+            check(folder, read(folder)["files"])
+        except Damaged:
+            return False
+        known_whole(folder)
+    return True
+
+
+# -- putting into place, and away ---------------------------------------------------------------------------------------
+
+
+def begin(folder: Path, name: str) -> Path:
+    """An empty folder in `folder` to write what is to be called `name` into; what broken saves have left is deleted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    set_aside = [old for old in folder.glob(".step-*.old") if (folder / old.name[1:-4]).exists()]
+    for left in [*folder.glob(".step-*.part"), *set_aside]:
+        shutil.rmtree(left)
+    part = folder / f".{name}.part"
+    part.mkdir()
+    return part
+
+
+def put_in_place(part: Path, final: Path) -> None:
+    """Call `part` `final`; a checkpoint of that name is set aside until that is done."""
+    aside = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(final, aside)
+    os.rename(part, final)
+    sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+    known_whole(final)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Of the checkpoints up to `step`, delete those older than the last `keep` whole ones."""
+    kept = 0
+    for old in newest_first(folder):
+        if int(step_of(old) or 0) > step:
+            continue
+        if kept < keep:
+            kept += _is_whole(old)
+        else:
+            away = folder / f".{old.name.strip('.')}.part"  # no longer a checkpoint, from one moment to the next
+            os.rename(old, away)
+            shutil.rmtree(away)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; when that is done and on the disk, it takes the place of `path`."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        yield beside
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        sync(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def sync(folder: Path) -> None:
+    """Have the disk know what is in `folder`."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

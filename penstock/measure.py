@@ -1,0 +1,176 @@
+"""What every unit of a model costs, measured: forward and backward of each alone, on inputs recorded in a real forward.
+
+Nothing stays behind: a unit runs on stand-ins for its parameters and buffers, so gradients, running statistics and random
+numbers are untouched, and units on the meta device get memory for as long as they run, one at a time.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from penstock.comms import CPU
+from penstock.errors import MismatchError
+from penstock.materialise import is_meta
+from penstock.randomness import aside
+
+META = torch.device("meta")
+_ROUNDS, _SECONDS = 3, 2.0  # measured at least so often, and on until so long
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module and what it is called with; those of the tensors that require a gradient are given one."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+
+def record(
+    model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[Unit]:
+    """`units`, submodules of `model` by name, in the order and with the inputs of their first call in `model(*args, **kwargs)`.
+
+    The forward keeps no activations but these inputs. They are outside the graph, and require a gradient exactly if they do
+    in training. A model on the meta device is run there: its units' inputs are meta tensors, except the model's own.
+    Raises MismatchError for units that were not called, and for a forward that cannot run on the meta device.
+    """
+    names = {id(module): name for name, module in units.items()}
+    meta = is_meta(model)
+    given = (tuple(args), dict(kwargs or {}))
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(META), given) if meta else given
+    originals: dict[int, Tensor] = {id(run): real for run, real in zip(tree_leaves(inputs), tree_leaves(given), strict=True)}
+    found: dict[str, Unit] = {}
+
+    def input_of(tensor: Tensor) -> Tensor:
+        return _leaf(originals.get(id(tensor), tensor))
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = tree_map_only(Tensor, input_of, (args, kwargs))
+        found.setdefault(names[id(module)], Unit(names[id(module)], module, args, kwargs))
+
+    with ExitStack() as stack:
+        for module in units.values():
+            handle = module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(_stand_ins(model, lambda tensor: tensor.to(META) if meta else tensor))
+        stack.enter_context(META if meta else nullcontext())
+        stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # the graph, without activations
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(aside(_device_of(model)))
+        _forward(model, inputs, meta)
+    missing = [name for name in units if name not in found]
+    if missing:
+        raise MismatchError(f"cannot measure {', '.join(missing)}: the forward of {type(model).__name__} does not call it")
+    return list(found.values())
+
+
+def _forward(model: nn.Module, inputs: tuple[Any, Any], meta: bool) -> None:
+    try:
+        model(*inputs[0], **inputs[1])
+    except (RuntimeError, NotImplementedError) as error:
+        if not meta:
+            raise
+        told = str(error).partition("\n")[0]
+        raise MismatchError(
+            f"the forward of {type(model).__name__} cannot run on the meta device, so its layers cannot be measured there "
+            f"({told}): name the cuts with cuts=, or build the model on a real device"
+        ) from error
+
+
+def measure(units: Sequence[Unit], device: torch.device = CPU, rounds: int = _ROUNDS, seconds: float = _SECONDS) -> list[float]:
+    """Seconds that forward and backward of every unit take, in their order: the fastest of several runs each.
+
+    All units run in turn, `rounds` times and then on until `seconds` have passed, so that what disturbs one disturbs all.
+    The backward is given ones, and adds its gradients to those of the run before, as in accumulation. Units and inputs on
+    the meta device run on `device`, with random values.
+    """
+    fastest = [float("inf")] * len(units)
+    until = time.perf_counter() + seconds
+    done = 0
+    while done < rounds or time.perf_counter() < until:
+        fastest = [min(before, _time_of(unit, device)) for before, unit in zip(fastest, units, strict=True)]
+        done += 1
+    return fastest
+
+
+def _time_of(unit: Unit, device: torch.device) -> float:
+    """Seconds of one run, after one to warm up."""
+    make = partial(_real, device=device)
+    with _stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(_device_of(unit.module)), torch.enable_grad():
+        inputs = tree_map_only(Tensor, make, (unit.args, dict(unit.kwargs or {})))
+        gradients: list[Tensor] = []
+        _run(unit.module, inputs, device, gradients)
+        return _run(unit.module, inputs, device, gradients)
+
+
+def _run(module: nn.Module, inputs: tuple[Any, Any], device: torch.device, gradients: list[Tensor]) -> float:
+    """Seconds of a forward and its backward, which starts with `gradients`; they are made in the first run."""
+    args, kwargs = tree_map_only(Tensor, lambda tensor: _leaf(tensor).clone(), inputs)  # the unit may change what it gets
+    synchronise = torch.get_device_module(device).synchronize
+    synchronise()
+    begin = time.perf_counter()
+    output = module(*args, **kwargs)
+    ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not gradients:
+        gradients += map(torch.ones_like, ends)
+    if ends:
+        torch.autograd.backward(ends, gradients)
+    synchronise()
+    return time.perf_counter() - begin
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """In the place of every parameter what `make` makes of it, and of every buffer a copy of that; tied ones stay one."""
+    places = [
+        (owner, name, tensor)
+        for owner in module.modules()
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]
+        if tensor is not None
+    ]
+    made: dict[int, Tensor] = {}
+    for _, _, tensor in places:
+        if id(tensor) not in made:
+            parameter = isinstance(tensor, nn.Parameter)
+            value = make(tensor.detach())
+            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if parameter else value.clone()
+    try:
+        for owner, name, tensor in places:
+            setattr(owner, name, made[id(tensor)])  # not into the dict: recurrent layers keep a list besides
+        yield
+    finally:
+        for owner, name, tensor in places:
+            setattr(owner, name, tensor)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same memory outside the graph."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _real(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
+    """`tensor`; if it is on the meta device, one of the same layout on `device`, random or, of whole numbers, 0."""
+    if not tensor.is_meta:
+        return tensor
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.zeros(extent if tensor.numel() else 0, dtype=tensor.dtype, device=device)
+    if tensor.is_floating_point():
+        memory.normal_(std=spread)
+    return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where the random numbers of `module` are drawn."""
+    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return CPU if tensor is None or tensor.is_meta else tensor.device

@@ -1,0 +1,70 @@
+"""State - numbers, texts, lists, dicts, tensors, one in another - as JSON with the tensors aside, and back. No pickle.
+
+A number, a text, True, False or None stands for itself, a list for a list of packed values. Everything else is an object
+with one key, its kind: `{"tensor": name}`, `{"tuple": [..]}`, `{"dict": {text: ..}}`, `{"items": [[key, value], ..]}` (a
+dict with other keys than texts), `{"counter": [[key, value], ..]}`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import MismatchError
+
+
+def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON; its tensors go into `tensors`, under names that begin with `name`.
+
+    Raises MismatchError, naming the place, for what is neither of the kinds above.
+    """
+    if isinstance(value, Tensor):
+        while name in tensors:
+            name += "+"
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        parts = [pack(each, f"{name}.{number}", tensors) for number, each in enumerate(value)]
+        return parts if isinstance(value, list) else {"tuple": parts}
+    if isinstance(value, dict):
+        if not isinstance(value, Counter) and all(isinstance(key, str) for key in value):
+            return {"dict": {key: pack(each, f"{name}.{key}", tensors) for key, each in value.items()}}
+        pairs = [[pack(key, name, tensors), pack(each, f"{name}.{key}", tensors)] for key, each in value.items()]
+        return {"counter" if isinstance(value, Counter) else "items": pairs}
+    raise MismatchError(
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep: "
+        "give tensors, numbers, texts, None, or lists, tuples and dicts of them"
+    )
+
+
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `pack` made `packed` of."""
+    if isinstance(packed, list):
+        return [unpack(each, tensors) for each in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "tuple":
+        return tuple(unpack(content, tensors))
+    if kind == "dict":
+        return {key: unpack(each, tensors) for key, each in content.items()}
+    pairs = {unpack(key, tensors): unpack(each, tensors) for key, each in content}
+    return Counter(pairs) if kind == "counter" else pairs
+
+
+def names_in(packed: Any) -> Iterator[str]:
+    """The names of the tensors that `unpack` will ask for."""
+    if isinstance(packed, list):
+        for each in packed:
+            yield from names_in(each)
+    elif isinstance(packed, dict):
+        ((kind, content),) = packed.items()
+        if kind == "tensor":
+            yield content
+        else:
+            yield from names_in(list(content.values()) if kind == "dict" else content)

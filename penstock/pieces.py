@@ -1,0 +1,233 @@
+"""A model cut along its graph: what each stage runs, and which values go from which stage to which.
+
+A value goes straight to the next stage that uses it, and from there to the next after that: so the gradient that comes
+back on the same way has been summed in the order in which autograd sums it in the uncut model, use by use from the last to
+the first, and has the same bits.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from penstock.inputs import Inputs
+
+Call = Callable[..., Any]  # how a unit is called: its number, the unit, args, kwargs
+TRAINING, DEVICE = "training", "penstock.device"  # what the graph reads of the piece itself
+RANDOM = ("dropout", "rand", "normal", "bernoulli", "attention")
+
+
+class Traced(NamedTuple):
+    """What a model does, as a graph whose nodes call units (`call_module`) and what stands between them."""
+
+    model: nn.Module
+    graph: fx.Graph
+    inputs: Inputs
+    extras: Mapping[str, Any]  # what the graph reads that is no part of the model: constants
+    numbers: Mapping[str, int]  # of units, for their random numbers
+
+    def order(self) -> list[str]:
+        """The units in the order in which they are called first."""
+        return list(dict.fromkeys(str(node.target) for node in self.graph.nodes if node.op == "call_module"))
+
+
+class Piece(nn.Module):
+    """One stage of a model that was cut along its graph. Its parts are the model's own, under the model's names.
+
+    It takes a message from each stage in `sources` and gives one to each in `takers`: the one value that goes that way, or a
+    tuple of several. The first piece takes what the model's forward takes, the last one gives what it gives.
+    What it has besides the model's parts is all in `penstock`, so that it stands in the way of none of their names.
+    """
+
+    def __init__(self, traced: Traced, graph: fx.Graph, sources: Mapping[int, int], takers: Sequence[int]) -> None:
+        super().__init__()
+        for node in sorted(graph.nodes, key=lambda node: node.op != "call_module"):  # units first: they bring their parameters
+            if node.op == "call_module" or (node.op == "get_attr" and node.target not in (TRAINING, DEVICE)):
+                adopt(self, traced, str(node.target))
+        self.penstock = Run(self, traced, graph, dict(sources), tuple(takers))
+
+    def forward(self, *messages: Any, **kwargs: Any) -> Any:
+        """What goes to the takers: a message for one, a tuple of messages for several; on the last stage the output."""
+        return self.penstock(messages, kwargs, lambda number, unit, args, kwargs: unit(*args, **kwargs))
+
+
+class Run:
+    """What a piece does, and whom it takes values from and gives values to."""
+
+    def __init__(self, piece: Piece, traced: Traced, graph: fx.Graph, sources: dict[int, int], takers: tuple[int, ...]) -> None:
+        self.sources, self.takers = sources, takers  # stage -> number of values; stages
+        self.device = next((each.device for each in traced.model.parameters()), torch.device("cpu"))
+        self._inputs, self._runner = traced.inputs, _Runner(piece, graph, traced.numbers)
+
+    def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call: Call) -> Any:
+        """As the piece's forward, with every unit and everything random between them called by `call`."""
+        values = self._received(messages) if self.sources else self._inputs.values(messages, kwargs)
+        return self._runner.run_with(call, values)
+
+    def _received(self, messages: Sequence[Any]) -> list[Any]:
+        counts = self.sources.values()
+        values = [
+            value for message, count in zip(messages, counts, strict=True) for value in ((message,) if count == 1 else message)
+        ]
+        return [self.device if isinstance(value, torch.device) else value for value in values]
+
+    @property
+    def code(self) -> str:
+        """What the stage does, as Python."""
+        return self._runner.graph.python_code("self").src
+
+
+class _Runner(fx.Interpreter):
+    """Runs a piece's graph, and lets go of each value after its last use."""
+
+    def __init__(self, piece: Piece, graph: fx.Graph, numbers: Mapping[str, int]) -> None:
+        super().__init__(piece, graph=graph)
+        self.numbers = numbers
+
+    def run_with(self, call: Call, values: Sequence[Any]) -> Any:
+        """The graph's output for the `values` of its placeholders."""
+        self.call = call
+        try:
+            return self.run(*values, enable_io_processing=False)
+        finally:
+            self.env.clear()
+            del self.call
+
+    def run_node(self, node: fx.Node) -> Any:
+        """The value of one node."""
+        args, kwargs = map(_thawed, self.fetch_args_kwargs_from_env(node))
+        if node.op == "call_module":
+            return self.call(self.numbers[str(node.target)], self.fetch_attr(str(node.target)), args, kwargs)
+        if "number" in node.meta:
+            function = node.target if callable(node.target) else getattr(args[0], str(node.target))
+            return self.call(node.meta["number"], function, args if callable(node.target) else args[1:], kwargs)
+        return getattr(self, node.op)(node.target, args, kwargs)
+
+
+def _thawed(value: Any) -> Any:
+    """`value` with ordinary lists and dicts, which a graph keeps as ones that cannot be changed."""
+    if isinstance(value, dict):
+        return {key: _thawed(each) for key, each in value.items()} if type(value) in (dict, immutable_dict) else value
+    if type(value) in (list, immutable_list):
+        return [_thawed(each) for each in value]
+    return tuple([_thawed(each) for each in value]) if type(value) is tuple else value
+
+
+def _random(node: fx.Node) -> bool:
+    """Whether what stands between units may draw random numbers, by its name: one seed too many does no harm."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return node.op in ("call_function", "call_method") and any(word in name for word in RANDOM)
+
+
+def adopt(piece: nn.Module, traced: Traced, name: str) -> None:
+    """Make the model's module, parameter or buffer `name`, or an extra, a part of `piece` under the same name."""
+    if name in traced.extras:
+        extra = traced.extras[name]
+        piece.register_buffer(name, extra, persistent=False) if isinstance(extra, torch.Tensor) else setattr(piece, name, extra)
+        return
+    owner, here, (*path, last) = traced.model, piece, name.split(".")
+    for part in path:
+        owner = owner.get_submodule(part)
+        if here._modules.get(part) is owner:  # the whole module is here
+            return
+        if part not in here._modules:
+            here.add_module(part, nn.Module())
+        here = here.get_submodule(part)
+    if last in owner._modules:
+        here.add_module(last, owner._modules[last])
+    elif last in owner._parameters:
+        here.register_parameter(last, owner._parameters[last])
+    else:
+        here.register_buffer(last, getattr(owner, last), persistent=last not in owner._non_persistent_buffers_set)
+
+
+def cut(traced: Traced, starts: Iterable[str]) -> list[Piece]:
+    """The stages: one begins where each of the units `starts`, in this order, is called first.
+
+    What stands between two units belongs to the stage of the first. Parameters and constants are where they are used, further
+    names of them there too; those that nothing uses go with the last stage, so that no name is lost.
+    """
+    stage_of = _stages(traced.graph, list(starts))
+    last = max(stage_of.values())
+    routes = _routes(traced.graph, stage_of, last)
+    pieces = []
+    for stage in range(last + 1):
+        sources = {start: len(nodes) for (start, end), nodes in sorted(routes.items()) if end == stage}
+        takers = sorted(end for start, end in routes if start == stage)
+        pieces.append(Piece(traced, _graph(traced.graph, stage, stage_of, routes), sources, takers))
+    owners = {id(value): piece for piece in pieces for _, value in _entries(piece)}
+    used = {name for piece in pieces for name, _ in _entries(piece)}
+    for name, value in _entries(traced.model):
+        if name not in used:
+            adopt(owners.get(id(value), pieces[-1]), traced, name)
+    return pieces
+
+
+def _entries(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def _stages(graph: fx.Graph, starts: list[str]) -> dict[fx.Node, int]:
+    """The stage of every node."""
+    stage, stage_of = 0, {}
+    for node in graph.nodes:
+        if node.op == "call_module" and starts and node.target == starts[0]:
+            starts.pop(0)
+            stage += 1
+        stage_of[node] = stage
+    return stage_of
+
+
+Routes = dict[tuple[int, int], list[fx.Node]]
+
+
+def _routes(graph: fx.Graph, stage_of: Mapping[fx.Node, int], last: int) -> Routes:
+    """From stage, to stage -> the values that go there."""
+    routes: Routes = defaultdict(list, {(stage, stage + 1): [] for stage in range(last)})
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            here = stage_of[node]
+            for user in sorted({stage_of[each] for each in node.users if stage_of[each] > here}):
+                routes[here, user].append(node)
+                here = user
+    return routes
+
+
+def _graph(whole: fx.Graph, stage: int, stage_of: Mapping[fx.Node, int], routes: Routes) -> fx.Graph:
+    """The part of the graph that is a stage's."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for (_, end), nodes in sorted(routes.items(), key=lambda route: route[0]):
+        if end == stage:
+            copies |= {node: graph.placeholder(node.name) for node in nodes}
+    for number, node in enumerate(whole.nodes):
+        mine = stage_of[node] == stage or (node.op == "get_attr" and any(stage_of[user] == stage for user in node.users))
+        if mine and node.op != "output" and (node.op != "get_attr" or any(stage_of[user] == stage for user in node.users)):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if _random(node):
+                copies[node].meta["number"] = -1 - number
+    messages = [
+        copies[nodes[0]] if len(nodes) == 1 else tuple(copies[node] for node in nodes)
+        for (start, _), nodes in sorted(routes.items(), key=lambda route: route[0])
+        if start == stage
+    ]
+    if messages:
+        graph.output(messages[0] if len(messages) == 1 else tuple(messages))
+    else:
+        graph.output(fx.node.map_arg(whole.output_node().args[0], copies.__getitem__))
+    return graph
+
+
+def skips_of(stages: Sequence[nn.Module]) -> frozenset[tuple[int, int]]:
+    """The pairs of stages between which values go past others."""
+    pieces = [(stage, module) for stage, module in enumerate(stages) if isinstance(module, Piece)]
+    return frozenset((stage, taker) for stage, piece in pieces for taker in piece.penstock.takers if taker > stage + 1)
+
+
+def on(module: nn.Module, device: torch.device) -> nn.Module:
+    """`module`, moved to `device`."""
+    if isinstance(module, Piece):
+        module.penstock.device = device
+    return module.to(device)

@@ -1,0 +1,59 @@
+"""What a step came to: its loss and its times, put together from all ranks."""
+
+import math
+import resource
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.clock import Clock
+from penstock.control import Control
+from penstock.engine import Work
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class StepReport(NamedTuple):
+    """What a step took, the same on every rank."""
+
+    makespan: float  # seconds, first action to last over all ranks
+    busy: tuple[float, ...]  # seconds each rank spent in actions
+    peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far (on a GPU: its tensors)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share: (makespan - the busiest rank's work) / makespan."""
+        return (self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
+
+
+def concluded(control: Control, work: Work, clock: Clock, last_rank: int, what: str) -> tuple[Tensor, StepReport]:
+    """The end of a step, reached by all ranks together: the loss and the times, the same on every rank."""
+    device = control.topology.device
+    loss = _weighted([work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)])
+    mine = work.auxiliary.items() if work.weights else ()
+    auxiliary = [value.item() * work.weights[piece] for (_, piece), values in mine for value in values]
+    dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
+    row = [loss.item(), dtype, *clock.summary(), peak_memory(device), len(auxiliary)]
+    everyone = control.gather(row, what)
+    ran = [each for each in everyone if each[3]]  # a rank may have no stage
+    makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
+    value, kind = everyone[last_rank][:2]
+    if any(each[6] for each in everyone):  # summed exactly, so that it does not matter which rank has which
+        value = math.fsum([value, *(term for terms in control.gather_objects(auxiliary, what) for term in terms)])
+    report = StepReport(makespan, tuple(each[4] for each in everyone), tuple(each[5] for each in everyone))
+    return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
+
+
+def _weighted(terms: Sequence[Tensor]) -> Tensor:
+    return sum(terms[1:], terms[0]) if terms else torch.zeros(())
+
+
+def peak_memory(device: torch.device) -> float:
+    """Bytes: the most this process has held; on a GPU, the most its tensors have."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -1,0 +1,135 @@
+"""What is trained besides the model, so that any cut can take it up again: the optimizer by names, random numbers."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import MismatchError
+from penstock.packing import pack, unpack
+
+NameOf = Callable[[Tensor], str | None]
+_NOT_OPTIONS = ("params", "param_names")
+
+
+def pack_optimizer(optimizer: Any, name_of: NameOf, mine: Callable[[str], bool], tensors: dict[str, Tensor], rank: int) -> Any:
+    """A rank's optimizer: its groups' options and names, and the state of each parameter that is `mine` to keep."""
+    packed = optimizer.state_dict()
+    state, groups = dict(packed["state"]), []
+    kept: dict[str, Any] = {}
+    for number, (group, told) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
+        options = {key: value for key, value in told.items() if key not in _NOT_OPTIONS}
+        names = []
+        for position, (parameter, index) in enumerate(zip(group["params"], told["params"], strict=True)):
+            name = name_of(parameter)
+            if name is None:
+                raise MismatchError(
+                    f"rank {rank}: parameter {position} of the optimizer's group {number} is not one of the pipeline's: "
+                    "make the optimizer of pipe.parameters()"
+                )
+            names.append(name)
+            if index in state:
+                aside: dict[str, Tensor] = {}
+                value = pack(state.pop(index), f"optimizer.{name}", aside)
+                if mine(name):
+                    kept[name] = value
+                    tensors.update(aside)
+        words = {key: repr(value) for key, value in options.items()}
+        groups.append({"options": pack(options, f"groups.{rank}.{number}", tensors), "names": names, "words": words})
+    if state:
+        raise MismatchError(f"rank {rank}: the optimizer keeps state of {', '.join(map(repr, state))}, which are no parameters")
+    return {"kind": type(optimizer).__name__, "groups": groups, "state": kept}
+
+
+def merged_optimizer(parts: Sequence[Any]) -> Any:
+    """The optimizers of all ranks as one. Raises MismatchError where they differ in more than their parameters."""
+    ranks = {rank: part for rank, part in enumerate(parts) if part is not None}
+    if not ranks:
+        return None
+    first = min(ranks)
+    groups: list[dict[str, Any]] = []
+    for rank, part in ranks.items():
+        if part["kind"] != ranks[first]["kind"]:
+            raise MismatchError(f"the optimizer is {ranks[first]['kind']} on rank {first}, but {part['kind']} on rank {rank}")
+        for number, group in enumerate(part["groups"]):
+            if number == len(groups):
+                groups.append({**group, "names": []})
+            _check_alike(groups[number]["words"], group["words"], number, rank)
+            groups[number]["names"] += [name for name in group["names"] if name not in groups[number]["names"]]
+    merged = [{"options": group["options"], "names": group["names"]} for group in groups]
+    state = {name: value for part in ranks.values() for name, value in part["state"].items()}
+    return {"kind": ranks[first]["kind"], "groups": merged, "state": state}
+
+
+def _check_alike(expected: dict[str, str], got: dict[str, str], number: int, rank: int) -> None:
+    for key in {**expected, **got}:
+        if expected.get(key) != got.get(key):
+            raise MismatchError(
+                f"the optimizer's group {number} has {key} {got.get(key)} on rank {rank}, but {expected.get(key)} on a rank "
+                "before: give all ranks the same options"
+            )
+
+
+def check_optimizer(optimizer: Any, saved: Any, name_of: NameOf) -> None:
+    """Raises MismatchError unless `restore_optimizer` can be done."""
+    if saved is None:
+        raise MismatchError("the checkpoint holds no optimizer: it was saved without optimizer=")
+    if saved["kind"] != type(optimizer).__name__:
+        raise MismatchError(f"the checkpoint holds the state of {saved['kind']}, not of {type(optimizer).__name__}")
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        counts = f"{len(saved['groups'])} parameter groups, but this one has {len(optimizer.param_groups)}"
+        raise MismatchError(f"the checkpoint's optimizer has {counts}: make it with the same groups")
+    home = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in map(name_of, group["params"]):
+            if name is None or home.get(name) != number:
+                there = f"in group {home[name]}" if name in home else "not in the optimizer"
+                raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {there}")
+
+
+def restore_optimizer(optimizer: Any, saved: Any, name_of: NameOf, tensors: dict[str, Tensor]) -> None:
+    """Give the optimizer the state and the options it had when `saved` was made, to the bit."""
+    packed = optimizer.state_dict()
+    state: dict[int, Any] = {}
+    for group, told, then in zip(optimizer.param_groups, packed["param_groups"], saved["groups"], strict=True):
+        told.update(unpack(then["options"], tensors))
+        for parameter, index in zip(group["params"], told["params"], strict=True):
+            name = name_of(parameter)
+            if name in saved["state"]:
+                state[index] = _laid_out(unpack(saved["state"][name], tensors), parameter)
+    optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
+    for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], told["params"], strict=True):
+            for key, value in state.get(index, {}).items():  # torch has cast them to the parameter's type
+                loaded = optimizer.state[parameter][key]
+                if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                    optimizer.state[parameter][key] = value.to(loaded.device)
+
+
+def _laid_out(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """`state`, its tensors of the parameter's shape laid out in memory as the parameter is."""
+    return {
+        key: torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride()
+        else value
+        for key, value in state.items()
+    }
+
+
+def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> Any:
+    """The states of the generators that this rank's own code draws from."""
+    states = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return pack(states, f"random.{rank}", tensors)
+
+
+def restore_random(packed: Any, device: torch.device, tensors: dict[str, Tensor]) -> None:
+    """Put the generators into the states that `pack_random` found."""
+    states = unpack(packed, tensors)
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

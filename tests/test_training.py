@@ -1,0 +1,315 @@
+"""Training as people do it: autocast, loss scaling, recomputation, compiled stages, auxiliary losses, any optimizer."""
+
+import math
+
+import pytest
+import torch
+from reference import accumulate, assert_same, data, gradients, make, merged, pieces
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import penstock as ps
+
+SCHEDULES = (("1f1b", 3), ("zb-h1", 2), ("zb-v", 2))  # and ranks
+M = 3
+
+
+def everyone(function, ranks, *args):
+    """What the ranks return, (something that is the same everywhere, a dict that is not), put together."""
+    results = ps.launch(function, ranks, *args)
+    return results[0][0], merged([part for _, part in results])
+
+
+# ---- autocast
+
+
+def rank_autocast(schedule):
+    model, loss_fn = make("gpt")
+    pipe = ps.Pipeline(model, loss_fn, schedule, M)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pipe.step(*data("gpt", 7)[:1], target=data("gpt", 7)[1])
+    return loss, gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
+def test_bfloat16_autocast_has_the_bits_of_one_process(schedule, ranks):
+    model, loss_fn = make("gpt")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = accumulate(model, loss_fn, data("gpt", 7), M)
+    loss, found = everyone(rank_autocast, ranks, schedule)
+    assert torch.equal(loss, expected)
+    assert_same(found, gradients(model.named_parameters()))
+    assert any(not torch.equal(grad, grad.bfloat16().float()) for grad in found.values())
+
+
+# ---- loss scaling
+
+
+OVERFLOWS = 2  # the step whose gradients are infinite
+
+
+def rows_of_step(step):
+    inputs, target = data("mlp", 7, seed=step)
+    return (inputs * 1e38 if step == OVERFLOWS else inputs), target
+
+
+def rank_scaled(schedule, ranks):
+    model, loss_fn = make("mlp")
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    pipe = ps.Pipeline(model, loss_fn, schedule, M, scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    scales, losses, norms = [], [], []
+    for step in range(6):
+        inputs, target = rows_of_step(step)
+        losses.append(pipe.step(inputs, target=target).item())
+        scaler.unscale_(optimizer)
+        norms.append(pipe.clip_grad_norm_(1.0).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return (losses, norms, scales), pipe.state_dict()
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
+def test_a_scaler_skips_the_same_step_on_all_ranks_and_leaves_the_weights_of_one_process(schedule, ranks):
+    model, loss_fn = make("mlp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scales, norms = [], []
+    for step in range(6):
+        accumulate(model, lambda output, target: scaler.scale(loss_fn(output, target)), rows_of_step(step), M)
+        scaler.unscale_(optimizer)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    (losses, found_norms, found), state = everyone(rank_scaled, ranks, schedule, ranks)
+    assert found == scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
+    assert [norm for norm in found_norms if math.isfinite(norm)] == [norm for norm in norms if math.isfinite(norm)]
+    assert not math.isfinite(norms[OVERFLOWS])
+    assert not math.isfinite(found_norms[OVERFLOWS])
+    assert losses[0] < 10  # not scaled
+    assert_same(state, model.state_dict())
+
+
+def rank_with_plain_scaler():
+    model, loss_fn = make("mlp")
+    pipe = ps.Pipeline(model, loss_fn, "gpipe", M, scaler=torch.amp.GradScaler("cpu"))
+    inputs, target = data("mlp", 7)
+    with pytest.raises(ps.MismatchError, match="each of 2 ranks skip steps of its own: use .*ShardedGradScaler"):
+        pipe.step(inputs, target=target)
+
+
+def test_a_scaler_that_judges_each_rank_by_itself_is_refused():
+    ps.launch(rank_with_plain_scaler, 2)
+
+
+# ---- recomputation
+
+
+class Counted(nn.Module):
+    """A Linear, a BatchNorm and dropout that count how often they run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.2)
+        self.runs = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.runs += 1
+        return hidden + self.dropout(torch.tanh(self.norm(self.linear(hidden))))
+
+
+def counted_model():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(12, 6), *[Counted(6) for _ in range(4)], nn.Linear(6, 3))
+
+
+def rank_recomputing(schedule, recompute):
+    pipe = ps.Pipeline(counted_model(), nn.functional.cross_entropy, schedule, M, recompute=recompute)
+    inputs, target = data("mlp", 7)
+    saved = 0
+
+    def pack(tensor):
+        nonlocal saved
+        saved += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = [pipe.step(inputs, target=target) for _ in range(2)]
+    pipe.eval(inputs)
+    state = gradients(pipe.named_parameters()) | {f"{name} now": value for name, value in pipe.state_dict().items()}
+    runs = {
+        f"{stage}.{name}": torch.tensor(module.runs)
+        for stage, whole in pipe.stages.items()
+        for name, module in whole.named_modules()
+        if isinstance(module, Counted)
+    }
+    return (losses, saved), state | runs
+
+
+@pytest.mark.parametrize("recompute", ["stage", "block"])
+@pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
+def test_recomputation_runs_each_block_once_more_and_changes_no_bit(schedule, ranks, recompute):
+    (losses, _), plain = everyone(rank_recomputing, ranks, schedule, None)
+    (again, _), found = everyone(rank_recomputing, ranks, schedule, recompute)
+    assert all(map(torch.equal, losses, again))
+    runs = [name for name in plain if plain[name].dtype == torch.int64 and not name.endswith("now")]
+    assert [int(plain[name]) for name in runs] == [3 * M] * 4  # two steps and an evaluation
+    assert [int(found[name]) for name in runs] == [5 * M] * 4
+    assert_same({n: v for n, v in found.items() if n not in runs}, {n: v for n, v in plain.items() if n not in runs})
+    assert int(plain["1.norm.num_batches_tracked now"]) == 2 * M
+
+
+def test_recompute_has_two_values():
+    with pytest.raises(ps.MismatchError, match="recompute='layer': use 'stage', 'block' or None"):
+        ps.Pipeline(counted_model(), nn.functional.cross_entropy, "gpipe", M, recompute="layer")
+
+
+# ---- compiled stages
+
+
+def rank_compiled(how):
+    model, loss_fn = make("gpt")
+    if how == "function":
+        model = [torch.compile(stage, backend="aot_eager") for stage in ps.partition.split(model, 2)]
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
+    if how == "method":
+        for stage in pipe.stages.values():
+            stage.compile(backend="aot_eager")
+    inputs, target = data("gpt", 6)
+    losses = [pipe.step(inputs, target=target) for _ in range(2)]
+    return losses, gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize("how", ["function", "method"])
+def test_compiled_stages_train_under_the_names_of_the_uncut_model(how):
+    model, loss_fn = make("gpt")
+    expected = [accumulate(model, loss_fn, data("gpt", 6), M) for _ in range(2)]
+    losses, found = everyone(rank_compiled, 2, how)
+    assert all(map(torch.equal, losses, expected))
+    assert_same(found, gradients(model.named_parameters()))
+
+
+# ---- auxiliary losses
+
+
+class Routed(nn.Module):
+    """A block that wants its two experts used alike, and says so by a loss of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, 2), nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.told: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        shares = self.router(hidden).softmax(-1)  # (rows, 2)
+        uneven = 0.1 * (shares.mean(0) - 0.5).square().sum()
+        ps.auxiliary_loss(uneven)
+        self.told.append(uneven)
+        return hidden + sum(shares[:, [n]] * expert(hidden) for n, expert in enumerate(self.experts))
+
+
+def routed_model():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(12, 6), *[Routed(6) for _ in range(4)], nn.Linear(6, 3)).double()
+
+
+def routed_data(seed=3):
+    inputs, target = data("mlp", 7, seed)
+    return inputs.double(), target
+
+
+def rank_routed(schedule, recompute):
+    pipe = ps.Pipeline(routed_model(), nn.functional.cross_entropy, schedule, M, recompute=recompute)
+    inputs, target = routed_data()
+    loss = pipe.step(inputs, target=target)
+    found = gradients(pipe.named_parameters())
+    _, evaluated = pipe.eval(inputs, target=target)
+    return (loss.item(), evaluated.item()), found
+
+
+def test_auxiliary_losses_of_middle_stages_count_in_loss_and_gradients_as_in_one_process():
+    model = routed_model()
+    inputs, targets = (pieces(tensor, M) for tensor in routed_data())
+    expected = 0.0
+    for piece, target in zip(inputs, targets, strict=True):
+        output = model(piece)
+        loss = nn.functional.cross_entropy(output, target)
+        for block in model:
+            if isinstance(block, Routed):
+                loss = loss + block.told.pop()
+        share = len(piece) / 7
+        loss.backward(torch.full_like(loss, share))
+        expected += loss.item() * share
+    results = {}
+    for schedule, ranks in (*SCHEDULES, ("gpipe", 1)):
+        for recompute in (None, "block"):
+            results[schedule, recompute], found = everyone(rank_routed, ranks, schedule, recompute)
+            assert_same(found, gradients(model.named_parameters()))
+    assert len({loss for loss, _ in results.values()}) == 1  # not a bit depends on schedule or ranks
+    loss, evaluated = results["1f1b", None]
+    assert loss == pytest.approx(expected, abs=1e-14)
+    assert evaluated == pytest.approx(loss, abs=1e-14)
+
+
+def test_an_auxiliary_loss_is_a_scalar():
+    with pytest.raises(ps.MismatchError, match=r"a floating-point scalar, got torch.float32 of shape \(2,\)"):
+        ps.auxiliary_loss(torch.ones(2))
+
+
+# ---- optimizers and schedules of the learning rate
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "foreach adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+}
+
+
+def trained(named, step_of, clip, name):
+    optimizer = OPTIMIZERS[name]([parameter for _, parameter in named])
+    rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, cycle_momentum=False)
+    for step in range(6):
+        step_of(step)
+        clip(0.5)
+        optimizer.step()
+        rate.step()
+        optimizer.zero_grad()
+
+
+def rank_optimizers(schedule):
+    states = {}
+    for name in OPTIMIZERS:
+        model, loss_fn = make("gpt")
+        pipe = ps.Pipeline(model, loss_fn, schedule, M)
+
+        def step_of(step, pipe=pipe):
+            inputs, target = data("gpt", 7, step)
+            pipe.step(inputs, target=target)
+
+        trained(list(pipe.named_parameters()), step_of, pipe.clip_grad_norm_, name)
+        states |= {f"{name} {key}": value for key, value in pipe.state_dict().items()}
+    return None, states
+
+
+def test_any_optimizer_and_learning_rate_schedule_leaves_the_weights_of_one_process():
+    expected = {}
+    for name in OPTIMIZERS:
+        model, loss_fn = make("gpt")
+        parameters = list(model.parameters())
+        trained(
+            list(model.named_parameters()),
+            lambda step, model=model, loss_fn=loss_fn: accumulate(model, loss_fn, data("gpt", 7, step), M),
+            lambda norm, parameters=parameters: nn.utils.clip_grad_norm_(parameters, norm),
+            name,
+        )
+        expected |= {f"{name} {key}": value for key, value in model.state_dict().items()}
+    for schedule, ranks in SCHEDULES:
+        _, states = everyone(rank_optimizers, ranks, schedule)
+        assert_same(states, expected)

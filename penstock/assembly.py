@@ -4,15 +4,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock import partition, tied
 from penstock.balance import Balance
 from penstock.carried import takes
 from penstock.errors import MismatchError
-from penstock.pieces import skips_of
+from penstock.links import links_of, skips_of_tied
+from penstock.materialise import Init, is_meta, materialise
+from penstock.pieces import on, skips_of
 from penstock.schedule import Schedule, Skip, build, from_rows
 from penstock.schedule.actions import Cell
+from penstock.stage import Stage
 
 Description = Mapping[str, Any]  # what one rank says of itself when the pipeline is built
 
@@ -118,6 +122,44 @@ def taken_later(everyone: Sequence[Description]) -> list[frozenset[str]]:
     """For every stage, the keywords that stages after it take."""
     taken = _by_stage(everyone, "takes")
     return [frozenset().union(*taken[stage + 1 :]) for stage in range(len(taken))]
+
+
+def placed(
+    cut: Cut, names: Sequence[Mapping[str, str]], device: torch.device, seed: int | None, init: Init | None
+) -> dict[int, nn.Module]:
+    """This rank's stages on `device`; what of them is on the meta device is given memory and initialised."""
+    for index, module in cut.modules.items():
+        if is_meta(module) and cut.whole is not None:
+            materialise(cut.whole, None, device, seed, init, only=names[index].values())
+        elif is_meta(module):
+            materialise(module, names[index], device, seed, init)
+    return {index: on(module, device) for index, module in cut.modules.items()}
+
+
+def stages(
+    cut: Cut,
+    modules: Mapping[int, nn.Module],
+    everyone: Sequence[Description],
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+    device: torch.device,
+    settings: Mapping[str, Any],
+) -> dict[int, Stage]:
+    """This rank's stages, ready to run; `settings` are further ones of `Stage`."""
+    later = taken_later(everyone)
+    links = links_of(len(later), cut.skips | skips_of_tied(cut.tied), cut.tied)
+    return {
+        index: Stage(
+            index,
+            module,
+            device,
+            loss_fn if index == len(later) - 1 else None,
+            numbers=cut.numbers[index],
+            links=links[index],
+            later=later[index],
+            **settings,
+        )
+        for index, module in modules.items()
+    }
 
 
 def _by_stage(everyone: Sequence[Description], key: str) -> list[Any]:

@@ -10,11 +10,12 @@ from torch import Tensor
 from penstock.channels import Channels
 from penstock.clock import Clock
 from penstock.control import WaitFailed
+from penstock.entry import handed_over
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.actions import Action, Kind
 from penstock.schedule.part import Part
 from penstock.schedule.program import Transfer
-from penstock.stage import Stage, handed_over
+from penstock.stage import Stage
 
 
 @dataclass

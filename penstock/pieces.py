@@ -108,12 +108,12 @@ class _Runner(fx.Interpreter):
 
 
 def _thawed(value: Any) -> Any:
-    """`value` with ordinary lists and dicts, which a graph keeps as ones that cannot be changed."""
-    if isinstance(value, dict):
-        return {key: _thawed(each) for key, each in value.items()} if type(value) in (dict, immutable_dict) else value
-    if type(value) in (list, immutable_list):
-        return [_thawed(each) for each in value]
-    return tuple([_thawed(each) for each in value]) if type(value) is tuple else value
+    """`value` with ordinary lists and dicts, where the graph has ones that cannot be changed."""
+    if type(value) is immutable_dict:
+        return {key: _thawed(each) for key, each in value.items()}
+    if type(value) in (tuple, immutable_list):
+        return (tuple if type(value) is tuple else list)([_thawed(each) for each in value])
+    return value
 
 
 def _random(node: fx.Node) -> bool:

@@ -17,17 +17,14 @@ from penstock.control import Control
 from penstock.engine import Engine, Work
 from penstock.errors import MismatchError, PenstockError
 from penstock.layers import Recompute
-from penstock.links import links_of, skips_of_tied
-from penstock.materialise import is_meta, materialise
+from penstock.links import skips_of_tied
 from penstock.parameters import Parameters
-from penstock.pieces import on
 from penstock.randomness import aside, mix
 from penstock.report import StepReport, concluded
 from penstock.scaling import scale_of
-from penstock.schedule import Event, Kind, Schedule, Timeline, lower, verify
-from penstock.schedule.part import Part, part_of
+from penstock.schedule import Border, Event, Schedule, Timeline, verify
+from penstock.schedule.part import Parts
 from penstock.schedule.transform import with_full_backwards
-from penstock.stage import Stage
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
@@ -79,59 +76,37 @@ class Pipeline:
         **options: Any,
     ) -> None:
         self.topology = topology or comms.init_distributed()
-        self.loss_fn, self.loss_weight, self.seed = loss_fn, loss_weight, seed
-        self._merge, self.recompute, self.scaler = merge_weight_gradients, recompute, scaler
+        self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.report: StepReport | None = None  # of the last step
         self._control = Control(self.topology, f"penstock/{next(_count)}")
         self._control.connect()
         with self._together():
             self.schedule = assembly.table(schedule, self.topology.world_size, microbatches, options)
-            verify(self.schedule)
+            self._program = verify(self.schedule).program
             whole = partition.whole(model, cuts, example_args, example_kwargs)
             starts = [] if whole is None or (whole.measures and self.topology.rank) else whole.starts(self.schedule.stages)
             starts = self._control.gather_objects(starts, "to agree on the cut")[0]
             cut = assembly.cut(model, whole, starts, self.schedule, self.topology.rank)
-            table = with_full_backwards(self.schedule)  # what runs
-            self._program = verify(table, skips=cut.skips | skips_of_tied(cut.tied)).program
+            table, skips = with_full_backwards(self.schedule), cut.skips | skips_of_tied(cut.tied)  # what runs
+            if skips or table is not self.schedule:
+                self._program = verify(table, skips=skips).program
             mine = assembly.describe(self.schedule, cut, seed, self.topology.backend)
             everyone = self._control.gather_objects(mine, "to build the pipeline")
             assembly.check(everyone)
-            self._assemble(cut, everyone, init)
-
-    def _assemble(self, cut: assembly.Cut, everyone: Sequence[assembly.Description], init: Any) -> None:
-        schedule, topology = self.schedule, self.topology
-        names, later = assembly.names(everyone, cut), assembly.taken_later(everyone)
-        links = links_of(schedule.stages, cut.skips | skips_of_tied(cut.tied), cut.tied)
-        self.first_rank, self.last_rank = schedule.placement[0], schedule.placement[schedule.stages - 1]
-        self.balance = cut.balance
-        for index, module in cut.modules.items():
-            if is_meta(module) and cut.whole is not None:
-                materialise(cut.whole, None, topology.device, self.seed, init, only=names[index].values())
-            elif is_meta(module):
-                materialise(module, names[index], topology.device, self.seed, init)
-        order = None if cut.whole is None else list(cut.whole.state_dict())
-        modules = {index: on(module, topology.device) for index, module in cut.modules.items()}
-        self._stages = {
-            index: Stage(
-                index,
-                module,
-                topology.device,
-                self.loss_fn if index == schedule.stages - 1 else None,
-                numbers=cut.numbers[index],
-                recompute=self.recompute,
-                links=links[index],
-                later=later[index],
-                merge=self._merge,
-            )
-            for index, module in modules.items()
-        }
-        self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), order)
-        self._tied = tied.owned(cut.tied, schedule.placement, modules, topology)
-        for each in self._tied:
-            each.share_value()
-        self._parts: dict[Any, Part] = {}
-        self._agreement = Agreement(self._control, schedule.microbatches)
+            names = assembly.names(everyone, cut)
+            modules = assembly.placed(cut, names, self.topology.device, seed, init)
+            settings = {"recompute": recompute, "merge": merge_weight_gradients}
+            self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, settings)
+            order = None if cut.whole is None else list(cut.whole.state_dict())
+            self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), order)
+            self._tied = tied.owned(cut.tied, self.schedule.placement, modules, self.topology)
+            for each in self._tied:
+                each.share_value()
+        self.balance = cut.balance  # how even the cut is, on the rank that chose it
+        self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
+        self._parts = Parts(self._program, self.topology.rank, merge_weight_gradients)
+        self._agreement = Agreement(self._control, self.schedule.microbatches)
         self._engine: Engine | None = None
         self._connected_at = 0  # the control's generation the engine's channels belong to
         self._ran: tuple[Sequence[Any], Clock] | None = None  # the last step's actions, and when they ran
@@ -176,7 +151,7 @@ class Pipeline:
             work.without_backward = agreed.without_backward
             engine.let_go(agreed.without_backward)
             work.weights = agreed.weights
-            work.part = self._part(training, agreed.pieces, agreed.without_backward)
+            work.part = self._parts.of(training, agreed.pieces, agreed.without_backward)
             engine.channels.begin(agreed.specs, agreed.known)
             engine.run(work, clock)
             for parameter in self._tied if training else ():
@@ -210,7 +185,7 @@ class Pipeline:
         """This rank's share of the batch, and what it has to say about it. Raises MismatchError if it does not fit."""
         rank, pieces = self.topology.rank, self.schedule.microbatches
         seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
-        work, vote = Work(training, self._part(training), seed), Vote(training, self.step_count)
+        work, vote = Work(training, self._parts.of(training), seed), Vote(training, self.step_count)
         if training and self.scaler is not None:
             work.scale = scale_of(self.scaler, self.topology)
         if rank == self.first_rank:
@@ -232,22 +207,6 @@ class Pipeline:
     def _modes(self) -> tuple[bool, ...]:
         """What decides, besides the batch, which tensors between stages require a gradient."""
         return tuple(parameter.requires_grad for parameter in self.parameters())
-
-    def _part(self, training: bool, pieces: int | None = None, without_backward: frozenset[int] = frozenset()) -> Part:
-        """This rank's part of the whole table, or of what of it this batch and this call need."""
-        pieces = self.schedule.microbatches if pieces is None else pieces
-        key = training, pieces, without_backward if training else None
-        if key not in self._parts:
-            table = self._program.schedule
-            if not training:
-                table = table.keep(lambda action: action.kind is Kind.F)
-            if pieces < table.microbatches:
-                table = table.keep(lambda action: action.microbatch < pieces)
-            if training and without_backward:
-                table = table.keep(lambda action: action.kind is Kind.F or action.microbatch not in without_backward)
-            program = self._program if table is self._program.schedule else lower(table, skips=self._program.skips)
-            self._parts[key] = part_of(program, self.topology.rank, self._merge)
-        return self._parts[key]
 
     def _connected(self) -> Engine:
         """The engine, its channels open: at the first step, and again after a failure."""
@@ -318,7 +277,8 @@ class Pipeline:
         """When every action of the last step ran, measured, in seconds. All ranks call it."""
         with self._together():
             rows = self._control.gather_objects(self._events(), "to tell their timelines")
-        return Timeline(f"{self.schedule.name}, measured", tuple(rows))
+        skips = dict.fromkeys(self._program.skips, Border())
+        return Timeline(f"{self.schedule.name}, measured", tuple(rows), skips=skips)
 
     def _events(self) -> tuple[Event, ...]:
         """This rank's part of the timeline. Raises PenstockError before the first step."""

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock import wire
 from penstock.auxiliary import collected
 from penstock.carried import Carried, Keywords, bare
+from penstock.entry import Entry
 from penstock.layers import Layers, Recompute
 from penstock.links import Links
 from penstock.pieces import Piece
@@ -21,50 +22,6 @@ from penstock.split_backward import Splitter
 from penstock.standins import PutOff
 from penstock.tied import StandIn, installed
 from penstock.uses import run_backward
-
-
-class Entry:
-    """A stage's input: where the gradients of its tensors are put when the backward reaches them."""
-
-    def __init__(self) -> None:
-        self.tensors: tuple[Tensor, ...] = ()
-        self.gradients: tuple[Tensor | None, ...] = ()
-
-    def admit(self, value: Any) -> Any:
-        """`value` with those of its tensors that require a gradient connected to this entry."""
-        if isinstance(value, Tensor):  # the common case, a short way
-            return self._admit([value])[0] if value.requires_grad else value
-        leaves, tree = wire.flatten(value)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not places:
-            return value
-        for place, admitted in zip(places, self._admit([leaves[place] for place in places]), strict=True):
-            leaves[place] = admitted
-        return wire.tree_unflatten(leaves, tree)
-
-    def _admit(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        self.tensors = tuple([tensor.detach() for tensor in tensors])
-        self.gradients = (None,) * len(tensors)
-        return _Admit.apply(_ANCHOR, self)
-
-
-class _Admit(torch.autograd.Function):
-    """Turns received memory into tensors of the graph. They are not leaves: a layer may change them in place."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entry: Entry) -> tuple[Tensor, ...]:
-        ctx.entry = entry
-        ctx.set_materialize_grads(False)
-        tensors, entry.tensors = entry.tensors, ()
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        ctx.entry.gradients = gradients
-        return None, None
-
-
-_ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class Kept(NamedTuple):
@@ -296,10 +253,3 @@ def _takes_several(module: nn.Module) -> frozenset[str]:
     parameters = inspect.signature(bare(module).forward).parameters.values()
     several = len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return frozenset(p.name for p in parameters) if several else frozenset()
-
-
-def handed_over(value: Any) -> Any:
-    """`value` as the next stage of the same rank receives it: the same memory, cut off from the graph that made it."""
-    leaves, tree = wire.flatten(value)
-    cut = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return cut[0] if isinstance(value, Tensor) else wire.tree_unflatten(cut, tree)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from penstock.schedule.actions import Action, Kind
-from penstock.schedule.program import Program, Step
+from penstock.schedule.program import Program, Step, lower
+from penstock.schedule.verify import prove
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,33 @@ class Part:
     split: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward is I and W: its forward prepares for it
     weights: dict[Action, tuple[int, ...]]  # W -> the microbatches whose weights' gradients it adds
     last: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
+
+
+class Parts:
+    """A rank's parts of a proved program: of all of it, or of what of it a batch and a call need. Those are proved as well."""
+
+    def __init__(self, program: Program, rank: int, merge: bool = False) -> None:
+        self.program, self.rank, self.merge = program, rank, merge
+        self._known: dict[object, Part] = {}
+
+    def of(self, training: bool, pieces: int | None = None, without_backward: frozenset[int] = frozenset()) -> Part:
+        """What is done for `pieces` microbatches (None: all), of which some are `without_backward`; if not training, all."""
+        table = self.program.schedule
+        pieces = table.microbatches if pieces is None else pieces
+        key = training, pieces, without_backward if training else None
+        if key not in self._known:
+            if not training:
+                table = table.keep(lambda action: action.kind is Kind.F)
+            if pieces < table.microbatches:
+                table = table.keep(lambda action: action.microbatch < pieces)
+            if training and without_backward:
+                table = table.keep(lambda action: action.kind is Kind.F or action.microbatch not in without_backward)
+            program = self.program
+            if table is not program.schedule:
+                program = lower(table, skips=program.skips)
+                prove(program)
+            self._known[key] = part_of(program, self.rank, self.merge)
+        return self._known[key]
 
 
 def part_of(program: Program, rank: int, merge: bool = False) -> Part:

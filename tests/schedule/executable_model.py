@@ -7,10 +7,10 @@ posted a receive for it, and nothing that either of them posted before on the sa
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from penstock.schedule import Action, Schedule
+from penstock.schedule import Action, Schedule, Skip
 
 
 class Value(NamedTuple):
@@ -19,26 +19,38 @@ class Value(NamedTuple):
     what: str  # activation, gradient, saved (for the backward), owed (for the weights)
     stage: int
     microbatch: int
+    past: int | None = None  # the stage it comes from, if that is no neighbour
 
 
-def takes(action: Action, stages: int) -> list[Value]:
+Skips = Collection[Skip]
+
+
+def takes(action: Action, stages: int, skips: Skips = ()) -> list[Value]:
     """The values `action` works on."""
     kind, stage, microbatch = action.kind.value, action.stage, action.microbatch
     wanted = {"F": ["activation"], "B": ["saved", "gradient"], "I": ["saved", "gradient"], "W": ["owed"]}[kind]
     outside = {"activation": 0, "gradient": stages - 1}  # the batch and the loss come from no stage
-    return [Value(what, stage, microbatch) for what in wanted if outside.get(what) != stage]
+    skipping = {
+        "activation": [start for start, end in skips if end == stage],
+        "gradient": [end for start, end in skips if start == stage],
+    }
+    near = [Value(what, stage, microbatch) for what in wanted if outside.get(what) != stage]
+    return near + [Value(what, stage, microbatch, maker) for what in wanted for maker in skipping.get(what, [])]
 
 
-def makes(action: Action, stages: int) -> list[Value]:
-    """The values `action` leaves behind, for its own stage or a neighbour."""
+def makes(action: Action, stages: int, skips: Skips = ()) -> list[Value]:
+    """The values `action` leaves behind, for its own stage, a neighbour or the other end of a skip, from stage to stage."""
     kind, stage, microbatch = action.kind.value, action.stage, action.microbatch
+    outputs = [("activation", stage + 1, None), *(("activation", end, stage) for start, end in skips if start == stage)]
+    gradients = [("gradient", stage - 1, None), *(("gradient", start, stage) for start, end in skips if end == stage)]
     made = {
-        "F": [("saved", stage), ("activation", stage + 1)],
-        "B": [("gradient", stage - 1)],
-        "I": [("owed", stage), ("gradient", stage - 1)],
+        "F": [("saved", stage, None), *outputs],
+        "B": gradients,
+        "I": [("owed", stage, None), *gradients],
         "W": [],
     }[kind]
-    return [Value(what, to, microbatch) for what, to in made if 0 <= to < stages]
+    made.sort(key=lambda each: each[1])
+    return [Value(what, to, microbatch, past) for what, to, past in made if 0 <= to < stages]
 
 
 def does_the_work(schedule: Schedule) -> bool:
@@ -84,12 +96,12 @@ Line = Channel | frozenset[int]  # one for each channel, or one for both directi
 class Network:
     """What was offered, what receives were posted, what has arrived. Nothing is buffered."""
 
-    def __init__(self, schedule: Schedule, shared: bool) -> None:
+    def __init__(self, schedule: Schedule, shared: bool, skips: Skips) -> None:
         self.shared = shared
         self.order: dict[Channel, list[Value]] = defaultdict(list)
         for source, row in enumerate(schedule.actions):
             for action in row:
-                for value in makes(action, schedule.stages):
+                for value in makes(action, schedule.stages, skips):
                     if schedule.placement[value.stage] != source:
                         self.order[source, schedule.placement[value.stage]].append(value)
         self.channel = {value: channel for channel, queue in self.order.items() for value in queue}
@@ -137,14 +149,14 @@ class Model(NamedTuple):
 MODELS = [Model(sends, channels) for sends in ("async", "blocking") for channels in ("directed", "shared")]
 
 
-def _rank(schedule: Schedule, rank: int, network: Network, model: Model, at: list[int]) -> Iterator[Condition]:
+def _rank(schedule: Schedule, rank: int, network: Network, model: Model, skips: Skips, at: list[int]) -> Iterator[Condition]:
     """One rank at work; yields a condition whenever it cannot go on before that holds."""
     stages, here = schedule.stages, set[Value]()
     if model.ahead:
         for channel, queue in network.order.items():
             network.receive(channel, len(queue) if channel[1] == rank else 0)
     for group in cells(schedule, rank):
-        wanted = [value for action in group for value in takes(action, stages)]
+        wanted = [value for action in group for value in takes(action, stages, skips)]
         coming = [value for value in wanted if value in network.channel and network.channel[value][1] == rank]
         for value in coming:
             channel = network.channel[value]
@@ -153,7 +165,7 @@ def _rank(schedule: Schedule, rank: int, network: Network, model: Model, at: lis
             value in (network.arrived if value in coming else here) for value in wanted
         )
         at[rank] += len(group)
-        for value in (value for action in group for value in makes(action, stages)):
+        for value in (value for action in group for value in makes(action, stages, skips)):
             if schedule.placement[value.stage] == rank:
                 here.add(value)
             else:
@@ -162,13 +174,15 @@ def _rank(schedule: Schedule, rank: int, network: Network, model: Model, at: lis
                     yield lambda value=value: value in network.arrived
 
 
-def execution(schedule: Schedule, model: Model = MODELS[0], seed: int = 0) -> tuple[tuple[int, ...], Network]:
+def execution(
+    schedule: Schedule, model: Model = MODELS[0], seed: int = 0, skips: Skips = ()
+) -> tuple[tuple[int, ...], Network]:
     """Execute the table until nothing moves any more: how many of its actions each rank has run, and the network then.
 
     `seed` decides which rank is looked at when.
     """
-    dice, network, at = random.Random(seed), Network(schedule, model.channels == "shared"), [0] * schedule.ranks
-    ranks = {rank: _rank(schedule, rank, network, model, at) for rank in range(schedule.ranks)}
+    dice, network, at = random.Random(seed), Network(schedule, model.channels == "shared", skips), [0] * schedule.ranks
+    ranks = {rank: _rank(schedule, rank, network, model, skips, at) for rank in range(schedule.ranks)}
     waiting: dict[int, Condition] = dict.fromkeys(ranks, lambda: True)
     progress = True
     while progress:
@@ -185,8 +199,8 @@ def execution(schedule: Schedule, model: Model = MODELS[0], seed: int = 0) -> tu
     return tuple(at), network
 
 
-def is_right(schedule: Schedule, model: Model = MODELS[0], seed: int = 0) -> bool:
+def is_right(schedule: Schedule, model: Model = MODELS[0], seed: int = 0, skips: Skips = ()) -> bool:
     """Whether executing the table is one whole training step and comes to its end."""
     if not does_the_work(schedule) or not pairs_stand(schedule):
         return False
-    return execution(schedule, model, seed)[0] == tuple(map(len, schedule.actions))
+    return execution(schedule, model, seed, skips)[0] == tuple(map(len, schedule.actions))

@@ -8,7 +8,7 @@ from itertools import pairwise
 from executable_model import Value, makes, takes
 from hypothesis import strategies as st
 
-from penstock.schedule import Action, Kind, Schedule, build, names
+from penstock.schedule import Action, Kind, Schedule, Skip, build, names
 
 
 def whole_numbers(low: int, high: int) -> st.SearchStrategy[int]:
@@ -63,6 +63,23 @@ def _may_overlap(first: Action, second: Action, placement: Sequence[int]) -> boo
 @st.composite
 def named_tables(draw: st.DrawFn, ranks: int = 4, microbatches: int = 4) -> Schedule:
     return build(draw(st.sampled_from(names())), draw(whole_numbers(1, ranks)), draw(whole_numbers(1, microbatches)))
+
+
+def every_skip(stages: int) -> list[Skip]:
+    return [(start, end) for end in range(stages) for start in range(end - 1)]
+
+
+def some_skips(stages: int) -> st.SearchStrategy[frozenset[Skip]]:
+    """None, some or all of the skips that a model of so many stages can have."""
+    every = every_skip(stages)
+    return st.frozensets(st.sampled_from(every)) | st.just(frozenset(every)) if every else st.just(frozenset())
+
+
+@st.composite
+def with_skips(draw: st.DrawFn, tables: st.SearchStrategy[Schedule]) -> tuple[Schedule, frozenset[Skip]]:
+    """A table, and the skips of a model to be run by it."""
+    schedule = draw(tables)
+    return schedule, draw(some_skips(schedule.stages))
 
 
 @st.composite

@@ -73,6 +73,27 @@ def test_an_action_waits_for_its_neighbours(action, waits):
     assert found == waits.split()
 
 
+SKIPPING = {
+    # action of 4 stages with the skips 0-2, 0-3 and 1-3 -> what it waits for
+    "0F4": "",
+    "1F4": "0F4",
+    "2F4": "1F4 0F4",
+    "3F4": "2F4 0F4 1F4",
+    "3B4": "3F4",
+    "2B4": "2F4 3B4|3I4",
+    "1I4": "1F4 2B4|2I4 3B4|3I4",
+    "0B4": "0F4 1B4|1I4 2B4|2I4 3B4|3I4",
+    "0W4": "0I4",
+}
+
+
+@pytest.mark.parametrize(("action", "waits"), SKIPPING.items())
+def test_an_action_waits_for_the_other_ends_of_skips(action, waits):
+    skips = [(0, 2), (0, 3), (1, 3)]
+    found = ["|".join(map(str, alternatives)) for alternatives in dependencies(Action.parse(action), 4, skips)]
+    assert found == waits.split()
+
+
 # ---- placement
 
 

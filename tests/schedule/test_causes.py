@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from test_events import MEASURED, timeline
 from test_simulate import PAIRED, table, timed_tables
 
-from penstock.schedule import Costs, Kind, Timeline, build, names, simulate
+from penstock.schedule import Border, Costs, Kind, Timeline, build, names, simulate
 
 
 def idle(timeline: Timeline) -> list[str]:
@@ -29,6 +29,21 @@ def test_a_rank_fills_before_its_first_backward_and_drains_after_its_last_forwar
 
 def test_between_its_last_forward_and_its_first_backward_a_rank_still_fills():
     assert idle(simulate(build("gpipe", 2, 2))) == ["2-5 fill", "0-1 fill  7-9 drain"]
+
+
+def test_a_rank_that_has_computed_the_stages_in_between_itself_waits_for_the_message_of_the_skip():
+    costs = Costs(bandwidth=1, skips={(0, 2): 10})
+    assert idle(simulate(table("0F0 0B0\n1F0 2F0 2B0 1B0", (0, 1, 1)), costs)) == [
+        "1-16 fill  16-24 communication",  # its gradient is sent from 14 to 24, 1B0 ends at 16
+        "0-1 fill  2-11 communication  16-26 drain",
+    ]
+
+
+def test_a_measured_rank_waits_for_the_message_of_a_skip_that_its_timeline_knows_of():
+    measured = timeline("0F0@0-1\n1F0@1-2 2F0@5-6")
+    skipping = replace(measured, skips={(0, 2): Border()})
+    assert (idle(measured)[1], idle(skipping)[1]) == ("0-1 fill  2-5 imbalance", "0-1 fill  2-5 communication")
+    assert str(skipping.critical_path[-2].action) == str(measured.critical_path[-2].action) == "1F0"  # ended last
 
 
 def test_in_between_a_rank_waits_for_one_that_has_more_to_do():
@@ -125,7 +140,7 @@ def cause_at(time: float, rank: int, timeline: Timeline, makers: dict) -> str:
     stages = 1 + max(event.action.stage for event in timeline.events)
     if later:
         cell = next(cell for cell in timeline.cells(rank) if later[0] in cell)
-        needed = [makers[value] for event in cell for value in takes(event.action, stages)]
+        needed = [makers[value] for event in cell for value in takes(event.action, stages, timeline.skips)]
         elsewhere = [event.end for event in needed if event.rank != rank]
         if elsewhere and max(elsewhere) < middle:
             return "communication"
@@ -139,7 +154,7 @@ def cause_at(time: float, rank: int, timeline: Timeline, makers: dict) -> str:
 def test_at_every_moment_the_cause_is_what_the_definitions_say(timed):
     planned = simulate(*timed)
     stages = timed[0].stages
-    makers = {value: event for event in planned.events for value in makes(event.action, stages)}
+    makers = {value: event for event in planned.events for value in makes(event.action, stages, planned.skips)}
     for rank, row in enumerate(planned.idle):
         for moment in range(round(planned.makespan / MOMENT)):
             time = moment * MOMENT

@@ -11,7 +11,7 @@ import pytest
 from executable_model import Value, makes, takes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_tables import named_tables, valid_tables, whole_numbers
+from random_tables import named_tables, some_skips, valid_tables, whole_numbers
 
 from penstock.schedule import Action, Costs, Kind, Schedule, ScheduleError, build, from_rows, names, simulate
 from penstock.schedule.events import peaks_in_flight
@@ -128,6 +128,58 @@ def test_a_pair_sends_in_the_order_of_the_table():
     assert "2B0@27 1F1@29" in starts(table(drawn % "0F1 3B0", "V"), costs)[1]
 
 
+# ---- skips
+
+
+def test_a_skip_goes_at_the_latency_and_bandwidth_of_the_border_where_it_starts_down_and_back():
+    costs = Costs(1, 1, 1, send=[2, 3], bandwidth=[4, 1], skips={(0, 2): 40})
+    assert starts(table("0F0 0B0\n1F0 1B0\n2F0 2B0"), costs) == [
+        "0F0@0 0B0@28",  # 2B0 ends at 16: its gradient is there at 16 + 40 / 4 + 2, the chain's through 1B0 at 23
+        "1F0@3 1B0@19",
+        "2F0@13 2B0@14",  # 0F0 ends at 1: its output is there at 1 + 40 / 4 + 2, the chain's through 1F0 at 7
+    ]
+
+
+def test_a_skip_that_is_there_in_time_delays_nothing():
+    rows, chain = table("0F0 0B0\n1F0 1B0\n2F0 2B0"), Costs(1, 1, 1, send=2, bandwidth=4)
+    assert starts(rows, replace(chain, skips={(0, 2): 4 * 3})) == starts(rows, chain)
+    assert starts(rows, replace(chain, skips={(0, 2): 4 * 5})) != starts(rows, chain)
+
+
+def test_a_skip_whose_ends_are_on_one_rank_costs_nothing():
+    rows, chain = table("0F0 2F0 2B0 0B0\n1F0 1B0", (0, 1, 0)), Costs(1, 1, 1, send=2, size=1, bandwidth=1)
+    assert starts(rows, replace(chain, skips={(0, 2): 1000})) == starts(rows, chain)
+
+
+def test_what_an_action_sends_to_one_rank_goes_one_after_the_other_in_the_order_of_the_stages_that_take_it():
+    costs = Costs(1, 1, 1, size=5, bandwidth=1, skips={(0, 3): 7})
+    assert starts(table("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0"), costs) == [
+        "0F0@0 2F0@12 2B0@33 0B0@47",  # 0F0 sends to 1 from 1 to 6, to 3 until 13; 2F0 from 13 to 18
+        "1F0@6 3F0@18 3B0@19 1B0@40",  # 3B0 sends to 0 from 21 to 28, to 2 until 33
+    ]
+
+
+def test_the_halves_of_a_backward_send_the_gradient_of_a_skip_after_the_first_half():
+    costs = Costs(1, 2, 3, skips={(0, 2): 10}, bandwidth=1)
+    assert starts(table("0F0 0I0 0W0\n1F0 1I0 1W0\n2F0 2I0 2W0"), costs) == [
+        "0F0@0 0I0@24 0W0@26",
+        "1F0@1 1I0@14 1W0@16",
+        "2F0@11 2I0@12 2W0@14",
+    ]
+
+
+def test_the_critical_path_goes_over_a_skip_that_was_waited_for():
+    costs = Costs(1, 1, 1, send=[2, 3], bandwidth=[4, 1], skips={(0, 2): 40})
+    timeline = simulate(table("0F0 0B0\n1F0 1B0\n2F0 2B0"), costs)
+    assert [str(event.action) for event in timeline.critical_path] == ["0F0", "2F0", "2B0", "0B0"]
+
+
+def test_a_message_that_queued_behind_a_skip_leads_the_critical_path_to_what_sent_the_skip():
+    costs = Costs(1, 1, 1, size=1, bandwidth=1, skips={(0, 3): 20})
+    timeline = simulate(table("0F0 2F0 2B0 0B0\n1F0 3F0 3B0 1B0"), costs)  # 2F0 ends at 5 and sends after 0F0's, at 22
+    assert [str(event.action) for event in timeline.critical_path] == ["0F0", "3F0", "3B0", "2B0", "1B0", "0B0"]
+
+
 def test_makespan_is_over_all_ranks_and_span_over_one():
     timeline = simulate(table("0F0 0I0 0W0\n1F0 1I0 1W0"), Costs(1, 1, [1, 5]))
     assert (timeline.makespan, timeline.span) == (8, 7)  # rank 0: 0 to 5, rank 1: 1 to 8
@@ -174,10 +226,10 @@ def times_by_recursion(schedule: Schedule, costs: Costs, late: Action | None = N
     rows = [[cell if isinstance(cell[0], Action) else (cell,) for cell in schedule.cells(r)] for r in range(schedule.ranks)]
     before = {cell: previous for row in rows for previous, cell in pairwise(row)}
     cell_of = {action: cell for row in rows for cell in row for action in cell}
-    maker = {value: action for action in cell_of for value in makes(action, schedule.stages)}
+    maker = {value: action for action in cell_of for value in makes(action, schedule.stages, costs.skips)}
     home = schedule.placement
     queues = defaultdict(list)
-    for value, action in ((v, a) for row in schedule.actions for a in row for v in makes(a, schedule.stages)):
+    for value, action in ((v, a) for row in schedule.actions for a in row for v in makes(a, schedule.stages, costs.skips)):
         queues[home[action.stage], home[value.stage]].append(value)
     ahead = {value: first for ends, queue in queues.items() if ends[0] != ends[1] for first, value in pairwise(queue)}
     open_cells = set()
@@ -187,7 +239,7 @@ def times_by_recursion(schedule: Schedule, costs: Costs, late: Action | None = N
         if cell in open_cells:
             raise Circle
         open_cells.add(cell)
-        arrivals = [arrival(value) for action in cell for value in takes(action, schedule.stages)]
+        arrivals = [arrival(value) for action in cell for value in takes(action, schedule.stages, costs.skips)]
         open_cells.remove(cell)
         return max([*arrivals, end(before[cell]) if cell in before else 0])
 
@@ -203,16 +255,14 @@ def times_by_recursion(schedule: Schedule, costs: Costs, late: Action | None = N
     def gone(value: Value) -> float:
         """When the value has left its channel."""
         free = gone(ahead[value]) if value in ahead else 0
-        border = border_of(value)
-        return max(free, end(cell_of[maker[value]])) + costs.size[border] / costs.bandwidth[border]
-
-    def border_of(value: Value) -> int:
-        return min(value.stage, maker[value].stage)
+        ends = sorted((value.stage, maker[value].stage))
+        size = costs.size[ends[0]] if value.past is None else costs.skips[tuple(ends)]
+        return max(free, end(cell_of[maker[value]])) + size / costs.bandwidth[ends[0]]
 
     def arrival(value: Value) -> float:
         if home[value.stage] == home[maker[value].stage]:
             return end(cell_of[maker[value]])
-        return gone(value) + costs.send[border_of(value)]
+        return gone(value) + costs.send[min(value.stage, maker[value].stage)]
 
     return {action: (begin(cell), end(cell)) for action, cell in cell_of.items()}
 
@@ -247,7 +297,8 @@ def timed_tables(draw: st.DrawFn, stopping: bool = False) -> tuple[Schedule, Cos
     send, size = (draw(st.lists(whole_numbers(0, 3), **borders)) for _ in range(2))
     bandwidth = draw(st.lists(st.sampled_from([0.5, 1, 2, float("inf")]), **borders))
     overlap = draw(st.sampled_from([0, 0.5, 1]))
-    return schedule, Costs(draw(prices), draw(prices), draw(prices), send, size, bandwidth, overlap=overlap)
+    skips = {skip: draw(whole_numbers(0, 6)) for skip in sorted(draw(some_skips(schedule.stages)))}
+    return schedule, Costs(draw(prices), draw(prices), draw(prices), send, size, bandwidth, overlap=overlap, skips=skips)
 
 
 @settings(max_examples=300, deadline=None)
@@ -325,6 +376,12 @@ WRONG_COSTS = [
     (Costs(keep=-1),                         "keep has the cost -1.0: a cost is an amount of memory, 0 or more"),
     (Costs(overlap=1.5),                     "overlap is 1.5: give the share of the shorter action that is hidden, 0 to 1"),
     (Costs(overlap=-0.5),                    "overlap is -0.5: give the share of the shorter action that is hidden, 0 to 1"),
+    (Costs(skips={(0, 1): 8}),               "no skip goes from stage 0 to stage 1 of 3: it passes at least one by"),
+    (Costs(skips={(2, 0): 8}),               "no skip goes from stage 2 to stage 0 of 3: it passes at least one by"),
+    (Costs(skips={(1, 3): 8}),               "no skip goes from stage 1 to stage 3 of 3: it passes at least one by"),
+    (Costs(skips={(-1, 1): 8}),              "no skip goes from stage -1 to stage 1 of 3: it passes at least one by"),
+    (Costs(skips={(0, 2): -8}),              "skips has the cost -8.0: a cost is a number of bytes, 0 or more"),
+    (Costs(skips={(0, 2): float("nan")}),    "skips has the cost nan: a cost is a number of bytes, 0 or more"),
 ]  # fmt: skip
 
 

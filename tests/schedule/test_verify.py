@@ -3,12 +3,13 @@
 import re
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
-from executable_model import MODELS, Model, Network, Value, execution, is_right, makes, takes
+from executable_model import MODELS, Model, Network, Skips, Value, execution, is_right, makes, takes
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from random_tables import all_mutants, mutants, named_tables, standing, valid_tables
+from random_tables import all_mutants, every_skip, mutants, named_tables, standing, valid_tables, with_skips
 
 from penstock.schedule import Action, Kind, Schedule, ScheduleError, build, from_rows, lower, names, verify
 from penstock.schedule.actions import Cell
@@ -27,9 +28,9 @@ def cell(text: str) -> Cell:
     return actions[0] if len(actions) == 1 else actions
 
 
-def accepts(schedule: Schedule, model: Model = MODELS[0]) -> bool:
+def accepts(schedule: Schedule, model: Model = MODELS[0], skips: Skips = ()) -> bool:
     try:
-        verify(schedule, sends=model.sends, channels=model.channels)
+        verify(schedule, sends=model.sends, channels=model.channels, skips=skips)
     except ScheduleError:
         return False
     return True
@@ -86,23 +87,140 @@ def test_every_table_one_change_away_is_judged_as_its_execution(name, model):
             assert accepts(mutant, model) == is_right(mutant, model), f"{mutant}"
 
 
+SKIPPED = [("gpipe", 3, 2), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 1), ("zb-v", 2, 1)]
+
+
+@pytest.mark.parametrize("model", MODELS, ids="-".join)
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), SKIPPED)
+def test_every_table_one_change_away_is_judged_as_its_execution_with_skips(name, ranks, microbatches, model):
+    schedule = build(name, ranks, microbatches)
+    for skips in ({(0, schedule.stages - 1)}, every_skip(schedule.stages)):
+        for mutant in all_mutants(schedule):
+            assert accepts(mutant, model, skips) == is_right(mutant, model, skips=skips), f"{mutant}"
+
+
 @settings(max_examples=150, deadline=None)
-@given(valid_tables())
-def test_any_order_that_respects_the_dependencies_is_proved(schedule):
-    proof = verify(schedule)
+@given(with_skips(valid_tables()))
+def test_any_order_that_respects_the_dependencies_is_proved_whatever_the_skips(skipping):
+    schedule, skips = skipping
+    proof = verify(schedule, skips=skips)
+    edges = {*pairwise(range(schedule.stages)), *skips}
+    moves = [(start, end) for start, end in edges if schedule.placement[start] != schedule.placement[end]]
     assert proof.actions == sum(map(len, schedule.actions))
-
-
-@settings(max_examples=400, deadline=None)
-@given(valid_tables(), st.sampled_from(MODELS[1:]), SEEDS)
-def test_any_order_is_judged_in_every_model_as_its_execution(schedule, model, seed):
-    assert accepts(schedule, model) == is_right(schedule, model, seed), f"{schedule}"
+    assert proof.transfers == 2 * len(moves) * schedule.microbatches
 
 
 @settings(max_examples=500, deadline=None)
-@given(mutants(valid_tables() | named_tables()), st.sampled_from(MODELS), SEEDS)
-def test_any_changed_table_is_judged_as_its_execution(mutant, model, seed):
-    assert accepts(mutant, model) == is_right(mutant, model, seed), f"{mutant}"
+@given(with_skips(valid_tables()), st.sampled_from(MODELS[1:]), SEEDS)
+def test_any_order_is_judged_in_every_model_as_its_execution(skipping, model, seed):
+    schedule, skips = skipping
+    assert accepts(schedule, model, skips) == is_right(schedule, model, seed, skips), f"{schedule}"
+
+
+@settings(max_examples=600, deadline=None)
+@given(with_skips(mutants(valid_tables() | named_tables())), st.sampled_from(MODELS), SEEDS)
+def test_any_changed_table_is_judged_as_its_execution(skipping, model, seed):
+    mutant, skips = skipping
+    assert accepts(mutant, model, skips) == is_right(mutant, model, seed, skips), f"{mutant}"
+
+
+# ---- skips
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_table_of_the_catalog_is_proved_for_a_model_with_every_skip(name):
+    for ranks in range(1, 6):
+        for microbatches in (1, ranks, 2 * ranks + 1):
+            schedule = build(name, ranks, microbatches)
+            home, skips = schedule.placement, every_skip(schedule.stages)
+            proof = verify(schedule, skips=skips)
+            moves = [(start, end) for start, end in (*pairwise(range(schedule.stages)), *skips) if home[start] != home[end]]
+            assert proof.transfers == 2 * len(moves) * microbatches
+            assert proof.program == lower(schedule, skips=skips)
+
+
+LOOP = """
+0F0 2F0 2B0 0B0
+1F0 3F0 3B0 1B0
+"""
+
+
+@pytest.mark.parametrize("model", MODELS[1:], ids="-".join)
+def test_a_skip_can_stop_a_table_that_runs_for_a_chain_if_sends_block_or_channels_are_shared(model):
+    assert accepts(table(LOOP), model)
+    assert not accepts(table(LOOP), model, skips={(0, 3)})
+    assert accepts(table(LOOP), model, skips={(0, 2), (1, 3)})  # each of them stays on its rank
+
+
+def test_a_skip_in_a_circle_is_told_with_the_stage_it_is_for():
+    assert refusal(table(LOOP), sends="blocking", skips={(0, 3)}) == (
+        "drawn deadlocks: rank 0 waits for rank 1 to receive the output of 0F0 for stage 3, before 2F0; "
+        "rank 1 waits for rank 0 to receive the output of 1F0, before 3F0"
+    )
+    assert refusal(table(LOOP), channels="shared", skips={(0, 3)}) == (
+        "drawn deadlocks: rank 0 waits for the output of 1F0 from rank 1, before 2F0, "
+        "with the send of the output of 0F0 for stage 3 in front of its queue with rank 1; "
+        "rank 1 waits for the output of 0F0 for stage 3 from rank 0, before 3F0, "
+        "with the send of the output of 1F0 in front of its queue with rank 0"
+    )
+
+
+def test_the_gradient_of_a_skip_in_a_circle_is_told_with_the_stage_it_is_for():
+    rows = """
+    3F0 3B0
+    0F0 1F0 1B0 0B0
+    2F0 2B0
+    """
+    assert accepts(table(rows, (1, 1, 2, 0)), BLOCKING)
+    assert refusal(table(rows, (1, 1, 2, 0)), sends="blocking", skips={(0, 3)}) == (
+        "drawn deadlocks: rank 0 waits for rank 1 to receive the gradient of 3B0 for stage 0, before the end; "
+        "rank 1 waits for the gradient of 2B0 from rank 2, before 1B0; "
+        "rank 2 waits for the gradient of 3B0 from rank 0, before 2B0"
+    )
+
+
+def test_a_rank_in_the_way_that_waits_for_a_skip_is_told_as_well_even_if_the_stage_has_the_number_of_the_rank_it_keeps():
+    rows = """
+    0F0 0F1 0B0 0B1
+    2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1
+    1F0 1F1 1B0 1B1
+    """
+    assert refusal(table(rows, (0, 2, 1, 1)), channels="shared", skips={(0, 2)}) == (
+        "drawn deadlocks: rank 2 waits for the gradient of 2B0 from rank 1, before 1B0, "
+        "with the send of the output of 1F1 in front of its queue with rank 1; "
+        "rank 1 has the send of the gradient of 2B0 in front of its queue with rank 2, "
+        "and waits for the output of 0F1 for stage 2 from rank 0, before 2F1"
+    )
+
+
+def test_a_skip_that_is_taken_before_it_is_made_on_one_rank_is_told_by_the_chain_it_goes_past():
+    rows = """
+    2F0 0F0 2B0 0B0
+    1F0 1B0
+    """
+    assert refusal(table(rows, (0, 1, 0)), skips={(0, 2)}) == (
+        "drawn deadlocks: rank 0 waits for the output of 1F0 from rank 1, before 2F0; "
+        "rank 1 waits for the output of 0F0 from rank 0, before 1F0"
+    )
+
+
+NO_SKIPS = [
+    # skip     what is told
+    ((0, 1),   "no skip goes from stage 0 to stage 1 of 4: it passes at least one by"),
+    ((2, 2),   "no skip goes from stage 2 to stage 2 of 4: it passes at least one by"),
+    ((3, 0),   "no skip goes from stage 3 to stage 0 of 4: it passes at least one by"),
+    ((2, 4),   "no skip goes from stage 2 to stage 4 of 4: it passes at least one by"),
+    ((-1, 2),  "no skip goes from stage -1 to stage 2 of 4: it passes at least one by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("skip", "told"), NO_SKIPS)
+def test_a_skip_that_the_model_cannot_have_is_refused(skip, told):
+    assert refusal(build("gpipe", 4, 2), skips=[(0, 3), skip]) == told
+
+
+def test_a_table_is_checked_before_its_skips():
+    assert refusal(table("0F0"), skips={(0, 1)}) == "drawn is not complete: rank 0 lacks 0B0"
 
 
 # ---- channels that are emptied in another order than they are filled
@@ -261,12 +379,16 @@ def test_the_proof_has_the_program_that_was_proved():
     schedule = build("gpipe", 2, 3)
     assert verify(schedule).program == lower(schedule)
     assert verify(schedule, channels="shared").program == verify(schedule, sends="blocking").program == lower(schedule, ahead=0)
+    skipping = build("gpipe", 3, 3)
+    assert verify(skipping, skips={(0, 2)}).program == lower(skipping, skips={(0, 2)})
+    assert verify(skipping, sends="blocking", skips={(0, 2)}).program == lower(skipping, ahead=0, skips={(0, 2)})
 
 
 # ---- every wait that a deadlock's message tells is true
 
 CELL = r"(?P<at>{\S+ \S+}|\S+|the end)"
-CARRIED = r"the (?P<waits>output|gradient) of (?P<other>\S+)"
+TAKER = r"(?: for stage (?P<taker>\d+))?"
+CARRIED = rf"the (?P<waits>output|gradient) of (?P<other>\S+){TAKER}"
 FORMS = {
     "receive": rf"rank (?P<rank>\d+) waits for {CARRIED} from rank (?P<peer>\d+), before {CELL}",
     "send": rf"rank (?P<rank>\d+) waits for rank (?P<peer>\d+) to receive {CARRIED}, before {CELL}",
@@ -274,7 +396,7 @@ FORMS = {
     "pair": rf"rank (?P<rank>\d+) has {CELL} as a pair, but (?P<needy>\S+) needs (?P<other>\S+)",
 }
 FRONT = re.compile(
-    r"the (?P<end>send|receive) of the (?P<what>output|gradient) of (?P<maker>\S+) "
+    rf"the (?P<end>send|receive) of the (?P<what>output|gradient) of (?P<maker>\S+){TAKER} "
     r"in front of its queue with rank (?P<peer>\d+)"
 )
 
@@ -283,7 +405,7 @@ class Wait:
     """What is told of one rank that cannot go on: what it waits for, or where its row is wrong, and what it has in front."""
 
     def __init__(self, text: str) -> None:
-        self.front = FRONT.search(text)
+        self.front, self.in_front_of_itself = FRONT.search(text), ", with the " in text
         if self.front:  # `rank 1 waits for .., with the send ..` or `rank 1 has the send .., and waits for ..`
             text = text.replace(self.front[0], "").removesuffix(", with ").replace(" has , and waits", " waits")
         found = [(kind, match.groupdict()) for kind, form in FORMS.items() if (match := re.fullmatch(form, text))]
@@ -301,21 +423,32 @@ class Wait:
         return tuple(map(Action.parse, text.strip("{}").split())) if text != "the end" else ()
 
 
-def check_told(schedule: Schedule, model: Model) -> None:
+class Stands(NamedTuple):
+    """Where a table stands that cannot go on."""
+
+    schedule: Schedule
+    skips: Skips
+    at: tuple[int, ...]
+    network: Network
+
+
+def check_told(schedule: Schedule, model: Model, skips: Skips) -> None:
     """The message of this stopping table is a circle, and everything it says is so."""
-    _, _, told = refusal(schedule, sends=model.sends, channels=model.channels).partition(" deadlocks: ")
+    _, _, told = refusal(schedule, sends=model.sends, channels=model.channels, skips=skips).partition(" deadlocks: ")
     waits = [Wait(text) for text in told.split("; ")]
     assert len({wait.rank for wait in waits}) == len(waits)
     assert all(wait.leads_to == following.rank for wait, following in pairwise([*waits, waits[0]]))
-    at, network = execution(schedule, model)
+    at, network = execution(schedule, model, skips=skips)
+    stands = Stands(schedule, skips, at, network)
     for wait in waits:
         if wait.kind in ("order", "pair"):
             check_order(wait, schedule)
         else:
-            check_wait(wait, schedule, at[wait.rank], network)
+            check_wait(wait, stands)
             assert (wait.front is not None) == (model.channels == "shared")
+            assert wait.in_front_of_itself == (model.channels == "shared" and wait.leads_to == wait.peer)
         if wait.front:
-            check_front(wait, schedule, network)
+            check_front(wait, stands)
 
 
 def check_order(wait: Wait, schedule: Schedule) -> None:
@@ -330,61 +463,71 @@ def check_order(wait: Wait, schedule: Schedule) -> None:
     assert set(makes(maker, schedule.stages)) & set(takes(needy, schedule.stages))
 
 
-def check_wait(wait: Wait, schedule: Schedule, at: int, network: Network) -> None:
-    row, here = schedule.actions[wait.rank], wait.cell()
+def check_wait(wait: Wait, stands: Stands) -> None:
+    schedule, skips, ran, network = stands
+    row, here, at = schedule.actions[wait.rank], wait.cell(), ran[wait.rank]
     assert row[at : at + len(here)] == here  # that is where it stands
     assert here or at == len(row)
-    value = carried(wait.action("other"), wait.groups["waits"], schedule)
+    value = carried(wait.action("other"), wait.groups["waits"], wait.groups["taker"], stands)
     assert value not in network.arrived
     source, destination = (wait.rank, wait.peer) if wait.kind == "send" else (wait.peer, wait.rank)
     assert network.channel[value] == (source, destination)
     if wait.kind == "send":
         assert wait.action("other") in row[:at]
     else:
-        assert any(value in takes(action, schedule.stages) for action in here)
+        assert any(value in takes(action, schedule.stages, skips) for action in here)
 
 
-def check_front(wait: Wait, schedule: Schedule, network: Network) -> None:
-    value = carried(Action.parse(wait.front["maker"]), wait.front["what"], schedule)
+def check_front(wait: Wait, stands: Stands) -> None:
+    value, network = carried(Action.parse(wait.front["maker"]), wait.front["what"], wait.front["taker"], stands), stands.network
     assert network.posted[frozenset({wait.rank, wait.leads_to}), wait.rank][0] == value
     assert network.channel[value][wait.front["end"] == "receive"] == wait.rank
 
 
-def carried(maker: Action, what: str, schedule: Schedule) -> Value:
-    """What the message calls the output or the gradient of `maker`."""
-    (value,) = (value for value in makes(maker, schedule.stages) if value.what in ("activation", "gradient"))
+def carried(maker: Action, what: str, taker: str | None, stands: Stands) -> Value:
+    """What the message calls the output or the gradient of `maker`, for a neighbour or the stage `taker`."""
+    far = maker.stage if taker else None
+    made = makes(maker, stands.schedule.stages, stands.skips)
+    (value,) = (
+        value
+        for value in made
+        if value.what in ("activation", "gradient") and value.past == far and (taker is None or value.stage == int(taker))
+    )
     assert what == ("output" if value.what == "activation" else "gradient")
     return value
 
 
 @settings(max_examples=150, deadline=None)
-@given(valid_tables(), st.sampled_from(MODELS[1:]))
-def test_every_wait_told_of_a_stop_in_another_model_is_true(schedule, model):
-    assume(not is_right(schedule, model))
-    check_told(schedule, model)
+@given(with_skips(valid_tables()), st.sampled_from(MODELS[1:]))
+def test_every_wait_told_of_a_stop_in_another_model_is_true(skipping, model):
+    schedule, skips = skipping
+    assume(not is_right(schedule, model, skips=skips))
+    check_told(schedule, model, skips)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), valid_tables(ranks=3), st.sampled_from(MODELS))
-def test_every_wait_told_of_rows_with_an_action_moved_is_true(data, schedule, model):
+@given(st.data(), with_skips(valid_tables(ranks=3)), st.sampled_from(MODELS))
+def test_every_wait_told_of_rows_with_an_action_moved_is_true(data, skipping, model):
+    schedule, skips = skipping
     rows = [list(row) for row in schedule.actions]
     for row in filter(None, rows):
         here, there = (data.draw(st.sampled_from(range(len(row)))) for _ in range(2))
         row.insert(here, row.pop(there))
     shuffled = standing(replace(schedule, actions=tuple(map(tuple, rows))))
-    assume(not is_right(shuffled, model))
-    check_told(shuffled, model)
+    assume(not is_right(shuffled, model, skips=skips))
+    check_told(shuffled, model, skips)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), valid_tables(pairs=False), st.sampled_from(MODELS))
-def test_every_wait_told_of_actions_that_must_not_overlap_is_true(data, schedule, model):
+@given(st.data(), with_skips(valid_tables(pairs=False)), st.sampled_from(MODELS))
+def test_every_wait_told_of_actions_that_must_not_overlap_is_true(data, skipping, model):
+    schedule, skips = skipping
     kinds = {frozenset({Kind.F, Kind.B}), frozenset({Kind.F, Kind.I})}
     able = [pair for row in schedule.actions for pair in pairwise(row) if {action.kind for action in pair} in kinds]
     assume(able)
     paired = replace(schedule, overlaps=frozenset({data.draw(st.sampled_from(able))}))
-    assume(not is_right(paired, model))
-    check_told(paired, model)
+    assume(not is_right(paired, model, skips=skips))
+    check_told(paired, model, skips)
 
 
 # ---- the memory bound

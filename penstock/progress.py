@@ -42,6 +42,10 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.bars.stop()
 
+    def say(self, text: str) -> None:
+        """A few lines, above the bar."""
+        print(text, flush=True)
+
     def step(self, record: dict[str, Any]) -> None:
         """One step more."""
         told = (

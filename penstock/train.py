@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock import checkpoint, comms, data, manifest
+from penstock import checkpoint, comms, data
+from penstock.checkpoint import manifest
 from penstock.config import HEADS, SETTINGS, TrainConfig
 from penstock.errors import PenstockError
 from penstock.launcher import launch
@@ -78,7 +79,9 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     torch.manual_seed(config.seed)
     source, model, loss_fn = _task(config)
     alone = topology.world_size == 1
-    pipe = Pipeline(model, loss_fn, "gpipe" if alone else config.table(), config.microbatches, seed=config.seed)
+    example = None if alone else source.batch(config.seed, 0, -(-config.batch // config.microbatches))[:1]
+    table = "gpipe" if alone else config.table()
+    pipe = Pipeline(model, loss_fn, table, config.microbatches, seed=config.seed, example_args=example)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
     run = Run(topology.world_size, rows_per_step=config.batch, tokens_per_step=config.batch * _tokens(config))
@@ -88,6 +91,8 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     with ExitStack() as stack:
         show = stack.enter_context(Progress(config, run)) if topology.rank == 0 else None
         metrics = stack.enter_context(_metrics(folder, config, run)) if folder and topology.rank == 0 else None
+        if show and not alone:
+            show.say(f"cut by measured times of a microbatch:\n{pipe.balance}")
         for record in _steps(config, pipe, optimizer, rate, source, run):
             if show:
                 show.step(record)

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock import checkpoint, manifest, tensor_files
+from penstock import checkpoint
+from penstock.checkpoint import manifest, tensor_files
 from tests.reference import assert_same
 
 STEPS = [1, 2, 3]

@@ -16,8 +16,8 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.checkpoint.tensor_files import TensorFiles
 from penstock.config import TrainConfig, saved_options
-from penstock.tensor_files import TensorFiles
 from penstock.train import token_loss, train_rank
 from tests.reference import assert_same, data, make, merged
 

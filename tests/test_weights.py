@@ -20,7 +20,7 @@ def rank_export(path):
 
 
 def rank_import(path):
-    from penstock import weights
+    from penstock.checkpoint import weights
 
     names = []
 

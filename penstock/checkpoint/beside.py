@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock import manifest, tensor_files
+from penstock.checkpoint import manifest, tensor_files
 from penstock.comms import Topology
 from penstock.control import Control
 from penstock.errors import MismatchError, PenstockError

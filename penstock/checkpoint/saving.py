@@ -1,9 +1,4 @@
-"""Checkpoints that fit any cut: everything under the uncut model's names, whole or refused, written beside the training.
-
-A checkpoint is a folder `step-00000120`: tensors in safetensors files (`tensor_files.py`), the rest as JSON in a manifest
-that holds every file's hash (`manifest.py`). Nothing is unpickled when it is loaded. The ranks agree over a control group
-of their own, so a save may go on in a thread while the next steps run. All ranks must see the folder.
-"""
+"""Saving: all ranks write their parts beside, and the folder gets its name when it is whole."""
 
 import shutil
 from collections.abc import Mapping
@@ -13,18 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock import manifest
-from penstock.beside import Saving, newest_whole, seen, settled, together, written
+from penstock.checkpoint import manifest
+from penstock.checkpoint.beside import Saving, seen, settled, together, written
+from penstock.checkpoint.packing import pack
+from penstock.checkpoint.restore import MODEL
+from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.control import Control
 from penstock.errors import MismatchError, PenstockError
-from penstock.packing import pack
 from penstock.pipeline import Pipeline
-from penstock.restore import MODEL, Restore
-from penstock.tensor_files import TensorFiles
-from penstock.training_state import merged_optimizer, pack_optimizer, pack_random
-from penstock.weights import export, export_folder, import_weights
-
-__all__ = ["Saving", "exists", "export", "export_folder", "import_weights", "resume", "save"]
 
 
 def save(
@@ -128,26 +119,3 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def exists(folder: str | Path) -> bool:
     """Whether there is a checkpoint in `folder` to resume from: a program that may be started again asks this first."""
     return Path(folder).is_dir() and bool(manifest.newest_first(Path(folder)))
-
-
-def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler: Any = None) -> dict[str, Any]:
-    """Go on where the newest whole checkpoint in `folder` was saved, whatever cut, ranks and schedule it was saved with.
-
-    All ranks call it, each with its own part's optimizer. `folder` holds checkpoints, or is one. Every file is compared
-    with its hash first, the ranks sharing the work; of a newer checkpoint that is damaged, a warning names the file.
-    Restores the model, the optimizer and the scheduler if they are given, `pipe.step_count` and the random states (rank 0's
-    where the checkpoint has none of this rank), and returns `extra`. To go on from an older checkpoint than the newest,
-    give its own folder, and save to another one.
-
-    Raises MismatchError, on every rank and before anything is restored, if no checkpoint is whole (the file is named), and
-    if names, shapes, types or optimizers do not fit.
-    """
-    control = settled(pipe).control
-    with together(control, f"resume from {folder}"):
-        chosen, content = newest_whole(control, Path(folder))
-        files = TensorFiles(chosen)
-        restore = Restore(pipe, optimizer, scheduler, content, files)
-        control.gather_objects(None, f"to check {chosen}")
-        extra = restore.run()
-        control.gather_objects(None, f"to resume from {chosen}")
-    return extra

@@ -1,15 +1,40 @@
 """Putting back what a checkpoint holds, into whatever cut there is now: everything is checked before anything changes."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.beside import newest_whole, settled, together
+from penstock.checkpoint.packing import names_in, unpack
+from penstock.checkpoint.tensor_files import TensorFiles
+from penstock.checkpoint.training_state import check_optimizer, restore_optimizer, restore_random
 from penstock.errors import MismatchError
-from penstock.packing import names_in, unpack
 from penstock.pipeline import Pipeline
-from penstock.tensor_files import TensorFiles
-from penstock.training_state import check_optimizer, restore_optimizer, restore_random
 
 MODEL = "model."  # what the names of the model's tensors begin with in a checkpoint
+
+
+def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler: Any = None) -> dict[str, Any]:
+    """Go on where the newest whole checkpoint in `folder` was saved, whatever cut, ranks and schedule it was saved with.
+
+    All ranks call it, each with its own part's optimizer. `folder` holds checkpoints, or is one. Every file is compared
+    with its hash first, the ranks sharing the work; of a newer checkpoint that is damaged, a warning names the file.
+    Restores the model, the optimizer and the scheduler if they are given, `pipe.step_count` and the random states (rank 0's
+    where the checkpoint has none of this rank), and returns `extra`. To go on from an older checkpoint than the newest,
+    give its own folder, and save to another one.
+
+    Raises MismatchError, on every rank and before anything is restored, if no checkpoint is whole (the file is named), and
+    if names, shapes, types or optimizers do not fit.
+    """
+    control = settled(pipe).control
+    with together(control, f"resume from {folder}"):
+        chosen, content = newest_whole(control, Path(folder))
+        files = TensorFiles(chosen)
+        restore = Restore(pipe, optimizer, scheduler, content, files)
+        control.gather_objects(None, f"to check {chosen}")
+        extra = restore.run()
+        control.gather_objects(None, f"to resume from {chosen}")
+    return extra
 
 
 class Restore:

@@ -9,13 +9,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from penstock import manifest, tensor_files
-from penstock.beside import newest_whole, seen, settled, together, written
+from penstock.checkpoint import manifest, tensor_files
+from penstock.checkpoint.beside import newest_whole, seen, settled, together, written
+from penstock.checkpoint.restore import MODEL, found
 from penstock.comms import Topology
 from penstock.control import Control
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
-from penstock.restore import MODEL, found
 
 
 def export(pipe: Pipeline, path: str | Path) -> None:

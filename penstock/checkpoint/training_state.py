@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.packing import pack, unpack
 from penstock.errors import MismatchError
-from penstock.packing import pack, unpack
 
 NameOf = Callable[[Tensor], str | None]
 _NOT_OPTIONS = ("params", "param_names")

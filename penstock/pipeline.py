@@ -20,7 +20,7 @@ from penstock.layers import Recompute
 from penstock.links import skips_of_tied
 from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
-from penstock.report import StepReport, concluded
+from penstock.report import StepReport, concluded, numbers
 from penstock.scaling import scale_of
 from penstock.schedule import Border, Event, Schedule, Timeline, verify
 from penstock.schedule.part import Parts
@@ -272,6 +272,15 @@ class Pipeline:
         with self._together():
             everyone = self._control.gather_objects(norms, "to clip their gradients")
         return self._parameters.clip(self._parameters.in_order(everyone), max_norm, norm_type)
+
+    def metrics(self) -> dict[str, float]:
+        """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
+
+        Times are in seconds, memory in bytes; `wait/..` are the shares of all ranks' time that each cause of idle time took.
+        """
+        timeline = self.timeline()
+        assert self.report is not None
+        return numbers(self.report, timeline)
 
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds. All ranks call it."""

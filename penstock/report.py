@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.clock import Clock
 from penstock.control import Control
 from penstock.engine import Work
+from penstock.schedule import Timeline
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -27,6 +28,17 @@ class StepReport(NamedTuple):
     def bubble(self) -> float:
         """The idle share: (makespan - the busiest rank's work) / makespan."""
         return (self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
+
+
+def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
+    """What a step came to: times in seconds, memory in bytes, waits as shares of (ranks x makespan)."""
+    return {
+        "makespan_seconds": report.makespan,
+        "bubble": report.bubble,
+        **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
+        **{f"busy_seconds/rank{rank}": busy for rank, busy in enumerate(report.busy)},
+        **{f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(report.peak_memory)},
+    }
 
 
 def concluded(control: Control, work: Work, clock: Clock, last_rank: int, what: str) -> tuple[Tensor, StepReport]:

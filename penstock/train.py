@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from penstock.checkpoint import manifest
 from penstock.config import HEADS, SETTINGS, TrainConfig
 from penstock.errors import PenstockError
 from penstock.launcher import launch
+from penstock.metrics import Metrics, recorded
 from penstock.model import GPT, GPTConfig, mlp
 from penstock.pipeline import Pipeline
 from penstock.progress import Progress, closing
@@ -27,7 +28,7 @@ from penstock.schedule import Costs, simulate
 WARM_UP = 10  # steps
 VALIDATION_BATCHES = 8
 SAMPLE_BYTES = 160
-METRICS = "metrics.jsonl"
+WAITS_EVERY = 10  # steps: what ranks waited for is gathered so often
 
 
 @dataclass
@@ -76,6 +77,7 @@ def _folder(config: TrainConfig) -> Path:
 def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     """One rank's part, or with one rank the whole; rank 0 makes `folder` and writes into it, if there is to be one."""
     topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
+    folder = _of_rank_0(folder)
     torch.manual_seed(config.seed)
     source, model, loss_fn = _task(config)
     alone = topology.world_size == 1
@@ -97,7 +99,7 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
             if show:
                 show.step(record)
             if metrics:
-                print(json.dumps(record), file=metrics, flush=True)
+                metrics.write(record)
             if folder and _is_due(record["step"], config):
                 checkpoint.save(folder, pipe, optimizer, rate, keep=config.keep, wait=False)
     if folder is not None:
@@ -112,6 +114,14 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     return run
 
 
+def _of_rank_0(folder: Path | None) -> Path | None:
+    """The folder that rank 0 has chosen: under torchrun each rank takes its name from a clock of its own."""
+    chosen = [folder]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]
+
+
 def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, run: Run) -> None:
     """Take up the newest whole checkpoint of the run to be resumed, and what its steps before came to."""
     assert config.resume is not None
@@ -120,28 +130,17 @@ def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimize
         raise PenstockError(
             f"{config.resume} has come to step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
         )
-    for record in _records(config.resume, pipe.step_count):
+    for record in recorded(config.resume, pipe.step_count):
         run.losses.append(record["loss"])
         run.seconds.append(record["seconds"])
         run.bubbles.append(record["bubble"])
 
 
-def _records(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """What is recorded of the first `steps` steps; a line that was not finished is left out."""
-    path = folder / METRICS
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [record for record in records if record["step"] <= steps]
-
-
-def _metrics(folder: Path, config: TrainConfig, run: Run) -> TextIO:
-    """The file that takes a line for each step, the steps before already in it; the settings are written too."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _metrics(folder: Path, config: TrainConfig, run: Run) -> Metrics:
+    """What takes the steps' metrics; the settings are written too."""
+    metrics = Metrics(folder, len(run.losses))
     _settings(folder, config, {})
-    records = _records(folder, len(run.losses))
-    with manifest.replaced(folder / METRICS) as beside:
-        beside.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return (folder / METRICS).open("a")
+    return metrics
 
 
 def _settings(folder: Path, config: TrainConfig, results: dict[str, Any]) -> None:
@@ -203,6 +202,7 @@ def _steps(
             "bubble": report.bubble,
             "bubble_of_the_table": run.planned_bubble,
             "peak_memory_bytes": run.peak_memory,
+            **(pipe.metrics() if step % WAITS_EVERY == 0 or step + 1 == config.steps else {}),
         }
 
 

@@ -1,5 +1,6 @@
 """The commands, run as a person would."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -50,6 +51,7 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
         "model.safetensors",
         "run.json",
         "step-00000003",
+        *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
     ]
 
 

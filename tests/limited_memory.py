@@ -19,7 +19,7 @@ LAYERS, ROWS, MICROBATCHES = 16, 8, 4  # a layer is more than 32 MB: smaller blo
 
 def build(frozen: bool) -> nn.Sequential:
     """The model on the meta device: a few kilobytes."""
-    weights = 2.95 * LIMIT / 4 / LAYERS / (1 if frozen else 2)  # elements of a layer
+    weights = 3.02 * LIMIT / 4 / LAYERS / (1 if frozen else 2)  # elements of a layer
     width = int(weights**0.5)
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(width, width) for _ in range(LAYERS)])

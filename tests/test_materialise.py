@@ -1,6 +1,5 @@
 """From the meta device to memory: the values of one process for any cut, ties kept, nothing left without a value."""
 
-import inspect
 import warnings
 from itertools import combinations, pairwise
 
@@ -345,11 +344,8 @@ def test_a_failing_init_leaves_the_module_as_it_was():
 
 # ---- more than a process can hold
 
-PLUGGED_IN = "init" in inspect.signature(ps.Pipeline.__init__).parameters
-
 
 @pytest.mark.skipif(not limited_memory.CAN_LIMIT_MEMORY, reason="the memory of a process is limited on Linux only")
-@pytest.mark.skipif(not PLUGGED_IN, reason="Pipeline does not materialise yet")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_model_of_three_times_the_memory_of_a_process_trains_on_four_of_them(frozen):
     (whole,) = ps.launch(limited_memory.train_whole, 1, frozen)
@@ -358,5 +354,5 @@ def test_a_model_of_three_times_the_memory_of_a_process_trains_on_four_of_them(f
     ((expected, _),) = ps.launch(limited_memory.train_stage, 1, frozen, None)
     assert [loss for loss, _ in everyone] == [expected] * 4
     held = sum(nbytes for _, nbytes in everyone)
-    assert held > 2.9 * limited_memory.LIMIT
+    assert held > 3 * limited_memory.LIMIT
     assert max(nbytes for _, nbytes in everyone) < limited_memory.LIMIT

@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
     signature: inspect.Signature  # of the model's forward
     inputs: Sequence[Input]
-    guards: Sequence[str] = ()  # Python, of a dict L of the arguments
+    guards: Sequence[str] = ()  # Python, of the dict `values` of the arguments
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The graph's inputs in a call of the model's forward. Raises MismatchError for a call it was not made for."""
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
             leaves += [named_values[each.name]] if each.spec is None else _leaves(each, named_values[each.name])
         for guard in self.guards:
             if not _compiled(guard)(named_values):
-                told = re.sub(r"L\['(\w+)'\]", r"\1", guard.strip())
+                told = re.sub(r"values\['(\w+)'\]", r"\1", guard)
                 raise MismatchError(f"the model was cut for {told}, which does not hold here: give an example like this batch")
         return leaves
 
@@ -86,7 +86,12 @@ def _fits(leaf: Any, like: Any) -> bool:
 def _compiled(guard: str) -> Callable[[Mapping[str, Any]], bool]:
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
-    return eval(f"lambda L: {guard.strip()}", {**SYMPY_INTERP, "math": math, "inf": math.inf})
+    return eval(f"lambda values: {guard}", {**SYMPY_INTERP, "math": math, "inf": math.inf})
+
+
+def refused(name: str) -> MismatchError:
+    """For a forward that takes *name."""
+    return MismatchError(f"a forward that takes *{name} cannot be cut along its graph: give its parameters names")
 
 
 def named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +106,7 @@ def named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
         if kind is inspect.Parameter.VAR_KEYWORD:
             values |= value
         elif kind is inspect.Parameter.VAR_POSITIONAL:
-            raise MismatchError(f"a forward that takes *{name} cannot be cut along its graph: give its parameters names")
+            raise refused(name)
         else:
             values[name] = value
     return values

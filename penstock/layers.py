@@ -45,7 +45,8 @@ class Layers:
             raise MismatchError(f"recompute={recompute!r}: use 'stage', 'block' or None")
         self.index, self.module, self.recompute = index, module, recompute
         self.generator = generator_of(device)
-        self._layers = None if numbers is None else tuple(zip(numbers, module.children(), strict=True))
+        layers = [layer for layer in module._modules.values() if layer is not None]  # also the second time, unlike children()
+        self._layers = None if numbers is None else tuple(zip(numbers, layers, strict=True))
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module's output. `seed` is of this step and microbatch; it moves the device's generator."""

@@ -1,7 +1,7 @@
 """Cut a model into stages.
 
 An `nn.Sequential` is cut between its layers. Any other model is cut between its units (`units.py`), along a graph of its
-forward (`trace.py`, `pieces.py`), so that it need not be a chain.
+forward (`trace.py`, `export.py`, `pieces.py`), so that it need not be a chain.
 """
 
 import difflib
@@ -37,8 +37,9 @@ def split(
 
     A model that is no `nn.Sequential` is followed through its forward: with an example by `torch.export`, which needs one
     that decides nothing by the values of tensors; without, symbolically by `torch.fx`, which also needs one that decides
-    nothing by shapes, and leaves every parameter of the forward that has a default at that. Its stages are run one after the
-    other by `run`, or by `Pipeline`.
+    nothing by shapes, and leaves every parameter of the forward that has a default at that. Sizes of an example stay open,
+    except those of 1 that are not rows; what is no tensor is taken to be always the same. The first stage refuses a batch for
+    which the example does not speak. The stages are run one after the other by `run`, or by `Pipeline`.
 
     Raises MismatchError for fewer units than stages, unknown or unordered cuts, and a forward that cannot be followed.
     """
@@ -92,9 +93,9 @@ class Whole:
                 near = difflib.get_close_matches(cut, names, n=3) or names[:5]
                 raise MismatchError(f"cannot cut before {cut!r}: {type(self.model).__name__} has {', '.join(near)}, ..")
         self._traced: Traced | None = None
-        layers = dict(self.model.named_children())
-        if isinstance(self.model, nn.Sequential) and layers.keys() >= set(self.cuts or ()):
-            self.order = list(layers)
+        chain = type(self.model).forward is nn.Sequential.forward
+        if chain and self.model._modules.keys() >= set(self.cuts or ()):
+            self.order = list(self.model._modules)
         else:
             self._traced = self._followed()
             self.order = self._traced.order()
@@ -105,11 +106,11 @@ class Whole:
         return self.cuts is None and self.has_example
 
     def _followed(self) -> Traced:
-        from penstock import trace  # torch.export takes a second to import
+        from penstock import export, trace  # torch.export takes a second to import
 
         units = units_of(self.model, self.cuts or ())
         if self.has_example:
-            return trace.exported(self.model, units, self.example_args or (), self.example_kwargs or {})
+            return export.exported(self.model, units, self.example_args or (), self.example_kwargs or {})
         return trace.symbolic(self.model, units)
 
     def starts(self, stages: int) -> list[str]:
@@ -135,14 +136,16 @@ class Whole:
         if not self.has_example:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
             return Balance.best(self.order, sizes, stages, PARAMETERS)
-        recorded = record(self.model, modules, self.example_args or (), self.example_kwargs or {})
-        times = dict(zip([unit.name for unit in recorded], measure(recorded), strict=True))
-        return Balance.best(self.order, [times[name] for name in self.order], stages)
+        once = {module: name for name, module in reversed(modules.items())}
+        units = {name: module for name, module in modules.items() if once[module] == name}
+        recorded = record(self.model, units, self.example_args or (), self.example_kwargs or {})
+        times = dict(zip([unit.module for unit in recorded], measure(recorded), strict=True))
+        return Balance.best(self.order, [times[module] for module in modules.values()], stages)
 
     def cut(self, starts: Sequence[str]) -> list[nn.Module]:
         """The stages that begin so. Raises MismatchError if a parameter or buffer of the model is in none of them."""
         if self._traced is None:
-            layers = list(self.model.named_children())
+            layers = _layers(self.model)
             places = [0, *map(self.order.index, starts), len(layers)]
             stages: list[nn.Module] = [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(places)]
         else:
@@ -153,6 +156,11 @@ class Whole:
         if lost:
             raise MismatchError(f"the cut loses {', '.join(sorted(lost))}")
         return stages
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of an `nn.Sequential`; one that stands in several places has several names, unlike in `named_children`."""
+    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
 
 
 def names_of(stages: Sequence[Mapping[str, str]], whole: bool = False) -> list[dict[str, str]]:

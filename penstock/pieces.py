@@ -7,16 +7,20 @@ the first, and has the same bits.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from penstock.errors import MismatchError
 from penstock.inputs import Inputs
 
 Call = Callable[..., Any]  # how a unit is called: its number, the unit, args, kwargs
 TRAINING, DEVICE = "training", "penstock.device"  # what the graph reads of the piece itself
+NO_GRAD = "no_grad"  # in a node's meta: it stands inside a `torch.no_grad()`
 RANDOM = ("dropout", "rand", "normal", "bernoulli", "attention")
 
 
@@ -80,31 +84,46 @@ class Run:
         return self._runner.graph.python_code("self").src
 
 
-class _Runner(fx.Interpreter):
+class _Runner:
     """Runs a piece's graph, and lets go of each value after its last use."""
 
     def __init__(self, piece: Piece, graph: fx.Graph, numbers: Mapping[str, int]) -> None:
-        super().__init__(piece, graph=graph)
-        self.numbers = numbers
+        self.piece, self.graph, self.numbers = piece, graph, numbers
+        self._nodes = tuple(graph.nodes)
+        last_use = {used: node for node in self._nodes for used in node.all_input_nodes}
+        self._done: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # node -> the values that nobody needs after it
+        for used, node in last_use.items():
+            self._done[node].append(used)
 
     def run_with(self, call: Call, values: Sequence[Any]) -> Any:
         """The graph's output for the `values` of its placeholders."""
-        self.call = call
-        try:
-            return self.run(*values, enable_io_processing=False)
-        finally:
-            self.env.clear()
-            del self.call
+        given, env = iter(values), dict[fx.Node, Any]()
+        for node in self._nodes:
+            if node.op == "placeholder":
+                env[node] = next(given)
+            elif node.op == "get_attr":
+                env[node] = reduce(getattr, str(node.target).split("."), self.piece)
+            else:
+                args, kwargs = map(_thawed, fx.node.map_arg((node.args, node.kwargs), env.__getitem__))
+                if node.op == "output":
+                    return args[0]
+                with torch.no_grad() if NO_GRAD in node.meta else _NOTHING:
+                    env[node] = self._called(call, node, args, kwargs)
+                del args, kwargs
+            for used in self._done[node]:
+                del env[used]
+        raise AssertionError("a graph ends with its output")
 
-    def run_node(self, node: fx.Node) -> Any:
-        """The value of one node."""
-        args, kwargs = map(_thawed, self.fetch_args_kwargs_from_env(node))
+    def _called(self, call: Call, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if node.op == "call_module":
-            return self.call(self.numbers[str(node.target)], self.fetch_attr(str(node.target)), args, kwargs)
-        if "number" in node.meta:
-            function = node.target if callable(node.target) else getattr(args[0], str(node.target))
-            return self.call(node.meta["number"], function, args if callable(node.target) else args[1:], kwargs)
-        return getattr(self, node.op)(node.target, args, kwargs)
+            return call(self.numbers[str(node.target)], self.piece.get_submodule(str(node.target)), args, kwargs)
+        function = node.target
+        if not callable(function):
+            function, args = getattr(args[0], function), args[1:]
+        return call(node.meta["number"], function, args, kwargs) if "number" in node.meta else function(*args, **kwargs)
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def _thawed(value: Any) -> Any:
@@ -151,6 +170,7 @@ def cut(traced: Traced, starts: Iterable[str]) -> list[Piece]:
     names of them there too; those that nothing uses go with the last stage, so that no name is lost.
     """
     stage_of = _stages(traced.graph, list(starts))
+    _check_statistics(traced, stage_of)
     last = max(stage_of.values())
     routes = _routes(traced.graph, stage_of, last)
     pieces = []
@@ -164,6 +184,19 @@ def cut(traced: Traced, starts: Iterable[str]) -> list[Piece]:
         if name not in used:
             adopt(owners.get(id(value), pieces[-1]), traced, name)
     return pieces
+
+
+def _check_statistics(traced: Traced, stage_of: Mapping[fx.Node, int]) -> None:
+    """Raises MismatchError for running statistics that several stages would move."""
+    stages = defaultdict[str, set[int]](set)
+    for node, stage in stage_of.items():
+        if node.op == "call_module":
+            stages[str(node.target)].add(stage)
+    for name, several in stages.items():
+        unit = traced.model.get_submodule(name)
+        if len(several) > 1 and any(getattr(each, "running_mean", None) is not None for each in unit.modules()):
+            where = " and ".join(map(str, sorted(several)))
+            raise MismatchError(f"{name} runs in stages {where}, which cannot share its running statistics: cut elsewhere")
 
 
 def _entries(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

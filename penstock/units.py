@@ -4,14 +4,16 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+UNCALLED = (nn.ModuleList, nn.ModuleDict)  # containers without a forward
+CONTAINERS = (*UNCALLED, nn.Sequential)
 
 
 def units_of(model: nn.Module, cuts: Collection[str] = ()) -> dict[str, nn.Module]:
     """Names -> units, in the order of their definition.
 
-    The elements of the outermost `ModuleList`, `ModuleDict` and `Sequential` modules are units, and so is every submodule
-    that neither contains such a container nor is inside one. A cut inside a unit makes units of its children instead.
+    The elements of the outermost `ModuleList`, `ModuleDict` and `Sequential` modules are units (of a list in a list, its
+    elements), and so is every submodule that neither contains such a container nor is inside one. A cut inside a unit makes
+    units of its children instead.
     """
     seen: set[int] = set()
     return dict(_units("", model, cuts, seen, element=False))
@@ -24,7 +26,8 @@ def _units(
     if id(module) in seen:  # under its first name, as in named_parameters()
         return
     seen.add(id(module))
-    if name and not any(cut.startswith(name + ".") for cut in cuts) and (element or not _contains_container(module)):
+    whole = (element and not isinstance(module, UNCALLED)) or not _contains_container(module)
+    if name and whole and not any(cut.startswith(name + ".") for cut in cuts):
         yield name, module
         return
     for child_name, child in module.named_children():

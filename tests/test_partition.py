@@ -1,19 +1,22 @@
-"""Cuts of a model: every layer once and in order, as even as can be, or where they were asked for."""
+"""Cuts of a model: every part once and under its name, where they were asked for, and the model's output after all stages."""
 
-from itertools import combinations
+import math
+import re
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import CASES, Recurrent, Tied, Transformer, UNet, differing
 from torch import nn
+from torch.nn import functional
 
-from penstock import MismatchError
-from penstock.partition import balanced, names_of, split
+from penstock import MismatchError, partition
+from penstock.partition import names_of, split
 
 
 def layers_of(stages: list[nn.Module]) -> list[tuple[str, nn.Module]]:
-    return [named for stage in stages for named in stage.named_children()]
+    return [named for stage in stages for named in stage._modules.items()]
 
 
 def named(*names: str) -> nn.Sequential:
@@ -23,7 +26,11 @@ def named(*names: str) -> nn.Sequential:
     return model
 
 
-# ---- without cuts
+def order_of(model: nn.Module, cuts: tuple[str, ...] = ()) -> list[str]:
+    return partition.Whole(model, cuts).order
+
+
+# -- a Sequential -----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,51 +52,23 @@ def test_stages_share_the_layers_of_the_model():
 def test_stages_one_after_the_other_are_the_model():
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
     inputs = torch.randn(5, 3)
-    expected = model(inputs)
     for stages in range(1, 6):
-        hidden = inputs
-        for stage in split(model, stages):
-            hidden = stage(hidden)
-        assert torch.equal(hidden, expected)
+        assert torch.equal(partition.run(split(model, stages), inputs), model(inputs))
+
+
+@pytest.mark.parametrize(("stages", "example"), [(1, None), (3, None), (4, None), (5, None), (3, (torch.ones(2, 3),))])
+def test_a_layer_that_stands_in_several_places_runs_in_each(stages, example):
+    act, wide = nn.Tanh(), nn.Linear(3, 3)
+    model = nn.Sequential(wide, act, nn.Linear(3, 3), act, wide)
+    pieces = split(model, stages, example_args=example)
+    assert layers_of(pieces) == list(model._modules.items())
+    inputs = torch.randn(5, 3)
+    assert torch.equal(partition.run(pieces, inputs), model(inputs))
 
 
 def test_parameters_decide_where_an_uneven_model_is_cut():
     model = nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     assert [[name for name, _ in stage.named_children()] for stage in split(model, 2)] == [["0"], ["1", "2", "3", "4"]]
-
-
-def sum_of_squares(costs: list[int], starts: tuple[int, ...]) -> int:
-    return sum(sum(costs[start:end]) ** 2 for start, end in zip(starts, [*starts[1:], len(costs)], strict=True))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
-def test_balanced_is_the_best_of_all_cuts(costs, data):
-    parts = data.draw(st.integers(1, len(costs)))
-    every = [(0, *cuts) for cuts in combinations(range(1, len(costs)), parts - 1)]
-    found = balanced(costs, parts)
-    assert tuple(found) in every
-    assert sum_of_squares(costs, tuple(found)) == min(sum_of_squares(costs, starts) for starts in every)
-
-
-BALANCED = [
-    # costs                parts  starts
-    ([1, 1, 1, 1],           2,   [0, 2]),
-    ([1, 1, 1, 1, 1],        2,   [0, 3]),  # a tie: the earlier part is the longer
-    ([1, 1, 1, 1, 1],        3,   [0, 2, 4]),
-    ([9, 1, 1, 1],           2,   [0, 1]),
-    ([1, 1, 1, 9],           2,   [0, 3]),
-    ([5],                    1,   [0]),
-    ([0, 0, 0],              3,   [0, 1, 2]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("costs", "parts", "starts"), BALANCED)
-def test_parts_are_balanced(costs, parts, starts):
-    assert balanced(costs, parts) == starts
-
-
-# ---- with cuts
 
 
 @pytest.mark.parametrize("cuts", [("b",), ("c",), ("b", "d"), ("b", "c", "d"), ()])
@@ -99,12 +78,305 @@ def test_a_cut_names_the_first_layer_of_the_stage_behind_it(cuts):
     assert tuple(next(stage.named_children())[0] for stage in stages) == ("a", *cuts)
 
 
+def test_a_sequential_with_a_forward_of_its_own_is_followed():
+    class Residual(nn.Sequential):
+        def forward(self, hidden):
+            return hidden + super().forward(hidden)
+
+    model, inputs = Residual(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(4, 3)
+    for stages in split(model, 2), split(model, 3, cuts=["1", "2"]):
+        assert torch.equal(partition.run(stages, inputs), model(inputs))
+    longer = nn.Sequential(model, nn.Tanh())
+    assert torch.equal(partition.run(split(longer, 2, cuts=["0.1"]), inputs), longer(inputs))
+
+
+# -- any other model --------------------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Units in a ModuleList in a ModuleDict, in nested Sequentials, and as plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.towers = nn.ModuleDict(
+            {"left": nn.ModuleList([Block(), Block()]), "right": nn.Sequential(Block(), nn.Sequential(Block()))}
+        )
+        self.last = nn.Linear(4, 2)
+        self.offset = nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def forward(self, hidden):
+        hidden = left = self.first(hidden)
+        for block in self.towers["left"]:
+            left = block(left)
+        return self.last(left * self.scale + self.towers["right"](hidden) + self.offset)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+
+    def forward(self, hidden):
+        return hidden + self.mlp(self.norm(hidden))
+
+
+LEFT = ["towers.left.0", "towers.left.1"]
+
+
+def test_units_are_the_elements_of_containers_and_the_modules_beside_them():
+    assert order_of(Nested()) == ["first", *LEFT, "towers.right", "last"]
+    assert order_of(Transformer()) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output"]
+    assert order_of(Recurrent()) == ["token", "block", "between.0", "between.1", "between.2", "head"]
+
+
+def test_a_cut_inside_a_unit_makes_units_of_its_children():
+    parts = ["towers.left.1.norm", "towers.left.1.mlp"]
+    assert order_of(Nested(), ("towers.left.1.mlp",)) == ["first", LEFT[0], *parts, "towers.right", "last"]
+    layers = [f"towers.left.1.mlp.{number}" for number in range(3)]
+    assert order_of(Nested(), ("towers.left.1.mlp.2",)) == ["first", LEFT[0], parts[0], *layers, "towers.right", "last"]
+    assert order_of(Nested(), ("towers.right.1",)) == ["first", *LEFT, "towers.right.0", "towers.right.1", "last"]
+
+
+PLACES = [
+    ("towers",), ("towers.left",), ("towers.left.1",), ("towers.right",), ("towers.right.1",), ("last",),
+    ("towers.left.1.mlp",), ("towers.right.0.mlp.1",), ("towers.left.1", "towers.right"),
+    ("towers.left.1.norm", "towers.right.1.0.mlp", "last"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cuts", PLACES, ids=" ".join)
+def test_wherever_it_is_cut_the_stages_are_the_model_and_share_its_parts(cuts):
+    model, inputs = Nested(), torch.randn(5, 4)
+    stages = split(model, len(cuts) + 1, cuts=cuts)
+    assert torch.equal(partition.run(stages, inputs), model(inputs))
+    state = {name: value for stage in stages for name, value in stage.state_dict(keep_vars=True).items()}
+    expected = model.state_dict(keep_vars=True)
+    assert state.keys() == expected.keys()
+    assert all(state[name] is value for name, value in expected.items())
+
+
+def test_a_cut_before_a_module_that_contains_units_is_before_its_first():
+    stages = split(CASES["encoder-decoder"].model(), 3, cuts=["encoder", "decoder"])
+    names = [{name.partition(".")[0] for name, _ in stage.named_parameters()} for stage in stages]
+    assert names == [{"source"}, {"encoder", "target"}, {"decoder", "head"}]
+
+
+class Leftover(nn.Module):
+    """Parameters and buffers that nothing uses, and a second name of one that is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.alone, self.alias = nn.Parameter(torch.ones(2)), self.a
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("forgotten", torch.zeros(3), persistent=False)
+
+    def forward(self, hidden):
+        return self.b(self.a(hidden))
+
+
+@pytest.mark.parametrize("example", [None, (torch.ones(3, 2),)])
+def test_no_name_is_lost_also_of_what_nothing_uses(example):
+    model = Leftover()
+    first, last = split(model, 2, cuts=["b"], example_args=example)
+    assert set(first.state_dict()) == {"a.weight", "a.bias", "alias.weight", "alias.bias"}
+    rest = {"b.weight", "b.bias", "unused.weight", "unused.bias", "alone", "count"}
+    assert set(last.state_dict()) == rest
+    assert {name for name, _ in last.named_buffers()} == {"count", "forgotten"}
+
+
+def test_what_a_sequential_has_besides_its_layers_is_not_lost_in_silence():
+    model = named("a", "b")
+    model.register_parameter("gain", nn.Parameter(torch.ones(2)))
+    with pytest.raises(MismatchError, match=r"^the cut loses gain$"):
+        split(model, 2)
+
+
+def test_no_name_of_a_model_is_in_the_way():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("inputs", "sources", "graph", "code", "run", "numbers"):
+                self.add_module(name, nn.Linear(2, 2))
+            self.device, self.takers = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            for layer in (self.inputs, self.sources, self.graph, self.code, self.run, self.numbers):
+                x = layer(x) + self.device
+            return x * self.takers
+
+    model, x = Named(), torch.randn(3, 2)
+    for example in (None, (x,)):
+        stages = split(model, 3, cuts=["graph", "run"], example_args=example)
+        assert torch.equal(partition.run(stages, x), model(x))
+        assert {name for stage in stages for name in stage.state_dict()} == set(model.state_dict())
+
+
+def test_stages_are_in_the_mode_of_the_model():
+    model = Transformer()
+    assert all(stage.training for stage in split(model, 2))
+    assert not any(stage.training for stage in split(model.eval(), 2))
+    assert not any(module.training for module in model.modules())
+    leftover = Leftover().eval()
+    assert not any(stage.training for stage in split(leftover, 2, ["b"], (torch.ones(3, 2),)))
+    assert not any(module.training for module in leftover.modules())
+
+
+# -- the model's output, for any number of rows and in both modes -------------------------------------------------------
+
+
+NAMES = ("transformer", "u-net", "encoder-decoder with dropout", "tied three times", "recurrent", "wide")
+BY = [(name, "names") for name in NAMES] + [(name, "example") for name in NAMES[2:4]]
+
+
+@pytest.mark.parametrize(("name", "by"), BY)
+def test_stages_run_one_after_the_other_are_the_model(name, by):
+    case = CASES[name]
+    model, batch = case.model(), case.batch(3, 0)
+    example = {} if by == "names" else {"example_args": batch.args, "example_kwargs": batch.kwargs}
+    whole = partition.Whole(model, (), **example)
+    stages = whole.cut([] if name == "recurrent" else whole.order[1:])
+    for rows in (3, 1, 2, 8):
+        args, _, kwargs = case.batch(rows, 5)
+        for training, grad in ((True, True), (False, True), (False, False)):
+            if rows == 1 and training and name == "wide":
+                continue  # BatchNorm takes no single row
+            for module in (model, *stages):
+                module.train(training)
+            results = []
+            for run in (model, lambda *a, **k: partition.run(stages, *a, **k)):
+                buffers = {key: value.clone() for key, value in model.named_buffers()}
+                torch.manual_seed(3)
+                with torch.set_grad_enabled(grad):
+                    results.append((run(*args, **kwargs), {key: value.clone() for key, value in model.named_buffers()}))
+                for key, value in model.named_buffers():
+                    value.copy_(buffers[key])
+            assert not differing(results[1], results[0]), (rows, training, grad)
+
+
+class Glue(nn.Module):
+    """Dropout between the units, and a value that is not a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden):
+        hidden = functional.dropout(self.a(hidden), 0.5, training=self.training)
+        return self.b(hidden) * hidden.shape[0]
+
+
+@pytest.mark.parametrize("example", [None, (torch.ones(2, 8),)])
+def test_dropout_between_units_follows_training(example):
+    model, hidden = Glue(), torch.randn(6, 8)
+    stages = split(model, 2, cuts=["b"], example_args=example)
+    outputs = []
+    for training in (True, False):
+        for stage in (model, *stages):
+            stage.train(training)
+        for run in (model, lambda hidden: partition.run(stages, hidden)):
+            torch.manual_seed(1)
+            outputs.append(run(hidden))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], outputs[3])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+# -- forwards of every kind ---------------------------------------------------------------------------------------------
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, shift=None, scale=1.0, **more):
+        hidden = self.a(x) * scale
+        if shift is not None:
+            hidden = hidden + shift
+        for value in more.values():
+            hidden = hidden + value
+        return self.b(hidden)
+
+
+def test_without_an_example_parameters_keep_their_defaults():
+    model, x = Optional(), torch.randn(3, 4)
+    stages = split(model, 2, cuts=["b"])
+    assert torch.equal(partition.run(stages, x), model(x))
+    assert torch.equal(partition.run(stages, x=x, scale=1.0, shift=None), model(x))
+    for kwargs, name in (({"shift": x}, "shift"), ({"scale": 2.0}, "scale"), ({"other": x}, "other")):
+        told = f"^the model was cut without {name}=: where it is cut, give it in example_args or _kwargs$"
+        with pytest.raises(MismatchError, match=told):
+            partition.run(stages, x, **kwargs)
+
+
+def test_with_an_example_optional_parameters_and_further_keywords_are_followed():
+    model, x = Optional(), torch.randn(3, 4)
+    stages = split(model, 2, cuts=["b"], example_args=(x, x), example_kwargs={"scale": 2.0, "one": x, "two": x})
+    y = torch.randn(5, 4)
+    assert torch.equal(partition.run(stages, y, -y, 2.0, two=y, one=2 * y), model(y, -y, 2.0, one=2 * y, two=y))
+
+
+class Sized(nn.Module):
+    """Does another thing for more than three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, scale=1.0):
+        hidden = self.a(x) * scale
+        return self.b(hidden * 2 if x.shape[0] > 3 else hidden)
+
+
+REFUSED = [
+    # rows in the example, what the stages are called with, what is told
+    (2, (5, 4),    {},              "the model was cut for x.size()[0] <= 3, which does not hold here: "),
+    (5, (2, 4),    {},              "the model was cut for x.size()[0] > 3, which does not hold here: "),
+    (5, (5, 1),    {},              "x = torch.float32 of shape (any, any), not torch.float32 of shape (5, 1): "),
+    (5, (5, 4, 4), {},              "x = torch.float32 of shape (any, any), not torch.float32 of shape (5, 4, 4): "),
+    (5, (5, 4),    {"scale": 3.0},  "the model was cut for scale = 2.0, not 3.0: "),
+    (5, (5, 4),    {"scale": None}, "the model was cut for scale = 2.0, not None: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "shape", "kwargs", "told"), REFUSED)
+def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kwargs, told):
+    stages = split(Sized(), 2, cuts=["b"], example_args=(torch.ones(rows, 4),), example_kwargs={"scale": 2.0})
+    with pytest.raises(MismatchError, match=re.escape(told) + "give an example like this batch$"):
+        partition.run(stages, torch.ones(shape), **({"scale": 2.0} | kwargs))
+    assert partition.run(stages, torch.ones(rows, 4), scale=2.0).shape == (rows, 4)
+
+
+def test_an_example_of_one_row_speaks_for_any_number():
+    model = UNet().eval()
+    stages = split(model, 3, cuts=["middle", "up1"], example_args=(torch.randn(1, 1, 8, 8),))
+    for rows in (1, 2, 5):
+        inputs = torch.randn(rows, 1, 8, 8)
+        assert torch.equal(partition.run(stages, inputs), model(inputs))
+
+
+def test_a_missing_input_and_another_structure_are_refused():
+    batch = CASES["wide"].batch(4, 0)
+    stages = split(CASES["wide"].model(), 2, cuts=["body"], example_args=batch.args)
+    with pytest.raises(
+        MismatchError, match=r"the model's forward.* cannot be called so: missing a required argument: 'features'"
+    ):
+        partition.run(stages)
+    with pytest.raises(MismatchError, match="the model was cut for another structure of features: "):
+        partition.run(stages, {**batch.args[0], "nothing": batch.args[0]["dense"], "more": None})
+
+
+# -- what cannot be cut -------------------------------------------------------------------------------------------------
+
 WRONG_CUTS = [
-    (("x",),      "cannot cut before 'x': the layers are a, b, c"),
-    (("b",),      "cuts ['b'] do not make 3 stages: name 2 layers after the first, in order"),
-    (("c", "b"),  "cuts ['c', 'b'] do not make 3 stages: name 2 layers after the first, in order"),
-    (("b", "b"),  "cuts ['b', 'b'] do not make 3 stages: name 2 layers after the first, in order"),
-    (("a", "b"),  "cuts ['a', 'b'] do not make 3 stages: name 2 layers after the first, in order"),
+    (("x",),      "cannot cut before 'x': Sequential has a, b, c, .."),
+    (("b",),      "cuts ['b'] do not make 3 stages: name 2 layers after the first, in the order in which they run"),
+    (("c", "b"),  "cuts ['c', 'b'] do not make 3 stages: name 2 layers after the first, in the order in which they run"),
+    (("b", "b"),  "cuts ['b', 'b'] do not make 3 stages: name 2 layers after the first, in the order in which they run"),
+    (("a", "b"),  "cuts ['a', 'b'] do not make 3 stages: name 2 layers after the first, in the order in which they run"),
 ]  # fmt: skip
 
 
@@ -115,36 +387,239 @@ def test_wrong_cuts_are_told(cuts, told):
     assert str(caught.value) == told
 
 
+WRONG_CUTS_OF_ANY = [
+    (("layer.2",),              "cannot cut before 'layer.2': Transformer has layers.2, "),
+    (("layers.1", "layers.9"),  "cannot cut before 'layers.9': Transformer has layers.3, "),
+    (("output", "layers.1"),    "cuts ['output', 'layers.1'] do not make 3 stages: name 2 layers after the first, in"),
+    (("tok_embeddings", "norm"), "cuts ['tok_embeddings', 'norm'] do not make 3 stages"),
+    (("layers", "layers.0"),    "cuts ['layers', 'layers.0'] do not make 3 stages"),
+    (("layers.1",),             "cuts ['layers.1'] do not make 3 stages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cuts", "told"), WRONG_CUTS_OF_ANY)
+def test_wrong_cuts_of_any_model_are_told_with_the_names_nearest_to_them(cuts, told):
+    with pytest.raises(MismatchError) as caught:
+        split(Transformer(), 3, cuts=cuts)
+    assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize("example", [None, (torch.ones(3, 2),)])
+def test_a_cut_before_a_module_that_is_not_called_is_told(example):
+    with pytest.raises(MismatchError, match=r"^cannot cut before 'unused': the forward of Leftover does not call it$"):
+        split(Leftover(), 2, cuts=["unused"], example_args=example)
+
+
 @pytest.mark.parametrize("stages", [0, -1, 4])
 def test_a_number_of_stages_that_the_layers_cannot_make_is_told(stages):
     with pytest.raises(MismatchError, match=f"cannot cut 3 layers into {stages} stages: use 1 to 3 stages"):
         split(named("a", "b", "c"), stages)
 
 
-def test_only_a_sequential_can_be_cut():
-    with pytest.raises(MismatchError, match=r"cannot cut a Linear: give an nn.Sequential, or a list"):
-        split(nn.Linear(2, 2), 1)
+def test_more_stages_than_units_are_told():
+    with pytest.raises(MismatchError, match="cannot cut 7 layers into 8 stages: use 1 to 7 stages"):
+        split(Transformer(), 8)
 
 
-# ---- names
+class Undecided(nn.Module):
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self._forward = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), forward
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+def by_value(model, x):
+    return model.b(model.a(x)) if x.sum() > 0 else model.a(x)
+
+
+def in_numpy(model, x):
+    return model.b(torch.from_numpy(model.a(x).detach().numpy()))
+
+
+def by_mode(model, x):
+    return model.b(model.a(x)) if model.training else model.a(x)
+
+
+def one_or_other(model, x):
+    return model.b(model.a(x) if model.training else model.b(x))
+
+
+def without_gradients(model, x):
+    hidden = model.a(x)
+    with torch.no_grad():
+        factor = model.c(hidden).exp() * 2
+        with torch.enable_grad():
+            factor = factor + 1
+    return model.b(hidden * factor)
+
+
+def in_place(model, x):
+    hidden = model.a(x) * 1
+    hidden.add_(model.c(x))
+    hidden[:, 2:].mul_(2)
+    functional.relu(hidden, inplace=True)
+    return model.b(hidden)
+
+
+def assigned(model, x):
+    hidden = model.a(x) * 1
+    hidden[:, :2] = 0.5
+    return model.b(hidden)
+
+
+def two_branches(model, x):
+    hidden = model.a(x)
+    first, second = hidden.chunk(2, -1)
+    size = {"left": first, "right": [second, hidden[..., :2]]}
+    return {"sum": model.b(model.c(torch.cat([size["left"], *size["right"]], -1)[..., -4:])), "sides": size, "rows": x.shape[0]}
+
+
+EXAMPLE = (torch.ones(3, 4),)
+FORWARDS = [(forward, example) for forward in (without_gradients, in_place, two_branches) for example in (None, EXAMPLE)]
+
+
+@pytest.mark.parametrize(("forward", "example"), [*FORWARDS, (assigned, EXAMPLE)])
+def test_what_stands_between_units_does_what_it_does_in_the_model(forward, example):
+    model, x = Undecided(forward), torch.randn(5, 4)
+    results = []
+    for run in (model, lambda x: partition.run(split(model, 2, cuts=["b"], example_args=example), x)):
+        model.zero_grad()
+        output = run(x)
+        (output["sum"] if isinstance(output, dict) else output).sum().backward()
+        results.append((output, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}))
+    assert not differing(results[1], results[0])
+    assert type(results[1][0]) is type(results[0][0])
+
+
+def test_layers_inside_autocast_in_the_forward_are_not_exported_wrongly():
+    def mixed(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = model.a(x)
+        return model.b(hidden.float())
+
+    with pytest.raises(MismatchError, match=r"the forward has layers inside wrap_with_autocast: give a list"):
+        split(Undecided(mixed), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
+
+
+INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
+
+
+def test_a_forward_that_cannot_be_followed_is_told_with_what_to_do_instead():
+    with pytest.raises(MismatchError, match=r"^cannot follow the forward of Undecided \(.*control flow.*\): " + INSTEAD + "$"):
+        split(Undecided(by_value), 2, cuts=["b"])
+    with pytest.raises(MismatchError, match=r"^cannot follow the forward of Sized \(.*\): " + INSTEAD + "$"):
+        split(Sized(), 2, cuts=["b"])
+    with pytest.raises(MismatchError, match=r"^cannot follow the forward of Undecided \(.*item assignment\): " + INSTEAD + "$"):
+        split(Undecided(assigned), 2, cuts=["b"])
+    instead = "change what it says, or give a list with one module for each stage"
+    for forward in (by_value, in_numpy):
+        with pytest.raises(MismatchError, match=r"^cannot export the forward of Undecided \(.+\): " + instead + "$"):
+            split(Undecided(forward), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
+
+
+@pytest.mark.parametrize("forward", [by_mode, one_or_other])
+@pytest.mark.parametrize("example", [None, (torch.ones(2, 4),)])
+def test_a_forward_that_differs_between_training_and_evaluation_is_told(forward, example):
+    told = "the forward of Undecided does one thing in training and another in evaluation: give a list with one module for each"
+    with pytest.raises(MismatchError, match=told):
+        split(Undecided(forward), 2, cuts=["b"], example_args=example)
+
+
+def test_a_forward_of_any_number_of_arguments_is_refused():
+    class Any(Undecided):
+        def forward(self, *tensors):
+            return self.b(self.a(sum(tensors)))
+
+    told = r"a forward that takes \*tensors cannot be cut along its graph: give its parameters names"
+    with pytest.raises(MismatchError, match=told):
+        split(Any(None), 2, cuts=["b"])
+    with pytest.raises(MismatchError, match=told):
+        split(Any(None), 2, cuts=["b"], example_args=(torch.ones(2, 4),))
+
+
+def test_running_statistics_that_two_stages_would_move_are_refused():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.norm(self.b(self.norm(self.a(x))))
+
+    told = "^norm runs in stages 0 and 1, which cannot share its running statistics: cut elsewhere$"
+    with pytest.raises(MismatchError, match=told):
+        split(Again(), 2, cuts=["b"])
+    split(Again(), 2, cuts=["norm"])
+
+
+def test_stages_in_a_list_are_not_cut_again():
+    with pytest.raises(
+        MismatchError, match="cuts= and example_args= are for a whole model, but the stages were given as a list"
+    ):
+        partition.whole([nn.Linear(2, 2), nn.Linear(2, 2)], ["1"], None, None)
+
+
+# -- what travels -------------------------------------------------------------------------------------------------------
+
+
+def test_values_go_straight_to_the_stages_that_use_them():
+    whole = partition.Whole(UNet(), ["down2", "middle", "up2", "up1"])
+    stages = whole.cut(whole.starts(5))
+    assert [stage.penstock.takers for stage in stages] == [(1, 4), (2, 3), (3,), (4,), ()]
+    assert [stage.penstock.sources for stage in stages] == [{}, {0: 1}, {1: 1}, {1: 1, 2: 1}, {0: 1, 3: 1}]
+    assert "self.up2(" in stages[3].penstock.code
+
+
+def test_a_tied_weight_is_one_parameter_in_every_stage_that_uses_it():
+    model = Tied(3)
+    stages = split(model, 3, cuts=["again", "head"])
+    names = [("token.weight", "head.weight"), ("again.weight",), ("head.weight",)]
+    assert stages[0].get_parameter(names[0][0]) is stages[1].get_parameter(names[1][0]) is stages[2].get_parameter(names[2][0])
+
+
+# -- names --------------------------------------------------------------------------------------------------------------
+
+
+def own(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
 
 
 def test_names_that_are_unique_stay_those_of_the_model():
-    assert names_of([["0.weight", "0.bias"], ["2.weight"]]) == [
+    assert names_of([own("0.weight", "0.bias"), own("2.weight")]) == [
         {"0.weight": "0.weight", "0.bias": "0.bias"},
         {"2.weight": "2.weight"},
     ]
 
 
 def test_names_that_stand_in_two_stages_get_their_stage_in_front():
-    assert names_of([["weight", "bias"], ["weight"], []]) == [
+    assert names_of([own("weight", "bias"), own("weight"), {}]) == [
         {"weight": "0.weight", "bias": "0.bias"},
         {"weight": "1.weight"},
         {},
     ]
 
 
+def test_names_of_stages_cut_from_one_model_stay_though_a_parameter_stands_in_several():
+    assert names_of([own("weight", "bias"), own("weight")], whole=True) == [own("weight", "bias"), own("weight")]
+
+
 def test_names_of_modules_cut_apart_are_those_of_the_sequential_they_make():
     stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    found = names_of([list(stage.state_dict()) for stage in stages])
+    found = names_of([partition.plain(stage) for stage in stages])
     assert [whole for names in found for whole in names.values()] == list(nn.Sequential(*stages).state_dict())
+
+
+def test_what_compile_adds_to_names_is_left_out():
+    stage = torch.compile(nn.Sequential(nn.Linear(2, 2)))
+    assert partition.plain(stage) == {"_orig_mod.0.weight": "0.weight", "_orig_mod.0.bias": "0.bias"}
+
+
+def test_a_measured_cut_of_any_model_tells_its_balance():
+    whole = partition.Whole(Nested(), example_args=(torch.ones(2, 4),))
+    assert whole.measures
+    stages = whole.cut(whole.starts(3))
+    assert len(stages) == 3
+    assert whole.balance.names == tuple(whole.order)
+    assert math.isclose(sum(whole.balance.stages), sum(whole.balance.costs))

@@ -1,0 +1,253 @@
+"""A model's forward exported by `torch.export`, on an example, to a graph of its units.
+
+Units are not looked into: while the forward is exported each is one operation, which becomes its call again.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from penstock.errors import MismatchError
+from penstock.inputs import Input, Inputs, Like, named
+from penstock.pieces import DEVICE, NO_GRAD, Traced
+from penstock.trace import both_modes, first_line, joined, numbers
+
+NOT_ONE = "!= 1"  # of sizes that are broadcast: a batch of one row is as good as any
+
+
+def exported(model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Follow the forward on an example, by `torch.export`; sizes of tensors stay open.
+
+    Raises MismatchError with what `torch.export` says of a forward it cannot export.
+    """
+    signature = inspect.signature(model.forward)
+    values = _several_rows(named(signature, args, kwargs))
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
+    made = [_exported(model, units, values, device) for _ in both_modes(model)]
+    guards = dict.fromkeys(guard for each in made for guard in each.guards())
+    inputs = Inputs(signature, _inputs(made[0].program, values), list(guards))
+    graph = joined(model, [each.graph() for each in made], [each.extras for each in made])
+    return Traced(model, graph, inputs, made[0].extras, numbers(model))
+
+
+class _ByName(nn.Module):
+    """A model that gets its arguments by name: so those it takes as **keywords are like all others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, values: dict[str, Any]) -> Any:
+        return self.model(**values)
+
+
+def _several_rows(values: dict[str, Any]) -> dict[str, Any]:
+    """The example, with two rows if it had one: `torch.export` takes a size of 1 to be always 1."""
+    if {len(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()} != {1}:
+        return values
+    return tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() else leaf, values)
+
+
+def _inputs(program: ExportedProgram, values: Mapping[str, Any]) -> list[Input]:
+    """What the graph takes for the `values` of the example."""
+    count = len(program.graph_signature.user_inputs)
+    nodes = iter([node for node in program.graph.nodes if node.op == "placeholder"][-count:] if count else [])
+    inputs = []
+    for name, value in values.items():
+        leaves, spec = tree_flatten(value)
+        inputs.append(Input(name, spec, tuple(_like(leaf, next(nodes)) for leaf in leaves)))
+    return inputs
+
+
+def _like(leaf: Any, node: fx.Node) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return Like(leaf.dtype, tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape))
+
+
+def _exported(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any], device: torch.device) -> "_Rewriting":
+    sizes = tree_map(_open_sizes, values)
+    with torch.enable_grad(), _opaque(units) as calls:
+        try:
+            program = torch.export.export(_ByName(model), (values,), dynamic_shapes=(sizes,), strict=False)
+        except Exception as error:
+            told = f"cannot export the forward of {type(model).__name__} ({first_line(error)})"
+            raise MismatchError(f"{told}: change what it says, or give a list with one module for each stage") from error
+    return _Rewriting(program, list(calls), device)
+
+
+def _open_sizes(leaf: Any) -> dict[int, Any] | None:
+    """Which sizes stay open: all but those of 1, which are taken to be always 1."""
+    return {place: Dim.AUTO for place, size in enumerate(leaf.shape) if size != 1} if isinstance(leaf, Tensor) else None
+
+
+class _Call:
+    """One call of a unit during the export: how its arguments are put together, and what it gives."""
+
+    def __init__(self, name: str, forward: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) -> None:
+        self.name, self.forward, self.leaves, self.spec = name, forward, leaves, spec
+        self.made: list[Any] = []
+        self.made_spec = spec
+
+    def arguments(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        """(args, kwargs) with these in their places."""
+        rest = {Tensor: iter(tensors), torch.SymInt: iter(numbers)}
+        leaves = [next(rest[kind]) if kind in rest else leaf for leaf in self.leaves for kind in [_kind(leaf)]]
+        return tree_unflatten(leaves, self.spec)
+
+    def run(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+        """Run the unit on tensors without values; its tensors."""
+        args, kwargs = self.arguments(tensors, numbers)
+        self.made, self.made_spec = tree_flatten(self.forward(*args, **kwargs))
+        self.made = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.made]  # it may be an input
+        return [leaf for leaf in self.made if isinstance(leaf, Tensor)]
+
+
+def _kind(leaf: Any) -> Any:
+    return Tensor if isinstance(leaf, Tensor) else torch.SymInt if isinstance(leaf, torch.SymInt) else None
+
+
+_calls: list[_Call] = []
+
+
+@torch.library.custom_op("penstock::unit", mutates_args=())
+def _unit(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+    raise AssertionError("a unit is called in an export only")
+
+
+@_unit.register_fake
+def _(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+    mode = detect_fake_mode(tensors)
+    with (
+        mode.shape_env.suppress_guards() if mode and mode.shape_env else nullcontext()
+    ):  # what sizes a unit looks at is its own
+        return _calls[call].run(tensors, numbers)
+
+
+@contextmanager
+def _opaque(units: Mapping[str, nn.Module]) -> Iterator[list[_Call]]:
+    """Every unit's forward replaced by one operation that `torch.export` does not look into."""
+    _calls.clear()
+    for name, unit in units.items():
+        unit.forward = _stub(name, unit.forward)
+    try:
+        yield _calls
+    finally:
+        for unit in units.values():
+            del unit.forward
+
+
+def _stub(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        call = _Call(name, forward, leaves, spec)
+        _calls.append(call)
+        given = {kind: [leaf for leaf in leaves if _kind(leaf) is kind] for kind in (Tensor, torch.SymInt)}
+        made = iter(torch.ops.penstock.unit(len(_calls) - 1, given[Tensor], given[torch.SymInt]))
+        return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in call.made], call.made_spec)
+
+    return stub
+
+
+class _Rewriting:
+    """The graph of an exported program, with its units called as modules again."""
+
+    def __init__(self, program: ExportedProgram, calls: Sequence[_Call], device: torch.device) -> None:
+        self.program, self.calls, self.device = program, calls, device
+        self.made, self.extras = fx.Graph(), dict[str, Any]()
+        self.values: dict[fx.Node, Any] = {}
+
+    def graph(self) -> fx.Graph:
+        """The graph; `extras` is what it reads that is no part of the model."""
+        inputs = {each.arg.name: each for each in self.program.graph_signature.input_specs}
+        for node in self.program.graph.find_nodes(op="placeholder"):
+            self.values[node] = self._input(node, inputs[node.name])
+        leaves = self._copied(self.program.graph_module, gradients=True)
+        spec = self.program.call_spec.out_spec
+        self.made.output(leaves[0] if spec.is_leaf() else self.made.call_function(tree_unflatten, (leaves, spec)))
+        return self.made
+
+    def _copied(self, module: fx.GraphModule, gradients: bool) -> list[Any]:
+        """The outputs of a graph whose inputs are known; without `gradients` what it does is outside autograd's."""
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return [self._value(each) for each in node.args[0]]
+            if node.op == "get_attr":
+                self.values[node] = self._extra(getattr(module, str(node.target)))
+            elif node.op != "placeholder":
+                self.values[node] = made = self._call(module, node, gradients)
+                if isinstance(made, fx.Node) and not gradients:
+                    made.meta[NO_GRAD] = True
+        raise AssertionError("a graph has an output")
+
+    def _call(self, module: fx.GraphModule, node: fx.Node, gradients: bool) -> Any:
+        arguments: Any = node.args
+        if node.target is torch.ops.penstock.unit.default:
+            index, tensors, sizes = arguments
+            return self._unit(index, tensors, sizes, gradients)
+        if node.target is operator.getitem and isinstance(self.values[arguments[0]], list):
+            return self.values[arguments[0]][arguments[1]]
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, inner, *given = arguments
+            inside = getattr(module, str(inner.target))
+            self.values |= zip(inside.graph.find_nodes(op="placeholder"), map(self._value, given), strict=True)
+            return self._copied(inside, gradients and enabled)
+        if any(each.target is torch.ops.penstock.unit.default for each in _inside(module, node)):
+            raise MismatchError(f"the forward has layers inside {node.target}: give a list with one module for each stage")
+        args, kwargs = tree_map(self._value, (node.args, dict(node.kwargs)))
+        return self.made.create_node(node.op, node.target, args, kwargs, node.name)
+
+    def guards(self) -> list[str]:
+        """What the forward between the units assumed of sizes."""
+        guards = [guard.strip().replace("L['values']", "values") for guard in self.program._guards_code]
+        return [guard for guard in guards if not guard.endswith(NOT_ONE)]
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, torch.device) and argument.type == self.device.type:
+            return self.made.get_attr(DEVICE)
+        return self.values[argument] if isinstance(argument, fx.Node) else argument
+
+    def _input(self, node: fx.Node, spec: Any) -> fx.Node:
+        if spec.kind is InputKind.USER_INPUT:
+            return self.made.placeholder(node.name)
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            return self.made.get_attr(spec.target.removeprefix("model."))
+        return self._extra(self.program.constants[spec.target])
+
+    def _extra(self, value: Any) -> fx.Node:
+        name = f"_penstock_{len(self.extras)}"
+        self.extras[name] = value
+        return self.made.get_attr(name)
+
+    def _unit(self, index: int, tensors: Sequence[fx.Node], sizes: Sequence[Any], gradients: bool) -> list[Any]:
+        """The nodes of the tensors that the call makes."""
+        call = self.calls[index]
+        args, kwargs = call.arguments([self._value(each) for each in tensors], [self._value(each) for each in sizes])
+        node = self.made.call_module(call.name, args, kwargs)
+        node.meta |= {} if gradients else {NO_GRAD: True}
+        if call.made_spec.is_leaf():
+            return [node]
+        leaves = self.made.call_function(leaves_of, (node,))
+        places = [place for place, leaf in enumerate(call.made) if isinstance(leaf, Tensor)]
+        return [self.made.call_function(operator.getitem, (leaves, place)) for place in places]
+
+
+def _inside(module: nn.Module, node: fx.Node) -> list[fx.Node]:
+    """The nodes of the graphs that are given to `node`."""
+    parts = [getattr(module, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
+    return [inner for part in parts if isinstance(part, fx.GraphModule) for inner in part.graph.nodes]
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What a unit gave, flat."""
+    return tree_flatten(value)[0]

@@ -1,0 +1,278 @@
+"""Models that are no chain, and one process that trains them: what people come with, at toy size."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from penstock.train import token_loss
+
+
+class Batch(NamedTuple):
+    """What a step is called with."""
+
+    args: tuple[Any, ...]
+    target: Any
+    kwargs: Mapping[str, Any] = {}
+
+
+class Case(NamedTuple):
+    """A model, always the same, its loss, and batches of any number of rows."""
+
+    build: Callable[[], nn.Module]
+    loss_fn: Callable[[Any, Any], Tensor]
+    batch: Callable[[int, int], Batch]  # rows, seed
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(7)
+        return self.build()
+
+
+def piece(tree: Any, number: int, count: int) -> Any:
+    """The rows of one microbatch, as views."""
+    return tree_map(lambda leaf: leaf.tensor_split(count)[number] if isinstance(leaf, Tensor) and leaf.dim() else leaf, tree)
+
+
+def rows_of(target: Any) -> int:
+    return len(target if isinstance(target, Tensor) else next(iter(target.values())))
+
+
+def accumulate(model: nn.Module, loss_fn: Any, batch: Batch, microbatches: int) -> Tensor:
+    """Loss and gradients of one batch: all forwards of the uncut model, then all backwards, microbatch by microbatch."""
+    rows, losses = rows_of(batch.target), []
+    count = min(microbatches, rows)
+    for number in range(count):
+        args, target, kwargs = piece(tuple(batch), number, count)
+        losses.append((loss_fn(model(*args, **kwargs), target), rows_of(target) / rows))
+    for loss, share in losses:
+        loss.backward(torch.full_like(loss, share))
+    return sum(loss.detach() * share for loss, share in losses)
+
+
+def evaluate(model: nn.Module, batch: Batch, microbatches: int) -> Any:
+    """The outputs of the uncut model for all microbatches, as one."""
+    count = min(microbatches, rows_of(batch.target))
+    model.eval()
+    with torch.no_grad():
+        outputs = [model(*args, **kwargs) for args, _, kwargs in (piece(tuple(batch), each, count) for each in range(count))]
+    model.train()
+    return tree_map(lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *outputs)
+
+
+def differing(ours: Any, expected: Any) -> list[str]:
+    """The leaves that are not equal to the bit; all of them if the structure is another."""
+    (mine, shape), (theirs, other) = tree_flatten_with_path(ours), tree_flatten_with_path(expected)
+    if shape != other:
+        return [str(shape), str(other)]
+    pairs = zip(mine, theirs, strict=True)
+    return [keystr(path) for (path, a), (_, b) in pairs if not (torch.equal(a, b) if isinstance(a, Tensor) else a == b)]
+
+
+def tokens(rows: int, seed: int, vocabulary: int = 17, time: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(vocabulary, (rows, time + 1), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+def token_batch(rows: int, seed: int) -> Batch:
+    inputs, target = tokens(rows, seed)
+    return Batch((inputs,), target)
+
+
+# -- the transformer of PyTorch's pipeline tutorial ------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """Decoder layers in a ModuleDict between an embedding and a head; what a stage does not have is None."""
+
+    def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(17, 8)
+        self.layers = nn.ModuleDict(
+            {str(number): nn.TransformerDecoderLayer(8, 2, 16, dropout, batch_first=True) for number in range(layers)}
+        )
+        self.norm = nn.LayerNorm(8)
+        self.output = nn.Linear(8, 17)
+
+    def forward(self, tokens):
+        hidden = self.tok_embeddings(tokens) if self.tok_embeddings else tokens
+        for layer in self.layers.values():
+            hidden = layer(hidden, hidden)
+        hidden = self.norm(hidden) if self.norm else hidden
+        return self.output(hidden).clone() if self.output else hidden
+
+
+def by_hand(model: Transformer, stage: int, stages: int) -> Transformer:
+    """The tutorial's way: what belongs to other stages is deleted."""
+    keep = torch.arange(len(model.layers)).tensor_split(stages)[stage].tolist()
+    for name in list(model.layers):
+        if int(name) not in keep:
+            del model.layers[name]
+    if stage > 0:
+        model.tok_embeddings = None
+    if stage < stages - 1:
+        model.norm = model.output = None
+    return model
+
+
+# -- skips -----------------------------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    """Two levels down and up; what went down joins what comes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.middle = _convolutions(1, 4), _convolutions(4, 6), _convolutions(6, 8)
+        self.up2, self.join2 = nn.ConvTranspose2d(8, 6, 2, stride=2), _convolutions(12, 6)
+        self.up1, self.join1 = nn.ConvTranspose2d(6, 4, 2, stride=2), _convolutions(8, 4)
+        self.head = nn.Conv2d(4, 3, 1)
+
+    def forward(self, image):
+        first = self.down1(image)
+        second = self.down2(functional.max_pool2d(first, 2))
+        bottom = self.middle(functional.max_pool2d(second, 2))
+        up = self.join2(torch.cat([second, self.up2(bottom)], dim=1))
+        up = self.join1(torch.cat([first, self.up1(up)], dim=1))
+        return self.head(up)
+
+
+def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
+    layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Conv2d(outputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
+
+
+def image_batch(rows: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return Batch((torch.randn(rows, 1, 8, 8, generator=generator),), torch.randint(3, (rows, 8, 8), generator=generator))
+
+
+class EncoderDecoder(nn.Module):
+    """Every decoder layer looks at what the encoder made: memory, masks and numbers are needed in several stages."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(17, 8), nn.Embedding(17, 8)
+        shape = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": dropout, "batch_first": True}
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(**shape) for _ in range(2))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(**shape) for _ in range(3))
+        self.head, self.dropout = nn.Linear(8, 17), dropout
+        self.register_buffer("bias", torch.linspace(-1, 1, 17), persistent=False)
+
+    def forward(self, source, target, length, scale=1.0):
+        padding = source == 0  # boolean
+        time = target.shape[1]
+        causal = torch.full((time, time), float("-inf"), device=target.device).triu(1)
+        memory = self.source(source)
+        for layer in self.encoder:
+            memory = layer(memory, src_key_padding_mask=padding)
+        hidden = functional.dropout(self.target(target) * scale, self.dropout, self.training)
+        for layer in self.decoder:
+            hidden = layer(hidden, memory, tgt_mask=causal, memory_key_padding_mask=padding)
+        return {"logits": self.head(hidden) + self.bias, "length": length, "scale": scale}
+
+
+def translation_batch(rows: int, seed: int) -> Batch:
+    (source, _), (target, following) = tokens(rows, seed, time=5), tokens(rows, seed + 100, time=4)
+    source = torch.cat([1 + source % 16, torch.zeros_like(source[:, :2])], dim=1)  # two of padding
+    return Batch((source, target), following, {"length": torch.arange(rows) % 3 + 2})
+
+
+def translation_loss(output: dict[str, Any], target: Tensor) -> Tensor:
+    """Over the first `length` tokens of each row."""
+    logits, length = output["logits"], output["length"]
+    counted = torch.arange(logits.shape[1])[None] < length[:, None]
+    each = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+    return (each * counted).sum() / counted.sum()
+
+
+# -- tied ------------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """One matrix is the embedding, the head, and (`owners` 3) what a layer in the middle looks at as well."""
+
+    def __init__(self, owners: int = 2, layers: int = 4) -> None:
+        super().__init__()
+        self.owners = owners
+        self.token, self.position = nn.Embedding(17, 8), nn.Embedding(6, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(layers))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 17, bias=False)
+        self.head.weight = self.token.weight
+        if owners == 3:
+            self.again = nn.Linear(8, 17, bias=False)
+            self.again.weight = self.token.weight
+
+    def forward(self, tokens):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        start = hidden = self.token(tokens) + self.position(positions)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            if self.owners == 3 and number == 1:
+                hidden = hidden + self.again(hidden).softmax(-1)[..., :8]
+        return self.head(self.norm(hidden + start))
+
+
+class Recurrent(nn.Module):
+    """The same block again and again, with others between; the gradient of its weights comes from every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.head = nn.Embedding(17, 8), nn.Linear(8, 17)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.between = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens):
+        hidden = self.token(tokens)
+        for layer in self.between:
+            hidden = self.block(hidden) + layer(hidden)
+        return self.head(hidden)
+
+
+# -- dict inputs, nested modules -------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A dict comes in; encoders in a nested ModuleDict; a frozen part, a parameter used on its own, a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleDict({"dense": nn.Linear(6, 8), "words": nn.EmbeddingBag(17, 8)})
+        self.body = nn.Sequential(
+            nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        )
+        self.gain = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 3)
+        self.inputs["dense"].requires_grad_(False)
+
+    def forward(self, features):
+        hidden = self.inputs["dense"](features["dense"]) + self.inputs["words"](features["words"])
+        hidden = self.body(hidden * self.gain) + hidden
+        return self.head(hidden * self.gain)
+
+
+def wide_batch(rows: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    features = {
+        "dense": torch.randn(rows, 6, generator=generator),
+        "words": torch.randint(17, (rows, 4), generator=generator),
+        "nothing": None,
+    }
+    return Batch((features,), torch.randint(3, (rows,), generator=generator))
+
+
+CASES = {
+    "transformer": Case(Transformer, token_loss, token_batch),
+    "transformer with dropout": Case(lambda: Transformer(dropout=0.3), token_loss, token_batch),
+    "u-net": Case(UNet, functional.cross_entropy, image_batch),
+    "encoder-decoder": Case(EncoderDecoder, translation_loss, translation_batch),
+    "encoder-decoder with dropout": Case(lambda: EncoderDecoder(0.3), translation_loss, translation_batch),
+    "tied": Case(Tied, token_loss, token_batch),
+    "tied three times": Case(lambda: Tied(3), token_loss, token_batch),
+    "recurrent": Case(Recurrent, token_loss, token_batch),
+    "wide": Case(Wide, functional.cross_entropy, wide_batch),
+}

@@ -1,0 +1,288 @@
+"""Any model, cut anywhere, has the numbers of the uncut one: loss, every gradient and every buffer, to the bit."""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import CASES, Batch, Case, accumulate, by_hand, differing, evaluate
+from reference import assert_same, gradients, merged, same
+from torch import nn
+
+import penstock as ps
+
+STEPS = (3, 4)  # seeds of the batches of two steps, whose gradients add up
+
+
+class Run(NamedTuple):
+    """A model in a pipeline: how it is cut, and by which table it runs."""
+
+    case: str
+    cuts: tuple[str, ...] | None = None
+    schedule: str = "1f1b"
+    microbatches: int = 3
+    rows: int = 7
+    by: str = "names"  # or an "example", or "measure": an example without cuts, or by "hand": a list of stages
+    stages_per_rank: int | None = None
+
+    def pipeline(self, case: Case) -> ps.Pipeline:
+        options = {} if self.stages_per_rank is None else {"stages_per_rank": self.stages_per_rank}
+        if self.by == "hand":
+            count = ps.comms.init_distributed().world_size * (self.stages_per_rank or 1)
+            model: Any = [by_hand(case.model(), stage, count) for stage in range(count)]
+        else:
+            model, options["cuts"] = case.model(), self.cuts
+        if self.by in ("example", "measure"):
+            batch = case.batch(2, 0)
+            options |= {"example_args": batch.args, "example_kwargs": batch.kwargs}
+        return ps.Pipeline(model, case.loss_fn, schedule=self.schedule, microbatches=self.microbatches, **options)
+
+
+class Result(NamedTuple):
+    losses: list[torch.Tensor]
+    outputs: Any  # of an evaluation, where the last stage is
+    gradients: dict[str, torch.Tensor | None]
+    state: dict[str, torch.Tensor]
+
+
+def result(losses: list[torch.Tensor], outputs: Any, model: Any, every_name: bool = False) -> Result:
+    parameters = model.named_parameters(remove_duplicate=False) if every_name else model.named_parameters()
+    gradients = {name: None if each.grad is None else each.grad.clone() for name, each in parameters}
+    return Result(losses, outputs, gradients, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+def rank_runs(runs: Sequence[Run], cases: dict[str, Case] = CASES) -> list[Result]:
+    results = []
+    for run in runs:
+        pipe = run.pipeline(cases[run.case])
+        losses = []
+        for seed in STEPS:
+            args, target, kwargs = cases[run.case].batch(run.rows, seed)
+            losses.append(pipe.step(*args, target=target, **kwargs))
+        args, _, kwargs = cases[run.case].batch(run.rows, 5)
+        results.append(result(losses, pipe.eval(*args, **kwargs), pipe))
+    return results
+
+
+def uncut(run: Run, cases: dict[str, Case] = CASES) -> Result:
+    case = cases[run.case]
+    model = case.model()
+    losses = [accumulate(model, case.loss_fn, case.batch(run.rows, seed), run.microbatches) for seed in STEPS]
+    return result(losses, evaluate(model, case.batch(run.rows, 5), run.microbatches), model, every_name=True)
+
+
+def assert_equal(run: Run, ours: Sequence[Result], expected: Result) -> None:
+    """Every rank has the loss; together they have every name of the state, and a gradient for every parameter."""
+    for each in ours:
+        assert all(map(torch.equal, each.losses, expected.losses)), (run, each.losses, expected.losses)
+    outputs = [each.outputs for each in ours if each.outputs is not None]
+    assert len(outputs) == 1, run
+    assert not differing(outputs[0], expected.outputs), run
+    state = merged([each.state for each in ours])
+    assert state.keys() == expected.state.keys(), run
+    assert not [name for name, value in expected.state.items() if not same(state[name], value)], run
+    gradients = merged([each.gradients for each in ours])
+    different = [name for name, value in gradients.items() if not _same_gradient(value, expected.gradients[name])]
+    assert not different, (run, different)
+    assert sum(each is not None for each in expected.gradients.values()) > 3
+
+
+def _same_gradient(ours: Any, expected: Any) -> bool:
+    return same(ours, expected) or (expected is None and not ours.any())  # a received value that nobody used
+
+
+def check(ranks: int, runs: Sequence[Run]) -> None:
+    everyone = ps.launch(rank_runs, ranks, runs)
+    for number, run in enumerate(runs):
+        assert_equal(run, [each[number] for each in everyone], uncut(run))
+
+
+UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_tutorials_transformer_is_the_same_wherever_it_is_cut(ranks):
+    check(ranks, [Run("transformer", cuts) for cuts in combinations(UNITS[1:], ranks - 1)])
+    if ranks == 2:
+        inside = ("layers.1.self_attn", "layers.1.norm2", "layers.1.linear1", "layers.3.linear2")
+        check(ranks, [Run("transformer", (cut,)) for cut in inside])
+
+
+def test_stages_made_by_hand_are_the_uncut_model():
+    check(2, [Run("transformer", by="hand"), Run("transformer", None, "looped-bfs", by="hand", stages_per_rank=2)])
+    check(4, [Run("transformer", None, schedule, by="hand") for schedule in ("gpipe", "1f1b", "zb-h1")])
+
+
+def test_an_exported_model_is_the_uncut_one_cut_by_name_or_by_measure():
+    exported = [Run("transformer", None, "zb-v", by="measure"), Run("u-net", ("up2",), by="example")]
+    check(2, [*exported, Run("wide", ("body.0", "body.2", "head"), "zb-v", by="example")])
+
+
+def test_skips_of_a_u_net_go_straight_to_where_they_are_used():
+    cuts = ("down2", "middle", "join2")
+    check(2, [Run("u-net", ("middle",)), Run("u-net", ("middle",), "zb-h1"), Run("u-net", cuts, "zb-v")])
+    check(4, [Run("u-net", cuts), Run("u-net", cuts, rows=3), Run("u-net", ("down2.3", "up1", "head"), "zb-h2")])
+
+
+def test_memory_and_masks_of_an_encoder_decoder_reach_every_stage_that_uses_them():
+    cuts = ("encoder.1", "decoder", "decoder.2")
+    check(2, [Run("encoder-decoder", cuts, schedule) for schedule in ("interleaved-1f1b", "zb-v", "dualpipe-v")])
+    check(3, [Run("encoder-decoder", ("decoder.1", "head"), rows=8), Run("encoder-decoder", ("target", "decoder.2"), "zb-h2")])
+
+
+def test_tied_weights_have_the_gradient_of_the_uncut_model():
+    cuts = ("blocks.1", "blocks.2", "head")
+    check(2, [Run("tied", cuts, schedule) for schedule in ("interleaved-1f1b", "zb-v", "interleaved-zb", "dualpipe-v")])
+    check(2, [Run("tied", ("blocks.2",), schedule, rows=rows) for schedule in ("1f1b", "zb-h1") for rows in (2, 7)])
+    check(3, [Run("tied three times", ("again", "head"), schedule) for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")])
+    check(2, [Run("tied three times", ("blocks.1", "again", "head"), schedule) for schedule in ("looped-bfs", "v-min")])
+
+
+def test_a_module_called_in_several_stages_has_the_gradient_of_the_uncut_model():
+    check(3, [Run("recurrent", ("between.1", "between.2"), schedule) for schedule in ("1f1b", "zb-h1")])
+    check(
+        2, [Run("recurrent", ("between.0", "between.1", "between.2"), "zb-v"), Run("recurrent", ("between.1",), by="example")]
+    )
+
+
+def test_dicts_batchnorms_frozen_parts_and_parameters_used_in_several_stages():
+    check(2, [Run("wide", ("body",)), Run("wide", ("body.0", "body.2", "head"), "zb-v")])
+    check(3, [Run("wide", ("body.1", "head"), "zb-h1", rows=12), Run("wide", ("inputs.words", "body.3"), rows=12)])
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+TRAININGS = {
+    2: [Run("tied", ("blocks.1", "blocks.2", "head"), "zb-v"), Run("u-net", ("middle",), "zb-h1")],
+    3: [Run("tied three times", ("again", "head")), Run("encoder-decoder", ("decoder", "decoder.2"))],
+}
+
+
+def train(model: nn.Module | ps.Pipeline, step: Any, clip: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and norms of five optimizer steps, each over two batches; the state after them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    told = []
+    for number in range(5):
+        told += [step(2 * number), step(2 * number + 1), clip()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, dict(model.state_dict())
+
+
+def rank_trainings(runs: Sequence[Run]) -> list[Any]:
+    trained = []
+    for run in runs:
+        pipe, batch = run.pipeline(CASES[run.case]), CASES[run.case].batch
+
+        def step(seed: int, pipe: Any = pipe, batch: Any = batch, rows: int = run.rows) -> torch.Tensor:
+            args, target, kwargs = batch(rows, seed)
+            return pipe.step(*args, target=target, **kwargs)
+
+        trained.append(train(pipe, step, lambda pipe=pipe: pipe.clip_grad_norm_(0.1)))
+    return trained
+
+
+@pytest.mark.parametrize("ranks", TRAININGS)
+def test_five_clipped_optimizer_steps_over_two_batches_each_end_in_the_weights_of_the_uncut_model(ranks):
+    everyone = ps.launch(rank_trainings, ranks, TRAININGS[ranks])
+    for number, run in enumerate(TRAININGS[ranks]):
+        case, model = CASES[run.case], CASES[run.case].model()
+        told, state = train(
+            model,
+            lambda seed, case=case, model=model, run=run: accumulate(
+                model, case.loss_fn, case.batch(run.rows, seed), run.microbatches
+            ),
+            lambda model=model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        )
+        for each in everyone:
+            assert all(map(torch.equal, each[number][0], told)), (run, each[number][0], told)
+        assert_same(merged([each[number][1] for each in everyone]), state)
+
+
+DROPOUTS = {
+    1: [Run("transformer with dropout", ()), Run("encoder-decoder with dropout", ())],
+    2: [
+        Run("transformer with dropout", ("layers.0", "layers.2", "norm"), "zb-v"),
+        Run("encoder-decoder with dropout", ("decoder",), by="example"),
+    ],
+    3: [Run("transformer with dropout", ("layers.1", "output")), Run("encoder-decoder with dropout", ("encoder.1", "head"))],
+}
+
+
+def test_dropout_draws_the_same_wherever_the_model_is_cut():
+    [alone] = ps.launch(rank_runs, 1, DROPOUTS[1])
+    for ranks in (2, 3):
+        everyone = ps.launch(rank_runs, ranks, DROPOUTS[ranks])
+        for number, run in enumerate(DROPOUTS[ranks]):
+            assert_equal(run, [each[number] for each in everyone], alone[number])
+    without = uncut(Run("transformer"))
+    assert not torch.equal(alone[0].losses[0], without.losses[0])
+
+
+# -- keywords that every stage takes ----------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """A stage of someone's own; `bias` is asked for by the third only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(6, 6), nn.Embedding(4, 6)
+
+    def forward(self, hidden, mask, ids=None, *, factor=1.0):
+        return torch.tanh(self.linear(hidden) * mask[:, None] * factor + self.embedding(ids))
+
+
+class Biased(Masked):
+    def forward(self, hidden, *, bias, **others):
+        return super().forward(hidden, **others) + bias
+
+
+def stages_with_keywords() -> list[nn.Module]:
+    torch.manual_seed(8)
+    return [Masked(), nn.Linear(6, 6), Biased(), Masked()]
+
+
+KEYWORDS = {
+    "mask": torch.arange(7) % 2 == 0,
+    "ids": torch.arange(7) % 4,
+    "factor": 2.0,
+    "bias": torch.linspace(-1, 1, 7)[:, None],
+}
+
+
+def keyword_loss(output, target):
+    return (output - target).square().mean()
+
+
+def rank_keywords(schedule):
+    pipe = ps.Pipeline(stages_with_keywords(), keyword_loss, schedule, microbatches=3)
+    hidden, target = torch.linspace(-1, 1, 42).view(7, 6), torch.ones(7, 6)
+    losses = [pipe.step(hidden, target=target, **KEYWORDS) for _ in STEPS]
+    told = ""
+    try:
+        pipe.step(hidden, target=target, **KEYWORDS, maks=1)
+    except ps.PenstockError as error:
+        told = str(error)
+    losses.append(pipe.step(hidden, target=target, **KEYWORDS))
+    return losses, gradients(pipe.named_parameters()), told
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(4, "1f1b"), (2, "zb-v"), (2, "interleaved-1f1b")])
+def test_keywords_reach_every_stage_of_a_list_that_takes_them(ranks, schedule):
+    stages = stages_with_keywords()
+    hidden, target, losses = torch.linspace(-1, 1, 42).view(7, 6), torch.ones(7, 6), []
+
+    def forward(hidden, mask, ids, factor, bias):
+        hidden = stages[1](stages[0](hidden, mask, ids, factor=factor))
+        return stages[3](stages[2](hidden, mask=mask, ids=ids, factor=factor, bias=bias), mask, ids, factor=factor)
+
+    for _ in range(3):
+        losses.append(accumulate(forward, keyword_loss, Batch((hidden,), target, KEYWORDS), 3))
+    everyone = ps.launch(rank_keywords, ranks, schedule)
+    for each in everyone:
+        assert all(map(torch.equal, each[0], losses))
+        assert "no stage's forward takes maks=: the first takes hidden, mask, ids, factor" in each[2]
+    assert_same(merged([each[1] for each in everyone]), gradients(nn.Sequential(*stages).named_parameters()))

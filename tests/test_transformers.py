@@ -1,0 +1,134 @@
+"""Models of the transformers library, as they are: cut by torch.export, trained with the numbers of the uncut model."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from models import Batch, Case
+from test_cuts import Run, assert_equal, rank_runs, uncut
+from torch import nn
+
+import penstock as ps
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+transformers: Any = pytest.importorskip("transformers")
+
+SHAPE = {
+    "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 17,
+}  # fmt: skip
+
+
+def dropouts(*names: str) -> dict[str, float]:
+    return dict.fromkeys(names, 0.0)
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, num_key_value_heads=1, max_position_embeddings=12))
+
+
+def gpt2() -> nn.Module:
+    none = dropouts("attn_pdrop", "embd_pdrop", "resid_pdrop")
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=8, n_layer=3, n_head=2, vocab_size=17, n_positions=12, **none)
+    )
+
+
+def bert() -> nn.Module:
+    none = dropouts("hidden_dropout_prob", "attention_probs_dropout_prob")
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SHAPE, max_position_embeddings=12, **none))
+
+
+def t5() -> nn.Module:
+    shape = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 17}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, dropout_rate=0, decoder_start_token_id=0))
+
+
+def vit() -> nn.Module:
+    shape = {name: size for name, size in SHAPE.items() if name != "vocab_size"}
+    none = dropouts("hidden_dropout_prob", "attention_probs_dropout_prob")
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**shape, image_size=8, patch_size=4, num_labels=3, **none)
+    )
+
+
+def ids(rows: int, seed: int, time: int = 6) -> torch.Tensor:
+    return torch.randint(1, 17, (rows, time), generator=torch.Generator().manual_seed(seed))
+
+
+def causal(rows: int, seed: int) -> Batch:
+    return Batch((), ids(rows, seed + 50), {"input_ids": ids(rows, seed), "use_cache": False})
+
+
+def causal_with_whole_mask(rows: int, seed: int) -> Batch:
+    args, target, kwargs = causal(rows, seed)
+    return Batch(args, target, {**kwargs, "attention_mask": torch.ones(6, 6, dtype=torch.bool).tril().expand(rows, 1, 6, 6)})
+
+
+def causal_and_masked(rows: int, seed: int) -> Batch:
+    args, target, kwargs = causal(rows, seed)
+    return Batch(args, target, {**masked(rows, seed).kwargs, **kwargs})
+
+
+def masked(rows: int, seed: int) -> Batch:
+    mask = (torch.arange(6)[None] < 3 + torch.arange(rows)[:, None] % 4).long()
+    return Batch((), ids(rows, seed + 50), {"input_ids": ids(rows, seed), "attention_mask": mask})
+
+
+def translated(rows: int, seed: int) -> Batch:
+    both = {"input_ids": ids(rows, seed), "decoder_input_ids": ids(rows, seed + 25, 5), "use_cache": False}
+    return Batch((), ids(rows, seed + 50, 5), both)
+
+
+def images(rows: int, seed: int) -> Batch:
+    pixels = torch.randn(rows, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return Batch((), torch.arange(rows) % 3, {"pixel_values": pixels})
+
+
+def loss_of_logits(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.logits.flatten(0, -2), target.flatten())
+
+
+CASES = {
+    "llama": Case(llama, loss_of_logits, causal_and_masked),
+    "llama without a mask": Case(llama, loss_of_logits, causal),
+    "llama with the mask of everyone": Case(llama, loss_of_logits, causal_with_whole_mask),
+    "gpt-2, tied": Case(gpt2, loss_of_logits, causal),
+    "bert": Case(bert, loss_of_logits, masked),
+    "t5, tied": Case(t5, loss_of_logits, translated),
+    "vit": Case(vit, loss_of_logits, images),
+}
+
+RUNS = [
+    Run("llama", ("model.layers.1",), by="example"),
+    Run("gpt-2, tied", ("transformer.h.0", "transformer.h.2", "lm_head"), "interleaved-1f1b", by="example"),
+    Run("gpt-2, tied", ("transformer.h.1", "transformer.h.2", "lm_head"), "zb-v", by="example"),
+    Run("bert", ("bert.encoder.layer.1", "bert.encoder.layer.2", "cls"), "zb-v", by="example"),
+    Run("t5, tied", ("encoder.block.1", "decoder", "decoder.block.1"), "interleaved-1f1b", by="example"),
+    Run("vit", None, "1f1b", rows=2, by="measure"),
+]
+WITHOUT_MASK = Run("llama without a mask", ("model.layers.0", "model.layers.2", "model.norm"), "zb-v", by="example")
+
+
+def rank_transformers() -> Any:
+    return rank_runs([*RUNS, WITHOUT_MASK], CASES)
+
+
+@pytest.fixture(scope="module")
+def everyone() -> list[Any]:
+    return ps.launch(rank_transformers, 2)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case} {run.schedule}")
+def test_transformers_models_have_the_numbers_of_the_uncut_ones(everyone, run):
+    assert_equal(run, [each[RUNS.index(run)] for each in everyone], uncut(run, CASES))
+
+
+def test_where_an_exported_model_takes_another_kernel_so_does_the_uncut_one_given_the_same_mask(everyone):
+    """Where no mask is given, transformers makes none, unless it is exported: then grouped heads take another kernel."""
+    ours = [each[len(RUNS)] for each in everyone]
+    assert_equal(WITHOUT_MASK, ours, uncut(WITHOUT_MASK._replace(case="llama with the mask of everyone"), CASES))
+    without, given = (uncut(Run(case), CASES).gradients for case in ("llama without a mask", "llama with the mask of everyone"))
+    assert [name for name in given if not torch.equal(without[name], given[name])]
+    for name, gradient in given.items():
+        torch.testing.assert_close(without[name], gradient)

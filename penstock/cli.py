@@ -13,56 +13,7 @@ import tyro
 
 from penstock.config import TrainConfig, saved_options, table_of
 from penstock.errors import PenstockError
-
-
-@dataclass(frozen=True)
-class Show:
-    """Draw a schedule as it would run, timed by the simulator, with its bubble and memory."""
-
-    schedule: tyro.conf.Positional[str] = "1f1b"
-    """A name that `penstock schedules` lists, or the path of a CSV table."""
-    ranks: int = 4
-    """P: processes the model is cut over."""
-    microbatches: int = 8
-    """M: pieces each batch is split into."""
-    stages_per_rank: int | None = None
-    """V, for schedules that leave it open."""
-    group_size: int | None = None
-    """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
-    forward: float = 1.0
-    """What a stage's forward of one microbatch costs."""
-    backward: float = 2.0
-    """What its backward costs."""
-    weights: float | None = None
-    """The part of it that is the backward to the weights. Default: half."""
-    send: float = 0.0
-    """What a message between two ranks costs."""
-    overlap: float = 0.0
-    """Share of the shorter action of an overlapped pair that the longer one hides."""
-    table: bool = False
-    """Print the bare table as well."""
-    csv: str | None = None
-    """Also write the table to this file, in PyTorch's compute-only form."""
-
-    def run(self) -> None:
-        """Build, prove, time, draw."""
-        from penstock.render.terminal import draw, summary
-        from penstock.schedule import Costs, simulate, verify
-
-        options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
-        schedule = table_of(self.schedule, self.ranks, self.microbatches, **options)
-        print(verify(schedule))
-        if self.table:
-            print(schedule)
-        weights = self.backward / 2 if self.weights is None else self.weights
-        if weights > self.backward:
-            raise PenstockError(f"--weights {weights:g} is a part of --backward {self.backward:g}: give no more than that")
-        timeline = simulate(schedule, Costs(self.forward, self.backward - weights, weights, self.send, overlap=self.overlap))
-        print(draw(timeline, terminal_width(), colors()))
-        print(summary(timeline))
-        if self.csv is not None:
-            schedule.to_csv(self.csv)
-            print(f"wrote {self.csv}")
+from penstock.show import Compare, Show
 
 
 @dataclass(frozen=True)
@@ -170,7 +121,7 @@ class Doctor:
         examine()
 
 
-Commands = Train | Export | Bench | Schedules | Show | Lab | Doctor
+Commands = Train | Export | Bench | Schedules | Show | Compare | Lab | Doctor
 
 
 def _syntax(words: Sequence[str]) -> Any:
@@ -181,6 +132,7 @@ def _syntax(words: Sequence[str]) -> Any:
         | Annotated[Bench, tyro.conf.subcommand("bench")]
         | Annotated[Schedules, tyro.conf.subcommand("schedules")]
         | Annotated[Show, tyro.conf.subcommand("show")]
+        | Annotated[Compare, tyro.conf.subcommand("compare")]
         | Annotated[Lab, tyro.conf.subcommand("lab")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     )
@@ -209,16 +161,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         sys.exit(130)
-
-
-def terminal_width() -> int:
-    """Columns of the terminal, 100 when there is none."""
-    return os.get_terminal_size().columns if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 100))
-
-
-def colors() -> bool:
-    """Whether to colour: on a terminal, unless NO_COLOR says otherwise."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
 
 if __name__ == "__main__":

@@ -46,12 +46,17 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
     done = penstock("train", "--data", str(text), "--out", str(tmp_path / "runs"), *SMALL, launcher=torchrun)
     assert done.returncode == 0, done.stderr
     assert "2 ranks  step 3/3" in done.stdout
+    assert "cut by measured times of a microbatch:\nstage 0  embedding" in done.stdout
+    assert "1f1b, 2 ranks, 2 stages, 4 microbatches: " in done.stdout  # where the time went
+    assert "timeline.html in a browser" in done.stdout
     assert [path.name for path in sorted(next((tmp_path / "runs").iterdir()).iterdir())] == [
         "metrics.jsonl",
         "model.safetensors",
         "run.json",
         "step-00000003",
         *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
+        "timeline.html",
+        "timeline.json",
     ]
 
 

@@ -1,6 +1,8 @@
 """A timeline as text: a row for each rank, time from left to right."""
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
 
 from penstock.schedule import Event, Kind, Timeline
 
@@ -16,15 +18,17 @@ RESET = "\033[0m"
 IDLE = "."
 
 
-def draw(timeline: Timeline, width: int = 80, color: bool = False) -> str:
+def draw(timeline: Timeline, width: int = 80, color: bool = False, beside: Sequence[Timeline] = ()) -> str:
     """`timeline` in at most `width` columns: each action its kind and microbatch as far as there is room, idle time dots.
 
     Where a rank has several stages, the stage stands in front: `2F3`. An overlapped pair is one block in braces, `{F3B1}`,
-    or `&` where there is no room. With `color`, ANSI colours tell the kinds apart.
+    or `&` where there is no room. With `color`, ANSI colours tell the kinds apart. It has the scale at which those `beside`
+    it fit too, so that they can stand one above the other.
     """
-    label = len(f"rank {timeline.ranks - 1} |")
+    together = (timeline, *beside)
+    label = max(len(f"rank {each.ranks - 1} |") for each in together)
     columns = max(width - label, 10)
-    scale = _scale(timeline, columns)
+    scale = _scale(together, columns)
     columns = round(scale * timeline.makespan)
     several = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
     lines = []
@@ -34,12 +38,13 @@ def draw(timeline: Timeline, width: int = 80, color: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _scale(timeline: Timeline, columns: int) -> float:
+def _scale(timelines: Sequence[Timeline], columns: int) -> float:
     """Columns for a unit of time: whole ones for the shortest action where that does not waste much room."""
-    shortest = min((event.end - event.start for event in timeline.events if event.end > event.start), default=0.0)
+    times = (event.end - event.start for timeline in timelines for event in timeline.events)
+    shortest = min((time for time in times if time > 0), default=0.0)
     if not shortest:
         return 0.0
-    fits = columns / timeline.makespan
+    fits = columns / max(timeline.makespan for timeline in timelines)
     whole = int(fits * shortest) / shortest
     return whole if whole > 0.6 * fits else fits
 
@@ -86,13 +91,35 @@ def _filled(text: str, width: int, fill: str) -> str:
     return text.removesuffix("}").ljust(width - len(brace), fill) + brace
 
 
-def summary(timeline: Timeline) -> str:
-    """What the picture shows, in numbers: time, bubble both ways, memory; and where the time of all ranks went."""
+def summary(timeline: Timeline, unit: str = "") -> str:
+    """What the picture shows, in numbers: time, bubble both ways, memory; and where the time of all ranks went.
+
+    `unit` is that of time: `s`, or none where it is whatever the costs were in.
+    """
     flights = "/".join(map(str, timeline.peak_in_flight))
     busy = sum(timeline.busy) / (timeline.ranks * timeline.makespan) if timeline.makespan else 0.0
     causes = ", ".join(f"{cause} {share:.1%}" for cause, share in timeline.causes.items())
     return (
-        f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}"
-        f" (longest rank's span {timeline.span:g}, bubble {timeline.bubble_by_span:.1%}), activations in flight {flights}\n"
+        f"makespan {told(timeline.makespan, unit)}, bubble {timeline.bubble:.1%}"
+        f" (longest rank's span {told(timeline.span, unit)}, bubble {timeline.bubble_by_span:.1%}),"
+        f" activations in flight {flights}\n"
         f"time of all ranks: busy {busy:.1%}, idle by {causes}"
     )
+
+
+def told(time: float, unit: str = "") -> str:
+    """`time` as people read it: 12.3 ms where the unit is `s`, else the bare number."""
+    if unit != "s":
+        return f"{time:g}{unit and ' '}{unit}"
+    factor, unit = (1.0, "s") if time >= 1 else (1e3, "ms") if time >= 1e-3 else (1e6, "µs")
+    return f"{time * factor:.4g} {unit}"
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, 100 when there is none."""
+    return os.get_terminal_size().columns if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 100))
+
+
+def colors() -> bool:
+    """Whether to colour: on a terminal, unless NO_COLOR says otherwise."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -1,0 +1,112 @@
+"use strict";
+// The records that the page shows, as penstock/render/record.py writes them, prepared for drawing.
+
+const KINDS = {F: "forward", B: "backward", I: "backward to the input", W: "backward to the weights"};
+const CAUSES = {
+  fill: "before the rank's first backward: the pipeline is not full yet",
+  imbalance: "in between: another rank still computes what this one needs next",
+  drain: "after the rank's last forward: the pipeline runs empty",
+  communication: "what the rank needs next is computed and on its way",
+};
+
+/** One step: for every rank its blocks (the actions, in order), its idle times and its memory curve. */
+class Timeline {
+  constructor(data) {
+    this.data = data;
+    this.blocks = new Map();
+    const path = new Set(data.critical_path);
+    this.ranks = data.ranks.map((row, rank) => {
+      const blocks = row.events.map((event, index) => this.block(event, rank, index, path));
+      return {blocks, ends: blocks.map((block) => block.end), idle: row.idle, idleEnds: row.idle.map((idle) => idle[1]), memory: row.memory};
+    });
+    for (const pair of data.overlaps) pair.forEach((text, half) => { this.blocks.get(text).half = half; });
+    this.path = data.critical_path.map((text) => this.blocks.get(text));
+  }
+
+  block(event, rank, index, path) {
+    const [, stage, kind, microbatch] = /^(\d+)([FBIW])(\d+)$/.exec(event.action);
+    const block = {
+      text: event.action, stage: Number(stage), kind, microbatch: Number(microbatch), rank, index,
+      start: event.start, end: event.end, waited: event.waited || 0, waitedFor: event.waited_for,
+      receives: event.receives || [], critical: path.has(event.action), half: null,
+    };
+    this.blocks.set(block.text, block);
+    return block;
+  }
+
+  get stages() { return 1 + Math.max(-1, ...new Set([...this.blocks.values()].map((block) => block.stage))); }
+  get microbatches() { return 1 + Math.max(-1, ...new Set([...this.blocks.values()].map((block) => block.microbatch))); }
+  get severalStages() {
+    this._several ??= this.ranks.some(({blocks}) => new Set(blocks.map((block) => block.stage)).size > 1);
+    return this._several;
+  }
+  get peak() { return Math.max(0, ...this.data.peak_memory); }
+}
+
+/** The steps of one record, each prepared when it is first looked at, and what was planned. */
+class TimelineRecord {
+  constructor(data) {
+    this.name = data.name;
+    this.unit = data.unit;
+    this.labels = data.steps.map((step) => step.label);
+    this.raw = data.steps.map((step) => step.timeline);
+    this.ready = new Map();
+    this.planned = data.planned && new Timeline(data.planned);
+    this.step = this.raw.length - 1;
+    this.makespan = Math.max(data.planned ? data.planned.makespan : 0, ...this.raw.map((each) => each.makespan));
+  }
+
+  get timeline() {
+    if (!this.ready.has(this.step)) this.ready.set(this.step, new Timeline(this.raw[this.step]));
+    return this.ready.get(this.step);
+  }
+
+  /** What the main lane of every rank is called. */
+  get kindOfTimes() { return this.unit === "s" ? "measured" : "planned"; }
+
+  /** Times as people read them: `12.3 ms` where the unit is a second, else the bare number. */
+  time(value, signed = false) {
+    const sign = signed && value > 0 ? "+" : "";
+    if (this.unit !== "s") return sign + short(value);
+    const [factor, unit] = scaleOf(Math.abs(value));
+    return `${sign}${short(value * factor)} ${unit}`;
+  }
+
+  /** The `count` actions whose time differs most from the planned one. */
+  deviations(count) {
+    const found = [];
+    for (const block of this.timeline.blocks.values()) {
+      const planned = this.planned && this.planned.blocks.get(block.text);
+      if (planned) {
+        const longer = block.end - block.start - (planned.end - planned.start);
+        found.push({block, planned, longer, later: block.start - planned.start});
+      }
+    }
+    return found.sort((a, b) => Math.abs(b.longer) - Math.abs(a.longer)).slice(0, count);
+  }
+
+  /** The `count` actions before which their rank was idle longest. */
+  waits(count) {
+    const waited = [...this.timeline.blocks.values()].filter((block) => block.waited > 0);
+    return waited.sort((a, b) => b.waited - a.waited).slice(0, count);
+  }
+}
+
+function scaleOf(seconds) {
+  if (seconds >= 1) return [1, "s"];
+  return seconds >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+}
+
+function short(value) { return String(Number(value.toPrecision(4))).replace("-", "−"); }
+
+function percent(share) { return `${(100 * share).toFixed(1)} %`; }
+
+/** The first place in `ascending` whose value is greater than `value`. */
+function firstAfter(ascending, value) {
+  let low = 0, high = ascending.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (ascending[middle] > value) high = middle; else low = middle + 1;
+  }
+  return low;
+}

@@ -1,0 +1,93 @@
+// Numbers beside the pictures: figures, where the time went, the largest deviations, the differences of two records.
+
+const ROWS = 12; // of a table
+
+function figures(record) {
+  const {data} = record.timeline, planned = record.planned && record.planned.data;
+  const beside = (value) => (planned ? [element("dd", {class: "beside"}, `planned ${value(planned)}`)] : []);
+  const figure = (term, value) => element("div", {}, element("dt", {}, term), element("dd", {}, value(data)), ...beside(value));
+  return element("dl", {class: "figures"},
+    figure("makespan", (each) => record.time(each.makespan)),
+    figure("bubble", (each) => percent(each.bubble)),
+    figure("busiest rank", (each) => `rank ${each.busy.indexOf(Math.max(...each.busy))}`),
+    figure("in flight, most at once", (each) => counts(each.peak_in_flight)));
+}
+
+/** One number a rank; if all are the same that one, if there are many from where to where they lie. */
+function counts(numbers) {
+  if (numbers.length > 1 && new Set(numbers).size === 1) return `${short(numbers[0])} on every rank`;
+  return numbers.length <= 8 ? numbers.map(short).join("/") : `${short(Math.min(...numbers))} to ${short(Math.max(...numbers))}`;
+}
+
+/** Busy shares by kind; the time of a pair counts half for each of its two. */
+function kindShares({blocks, data}) {
+  const total = data.ranks.length * data.makespan || 1, shares = {};
+  for (const {kind, start, end, half} of blocks.values()) {
+    shares[kind] = (shares[kind] || 0) + ((end - start) * (half === null ? 1 : 0.5)) / total;
+  }
+  return Object.keys(KINDS).filter((kind) => kind in shares).map((kind) => [kind, shares[kind]]);
+}
+
+function busyShare(timeline) { return kindShares(timeline).reduce((sum, [, share]) => sum + share, 0); }
+
+/** Where the time of all ranks went, as a bar that is the legend as well. */
+function shares(record) {
+  const {timeline} = record, bars = [[record.kindOfTimes, timeline, ""]];
+  if (record.planned) bars.push(["planned", record.planned, " thin"]);
+  const parts = (each) => [...kindShares(each), ...Object.keys(CAUSES).map((cause) => [cause, each.data.causes[cause]])];
+  const told = (what) => KINDS[what] || `idle by ${what}`;
+  const bar = ([name, each, thin]) => element("div", {class: "bar", role: "img", "aria-label": `${name}: ${parts(each).map(([what, share]) => `${told(what)} ${percent(share)}`).join(", ")}`},
+    element("span", {}, name), element("div", {class: `track${thin}`}, ...parts(each).filter(([, share]) => share > 0).map(([what, share]) => {
+      const part = element("i", {class: `paint-${what}`, title: `${told(what)} ${percent(share)}`});
+      part.style.flex = `${share} 0 0`;
+      return part;
+    })));
+  const item = (paint, text, more, title) => element("li", title ? {title} : {}, element("span", {class: `swatch paint-${paint}`}), text, ...more);
+  const legend = [
+    ...kindShares(timeline).map(([kind, share]) => item(kind, KINDS[kind], [element("b", {}, percent(share))])),
+    ...Object.keys(CAUSES).map((cause) => item(cause, `idle by ${cause}`, [element("b", {}, percent(timeline.data.causes[cause]))], CAUSES[cause])),
+    item("path", "critical path", []),
+    item("memory", record.planned ? "activations held (dashed: planned)" : "activations held", []),
+  ];
+  return element("div", {class: "shares"},
+    element("h3", {}, `Where the time of all ranks went: busy ${percent(busyShare(timeline))}`),
+    ...bars.map(bar), element("ul", {class: "legend"}, ...legend));
+}
+
+function table(caption, heads, rows) {
+  return element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": caption}, element("table", {},
+    element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", {scope: "col"}, head)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell)))))));
+}
+
+/** The largest deviations from what was planned, or without a plan the longest waits. */
+function tableBelow(chart, page) {
+  const {record} = chart, time = (value) => record.time(value);
+  const go = (block) => element("button", {type: "button", click: () => { chart.host.focus(); page.select(chart, block); }}, block.text);
+  if (record.planned) {
+    const rows = record.deviations(ROWS).map(({block, planned, longer, later}) => [go(block), String(block.rank), time(planned.end - planned.start),
+      time(block.end - block.start), record.time(longer, true), record.time(later, true)]);
+    const caption = "Largest deviations from the plan";
+    return [element("h3", {}, caption), table(caption, ["action", "rank", "planned", "measured", "longer by", "starts later by"], rows)];
+  }
+  const rows = record.waits(ROWS).map((block) => {
+    const source = record.timeline.blocks.get(block.waitedFor);
+    return [go(block), String(block.rank), time(block.start), time(block.waited), source ? `${source.text} of rank ${source.rank}` : "–"];
+  });
+  const caption = "Longest waits";
+  return rows.length ? [element("h3", {}, caption), table(caption, ["action", "rank", "starts at", "waited", "for"], rows)] : [];
+}
+
+/** Two records, number beside number. */
+function differences(records) {
+  const [first, second] = records, [a, b] = records.map((record) => record.timeline.data);
+  const signed = (share, unit) => (Math.abs(share) < 5e-4 ? "same" : `${share > 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(1)} ${unit}`);
+  const points = (from, to) => signed(to - from, "points"), relative = (from, to) => (from ? signed(to / from - 1, "%") : "–");
+  const rows = [
+    ["makespan", first.time(a.makespan), second.time(b.makespan), relative(a.makespan, b.makespan)],
+    ["bubble", percent(a.bubble), percent(b.bubble), points(a.bubble, b.bubble)],
+    ["memory, most on a rank", short(Math.max(...a.peak_memory)), short(Math.max(...b.peak_memory)), relative(Math.max(...a.peak_memory), Math.max(...b.peak_memory))],
+    ...Object.keys(CAUSES).map((cause) => [`idle by ${cause}`, percent(a.causes[cause]), percent(b.causes[cause]), points(a.causes[cause], b.causes[cause])]),
+  ];
+  return table("Differences", ["", first.name, second.name, "difference"], rows);
+}

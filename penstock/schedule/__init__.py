@@ -5,7 +5,10 @@ from penstock.schedule.actions import Action, Kind, Schedule, from_rows
 from penstock.schedule.catalog import build, names
 from penstock.schedule.causes import Cause, Idle
 from penstock.schedule.events import Border, Event, Size, Timeline
+from penstock.schedule.explain import explain
+from penstock.schedule.explanation import Explanation
 from penstock.schedule.foreign import from_lowered_csv, from_lowered_rows
+from penstock.schedule.measured import Measured
 from penstock.schedule.program import Program, Run, Script, Skip, Step, Transfer, lower
 from penstock.schedule.simulate import Costs, simulate
 from penstock.schedule.verify import Proof, prove, verify
@@ -16,8 +19,10 @@ __all__ = [
     "Cause",
     "Costs",
     "Event",
+    "Explanation",
     "Idle",
     "Kind",
+    "Measured",
     "Program",
     "Proof",
     "Run",
@@ -30,6 +35,7 @@ __all__ = [
     "Timeline",
     "Transfer",
     "build",
+    "explain",
     "from_lowered_csv",
     "from_lowered_rows",
     "from_rows",

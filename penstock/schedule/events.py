@@ -9,6 +9,8 @@ from penstock.schedule.actions import Action, Kind, Pair, Skip
 
 if TYPE_CHECKING:
     from penstock.schedule.causes import Cause, Idle
+    from penstock.schedule.explanation import Explanation
+    from penstock.schedule.measured import Measured
 
 
 class Event(NamedTuple):
@@ -176,6 +178,15 @@ class Timeline:
         from penstock.schedule.causes import critical_path
 
         return critical_path(self)
+
+    def explain(self, measured: "Measured | None" = None) -> "Explanation":
+        """A measured step in words: where its time went, who holds it up, what would make it shorter. `print` it.
+
+        `measured`, and what is raised: as in `penstock.schedule.explain`.
+        """
+        from penstock.schedule.explain import explain
+
+        return explain(self, measured)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:

@@ -107,13 +107,22 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     Raises ScheduleError when actions wait for each other in a circle, for an action that is not in the table or stands on
     the wrong rank, and for costs that are none.
     """
+    timeline = until_it_stops(schedule, costs)
+    for rank, (row, actions) in enumerate(zip(timeline.rows, schedule.actions, strict=True)):
+        if len(row) < len(actions):
+            raise ScheduleError(f"{schedule.name} stops: rank {rank} waits for ever before {actions[len(row)]} (see verify)")
+    return timeline
+
+
+def until_it_stops(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
+    """The same as far as it comes: of a table whose actions wait for each other in a circle, those that run before that.
+
+    Raises ScheduleError as `simulate`, but not for a circle.
+    """
     _check_places(schedule)
     machine = _Machine(schedule, costs)
     with collector_paused():
         machine.run()
-    for rank, (row, actions) in enumerate(zip(machine.rows, schedule.actions, strict=True)):
-        if len(row) < len(actions):
-            raise ScheduleError(f"{schedule.name} stops: rank {rank} waits for ever before {actions[len(row)]} (see verify)")
     rows, stages = tuple(map(tuple, machine.rows)), schedule.stages
     return Timeline(schedule.name, rows, costs.borders(stages), costs.sizes(stages), schedule.overlaps, costs.skipping(stages))
 

@@ -1,0 +1,201 @@
+"""A step explained: its parts add up, the slow rank is named with what it costs, and advice is what the simulator says."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_tables import valid_tables, whole_numbers
+from test_measured import close, even, ran, runs
+from test_simulate import table
+
+from penstock.schedule import Costs, Kind, Measured, ScheduleError, Timeline, build, explain, names, simulate
+from penstock.schedule.explain import shares
+
+
+def slowed(name: str, rank: int, longer: float, ranks: int = 4, microbatches: int = 8) -> Timeline:
+    """A step of 20 for F and 40 for B, in which every action of `rank` takes `longer` more."""
+    costs = [20 + longer * (stage == rank) for stage in range(ranks)], [40 + longer * (stage == rank) for stage in range(ranks)]
+    return simulate(runs(name, ranks, microbatches), Costs(*costs, 0))
+
+
+# ---- where the time went
+
+
+@given(valid_tables(), st.lists(whole_numbers(0, 9), min_size=4, max_size=4), whole_numbers(0, 20))
+def test_the_shares_add_up_to_the_step(schedule, costs, late):
+    timeline = simulate(schedule, Costs(*costs))
+    rows = tuple(
+        tuple(event._replace(end=event.end - late / 40 * (event.end - event.start)) for event in row) for row in timeline.rows
+    )
+    for each in (timeline, replace(timeline, rows=rows)):
+        parts = shares(each, Measured.of(each))
+        assert all(share >= -1e-12 for share in parts.values())
+        assert each.makespan == 0 or sum(parts.values()) == close(1)
+
+
+@pytest.mark.parametrize("name", names())
+def test_without_an_engine_the_shares_are_the_timelines_own(name):
+    timeline = simulate(runs(name, 4, 8), Costs(2, 3, 1, send=0.5))
+    told = timeline.explain()
+    assert told.shares["engine"] == 0
+    assert {cause: told.shares[cause] for cause in timeline.causes} == close(timeline.causes)
+    busy = sum(told.shares[kind.value] for kind in Kind)
+    assert busy == close(sum(timeline.busy) / 4 / timeline.makespan)
+
+
+def test_time_between_two_actions_with_nothing_to_wait_for_is_the_engines():
+    timeline = ran(table("0F0 0F1 0B0 0B1"), [1], engine=1)  # F 4, B 5, and 1 in between
+    told = timeline.explain()
+    assert told.shares["engine"] == close(3 / 21)
+    assert (told.shares["F"], told.shares["B"]) == (close(8 / 21), close(10 / 21))
+
+
+def test_time_for_a_message_is_not_the_engines():
+    told = ran(runs("1f1b", 2, 4), [1, 1], send=2, engine=1).explain()
+    assert told.shares["communication"] > 0
+    assert told.shares["engine"] > 0
+
+
+# ---- who holds it up
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "naive", "zb-h1"])
+@pytest.mark.parametrize("rank", range(4))
+def test_the_slow_rank_is_named_with_what_the_step_loses_by_it(name, rank):
+    slow, fair = slowed(name, rank, 5), slowed(name, rank, 0)
+    straggler = slow.explain().straggler
+    assert straggler
+    assert straggler.rank == rank
+    assert straggler.loss == close(slow.makespan - fair.makespan)
+    assert straggler.times[Kind.F] == (25, 20)
+
+
+def test_what_an_action_takes_longer_is_the_mean_over_its_rank():
+    straggler = slowed("1f1b", 2, 5).explain().straggler
+    assert straggler
+    assert straggler.longer == close(5)
+    assert straggler.times == {Kind.F: (25, 20), Kind.B: (45, 40)}
+
+
+def test_the_slower_of_two_slow_ranks_is_named():
+    costs = [20, 27, 20, 25, 20]
+    straggler = simulate(build("1f1b", 5, 10), Costs(costs, costs, costs)).explain().straggler
+    assert straggler
+    assert straggler.rank == 1
+
+
+@pytest.mark.parametrize("name", names())
+def test_where_all_ranks_take_the_same_none_is_named(name):
+    schedule = runs(name, 4, 8)
+    assert ran(schedule, even(schedule.stages), send=0.5, engine=0.25).explain().straggler is None
+
+
+def test_a_rank_that_has_more_layers_is_no_straggler_once_that_is_known():
+    timeline, layers = ran(runs("1f1b", 4, 8), [6, 6, 9, 3]), [6, 6, 9, 3]
+    straggler = timeline.explain().straggler
+    assert straggler
+    assert straggler.rank == 2
+    assert timeline.explain(Measured.of(timeline, layers=layers)).straggler is None
+
+
+def test_one_rank_is_compared_with_nobody():
+    told = simulate(build("1f1b", 1, 4)).explain()
+    assert (told.straggler, told.faster, told.shares["F"] + told.shares["B"]) == (None, None, close(1))
+
+
+def test_a_rank_without_a_stage_is_in_nobodys_way():
+    timeline = simulate(table("0F0 0B0\n1F0 1B0", (0, 1)))
+    told = replace(timeline, rows=(*timeline.rows, ())).explain()
+    assert told.straggler is None
+    assert sum(told.shares.values()) == close(1)
+
+
+# ---- what would make it shorter
+
+
+def test_even_stages_take_what_the_simulator_says_for_them():
+    told = simulate(build("1f1b", 4, 8), Costs([1, 2, 3, 6], 0, 4)).explain()
+    assert told.even == close(simulate(build("1f1b", 4, 8), Costs(3, 0, 4)).makespan)
+
+
+def test_twice_the_microbatches_take_what_the_simulator_says_for_them():
+    told = simulate(build("1f1b", 4, 8), Costs(1, 1, 1, send=0.25)).explain()
+    assert told.more
+    assert told.more.schedule == runs("1f1b", 4, 16)
+    assert told.more.seconds == close(simulate(build("1f1b", 4, 16), Costs(1, 1, 1, send=0.25)).makespan)
+    assert (told.held, told.more.held) == (4, 4)
+
+
+def test_the_best_schedule_is_the_fastest_of_the_catalog_with_what_it_holds():
+    told = ran(runs("gpipe", 4, 8), even(4), send=0.5).explain()
+    assert told.faster
+    measured = Measured.of(ran(runs("gpipe", 4, 8), even(4), send=0.5))
+    times = {name: measured.predict(build(name, 4, 8)).makespan for name in names()}
+    assert told.faster.seconds == times[told.faster.schedule.name] <= 1.01 * min(times.values())
+    assert told.faster.held <= told.held == 8
+    assert told.faster.halved  # no W was measured
+
+
+def test_a_schedule_that_holds_more_is_told_beside_the_best_that_does_not():
+    told = simulate(runs("zb-h1", 4, 8), Costs(1, 1, 1, send=0.5)).explain()
+    assert told.faster
+    assert told.frugal
+    assert told.faster.held > told.held >= told.frugal.held
+    assert told.frugal.seconds > told.faster.seconds
+
+
+def test_what_is_not_notably_faster_is_not_advised():
+    told = simulate(runs("zb-v", 4, 40), Costs(1, 1, 1)).explain()
+    assert (told.faster, told.frugal) == (None, None)
+    assert "none of the catalog would be 1% faster" in str(told)
+
+
+def test_a_table_of_ones_own_is_explained_without_its_family():
+    told = simulate(table("0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1")).explain()
+    assert told.more is None
+    assert told.faster
+    assert "more microbatches" not in str(told)
+
+
+def test_the_prediction_is_set_against_the_step():
+    timeline = ran(runs("1f1b", 4, 8), even(4), send=0.5)
+    told = timeline.explain()
+    assert told.predicted == close(timeline.makespan) == close(told.step)
+    cheaper = Measured.of(ran(runs("1f1b", 4, 8), [3] * 4, send=0.25))
+    assert timeline.explain(cheaper).predicted == close(timeline.makespan / 2)
+    assert "50.0% less than measured" in str(timeline.explain(cheaper))
+
+
+# ---- in words
+
+WORDS = """
+1f1b, 4 ranks, 4 stages, 8 microbatches: 730.0 ms from the first action to the last. Of the ranks' time:
+  busy    68.5%  F 23.3%, B 45.2%
+  idle    31.5%  fill 13.0%, imbalance 4.5%, drain 14.0%
+  engine   0.0%  between actions, with nothing to wait for
+straggler: rank 2 takes 5.0 ms an action longer than its share of the model (F 25.0 instead of 20.0 ms, B 45.0 instead of \
+40.0 ms), which costs the step 70.0 ms (9.6%)
+another cut: 687.5 ms, 5.8% less if all stages took the same
+more microbatches: 16 of the same size, 645.0 ms, 11.6% less for as many rows; a rank holds up to 4 microbatches, now 4
+another schedule: interleaved-zb (2 stages a rank): 548.8 ms, 24.8% less, if I and W each take half of B; a rank holds \
+up to 4 microbatches, now 4
+prediction: 730.0 ms at these costs, 0.0% more than measured
+"""
+
+
+def test_it_is_told_in_a_few_lines_with_units():
+    slow = slowed("1f1b", 2, 5)
+    rows = tuple(tuple(event._replace(start=event.start / 1e3, end=event.end / 1e3) for event in row) for row in slow.rows)
+    assert str(explain(replace(slow, rows=rows))).splitlines() == WORDS.strip("\n").splitlines()
+
+
+def test_a_step_without_backwards_is_refused():
+    forwards = simulate(build("1f1b", 2, 4).keep(lambda action: action.kind is Kind.F))
+    with pytest.raises(ScheduleError, match="stage 0 ran no backward: measure a step"):
+        forwards.explain()
+
+
+def test_a_cut_that_is_even_enough_is_told_so():
+    timeline = simulate(build("1f1b", 4, 8), Costs())
+    assert "another cut: would gain nothing, the stages are as even as the table needs" in str(timeline.explain())

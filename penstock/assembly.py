@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock import partition, tied
-from penstock.balance import Balance
 from penstock.carried import takes
 from penstock.errors import MismatchError
 from penstock.links import links_of, skips_of_tied
-from penstock.materialise import Init, is_meta, materialise
-from penstock.pieces import on, skips_of
+from penstock.partition.balance import Balance
+from penstock.partition.materialise import Init, is_meta, materialise
+from penstock.partition.pieces import on, skips_of
 from penstock.schedule import Schedule, Skip, build, from_rows
 from penstock.schedule.actions import Cell
 from penstock.stage import Stage

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import MismatchError
-from penstock.pieces import Piece
+from penstock.partition.pieces import Piece
 
 
 class Carried(NamedTuple):

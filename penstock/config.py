@@ -57,6 +57,8 @@ class TrainConfig:
     resume: Path | None = None
     """The folder of a run to go on with, from its newest whole checkpoint. Options not given are as in that run; ranks,
     schedule and microbatches may be others, steps the same or more."""
+    timeline: bool = True
+    """Keep the last steps' timeline in the run's folder, measured over planned: `timeline.html` to look at."""
     out: Path = Path("runs")
     """Folder in which the run gets a folder of its own."""
 

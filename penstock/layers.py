@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import MismatchError
-from penstock.pieces import Piece
+from penstock.partition.pieces import Piece
 from penstock.randomness import advance, generator_of
 
 Recompute = Literal["stage", "block"]

@@ -69,12 +69,16 @@ def closing(run: "Run", alone: "Run | None", folder: "Path") -> None:
     console.print(
         f"\nloss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, on the held-out part {run.validation_loss:.4f}", highlight=False
     )
+    if run.explanation:
+        console.print(f"\n{run.explanation}", highlight=False)
     if run.sample:
         console.print("\nThe model continues held-out text (dim) with:", highlight=False)
         console.print(f"[dim]{_safe(run.prompt)}[/dim]{_safe(run.sample)}", highlight=False)
     if alone is not None:
         console.print(_comparison(run, alone))
     console.print(f"\nmetrics, checkpoints, weights and settings are in {folder}", highlight=False)
+    if (folder / "timeline.html").exists():
+        console.print(f"the last steps, measured over planned: open {folder / 'timeline.html'} in a browser", highlight=False)
 
 
 def _safe(text: str) -> str:

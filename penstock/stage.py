@@ -15,7 +15,7 @@ from penstock.carried import Carried, Keywords, bare
 from penstock.entry import Entry
 from penstock.layers import Layers, Recompute
 from penstock.links import Links
-from penstock.pieces import Piece
+from penstock.partition.pieces import Piece
 from penstock.randomness import advance
 from penstock.replicas import Replicas
 from penstock.split_backward import Splitter

@@ -23,11 +23,15 @@ from penstock.metrics import Metrics, recorded
 from penstock.model import GPT, GPTConfig, mlp
 from penstock.pipeline import Pipeline
 from penstock.progress import Progress, closing
-from penstock.schedule import Costs, simulate
+from penstock.render.files import write
+from penstock.render.record import FILE, load, save
+from penstock.schedule import Costs, Timeline, simulate
+from penstock.schedule.measured import Measured
 
 WARM_UP = 10  # steps
 VALIDATION_BATCHES = 8
 SAMPLE_BYTES = 160
+EXPLAINED = 5  # last steps: their timelines are kept and told in words
 WAITS_EVERY = 10  # steps: what ranks waited for is gathered so often
 
 
@@ -46,6 +50,7 @@ class Run:
     prompt: str = ""
     sample: str = ""
     planned_bubble: float = 0.0  # of the table, every stage alike, a backward twice a forward
+    explanation: str = ""  # where the time of the last steps went
 
 
 def train(config: TrainConfig) -> None:
@@ -95,18 +100,24 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
         metrics = stack.enter_context(_metrics(folder, config, run)) if folder and topology.rank == 0 else None
         if show and not alone:
             show.say(f"cut by measured times of a microbatch:\n{pipe.balance}")
-        for record in _steps(config, pipe, optimizer, rate, source, run):
+        timelines: list[Timeline] = []
+        for told in _steps(config, pipe, optimizer, rate, source, run):
+            if told["step"] > config.steps - EXPLAINED:
+                timelines.append(pipe.timeline())
             if show:
-                show.step(record)
+                show.step(told)
             if metrics:
-                metrics.write(record)
-            if folder and _is_due(record["step"], config):
+                metrics.write(told)
+            if folder and _is_due(told["step"], config):
                 checkpoint.save(folder, pipe, optimizer, rate, keep=config.keep, wait=False)
     if folder is not None:
         checkpoint.save(folder, pipe, optimizer, rate, keep=config.keep)
     run.validation_loss = _validate(pipe, source, config)
     if isinstance(source, data.Text):
         run.prompt, run.sample = _sample(pipe, source, config.seed)
+    if topology.rank == 0 and timelines and not alone:
+        shares = pipe.balance.stages if pipe.balance else ()  # what each stage takes of the model
+        run.explanation = _explained(Measured.of(*timelines, layers=shares), timelines, config, folder)
     if folder is not None:
         checkpoint.export(pipe, folder / "model.safetensors")
         if topology.rank == 0:
@@ -120,6 +131,17 @@ def _of_rank_0(folder: Path | None) -> Path | None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(chosen, src=0)
     return chosen[0]
+
+
+def _explained(measured: Measured, timelines: list[Timeline], config: TrainConfig, folder: Path | None) -> str:
+    """Where the time of these steps went, in words; and drawn in `folder`, over what their own costs make of the table."""
+    if folder is not None and config.timeline:
+        planned = measured.predict(measured.schedule)
+        labels = [f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines))]
+        save(timelines, planned, folder / FILE, labels)
+        list(write([load(folder)], html=folder / "timeline.html"))
+    middle = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
+    return str(middle.explain(measured))
 
 
 def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, run: Run) -> None:

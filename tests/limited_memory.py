@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.labs.emulated import CAN_LIMIT_MEMORY, limit_memory, warm_up
-from penstock.materialise import materialise
+from penstock.partition.materialise import materialise
 
 LIMIT = 400_000_000  # bytes; the threads that carry messages take 50 MB of it, for their stacks
 LAYERS, ROWS, MICROBATCHES = 16, 8, 4  # a layer is more than 32 MB: smaller blocks leave holes in glibc's heap

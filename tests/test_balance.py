@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from penstock import MismatchError
-from penstock.balance import PARAMETERS, Balance, starts
-from penstock.materialise import is_meta
-from penstock.measure import Unit, measure, record
 from penstock.microbatch import sizes
 from penstock.model import GPT, GPTConfig
+from penstock.partition.balance import PARAMETERS, Balance, starts
+from penstock.partition.materialise import is_meta
+from penstock.partition.measure import Unit, measure, record
 
 # ---- the cut
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import penstock as ps
 from penstock import MismatchError
-from penstock.materialise import is_meta, materialise
 from penstock.model import GPT, GPTConfig
+from penstock.partition.materialise import is_meta, materialise
 
 
 class Gain(nn.Module):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.comms import CPU
 from penstock.errors import MismatchError
-from penstock.materialise import is_meta
+from penstock.partition.materialise import is_meta
 from penstock.randomness import aside
 
 META = torch.device("meta")

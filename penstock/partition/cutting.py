@@ -1,8 +1,4 @@
-"""Cut a model into stages.
-
-An `nn.Sequential` is cut between its layers. Any other model is cut between its units (`units.py`), along a graph of its
-forward (`trace.py`, `export.py`, `pieces.py`), so that it need not be a chain.
-"""
+"""Cutting: a model as a whole, where it can be cut, and the stages it is cut into."""
 
 import difflib
 from collections import OrderedDict
@@ -14,12 +10,12 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import pieces
-from penstock.balance import PARAMETERS, Balance
 from penstock.errors import MismatchError
-from penstock.measure import measure, record
-from penstock.pieces import Traced
-from penstock.units import units_of
+from penstock.partition import pieces
+from penstock.partition.balance import PARAMETERS, Balance
+from penstock.partition.measure import measure, record
+from penstock.partition.pieces import Traced
+from penstock.partition.units import units_of
 
 
 def split(
@@ -106,7 +102,7 @@ class Whole:
         return self.cuts is None and self.has_example
 
     def _followed(self) -> Traced:
-        from penstock import export, trace  # torch.export takes a second to import
+        from penstock.partition import export, trace  # torch.export takes a second to import
 
         units = units_of(self.model, self.cuts or ())
         if self.has_example:

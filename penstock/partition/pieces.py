@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from penstock.errors import MismatchError
-from penstock.inputs import Inputs
+from penstock.partition.inputs import Inputs
 
 Call = Callable[..., Any]  # how a unit is called: its number, the unit, args, kwargs
 TRAINING, DEVICE = "training", "penstock.device"  # what the graph reads of the piece itself

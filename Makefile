@@ -23,7 +23,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mlp,transformers,dev]'
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mlp,transformers,png,studio,tensorboard,dev]'
 	touch $@
 
 clean:

@@ -121,7 +121,23 @@ class Doctor:
         examine()
 
 
-Commands = Train | Export | Bench | Schedules | Show | Compare | Lab | Doctor
+@dataclass(frozen=True)
+class Studio:
+    """Open the playground: choose, price and edit schedules on a local page, and see them proved, timed and drawn."""
+
+    port: int = 0
+    """Where the page is served, on 127.0.0.1 only. 0: any free port."""
+    browser: bool = True
+    """Open the page in a browser."""
+
+    def run(self) -> None:
+        """Serve until Ctrl-C."""
+        from penstock.studio.server import serve
+
+        serve(self.port, self.browser)
+
+
+Commands = Train | Export | Bench | Schedules | Show | Compare | Studio | Lab | Doctor
 
 
 def _syntax(words: Sequence[str]) -> Any:
@@ -133,6 +149,7 @@ def _syntax(words: Sequence[str]) -> Any:
         | Annotated[Schedules, tyro.conf.subcommand("schedules")]
         | Annotated[Show, tyro.conf.subcommand("show")]
         | Annotated[Compare, tyro.conf.subcommand("compare")]
+        | Annotated[Studio, tyro.conf.subcommand("studio")]
         | Annotated[Lab, tyro.conf.subcommand("lab")]
         | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     )

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -269,13 +270,16 @@ def test_ctrl_c_ends_a_training_with_one_line_and_leaves_no_process(whom, tmp_pa
         start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    assert "step 1/10000" in first
-    send = os.killpg if whom.startswith("the terminal") else os.kill
-    send(process.pid, signal.SIGINT)
-    assert ends(process).strip().splitlines()[-1] == "penstock: interrupted"
-    assert process.returncode == 130
+    try:
+        assert process.stdout is not None
+        assert any("step 1/10000" in line for line in process.stdout)
+        send = os.killpg if whom.startswith("the terminal") else os.kill
+        send(process.pid, signal.SIGINT)
+        assert ends(process).strip().splitlines()[-1] == "penstock: interrupted"
+        assert process.returncode == 130
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def rank_raises_something_odd():

@@ -92,10 +92,10 @@ def load(path: str | PathLike[str]) -> Record:
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise PenstockError(f"{path} has no timeline: there is no file {file}")
-    return read(file.read_text(encoding="utf-8"), str(file))
+    return read(file.read_bytes(), str(file))
 
 
-def read(text: str, file: str) -> Record:
+def read(text: str | bytes, file: str) -> Record:
     """The record that is written as `text`. Raises PenstockError, about the `file` it came from, if it is none."""
     try:
         data = json.loads(text)

@@ -1,0 +1,116 @@
+// What can be chosen: schedule, sizes, costs for all stages or one, the memory limit. Each change is told at once.
+
+const COSTS = {forward: "F forward", backward_input: "I to the input", backward_weight: "W to the weights", send: "send a message"};
+
+class Controls {
+  /** `state` is changed in place; `changed(what)` is told "table" when the schedule is another one, else "costs". */
+  constructor(form, state, {families, most}, changed) {
+    Object.assign(this, {form, state, families, changed});
+    form.addEventListener("submit", (event) => event.preventDefault());
+    const option = ([name]) => element("option", {value: name}, name);
+    this.select = element("select", {id: "schedule", change: () => this.table({schedule: this.select.value})}, ...Object.entries(families).map(option));
+    this.summary = element("p", {class: "muted small"});
+    this.unit = element("span", {class: "muted"});
+    this.sliders = {
+      ranks: this.slider("ranks", "P ranks", 1, most.ranks, 1, (value) => this.table({ranks: value})),
+      stages_per_rank: this.slider("stages_per_rank", "V stages on each", 1, most.stages_per_rank, 1, (value) => this.table({stages_per_rank: value})),
+      microbatches: this.slider("microbatches", "M microbatches", 1, most.microbatches, 1, (value) => this.table({microbatches: value})),
+    };
+    for (const [name, text] of Object.entries(COSTS)) {
+      this.sliders[name] = this.slider(name, text, 0, 5, 0.1, (value) => { this.state.costs[name] = value; this.price(); });
+    }
+    this.limit = element("input", {type: "range", id: "max_in_flight", min: 0, max: 1, value: 0, input: () => {
+      this.state.max_in_flight = Number(this.limit.value) || null;
+      this.sayLimit();
+      changed("costs");
+    }});
+    this.limitSaid = element("output", {for: "max_in_flight"});
+    this.stages = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Costs of single stages"});
+    const {ranks, stages_per_rank: stages, microbatches, ...costs} = this.sliders;
+    form.append(
+      this.group("Schedule", element("label", {for: "schedule", class: "unseen"}, "Schedule"), this.select, this.summary, ranks.line, stages.line, microbatches.line),
+      this.group("Costs", this.unit, ...Object.values(costs).map(({line}) => line),
+        element("details", {id: "own"}, element("summary", {}, "Costs of single stages"), this.stages,
+          element("button", {type: "button", id: "same", click: () => { state.costs.stages = {}; this.price(); }}, "The same for all"))),
+      this.group("Memory limit", element("div", {class: "slide"}, element("label", {for: "max_in_flight"}, "in flight"), this.limit, this.limitSaid)));
+  }
+
+  group(title, ...children) { return element("fieldset", {}, element("legend", {}, title), ...children); }
+
+  /** A slider with a field for exact numbers beside it. */
+  slider(name, text, min, max, step, set) {
+    const range = element("input", {type: "range", id: name, min, max, step});
+    const field = element("input", {type: "number", min, step: step < 1 ? "any" : 1, "aria-label": `${text}, exactly`});
+    const take = (value) => { range.value = field.value = value; set(value); };
+    range.addEventListener("input", () => take(Number(range.value)));
+    field.addEventListener("input", () => { if (field.value !== "" && field.validity.valid) { range.value = field.value; set(Number(field.value)); } });
+    return {range, field, line: element("div", {class: "slide"}, element("label", {for: name}, text), range, field)};
+  }
+
+  put(name, value) {
+    const {range, field} = this.sliders[name];
+    if (name in COSTS && value > Number(range.max)) range.max = String(Number((2 * value).toPrecision(1)));
+    range.value = value;
+    if (document.activeElement !== field) field.value = value;
+  }
+
+  table(changes) {
+    Object.assign(this.state, changes);
+    if ("schedule" in changes) this.state.stages_per_rank = null;
+    this.changed("table");
+  }
+
+  price() { this.changed("costs"); }
+
+  sayLimit() { this.limitSaid.textContent = Number(this.limit.value) ? `${this.limit.value} at most` : "none"; }
+
+  /** Show what the state is, once the table of `answer` is known. */
+  show({ranks, stages, microbatches}) {
+    const {state, families} = this, loaded = state.loaded !== null, family = families[state.schedule];
+    this.select.querySelector("[data-loaded]")?.remove();
+    if (loaded) this.select.append(element("option", {value: "", "data-loaded": "", selected: ""}, state.loaded));
+    this.select.value = loaded ? "" : state.schedule;
+    this.summary.textContent = loaded ? "loaded from a file; choose a schedule to leave it" : family.summary;
+    this.put("ranks", ranks);
+    this.put("microbatches", microbatches);
+    this.sliders.stages_per_rank.range.min = loaded ? 1 : family.least;
+    this.put("stages_per_rank", Math.round(stages / ranks));
+    for (const name of ["ranks", "microbatches", "stages_per_rank"]) {
+      const {range, field} = this.sliders[name];
+      range.disabled = field.disabled = loaded || (name === "stages_per_rank" && !family.open);
+    }
+    for (const name of Object.keys(COSTS)) this.put(name, state.costs[name]);
+    this.unit.textContent = state.unit === "ms" ? "of one stage, in milliseconds; B = I + W" : "of one stage, in any unit; B = I + W";
+    this.limit.max = Math.max(microbatches * Math.ceil(stages / ranks), state.max_in_flight || 0);
+    this.limit.value = state.max_in_flight || 0;
+    this.sayLimit();
+    this.showStages(stages);
+  }
+
+  /** A field for each stage and kind; an empty one takes what holds for all. */
+  showStages(count) {
+    const {state} = this, kinds = Object.keys(COSTS).slice(0, 3), key = `${count} ${state.loaded} ${state.unit}`;
+    if (this.stageKey !== key) {
+      this.stageKey = key;
+      const field = (stage, name) => element("input", {type: "number", min: 0, step: "any", "data-stage": stage, "data-cost": name,
+        "aria-label": `${COSTS[name]} on stage ${stage}`, input: (event) => this.own(stage, name, event.target)});
+      this.stages.replaceChildren(element("table", {},
+        element("thead", {}, element("tr", {}, ...["stage", "F", "I", "W"].map((head) => element("th", {scope: "col"}, head)))),
+        element("tbody", {}, ...Array.from({length: count}, (_, stage) => element("tr", {}, element("th", {scope: "row"}, String(stage)),
+          ...kinds.map((name) => element("td", {}, field(stage, name))))))));
+    }
+    for (const field of this.stages.querySelectorAll("input")) {
+      const {stage, cost} = field.dataset;
+      field.placeholder = state.costs[cost];
+      if (document.activeElement !== field) field.value = state.costs.stages[stage]?.[cost] ?? "";
+    }
+  }
+
+  own(stage, name, field) {
+    if (!field.validity.valid) return;
+    const own = this.state.costs.stages;
+    own[stage] ??= {};
+    if (field.value === "") delete own[stage][name]; else own[stage][name] = Number(field.value);
+    this.price();
+  }
+}

@@ -1,0 +1,219 @@
+"""The studio in a browser, used by mouse and keyboard. Needs Chromium and its driver; skipped where there are none."""
+
+import json
+import shutil
+import time
+
+import pytest
+from studios import run_of, served
+
+from penstock.schedule import Costs, build, simulate
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1300,1100"]
+
+
+@pytest.fixture(scope="module")
+def port():
+    with served() as number:
+        yield number
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    webdriver = pytest.importorskip("selenium.webdriver")
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no Chromium with its driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in [*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(argument)
+    downloads = tmp_path_factory.mktemp("downloads")
+    options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.downloads = downloads
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def studio(browser, port):
+    """The page, opened anew; afterwards the console must be empty, and nothing asked of anybody else."""
+    browser.get("about:blank")
+    browser.get_log("performance")
+    home = f"http://127.0.0.1:{port}/"
+    browser.get(home)
+    settle(browser)
+    yield browser
+    assert browser.get_log("browser") == []
+    messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    urls = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    assert urls
+    assert all(url.startswith((home, "data:", f"blob:{home}")) for url in urls), urls
+
+
+def settle(browser):
+    """Wait until the last answer is shown."""
+    for _ in range(200):
+        if not browser.execute_script("return 'busy' in document.body.dataset"):
+            break
+        time.sleep(0.02)
+    browser.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));")
+
+
+def slide(browser, name, value):
+    browser.execute_script(
+        "const e = document.getElementById(arguments[0]); e.value = arguments[1];"
+        "e.dispatchEvent(new Event('input', {bubbles: true})); e.dispatchEvent(new Event('change', {bubbles: true}))",
+        name,
+        value,
+    )
+    settle(browser)
+
+
+def proof(browser):
+    return browser.find_element("id", "proof").text
+
+
+def makespan(browser):
+    return float(browser.find_element("css selector", ".figures dd").text)
+
+
+def row(browser, rank):
+    return browser.execute_script("return studio.answer.rows[arguments[0]].join(' ')", rank)
+
+
+def cell(browser, name):
+    found = browser.find_element("css selector", f'.cell[data-names="{name}"]')
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
+    return found
+
+
+def picture(browser):
+    settle(browser)
+    return browser.execute_script("return document.querySelector('.chart canvas').toDataURL()")
+
+
+def test_sliders_change_picture_figures_and_proof(studio):
+    seen = {picture(studio)}
+    sizes, costs = {"ranks": 4, "microbatches": 8}, {"forward": 1.0, "send": 0.0}
+    for name, value in (("ranks", 6), ("microbatches", 12), ("forward", 2), ("send", 1)):
+        slide(studio, name, value)
+        seen.add(picture(studio))
+        (sizes if name in sizes else costs)[name] = value
+        assert makespan(studio) == simulate(build("1f1b", **sizes), Costs(**costs)).makespan
+    assert len(seen) == 5
+    slide(studio, "schedule", "zb-v")
+    assert proof(studio).startswith("proved: zb-v over 6 ranks, 12 stages")
+    slide(studio, "max_in_flight", 3)
+    assert proof(studio) == "rank 0 holds 12 activations in flight, max_in_flight allows 3"
+    slide(studio, "ranks", 16)
+    slide(studio, "microbatches", 64)
+    slide(studio, "schedule", "looped-bfs")
+    slide(studio, "stages_per_rank", 4)
+    assert "use 32 microbatches or fewer" in studio.find_element("id", "problem").text
+
+
+def test_one_stage_may_have_its_own_cost(studio):
+    studio.execute_script("document.getElementById('own').open = true")
+    field = studio.find_element("css selector", '[data-stage="2"][data-cost="forward"]')
+    field.send_keys("4")
+    settle(studio)
+    costs = Costs([1, 1, 4, 1], 1, 1)
+    assert makespan(studio) == simulate(build("1f1b", ranks=4, microbatches=8), costs).makespan
+
+
+def test_dragging_an_action_makes_a_deadlock_that_is_told_and_marked_and_undone(studio):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    before = row(studio, 0)
+    source, target = cell(studio, "0F2"), cell(studio, "0B0")
+    ActionChains(studio, duration=40).click_and_hold(source).move_to_element_with_offset(target, 12, 0).release().perform()
+    settle(studio)
+    assert row(studio, 0).startswith("0F0 0F1 0F3 0B0 0F2 0F4")
+    assert "deadlocks: rank 0 waits for the gradient of 1B0 from rank 1, before 0B0; rank 1 waits for" in proof(studio)
+    wrong = {each.text for each in studio.find_elements("css selector", ".cell.wrong")}
+    assert wrong == {"1B0", "0B0", "0F2", "1F2"}
+    assert len(studio.find_elements("css selector", ".circle path")) == 4  # two arrows, line and tip
+    studio.find_element("id", "undo").click()
+    settle(studio)
+    assert proof(studio).startswith("proved: 1f1b")
+    assert row(studio, 0) == before
+    assert not studio.find_elements("css selector", ".cell.wrong")
+
+
+def test_the_keyboard_selects_moves_and_undoes(studio):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    studio.execute_script("studio.table.current.focus()")
+    ActionChains(studio).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT).perform()
+    ActionChains(studio).key_down(Keys.ALT).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT).key_up(Keys.ALT).perform()
+    settle(studio)
+    assert row(studio, 0).startswith("0F0 0F1 0F3 0B0 0F2")
+    assert "deadlocks" in proof(studio)
+    assert studio.execute_script("return document.activeElement.textContent") == "0F2"
+    assert studio.find_element("id", "said").get_attribute("textContent") == "0F2 is at place 5 of rank 0"
+    ActionChains(studio).key_down(Keys.CONTROL).send_keys("z").key_up(Keys.CONTROL).perform()
+    settle(studio)
+    assert row(studio, 0).startswith("0F0 0F1 0F3 0F2 0B0")
+    assert proof(studio).startswith("proved: 1f1b (edited)")
+    studio.find_element("id", "reset").click()
+    settle(studio)
+    assert row(studio, 0).startswith("0F0 0F1 0F2 0F3 0B0")
+
+
+def test_a_table_is_saved_and_loaded(studio):
+    slide(studio, "schedule", "dualpipe-v")
+    before = [row(studio, rank) for rank in range(4)]
+    studio.find_element("id", "save-csv").click()
+    saved = studio.downloads / "dualpipe-v.csv"
+    for _ in range(100):
+        if saved.exists() and saved.stat().st_size:
+            break
+        time.sleep(0.05)
+    slide(studio, "schedule", "gpipe")
+    studio.find_element("id", "load-csv-file").send_keys(str(saved))
+    for _ in range(100):
+        if "dualpipe" in proof(studio):
+            break
+        time.sleep(0.05)
+    assert proof(studio).startswith("proved: dualpipe-v.csv over 4 ranks")
+    assert [row(studio, rank) for rank in range(4)] == before
+
+
+def test_a_measured_run_is_laid_over_what_is_planned(studio, tmp_path):
+    (tmp_path / "timeline.json").write_text(run_of())
+    studio.find_element("id", "load-run-file").send_keys(str(tmp_path / "timeline.json"))
+    for _ in range(100):
+        if studio.execute_script("return page.records[0].planned !== null"):
+            break
+        time.sleep(0.05)
+    settle(studio)
+    assert studio.find_element("id", "forward").get_attribute("value") != "1"
+    assert "planned" in studio.find_element("css selector", ".figures").text
+    before = picture(studio)
+    slide(studio, "schedule", "gpipe")
+    assert picture(studio) != before
+    studio.find_element("id", "remove-run").click()
+    settle(studio)
+    assert studio.execute_script("return page.records[0].planned") is None
+    assert studio.find_element("id", "forward").get_attribute("value") == "1"
+
+
+def test_no_file_of_another_kind_is_taken(studio, tmp_path):
+    (tmp_path / "broken.json").write_text("{<b>")
+    studio.find_element("id", "load-run-file").send_keys(str(tmp_path / "broken.json"))
+    time.sleep(0.2)
+    settle(studio)
+    assert "broken.json is not a timeline that Penstock wrote" in studio.find_element("id", "problem").text
+
+
+def test_the_page_fits_400_pixels(studio):
+    size = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    studio.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    settle(studio)
+    assert studio.execute_script("return document.documentElement.scrollWidth") <= 400
+    studio.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

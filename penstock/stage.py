@@ -1,7 +1,7 @@
 """One stage: its forward, its backward, and what it keeps alive in between."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -24,11 +24,21 @@ from penstock.tied import StandIn, installed
 from penstock.uses import run_backward
 
 
+class Given(NamedTuple):
+    """What a forward starts from."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    carried: Mapping[str, Any] = {}  # keywords that ride along
+    entries: tuple[Entry, ...] = ()  # one for each message that came in
+    borrowed: tuple[Tensor, ...] = ()  # stand-ins for parameters of earlier stages
+
+
 class Kept(NamedTuple):
     """What a microbatch in flight keeps alive on a stage, besides what its graph saved."""
 
-    entries: tuple[Entry, ...]  # one for each message that came in
-    borrowed: tuple[Tensor, ...]  # stand-ins for parameters of earlier stages
+    entries: tuple[Entry, ...]
+    borrowed: tuple[Tensor, ...]
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself goes as soon as it is sent
     put_off: PutOff | None  # if the backward is split
     ends: tuple[Tensor, ...]  # what replicas must know of the graph
@@ -91,7 +101,7 @@ class Stage:
             if len(values) > len(self._from):
                 values = [value for source, value in zip(self.links.sources, values, strict=True) if source in self._from]
             args, kwargs, carried = self._arguments(values)
-        return self._forward(microbatch, entries, borrowed, args, kwargs, carried, seed, keep, split)
+        return self._forward(microbatch, Given(args, kwargs, carried, entries, borrowed), seed, keep, split)
 
     def _admit_shared(self, entries: Sequence[Entry], values: Sequence[Any]) -> tuple[list[Any], tuple[Tensor, ...]]:
         """The values, and the borrowed parameters as if they had come with them."""
@@ -108,37 +118,22 @@ class Stage:
     ) -> Any:
         """As `forward`, for the stage that the batch goes into."""
         own = self._keywords.first(kwargs, args) if kwargs and self._keywords else kwargs
-        return self._forward(microbatch, (), (), args, own, kwargs, seed, keep, split)
+        return self._forward(microbatch, Given(args, own, kwargs), seed, keep, split)
 
-    def _forward(
-        self,
-        microbatch: int,
-        entries: tuple[Entry, ...],
-        borrowed: tuple[Tensor, ...],
-        args: Any,
-        kwargs: Any,
-        carried: Any,
-        seed: int | None,
-        keep: bool,
-        split: bool,
-    ) -> Any:
+    def _forward(self, microbatch: int, given: Given, seed: int | None, keep: bool, split: bool) -> Any:
         put_off = self._splitter.begin() if split and keep else None
         seed = None if seed is None else advance(seed, microbatch)
-        with (
-            _grad_mode(keep),
-            self._replicas.quiet(),
-            collected() as auxiliary,
-            self._installed(put_off, borrowed),
-        ):
-            output = self._layers.run(seed, args, kwargs)
-        if carried and self._keywords:
-            output = self._keywords.hand_on(output, carried)
+        standins = self._installed(put_off, given.borrowed) if put_off or given.borrowed else _NOTHING
+        with _grad_mode(keep), self._replicas.quiet(), collected() as auxiliary, standins:
+            output = self._layers.run(seed, given.args, given.kwargs)
+        if given.carried and self._keywords:
+            output = self._keywords.hand_on(output, given.carried)
         if len(self.links.takers) > 1:
             output = self._messages(output)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
             wanted = tuple([(get_gradient_edge(value), value.detach()) for value in auxiliary if value.requires_grad])
-            self._keep(microbatch, entries, borrowed, output, put_off, wanted)
+            self._keep(microbatch, output, Kept(given.entries, given.borrowed, (), put_off, (), wanted))
         return output
 
     def _messages(self, output: Any) -> list[Any]:
@@ -161,8 +156,7 @@ class Stage:
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
         if keep:
-            kept = self.kept[microbatch]
-            self._keep(microbatch, kept.entries, kept.borrowed, loss, kept.put_off, kept.auxiliary)
+            self._keep(microbatch, loss, self.kept[microbatch])
         return loss.detach()
 
     def backward(
@@ -197,19 +191,12 @@ class Stage:
         self._put_off.clear()
         self._splitter.refresh()
 
-    def _keep(
-        self,
-        microbatch: int,
-        entries: tuple[Entry, ...],
-        borrowed: tuple[Tensor, ...],
-        output: Any,
-        put_off: PutOff | None,
-        auxiliary: tuple[Any, ...],
-    ) -> None:
-        leaves = self._with_lent(output, borrowed) if self.links.lent else wire.flatten(output)[0]
+    def _keep(self, microbatch: int, output: Any, kept: Kept) -> None:
+        """Keep `kept`, with the backward starting at `output`."""
+        leaves = self._with_lent(output, kept.borrowed) if self.links.lent else wire.flatten(output)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         edges = tuple([get_gradient_edge(tensor) for tensor in tensors])
-        self.kept[microbatch] = Kept(entries, borrowed, edges, put_off, self._replicas.ends(tensors), auxiliary)
+        self.kept[microbatch] = kept._replace(edges=edges, ends=self._replicas.ends(tensors))
 
     def _with_lent(self, output: Any, borrowed: Sequence[Tensor]) -> list[Any]:
         """The leaves of the messages to all takers, each with the parameters lent to that taker behind it."""

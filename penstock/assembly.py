@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from penstock import partition, tied
 from penstock.carried import takes
+from penstock.clock import machine
 from penstock.errors import MismatchError
 from penstock.links import links_of, skips_of_tied
 from penstock.partition.balance import Balance
@@ -95,6 +96,7 @@ def describe(table: Schedule, cut: Cut, seed: int | None, backend: str) -> Descr
         "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
         "table": f"another table of that name ({table.digest()[:12]})",
         "names": {stage: partition.plain(module) for stage, module in cut.modules.items()},
+        "machine": machine(),
         "takes": {stage: takes(module) for stage, module in cut.modules.items()},
         "skips": f"values that skip stages {sorted(cut.skips)}",
         "uncut": "stages" if cut.whole is None else f"a model of {len(cut.whole.state_dict())} names",

@@ -1,12 +1,68 @@
-"""When each action of a step ran on this rank."""
+"""When each action of a step ran on this rank, on a clock that all ranks share.
 
+Processes of one machine share its monotonic clock. Between machines the difference is estimated by ping-pong with rank 0,
+as in NTP (Mills 1991): of many messages there and back, the fastest of each direction, which waited the least.
+"""
+
+import platform
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from penstock.control import Control
+
+ROUNDS = 32  # messages there and back
+
+
+class Skew(NamedTuple):
+    """How this rank's clock differs from rank 0's."""
+
+    offset: float = 0.0  # seconds to add to this rank's times
+    error: float = 0.0  # seconds by which that may be wrong: half of the fastest way there and back
+
+
+def machine() -> str:
+    """The same for processes that share a monotonic clock: this boot of the kernel, else the machine's name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else platform.node()
+
+
+def skew(control: Control, machines: Sequence[str]) -> Skew:
+    """This rank's skew; `machines` is what every rank's `machine()` says. All ranks call it; on one machine it is 0."""
+    rank = control.topology.rank
+    for peer in [peer for peer, other in enumerate(machines) if other != machines[0]]:
+        if rank == 0:
+            _answer(control, peer)
+        elif rank == peer:
+            return _ask(control)
+    return Skew()
+
+
+def _answer(control: Control, peer: int) -> None:
+    for _ in range(ROUNDS):
+        control.send(time.perf_counter(), peer)
+        control.receive(peer)
+        control.send(time.perf_counter(), peer)
+
+
+def _ask(control: Control) -> Skew:
+    there, back = [], []
+    for _ in range(ROUNDS):
+        sent = control.receive(0)
+        received = time.perf_counter()
+        control.send(received, 0)
+        there.append(received - sent)  # the way there, and what this clock is ahead
+        back.append(control.receive(0) - received)  # the way back, less that
+    return Skew((min(back) - min(there)) / 2, (min(back) + min(there)) / 2)
+
 
 class Clock:
-    """Start and end of every action, in seconds of this machine's monotonic clock, which its processes share."""
+    """Start and end of every action, in seconds of this machine's monotonic clock."""
+
+    offset = 0.0  # seconds that are added to every time told
 
     def __init__(self, actions: int) -> None:
         self._times = [0.0] * (2 * actions)
@@ -21,13 +77,15 @@ class Clock:
 
     def intervals(self) -> list[tuple[float, float]]:
         """(start, end) of every action so far, in order."""
-        done = self._times[: self._next]
+        done = [time + self.offset for time in self._times[: self._next]]
         return list(zip(done[::2], done[1::2], strict=False))
 
     def summary(self) -> tuple[float, float, float]:
         """First start, last end, and the time spent in actions."""
         times = self._times[: self._next]
-        return (times[0], times[-1], sum(times[1::2]) - sum(times[::2])) if times else (0.0, 0.0, 0.0)
+        if not times:
+            return 0.0, 0.0, 0.0
+        return times[0] + self.offset, times[-1] + self.offset, sum(times[1::2]) - sum(times[::2])
 
 
 class CudaClock(Clock):
@@ -49,7 +107,8 @@ class CudaClock(Clock):
     def intervals(self) -> list[tuple[float, float]]:
         """(start, end) of every action so far, in order."""
         torch.cuda.synchronize()
-        times = [self._zero_time + self._zero.elapsed_time(event) / 1e3 for event in self._events]
+        zero = self._zero_time + self.offset
+        times = [zero + self._zero.elapsed_time(event) / 1e3 for event in self._events]
         return list(zip(times[::2], times[1::2], strict=False))
 
     def summary(self) -> tuple[float, float, float]:

@@ -21,7 +21,7 @@ from penstock.groups import Groups
 
 GRACE = 1.0  # seconds a failing rank waits for the others' reports
 POLL = 0.005
-EXCHANGE_TAG = 1
+EXCHANGE_TAG, NUMBER_TAG = 1, 2
 WIDEST = 8  # numbers of a row
 
 
@@ -136,6 +136,22 @@ class Control:
         except RuntimeError as error:
             raise WaitFailed(f"for the other ranks {what}", None, error) from error
         return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]
+
+    def send(self, number: float, peer: int) -> None:
+        """Send one number to `peer`, which is waiting for it."""
+        self._one(self._group.send, torch.tensor([number], dtype=torch.float64), peer)
+
+    def receive(self, peer: int) -> float:
+        """The number that `peer` sends."""
+        number = torch.zeros(1, dtype=torch.float64)
+        self._one(self._group.recv, number, peer)
+        return number.item()
+
+    def _one(self, transfer: Any, number: torch.Tensor, peer: int) -> None:
+        try:
+            transfer([number], peer, NUMBER_TAG).wait()
+        except RuntimeError as error:
+            raise WaitFailed(f"for rank {peer} to compare their clocks", peer, error) from error
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the step on every rank because of `error`; raises what happened, the same on every rank."""

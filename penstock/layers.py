@@ -105,3 +105,16 @@ def _buffers_aside(module: nn.Module) -> Iterator[None]:
     finally:
         for owner, buffers in owners:
             owner._buffers.update(buffers)
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """All of `modules` in evaluation mode, each submodule back in its own afterwards."""
+    training = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for submodule, mode in training:
+            submodule.training = mode

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from penstock import assembly, comms, microbatch, partition, tied
 from penstock.agreement import Agreement, Vote
 from penstock.channels import Channels
-from penstock.clock import Clock, clock_for
+from penstock.clock import Clock, clock_for, skew
 from penstock.comms import Topology
 from penstock.control import Control
 from penstock.engine import Engine, Work
 from penstock.errors import MismatchError, PenstockError
-from penstock.layers import Recompute
+from penstock.layers import Recompute, evaluating
 from penstock.links import skips_of_tied
 from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
@@ -79,6 +79,7 @@ class Pipeline:
         self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.report: StepReport | None = None  # of the last step
+        self.clock_error = 0.0  # seconds by which times of different machines may be off
         self._control = Control(self.topology, f"penstock/{next(_count)}")
         self._control.connect()
         with self._together():
@@ -94,6 +95,8 @@ class Pipeline:
             mine = assembly.describe(self.schedule, cut, seed, self.topology.backend)
             everyone = self._control.gather_objects(mine, "to build the pipeline")
             assembly.check(everyone)
+            self._machines = [each["machine"] for each in everyone]
+            self.skew = skew(self._control, self._machines)
             names = assembly.names(everyone, cut)
             modules = assembly.placed(cut, names, self.topology.device, seed, init)
             settings = {"recompute": recompute, "merge": merge_weight_gradients}
@@ -133,18 +136,20 @@ class Pipeline:
         Returns the outputs of the whole batch on the last stage's rank, None on the others; with a `target`, (outputs, loss),
         the loss on every rank. Raises as `step` does.
         """
-        with _evaluating([stage.module for stage in self._stages.values()]):
+        with evaluating([stage.module for stage in self._stages.values()]):
             outputs, loss = self._run(args, kwargs, target, training=False)
         return outputs if target is None else (outputs, loss)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Any, Tensor]:
         mine = self._program.schedule.actions[self.topology.rank]
         what = f"to begin {'step()' if training else 'eval()'}, before {mine[0] if mine else 'the others end it'}"
-        with self._together(), self._randomness_aside(training):
+        draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
+        with self._together(), aside(self.topology.device) if draws else nullcontext():
             engine = self._connected()
             engine.forget()
             work, vote = self._prepare(args, kwargs, target, training)
             clock = clock_for(self.topology.device, len(mine))
+            clock.offset = self.skew.offset
             self._agreement.vote(vote, what)
             self._head_start(engine, work, clock)
             agreed = self._agreement.reach()
@@ -171,15 +176,6 @@ class Pipeline:
         mine = self._program.schedule.actions[self.topology.rank]
         if self.schedule.stages > 1 and mine and mine[0].stage == 0 and mine[0].microbatch < len(work.inputs):
             engine.head_start(mine[0], work, clock)
-
-    @contextmanager
-    def _randomness_aside(self, training: bool) -> Iterator[None]:
-        """Layers draw from seeds of their own in training: the generator the user draws from is put back afterwards."""
-        if training and self.seed is not None:
-            with aside(self.topology.device):
-                yield
-        else:
-            yield
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Work, Vote]:
         """This rank's share of the batch, and what it has to say about it. Raises MismatchError if it does not fit."""
@@ -283,29 +279,23 @@ class Pipeline:
         return numbers(self.report, timeline)
 
     def timeline(self) -> Timeline:
-        """When every action of the last step ran, measured, in seconds. All ranks call it."""
+        """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
+
+        Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in seconds.
+        """
         with self._together():
-            rows = self._control.gather_objects(self._events(), "to tell their timelines")
+            self.skew = skew(self._control, self._machines)  # clocks drift apart
+            mine = self._events(), self.skew.error
+            rows, errors = zip(*self._control.gather_objects(mine, "to tell their timelines"), strict=True)
+        self.clock_error = max(errors)
         skips = dict.fromkeys(self._program.skips, Border())
-        return Timeline(f"{self.schedule.name}, measured", tuple(rows), skips=skips)
+        return Timeline(f"{self.schedule.name}, measured", rows, skips=skips)
 
     def _events(self) -> tuple[Event, ...]:
         """This rank's part of the timeline. Raises PenstockError before the first step."""
         if self._ran is None:
             raise PenstockError("there is no timeline yet: run a step first")
         actions, clock = self._ran
+        clock.offset = self.skew.offset
         intervals = clock.intervals()
         return tuple(Event(self.topology.rank, action, *times) for action, times in zip(actions, intervals, strict=True))
-
-
-@contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """All of `modules` in evaluation mode, each submodule back in its own afterwards."""
-    training = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
-    try:
-        for module in modules:
-            module.eval()
-        yield
-    finally:
-        for submodule, mode in training:
-            submodule.training = mode

@@ -71,6 +71,8 @@ def closing(run: "Run", alone: "Run | None", folder: "Path") -> None:
     )
     if run.explanation:
         console.print(f"\n{run.explanation}", highlight=False)
+    if run.clock_error:
+        console.print(f"clocks of different machines: compared, to {run.clock_error * 1e6:.0f} us", highlight=False)
     if run.sample:
         console.print("\nThe model continues held-out text (dim) with:", highlight=False)
         console.print(f"[dim]{_safe(run.prompt)}[/dim]{_safe(run.sample)}", highlight=False)

@@ -50,6 +50,7 @@ class Run:
     prompt: str = ""
     sample: str = ""
     planned_bubble: float = 0.0  # of the table, every stage alike, a backward twice a forward
+    clock_error: float = 0.0  # seconds by which the clocks of several machines may differ in it
     explanation: str = ""  # where the time of the last steps went
 
 
@@ -117,6 +118,7 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
         run.prompt, run.sample = _sample(pipe, source, config.seed)
     if topology.rank == 0 and timelines and not alone:
         shares = pipe.balance.stages if pipe.balance else ()  # what each stage takes of the model
+        run.clock_error = pipe.clock_error
         run.explanation = _explained(Measured.of(*timelines, layers=shares), timelines, config, folder)
     if folder is not None:
         checkpoint.export(pipe, folder / "model.safetensors")

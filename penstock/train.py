@@ -143,7 +143,14 @@ def _explained(measured: Measured, timelines: list[Timeline], config: TrainConfi
         save(timelines, planned, folder / FILE, labels)
         list(write([load(folder)], html=folder / "timeline.html"))
     middle = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-    return str(middle.explain(measured))
+    return f"{middle.explain(measured)}{crowding(middle.ranks, os.cpu_count() or 1) if config.device != 'cuda' else ''}"
+
+
+def crowding(ranks: int, cores: int) -> str:
+    """What to bear in mind where ranks on the CPU outnumber its cores."""
+    if ranks <= cores:
+        return ""
+    return f"\n{ranks} ranks share {cores} cores: an action's time contains waiting for a core, which no table can shorten"
 
 
 def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, run: Run) -> None:

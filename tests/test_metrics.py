@@ -10,6 +10,7 @@ from reference import data, make
 
 import penstock as ps
 from penstock.metrics import Metrics, recorded
+from penstock.train import crowding
 
 
 def rank_metrics():
@@ -78,3 +79,8 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert found.Tags()["scalars"] == ["loss", "wait/fill"]
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 2.0)]
+
+
+def test_ranks_that_share_cores_are_told_so():
+    assert crowding(2, 2) == ""
+    assert crowding(4, 2) == "\n4 ranks share 2 cores: an action's time contains waiting for a core, which no table can shorten"

@@ -1,8 +1,5 @@
 """Losses of stages in the middle, as those that balance a mixture of experts: added to the batch's loss where they arise."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import Tensor
 
 from penstock.errors import MismatchError
@@ -23,12 +20,14 @@ def auxiliary_loss(value: Tensor) -> None:
         _collecting.append(value)
 
 
-@contextmanager
-def collected() -> Iterator[list[Tensor]]:
+class Collected:
     """Around a stage's forward: the auxiliary losses that arise inside."""
-    global _collecting
-    outer, _collecting = _collecting, []
-    try:
-        yield _collecting
-    finally:
-        _collecting = outer
+
+    def __enter__(self) -> list[Tensor]:
+        global _collecting
+        self._outer, _collecting = _collecting, []
+        return _collecting
+
+    def __exit__(self, *_: object) -> None:
+        global _collecting
+        _collecting = self._outer

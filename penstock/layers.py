@@ -25,6 +25,10 @@ NEVER_RANDOM = frozenset(
 )  # fmt: skip
 
 
+def _may_draw(layer: Callable[..., Any]) -> bool:
+    return getattr(type(layer), "forward", None) not in NEVER_RANDOM
+
+
 class Layers:
     """A stage's module, run layer by layer where its layers are known.
 
@@ -64,7 +68,12 @@ class Layers:
             return self._call(seed, self.index, self.module, args, kwargs)
         (value,) = args
         for number, layer in self._layers:
-            value = self._call(seed, number, layer, (value,), {})
+            if self.recompute == "block":
+                value = self._call(seed, number, layer, (value,), {})
+            else:  # the short way: this runs for every layer and microbatch
+                if seed is not None and _may_draw(layer):
+                    self.generator.manual_seed(advance(seed, number))
+                value = layer(value)
         return value
 
     def _call(
@@ -77,7 +86,7 @@ class Layers:
     def _seeded(
         self, number: int, layer: Callable[..., Any], seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if seed is not None and getattr(type(layer), "forward", None) not in NEVER_RANDOM:
+        if seed is not None and _may_draw(layer):
             self.generator.manual_seed(advance(seed, number))
         return layer(*args, **kwargs)
 

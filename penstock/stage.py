@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock import wire
-from penstock.auxiliary import collected
+from penstock.auxiliary import Collected
 from penstock.carried import Carried, Keywords, bare
 from penstock.entry import Entry
 from penstock.layers import Layers, Recompute
@@ -124,7 +124,7 @@ class Stage:
         put_off = self._splitter.begin() if split and keep else None
         seed = None if seed is None else advance(seed, microbatch)
         standins = self._installed(put_off, given.borrowed) if put_off or given.borrowed else _NOTHING
-        with _grad_mode(keep), self._replicas.quiet(), collected() as auxiliary, standins:
+        with _grad_mode(keep), self._replicas.quiet(), Collected() as auxiliary, standins:
             output = self._layers.run(seed, given.args, given.kwargs)
         if given.carried and self._keywords:
             output = self._keywords.hand_on(output, given.carried)
@@ -196,7 +196,8 @@ class Stage:
         leaves = self._with_lent(output, kept.borrowed) if self.links.lent else wire.flatten(output)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         edges = tuple([get_gradient_edge(tensor) for tensor in tensors])
-        self.kept[microbatch] = kept._replace(edges=edges, ends=self._replicas.ends(tensors))
+        ends = self._replicas.ends(tensors)
+        self.kept[microbatch] = Kept(kept.entries, kept.borrowed, edges, kept.put_off, ends, kept.auxiliary)
 
     def _with_lent(self, output: Any, borrowed: Sequence[Tensor]) -> list[Any]:
         """The leaves of the messages to all takers, each with the parameters lent to that taker behind it."""

@@ -29,7 +29,7 @@ class Cut:
     modules: dict[int, nn.Module]  # stage -> module
     numbers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model
     tied: list[list[tied.Name]]  # parameters that several stages share
-    skips: frozenset[Skip] = frozenset()  # between which stages values go past others
+    skips: frozenset[Skip] = frozenset()  # between which stages values, or gradients of shared parameters, go past others
     whole: nn.Module | None = None  # the uncut model, if that is what was cut
     balance: Balance | None = None  # how even the cut is, on the rank that chose it
 
@@ -68,12 +68,12 @@ def cut(
         return Cut({mine[0]: model}, {mine[0]: None}, [])
     if len(model) != table.stages:
         raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(model)} modules")
-    numbers = _layer_numbers(model)
+    numbers, shared = _layer_numbers(model), tied.find(model)
     return Cut(
         {stage: model[stage] for stage in mine},
         {stage: numbers[stage] for stage in mine},
-        tied.find(model),
-        skips_of(model),
+        shared,
+        skips_of(model) | skips_of_tied(shared),
         None if whole is None else whole.model,
         None if whole is None else whole.balance,
     )
@@ -148,7 +148,7 @@ def stages(
 ) -> dict[int, Stage]:
     """This rank's stages, ready to run; `settings` are further ones of `Stage`."""
     later = taken_later(everyone)
-    links = links_of(len(later), cut.skips | skips_of_tied(cut.tied), cut.tied)
+    links = links_of(len(later), cut.skips, cut.tied)
     return {
         index: Stage(
             index,

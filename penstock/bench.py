@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from penstock import comms
 from penstock.launcher import launch
 from penstock.pipeline import Pipeline
-from penstock.schedule import Costs, Kind, Schedule, Timeline, simulate
+from penstock.schedule import Costs, Kind, Measured, Schedule, Timeline, simulate
+from penstock.schedule.measured import MeasuredCosts
 
 WARM_UP = 3  # steps
 
@@ -45,7 +46,7 @@ class EmulatedDevice(nn.Module):
 
 
 @dataclass(frozen=True)
-class Measured:
+class Run:
     """What one configuration took, on rank 0."""
 
     seconds: list[float]  # of each step
@@ -53,7 +54,7 @@ class Measured:
     cpu: float  # seconds of this rank's main thread in a step
 
 
-def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> Measured:
+def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> Run:
     """Run on a rank: `steps` steps over emulated devices that hand on `floats` numbers a microbatch."""
     topology = comms.init_distributed()
     stages = [EmulatedDevice(forward, 2 * forward) for _ in range(schedule.stages)]
@@ -66,7 +67,7 @@ def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> Meas
         begin = time.perf_counter()
         pipe.step(batch, target=target)
         seconds.append(time.perf_counter() - begin)
-    return Measured(seconds, pipe.timeline(), (time.thread_time() - begin_cpu) / steps)
+    return Run(seconds, pipe.timeline(), (time.thread_time() - begin_cpu) / steps)
 
 
 def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> None:
@@ -74,7 +75,9 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
     floats = max(1, round(megabytes * 1e6 / 4))
     run = launch(measure, schedule.ranks, schedule, forward, floats, steps)[0]
     ideal = simulate(schedule, Costs(forward, forward, forward)).makespan
-    fed = simulate(schedule, measured_costs(run.timeline, schedule.stages)).makespan
+    ran = Measured.of(run.timeline)
+    forwards, backwards, inputs, weights = (ran.seconds[kind] for kind in Kind)
+    fed = simulate(ran.schedule, MeasuredCosts(forwards, inputs, weights, backward=backwards)).makespan
     step = statistics.median(run.seconds)
     spread = f"{min(run.seconds) * 1e3:.1f} to {max(run.seconds) * 1e3:.1f}"
     print(f"{schedule.name}: P={schedule.ranks} M={schedule.microbatches}, {megabytes:g} MB a message, {steps} steps")
@@ -86,12 +89,3 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
     print(
         f"  the engine, per action               {bare.cpu / actions * 1e6:8.1f} us  of rank 0's processor, nothing to compute"
     )
-
-
-def measured_costs(timeline: Timeline, stages: int) -> Costs:
-    """The median cost of every stage's forward and backward in `timeline`, as `simulate` takes them."""
-
-    def cost(stage: int, kind: Kind) -> float:
-        return statistics.median(e.end - e.start for e in timeline.events if e.action.stage == stage and e.action.kind is kind)
-
-    return Costs([cost(stage, Kind.F) for stage in range(stages)], [cost(stage, Kind.B) for stage in range(stages)], 0)

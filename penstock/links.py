@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from penstock.schedule import Skip
+from penstock.schedule.actions import edges
 
 Name = tuple[int, str]  # a stage, and a parameter's name in it
 
@@ -31,9 +32,9 @@ class Links:
 
 def links_of(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[Name]]) -> list[Links]:
     """The links of every stage."""
-    edges = sorted({*((stage, stage + 1) for stage in range(stages - 1)), *skips})
+    ways = edges(stages, skips)
     links = [
-        Links(tuple(start for start, end in edges if end == stage), tuple(end for start, end in edges if start == stage))
+        Links(tuple(start for start, end in ways if end == stage), tuple(end for start, end in ways if start == stage))
         for stage in range(stages)
     ]
     for group in tied:

@@ -17,7 +17,6 @@ from penstock.control import Control
 from penstock.engine import Engine, Work
 from penstock.errors import MismatchError, PenstockError
 from penstock.layers import Recompute, evaluating
-from penstock.links import skips_of_tied
 from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
 from penstock.report import StepReport, concluded, numbers
@@ -89,9 +88,9 @@ class Pipeline:
             starts = [] if whole is None or (whole.measures and self.topology.rank) else whole.starts(self.schedule.stages)
             starts = self._control.gather_objects(starts, "to agree on the cut")[0]
             cut = assembly.cut(model, whole, starts, self.schedule, self.topology.rank)
-            table, skips = with_full_backwards(self.schedule), cut.skips | skips_of_tied(cut.tied)  # what runs
-            if skips or table is not self.schedule:
-                self._program = verify(table, skips=skips).program
+            table = with_full_backwards(self.schedule)  # what runs
+            if cut.skips or table is not self.schedule:
+                self._program = verify(table, skips=cut.skips).program
             mine = assembly.describe(self.schedule, cut, seed, self.topology.backend)
             everyone = self._control.gather_objects(mine, "to build the pipeline")
             assembly.check(everyone)

@@ -149,6 +149,7 @@ def _opaque(units: Mapping[str, nn.Module]) -> Iterator[list[_Call]]:
 
 def _stub(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def stub(*args: Any, **kwargs: Any) -> Any:
+        """The unit, as one operation."""
         leaves, spec = tree_flatten((args, kwargs))
         call = _Call(name, forward, leaves, spec)
         _calls.append(call)

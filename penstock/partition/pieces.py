@@ -236,8 +236,8 @@ def _graph(whole: fx.Graph, stage: int, stage_of: Mapping[fx.Node, int], routes:
         if end == stage:
             copies |= {node: graph.placeholder(node.name) for node in nodes}
     for number, node in enumerate(whole.nodes):
-        mine = stage_of[node] == stage or (node.op == "get_attr" and any(stage_of[user] == stage for user in node.users))
-        if mine and node.op != "output" and (node.op != "get_attr" or any(stage_of[user] == stage for user in node.users)):
+        homes = {stage_of[user] for user in node.users} if node.op == "get_attr" else {stage_of[node]}
+        if stage in homes and node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)
             if _random(node):
                 copies[node].meta["number"] = -1 - number

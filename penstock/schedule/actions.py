@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from os import PathLike
 from typing import NamedTuple
 
@@ -52,6 +53,11 @@ Cell = Action | Pair  # what stands in one place of a table
 
 
 Skip = tuple[int, int]  # from a stage to a later one that does not follow it
+
+
+def edges(stages: int, skips: Collection[Skip] = ()) -> list[tuple[int, int]]:
+    """From which stage something goes to which, in order: from each to the next, and over the skips."""
+    return sorted({*pairwise(range(stages)), *skips})
 
 
 def dependencies(action: Action, stages: int, skips: Collection[Skip] = ()) -> Iterator[tuple[Action, ...]]:

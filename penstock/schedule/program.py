@@ -16,11 +16,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Cell, Kind, Schedule, Skip
+from penstock.schedule.actions import Action, Cell, Kind, Schedule, Skip, edges
 
 RECEIVES_AHEAD = 2  # of one channel: the one being waited for, and one that travels while the rank computes
 
@@ -163,7 +162,7 @@ class Transfers:
         self._makes = {Kind.F: onward, Kind.B: back, Kind.I: back, Kind.W: nothing}
         self._needs: dict[Kind, Sequence[Sequence[Carried]]]
         self._needs = {Kind.F: inputs, Kind.B: owed, Kind.I: owed, Kind.W: nothing}
-        for start, end in sorted({*pairwise(stages), *skips}):
+        for start, end in edges(schedule.stages, skips):
             output, gradient, far = self.outputs[start, end], self.gradients[end, start], end > start + 1
             onward[start].append(_Way(home[end], end if far else None, output))
             inputs[end].append(output)

@@ -67,12 +67,6 @@ DEPENDENCIES = {
 }
 
 
-@pytest.mark.parametrize(("action", "waits"), DEPENDENCIES.items())
-def test_an_action_waits_for_its_neighbours(action, waits):
-    found = ["|".join(map(str, alternatives)) for alternatives in dependencies(Action.parse(action), 3)]
-    assert found == waits.split()
-
-
 SKIPPING = {
     # action of 4 stages with the skips 0-2, 0-3 and 1-3 -> what it waits for
     "0F4": "",
@@ -87,10 +81,15 @@ SKIPPING = {
 }
 
 
-@pytest.mark.parametrize(("action", "waits"), SKIPPING.items())
-def test_an_action_waits_for_the_other_ends_of_skips(action, waits):
-    skips = [(0, 2), (0, 3), (1, 3)]
-    found = ["|".join(map(str, alternatives)) for alternatives in dependencies(Action.parse(action), 4, skips)]
+@pytest.mark.parametrize(
+    ("action", "waits", "stages", "skips"),
+    [
+        *[(*each, 3, ()) for each in DEPENDENCIES.items()],
+        *[(*each, 4, ((0, 2), (0, 3), (1, 3))) for each in SKIPPING.items()],
+    ],
+)
+def test_an_action_waits_for_its_neighbours_and_the_other_ends_of_skips(action, waits, stages, skips):
+    found = ["|".join(map(str, alternatives)) for alternatives in dependencies(Action.parse(action), stages, skips)]
     assert found == waits.split()
 
 

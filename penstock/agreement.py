@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from penstock.channels import Specs
 from penstock.control import Control
 from penstock.errors import MismatchError
-from penstock.microbatch import sizes
+from penstock.mesh import Place
+from penstock.microbatch import shares, sizes
 
 NOTHING = -1
 _EXACT = 2**52  # whole numbers below are exact in the float64 that travels
@@ -22,11 +23,11 @@ class Vote:
     target_rows: int = NOTHING  # on the last stage's rank
     signature: int = 0  # of the inputs' shapes and dtypes
     local: int = 0  # of whatever else on this rank decides what its stages send
-    weights: Sequence[float] = ()  # what each microbatch counts, on the last stage's rank if it is not by their rows
+    counts: Sequence[float] = ()  # what each microbatch counts, on the last stage's rank if it is not by their rows
 
     def row(self) -> list[float]:
         """The vote as numbers."""
-        fixed = (self.training, self.step, self.rows, self.target_rows, len(self.weights))
+        fixed = (self.training, self.step, self.rows, self.target_rows, len(self.counts))
         return [float(number) for number in (*fixed, self.signature % _EXACT, self.local % _EXACT)]
 
 
@@ -34,19 +35,20 @@ class Vote:
 class Agreed:
     """What all ranks know of the step."""
 
-    pieces: int  # microbatches that have rows
-    weights: Sequence[float]  # of each of them, if there is a target
+    pieces: int  # this pipeline's microbatches that have rows
+    weights: Sequence[float]  # of each of them in the loss over all replicas, if there is a target
     without_backward: frozenset[int]  # those of weight 0
     specs: Specs  # what the messages are like, or will be once the step is over
     known: bool
+    alike: bool = True  # whether all replicas have as many microbatches, and the same ones of weight 0
     key: tuple[object, ...] = field(default=(), repr=False)
 
 
 class Agreement:
-    """The votes of one pipeline, and the messages' descriptions for every vote that has been run before."""
+    """The votes of one pipeline, and of those beside it, and the messages' descriptions for every vote that was run before."""
 
-    def __init__(self, control: Control, microbatches: int) -> None:
-        self.control, self.microbatches = control, microbatches
+    def __init__(self, control: Control, place: Place, microbatches: int) -> None:
+        self.control, self.place, self.microbatches = control, place, microbatches
         self._specs: dict[tuple[object, ...], Specs] = {}
 
     def vote(self, vote: Vote, what: str) -> None:
@@ -59,15 +61,22 @@ class Agreement:
         vote, what = self._vote, self._what
         rows = self.control.hear(what)
         self._check(rows)
-        batch, target = (int(max(row[column] for row in rows)) for column in (2, 3))
-        pieces = sizes(batch, min(batch, self.microbatches))
-        weights = [size / batch for size in pieces] if target != NOTHING else []
-        if any(row[4] for row in rows):
-            weights = next(filter(None, self.control.gather_objects(vote.weights, what)))
-        skipped = frozenset(piece for piece, weight in enumerate(weights) if not weight)
-        key = (self.control.generation, skipped, *(tuple(row[:1] + row[2:]) for row in rows))
+        batches = [_most(rows, ranks, 2) for ranks in self.place.counted]
+        pieces = [sizes(batch, min(batch, self.microbatches)) for batch in batches]
+        weights: list[list[float]] = [[] for _ in batches]
+        if any(row[3] != NOTHING for row in rows):
+            counts: Sequence[Sequence[float]] = pieces
+            if any(row[4] for row in rows):
+                told = self.control.gather_objects(vote.counts, what)
+                counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.place.counted]
+            total = sum(map(sum, counts))
+            weights = [shares(each, total) for each in counts]
+        skipped = [frozenset(piece for piece, weight in enumerate(each) if not weight) for each in weights]
+        mine = self.place.replica
+        alike = len({(len(each), skips) for each, skips in zip(pieces, skipped, strict=True)}) == 1
+        key = (self.control.generation, skipped[mine], *(tuple(row[:1] + row[2:]) for row in rows))
         specs = self._specs.get(key)
-        return Agreed(len(pieces), weights, skipped, specs or {}, specs is not None, key)
+        return Agreed(len(pieces[mine]), weights[mine], skipped[mine], specs or {}, specs is not None, alike, key)
 
     def keep(self, agreed: Agreed) -> None:
         """The step is over: what its messages were like holds for the next of the same kind."""
@@ -80,6 +89,20 @@ class Agreement:
                 raise MismatchError(f"the ranks do different things: rank 0 calls {calls[0]}, rank {rank} calls {calls[1]}")
             if step != rows[0][1]:
                 raise MismatchError(f"the ranks are apart: rank 0 is at step {rows[0][1]:.0f}, rank {rank} at step {step:.0f}")
-        batch, target = (int(max(row[column] for row in rows)) for column in (2, 3))
-        if target not in (NOTHING, batch):
-            raise MismatchError(f"the batch has {batch} rows but the target has {target}")
+        for replica, shards in enumerate(self.place.pipelines):
+            where = f"replica {replica}: " if self.place.replicas > 1 else ""
+            batches = [(_most(rows, ranks, 2), _most(rows, ranks, 3)) for ranks in shards]
+            batch, target = batches[0]
+            if target not in (NOTHING, batch):
+                raise MismatchError(f"{where}the batch has {batch} rows but the target has {target}")
+            for shard, other in enumerate(batches):
+                if other != batches[0]:
+                    told = f"{batch} rows at tp 0, {other[0]} at tp {shard}"
+                    raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
+        if len({_most(rows, ranks, 3) == NOTHING for ranks in self.place.counted}) > 1:
+            raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
+
+
+def _most(rows: Sequence[Sequence[float]], ranks: Sequence[int], column: int) -> int:
+    """The number that the ranks which have one say."""
+    return int(max(rows[rank][column] for rank in ranks))

@@ -1,20 +1,23 @@
 """From what the user gives to what each rank has: the table, this rank's stages, and what all ranks must agree on."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from penstock import partition, tied
+from penstock import data_parallel, partition, tensor_parallel, tied
 from penstock.carried import takes
 from penstock.clock import machine
 from penstock.errors import MismatchError
 from penstock.links import links_of, skips_of_tied
+from penstock.mesh import Place
 from penstock.partition.balance import Balance
 from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.partition.pieces import on, skips_of
+from penstock.replicas import Alone
 from penstock.schedule import Schedule, Skip, build, from_rows
 from penstock.schedule.actions import Cell
 from penstock.stage import Stage
@@ -30,6 +33,7 @@ class Cut:
     numbers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model
     tied: list[list[tied.Name]]  # parameters that several stages share
     skips: frozenset[Skip] = frozenset()  # between which stages values, or gradients of shared parameters, go past others
+    parallel: dict[int, Alone] = field(default_factory=dict)  # stage -> what other processes have of it
     whole: nn.Module | None = None  # the uncut model, if that is what was cut
     balance: Balance | None = None  # how even the cut is, on the rank that chose it
 
@@ -65,18 +69,31 @@ def cut(
         if table.stages != table.ranks:
             has = f"{table.name} has {table.stages} stages on {table.ranks} ranks"
             raise MismatchError(f"{has}: give an nn.Sequential, or a list with one module for each stage, or cuts")
-        return Cut({mine[0]: model}, {mine[0]: None}, [])
+        given = {mine[0]: model}
+        return Cut(_bare(given), {mine[0]: None}, [], parallel=_parallel(given))
     if len(model) != table.stages:
         raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(model)} modules")
-    numbers, shared = _layer_numbers(model), tied.find(model)
+    given = dict(enumerate(model))
+    modules = _bare(given)
+    numbers, shared = _layer_numbers(list(modules.values())), tied.find(list(modules.values()))
     return Cut(
-        {stage: model[stage] for stage in mine},
+        {stage: modules[stage] for stage in mine},
         {stage: numbers[stage] for stage in mine},
         shared,
         skips_of(model) | skips_of_tied(shared),
+        _parallel({stage: given[stage] for stage in mine}),
         None if whole is None else whole.model,
         None if whole is None else whole.balance,
     )
+
+
+def _bare(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    """The stages inside what DistributedDataParallel has made of them."""
+    return {stage: each.module if isinstance(each, DistributedDataParallel) else each for stage, each in modules.items()}
+
+
+def _parallel(modules: Mapping[int, nn.Module]) -> dict[int, Alone]:
+    return {stage: data_parallel.kind_of(bare, modules[stage]) for stage, bare in _bare(modules).items()}
 
 
 def _layer_numbers(stages: Sequence[nn.Module]) -> list[list[int] | None]:
@@ -138,12 +155,53 @@ def placed(
     return {index: on(module, device) for index, module in cut.modules.items()}
 
 
+def side_by_side(
+    cut: Cut,
+    modules: Mapping[int, nn.Module],
+    names: Sequence[Mapping[str, str]],
+    place: Place,
+    plan: tensor_parallel.Plan | None,
+    way: str | data_parallel.Way,
+) -> dict[int, Alone]:
+    """What other pipelines of the mesh have of this rank's stages: products shared by `plan`, replicas held equal by `way`.
+
+    Raises MismatchError for a plan without an axis `tp` or one that does not fit, and for tied parameters that would be cut.
+    """
+    if isinstance(way, str) and way not in data_parallel.WAYS:
+        raise MismatchError(f"data_parallel={way!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage")
+    way = data_parallel.WAYS[way] if isinstance(way, str) else way
+    if place.tp is None and plan is not None and place.mesh is None:
+        raise MismatchError("tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)")
+    if place.tp is not None and plan is None:
+        raise MismatchError(f"the mesh has {place.tp.size()} ranks along tp: say by tensor_parallel= which products they share")
+    if plan is not None:
+        tensor_parallel.check(plan, names)
+    if cut.tied and (place.tp is not None or (place.dp is not None and way is not data_parallel.ddp)):
+        raise MismatchError(f"parameters of several stages ({_tied(cut, names)}) can be neither sharded nor split over tp")
+    parallel = dict(cut.parallel)
+    for stage, module in modules.items():
+        if place.tp is not None and plan is not None:
+            data_parallel.share((*module.parameters(), *module.buffers()), place.tp.get_group())
+            tensor_parallel.apply(plan, module, names[stage], place.tp)
+        if place.dp is not None:
+            if type(parallel[stage]) is not Alone:
+                raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
+            borrowed = [name for group in cut.tied for owner, name in group if owner == stage != group[0][0]]
+            parallel[stage] = data_parallel.over(module, place.dp, way, borrowed)
+    return parallel
+
+
+def _tied(cut: Cut, names: Sequence[Mapping[str, str]]) -> str:
+    return ", ".join(names[stage][name] for stage, name in cut.tied[0])
+
+
 def stages(
     cut: Cut,
     modules: Mapping[int, nn.Module],
     everyone: Sequence[Description],
     loss_fn: Callable[[Any, Any], Tensor] | None,
     device: torch.device,
+    parallel: Mapping[int, Alone],
     settings: Mapping[str, Any],
 ) -> dict[int, Stage]:
     """This rank's stages, ready to run; `settings` are further ones of `Stage`."""
@@ -158,6 +216,7 @@ def stages(
             numbers=cut.numbers[index],
             links=links[index],
             later=later[index],
+            parallel=parallel[index],
             **settings,
         )
         for index, module in modules.items()

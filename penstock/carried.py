@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import MismatchError
 from penstock.partition.pieces import Piece
@@ -51,8 +50,8 @@ class Keywords:
 
 
 def bare(module: nn.Module) -> nn.Module:
-    """The user's module inside what torch.compile or DistributedDataParallel made of it."""
-    while (inner := getattr(module, "module" if type(module) is DistributedDataParallel else "_orig_mod", None)) is not None:
+    """The user's module inside what torch.compile made of it."""
+    while (inner := getattr(module, "_orig_mod", None)) is not None:
         module = inner
     return module
 

@@ -33,11 +33,11 @@ class Channels:
         if groups is None:
             return
         for source, destination in sorted(program.channels):  # the same order everywhere: opening one waits for its peer
-            name = f"{source}-{destination}"
+            name = f"{topology.of_job(source)}-{topology.of_job(destination)}"
             if topology.rank == source:
                 self.outgoing[destination] = Outgoing(sending_line(groups, name, self._outbox))
             elif topology.rank == destination:
-                self.incoming[source] = Incoming(receiving_line(groups, name), source)
+                self.incoming[source] = Incoming(receiving_line(groups, name), topology.of_job(source))
 
     def begin(self, specs: Specs, known: bool) -> None:
         """Start a step whose messages are described in `specs`, or will be by the time it ends."""

@@ -6,14 +6,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.allocator import keep_freed_memory
 from penstock.errors import LostRankError, MismatchError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.collectives import (  # noqa: F401
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+    )  # fmt: skip
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are long to look at a stopped job
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -35,6 +48,7 @@ class Topology:
     backend: str = "gloo"  # what carries tensors between ranks
     timeout: timedelta = DEFAULT_TIMEOUT
     store: Any = field(default=None, repr=False, compare=False)  # torch.distributed's key-value store, None when alone
+    ranks: tuple[int, ...] = ()  # where the pipeline is one of several: its ranks, in order, as the job numbers them
 
     def get_next_rank(self) -> int | None:
         """The rank after this one, None on the last."""
@@ -43,6 +57,10 @@ class Topology:
     def get_prev_rank(self) -> int | None:
         """The rank before this one, None on the first."""
         return self.rank - 1 if self.rank > 0 else None
+
+    def of_job(self, rank: int) -> int:
+        """The number that a rank of the pipeline has in the whole job, by which errors call it."""
+        return self.ranks[rank] if self.ranks else rank
 
 
 _current: Topology | None = None
@@ -65,6 +83,29 @@ def init_distributed(
         _current = _join(backend, timeout, device)
         atexit.register(shutdown)  # a process that ends with its groups open may abort
     return _current
+
+
+def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
+    """All ranks as a mesh with the axes `pp`, `dp` and `tp`, for `Pipeline(.., mesh=mesh)`; joins them if nobody has yet.
+
+    `pp` is the number of ranks of a pipeline (None: all that the other axes leave), `dp` of its replicas, `tp` of ranks that
+    share the products of each stage. Ranks along `tp`, which talk the most, are numbered next to each other, then those along
+    `dp`. Raises MismatchError if the axes do not make the number of ranks that are running.
+    """
+    topology = current_topology()
+    given = {"pp": pp, "dp": dp, "tp": tp}
+    for axis, size in given.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise MismatchError(f"the mesh's axis {axis} cannot have {size!r} ranks: use a whole number of 1 or more")
+    pp = max(1, topology.world_size // (dp * tp)) if pp is None else pp
+    if pp * dp * tp != topology.world_size:
+        raise MismatchError(
+            f"a mesh of pp={pp}, dp={dp}, tp={tp} has {pp * dp * tp} ranks, but {topology.world_size} are running: "
+            "start that many, or leave pp out"
+        )
+    if not dist.is_initialized():  # a world of one
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def current_topology() -> Topology:
@@ -206,3 +247,15 @@ def lost_or_silent(error: BaseException, timeout: timedelta) -> str:
     """The two ways a wait ends badly, told apart by the transport's text."""
     silent = "timed out" in str(error).lower()
     return f"no answer within {timeout.total_seconds():g} s" if silent else "the connection is closed"
+
+
+COLLECTIVES = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def __getattr__(name: str) -> Any:
+    """The collectives, which stand on this module, are here too."""
+    if name not in COLLECTIVES:
+        raise AttributeError(f"module 'penstock.comms' has no attribute {name!r}")
+    from penstock import collectives
+
+    return getattr(collectives, name)

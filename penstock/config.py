@@ -4,7 +4,9 @@ import difflib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from penstock.errors import PenstockError
 from penstock.schedule import Schedule, build, verify
@@ -16,8 +18,14 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 class TrainConfig:
     """Train a model cut over several ranks of this machine."""
 
-    ranks: int = 4
-    """Processes the model is cut over (under torchrun: its processes)."""
+    ranks: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 4
+    """Processes the model is cut over, P (under torchrun: its processes)."""
+    dp: int = 1
+    """Replicas of that pipeline, each with its share of a batch's rows: ranks x dp x tp processes."""
+    tp: int = 1
+    """Processes that share the products of each stage."""
+    data_parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How replicas are held equal: whole copies (DistributedDataParallel), or parameters spread over them (fully_shard)."""
     schedule: str = "1f1b"
     """A name that `penstock schedules` lists, or the path of a CSV table."""
     microbatches: int = 8
@@ -63,6 +71,11 @@ class TrainConfig:
     """Folder in which the run gets a folder of its own."""
 
     @property
+    def processes(self) -> int:
+        """All of them."""
+        return self.ranks * self.dp * self.tp
+
+    @property
     def depth(self) -> int:
         """The number of layers, its default filled in."""
         return (8 if self.model == "gpt" else 16) if self.layers is None else self.layers
@@ -75,7 +88,7 @@ class TrainConfig:
 
     def check(self) -> Schedule:
         """The proved table of this run. Raises PenstockError, with a value that works, for what cannot be run."""
-        for name in ("ranks", "microbatches", "steps", "batch", "depth", "width", "context", "keep"):
+        for name in ("ranks", "dp", "tp", "microbatches", "steps", "batch", "depth", "width", "context", "keep"):
             if getattr(self, name) < 1:
                 raise PenstockError(f"--{name.replace('depth', 'layers')} {getattr(self, name)} is too small: use 1 or more")
         if self.checkpoint_every < 0:
@@ -84,6 +97,10 @@ class TrainConfig:
             self._check_same_run(saved_options(self.resume))
         if self.device == "cuda" and not [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]:
             raise PenstockError("--device cuda: this machine has no NVIDIA GPU; use --device cpu")
+        if self.batch < self.dp:
+            raise PenstockError(f"--batch {self.batch} has no row for each of {self.dp} replicas: use {self.dp} or more")
+        if self.tp > 1 and (self.model != "gpt" or HEADS % self.tp):
+            raise PenstockError(f"--tp {self.tp}: the GPT's {HEADS} heads can be shared by 1, 2 or 4 ranks, the MLP by none")
         if self.width % HEADS and self.model == "gpt":
             raise PenstockError(
                 f"--width {self.width} does not divide by {HEADS} heads: use {max(1, self.width // HEADS) * HEADS}"
@@ -130,7 +147,8 @@ def saved_options(folder: Path) -> dict[str, Any]:
         raise PenstockError(f"--resume {folder} is no run, it has no {SETTINGS}{_nearest_path(folder)}")
     try:
         saved = json.loads(path.read_text())["config"]
-        return {field.name: saved[field.name] for field in fields(TrainConfig) if field.name not in ("resume", "compare")}
+        kept = saved.keys() - {"resume", "compare"}
+        return {field.name: saved[field.name] for field in fields(TrainConfig) if field.name in kept}
     except (ValueError, KeyError, TypeError) as error:
         raise PenstockError(f"{path} is not what `penstock train` wrote: {error!r}; resume another run") from error
 

@@ -8,8 +8,10 @@ blamed by another and leaves no report is lost.
 import json
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from penstock import errors
 from penstock.comms import Topology, lost_or_silent
 from penstock.errors import LostRankError, PenstockError
-from penstock.groups import Groups
+from penstock.groups import Groups, break_off
 
 GRACE = 1.0  # seconds a failing rank waits for the others' reports
 POLL = 0.005
@@ -33,6 +35,22 @@ class WaitFailed(PenstockError):
         self.what, self.peer, self.cause = what, peer, cause
 
 
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Around collectives of others: one that ends because a rank is lost becomes a WaitFailed; `what` as there."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_of_transport(error):
+            raise
+        raise WaitFailed(what, None, error) from error
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Whether a collective ended with `error` because of another rank."""
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+
+
 @dataclass(frozen=True)
 class Report:
     """What a failing rank tells the others: its own error, or whom it was waiting for."""
@@ -45,10 +63,14 @@ class Report:
 
 
 class Control:
-    """The control group of one pipeline."""
+    """The control group of one pipeline, or of several side by side.
 
-    def __init__(self, topology: Topology, name: str) -> None:
-        self.topology, self.name = topology, name
+    `beside` are process groups that others have made for these ranks. A failure breaks them off too, so that nobody waits
+    there; they cannot be made again, and so it is the end.
+    """
+
+    def __init__(self, topology: Topology, name: str, beside: Sequence[Any] = ()) -> None:
+        self.topology, self.name, self.beside = topology, name, beside
         self.alone = topology.world_size == 1
         self.generation = 0  # one more each time the groups had to be opened again
         self.groups: Groups | None = None
@@ -67,6 +89,8 @@ class Control:
         if self.groups is None and not self.alone:
             self.generation += 1
             self.groups = Groups(self.topology, f"{self.name}/{self.generation}")
+            for group in self.beside:
+                self.groups.at_close(partial(break_off, group))
             try:
                 self._group = self.groups.gloo("control", self.topology.rank, self.topology.world_size)
                 self._post_receives()
@@ -155,14 +179,15 @@ class Control:
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the step on every rank because of `error`; raises what happened, the same on every rank."""
-        if self.alone:
+        if self.alone or self.groups is None:  # there is nobody, or nobody any more, to tell
             raise error
         self._publish(error)
         self.close()
         if not isinstance(error, WaitFailed):
+            self._lost = str(error) if self.beside else None
             raise error
         verdict = self._verdict(self._reports(), error)
-        if isinstance(verdict, LostRankError):
+        if self.beside or isinstance(verdict, LostRankError):
             self._lost = str(verdict)
         raise verdict from error.cause
 

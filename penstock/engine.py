@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.channels import Channels
 from penstock.clock import Clock
-from penstock.control import WaitFailed
+from penstock.control import WaitFailed, is_of_transport
 from penstock.entry import handed_over
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.actions import Action, Kind
@@ -141,7 +141,9 @@ class Engine:
             stage.forget()
 
     def _explained(self, error: Exception, action: Action) -> PenstockError:
-        """`error` with the place where it happened, on one line."""
+        """`error` with the place where it happened, on one line; a WaitFailed if it came from ranks beside this one."""
+        if is_of_transport(error):
+            return WaitFailed(f"in {action} for the ranks beside it", None, error)
         family = type(error) if isinstance(error, PenstockError) else StageError
         text = " ".join(str(error).split())
         told = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"

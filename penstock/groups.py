@@ -55,12 +55,22 @@ class Groups:
             close()
         self._closers.clear()
         for group, peer in self._open:
-            with suppress(RuntimeError):
-                if group.name() == "gloo":
-                    group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(NO_TIME)
-                else:
-                    group.abort()
+            _break_off(group, peer)
         self._open.clear()
+
+
+def break_off(group: dist.ProcessGroup) -> None:
+    """End all that this rank waits for in `group`, and with it what others wait for from this rank."""
+    for kind in group._device_types:
+        _break_off(group._get_backend(kind), (group.rank() + 1) % group.size())
+
+
+def _break_off(backend: Any, peer: int) -> None:
+    with suppress(RuntimeError):
+        if backend.name() == "gloo":
+            backend.recv([torch.empty(1)], peer, UNUSED_TAG).wait(NO_TIME)
+        else:
+            backend.abort()
 
 
 _device: Any = None

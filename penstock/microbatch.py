@@ -90,15 +90,18 @@ def _join_leaves(*leaves: Any) -> Any:
     return torch.cat(leaves) if len(leaves) > 1 else leaves[0]
 
 
-def weights(targets: Sequence[Any], pieces: Sequence[int], loss_weight: Callable[[Any], Any] | None) -> list[float]:
-    """What each piece counts in the batch's loss, summing to 1: its share of `loss_weight(target)`, by default of the rows.
-
-    The weighted sum of mean losses is then the mean over the batch. A piece that counts nothing has weight 0; so have all
-    when nothing counts. Raises MismatchError for a weight that is negative or not a finite number.
-    """
-    counts = [float(size if loss_weight is None else loss_weight(target)) for target, size in zip(targets, pieces, strict=True)]
-    for piece, count in enumerate(counts):
+def counts(targets: Sequence[Any], loss_weight: Callable[[Any], Any]) -> list[float]:
+    """What each piece counts in the batch's loss. Raises MismatchError for what is negative or not a finite number."""
+    counted = [float(loss_weight(target)) for target in targets]
+    for piece, count in enumerate(counted):
         if not 0 <= count < float("inf"):
             raise MismatchError(f"loss_weight is {count} for microbatch {piece}: it must be a finite number, 0 or more")
-    total = sum(counts)
+    return counted
+
+
+def shares(counts: Sequence[float], total: float) -> list[float]:
+    """Each count's share of `total`: the sum of mean losses, weighted so, is the mean over the batch.
+
+    A piece that counts nothing has the share 0; so have all when nothing counts.
+    """
     return [count / total if total else 0.0 for count in counts]

@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,15 @@ class GPT(nn.Sequential):
         super().__init__(layers)
         self.config = config
 
+    def tensor_parallel(self) -> dict[str, Any]:
+        """What ranks along a mesh's axis `tp` may share, for `Pipeline(.., tensor_parallel=)`: heads, perceptrons, the head."""
+        from torch.distributed.tensor import Replicate  # these import for a second
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        columns, rows = ColwiseParallel(), RowwiseParallel()
+        blocks = {"block*.qkv": columns, "block*.out": rows, "block*.up": columns, "block*.down": rows}
+        return {**blocks, "head": ColwiseParallel(output_layouts=Replicate())}
+
 
 class Embedding(nn.Module):
     """Tokens and their positions as vectors."""
@@ -157,11 +167,11 @@ class Block(nn.Module):
     def attention(self, hidden: Tensor) -> Tensor:
         """(batch, time, width) -> the same; a token sees itself and those before it."""
         batch, time, width = hidden.shape
-        qkv = self.qkv(hidden).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, time, width / heads)
+        qkv = self.qkv(hidden).view(batch, time, -1, 3, width // self.heads)  # head by head: ranks may have some heads each
+        query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each (batch, heads, time, width / heads)
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _drop(self, hidden: Tensor) -> Tensor:
         return functional.dropout(hidden, self.dropout, self.training)

@@ -1,14 +1,13 @@
 """One truth for names: this rank's parameters and buffers, under their names in the uncut model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
-
-T = TypeVar("T")
+from penstock.sharded import Piece, local, piece_of, placed_as
 
 
 class Parameters:
@@ -51,7 +50,8 @@ class Parameters:
         """Load what is this rank's, once all of it is known to fit."""
         self.check({name: _shape(value) for name, value in state.items()}, strict)
         for stage, module in self.modules.items():
-            part = {own: state[name] for own, name in self.names[stage].items() if name in state}
+            own = module.state_dict()
+            part = {key: placed_as(state[name], own[key]) for key, name in self.names[stage].items() if name in state}
             module.load_state_dict(part, strict=strict)
 
     def check(self, shapes: Mapping[str, Any], strict: bool) -> None:
@@ -76,26 +76,39 @@ class Parameters:
         here = {name: first[id(value)] for name, value in named if isinstance(value, Tensor) and first[id(value)] != name}
         return {**here, **self.shared}
 
-    def in_order(self, parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-        """What all ranks say of their names, in the uncut model's order."""
-        merged = {name: value for part in parts for name, value in part.items()}
-        return {name: merged[name] for name in self.order if name in merged}
-
-    def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
-        """The norm of each gradient that this rank counts."""
+    def gradient_norms(self, norm_type: float) -> dict[Piece, Tensor]:
+        """The norm of each gradient that this rank counts, or of its piece of one."""
         return {
-            name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
+            (name, piece_of(parameter.grad)): torch.linalg.vector_norm(local(parameter.grad), norm_type).cpu()
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and name not in self.shared
         }
 
-    def clip(self, norms: Mapping[str, Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def joined(self, parts: Sequence[Mapping[Piece, Tensor]], norm_type: float) -> list[Tensor]:
+        """The norms of whole gradients, in the uncut model's order, from what all ranks say of theirs."""
+        pieces: dict[str, dict[tuple[int, ...], Tensor]] = {}
+        for part in parts:
+            for (name, piece), norm in part.items():  # replicas say the same of the same piece
+                pieces.setdefault(name, {})[piece] = norm
+        found = [[each for _, each in sorted(pieces[name].items())] for name in self.order if name in pieces]
+        return [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]
+
+    def clip(self, norms: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Scale this rank's gradients by what `norms`, of the whole model, ask for; returns their norm."""
-        total = torch.linalg.vector_norm(torch.stack(list(norms.values())), norm_type) if norms else torch.zeros(())
-        parameters = list(self.parameters())
+        total = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type) if norms else torch.zeros(())
+        parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
         total = total.to(parameters[0].device) if parameters else total
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
+
+
+def _here(parameter: nn.Parameter) -> Tensor:
+    """`parameter`, or a tensor with this rank's piece of it and of its gradient."""
+    if (piece := local(parameter)) is parameter:
+        return parameter
+    piece = piece.detach().requires_grad_()
+    piece.grad = local(parameter.grad)
+    return piece
 
 
 def _shape(value: Any) -> Any:

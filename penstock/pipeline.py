@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from penstock import assembly, comms, microbatch, partition, tied
+from penstock import assembly, comms, microbatch, partition, shards, tensor_parallel, tied
 from penstock.agreement import Agreement, Vote
 from penstock.channels import Channels
 from penstock.clock import Clock, clock_for, skew
 from penstock.comms import Topology
-from penstock.control import Control
+from penstock.control import Control, waiting
+from penstock.data_parallel import Buffers, Way
 from penstock.engine import Engine, Work
 from penstock.errors import MismatchError, PenstockError
 from penstock.layers import Recompute, evaluating
+from penstock.mesh import place_of
 from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
 from penstock.report import StepReport, concluded, numbers
@@ -47,6 +50,13 @@ class Pipeline:
     their joined rows. Faster, and exact to rounding only, since the order of the sums changes.
     `recompute`: keep only the input of every `stage`, or of each `block` (a layer, or a unit), and compute the rest again in
     the backward.
+    `mesh`: a torch DeviceMesh of all ranks with axes `pp`, `dp`, `tp`, any of them, for instance of `ps.comms.init_mesh`. The
+    pipelines along `dp` are replicas: each gets rows of its own and the loss is the mean over all their rows. Gradients are
+    averaged once a step, while the last backwards of the table go on. `data_parallel` is how: by `ddp`, by `fsdp`
+    (`fully_shard`), or by a function of (stage, the mesh's `dp`) that applies one of the two in its own way.
+    `tensor_parallel`: names of submodules in the uncut model, with `*` for any part between two dots -> torch's styles
+    (`ColwiseParallel()`, ..), by which ranks along `tp` share their products. These ranks get the same rows.
+    With an axis `dp` or `tp` a step that fails is the pipeline's last.
     `scaler`: a GradScaler, whose scale the backward starts with; `ShardedGradScaler`, where there are several ranks.
     `seed` and `init` also initialise what of the model is on the meta device, where each rank gives memory to its own stages
     only: every submodule by its `reset_parameters()` and then by `init(submodule)`, the same for any cut.
@@ -72,20 +82,24 @@ class Pipeline:
         recompute: Recompute | None = None,
         scaler: torch.amp.GradScaler | None = None,
         init: Callable[[nn.Module], Any] | None = None,
+        mesh: DeviceMesh | None = None,
+        data_parallel: str | Way = "ddp",
+        tensor_parallel: tensor_parallel.Plan | None = None,
         **options: Any,
     ) -> None:
-        self.topology = topology or comms.init_distributed()
+        self.place = place_of(mesh, topology or comms.init_distributed())
+        self.topology = self.place.pipeline  # this rank's place in its pipeline
         self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.report: StepReport | None = None  # of the last step
         self.clock_error = 0.0  # seconds by which times of different machines may be off
-        self._control = Control(self.topology, f"penstock/{next(_count)}")
+        self._control = Control(self.place.world, f"penstock/{next(_count)}", self.place.beside)
         self._control.connect()
         with self._together():
             self.schedule = assembly.table(schedule, self.topology.world_size, microbatches, options)
             self._program = verify(self.schedule).program
             whole = partition.whole(model, cuts, example_args, example_kwargs)
-            starts = [] if whole is None or (whole.measures and self.topology.rank) else whole.starts(self.schedule.stages)
+            starts = [] if whole is None or (whole.measures and self.place.world.rank) else whole.starts(self.schedule.stages)
             starts = self._control.gather_objects(starts, "to agree on the cut")[0]
             cut = assembly.cut(model, whole, starts, self.schedule, self.topology.rank)
             table = with_full_backwards(self.schedule)  # what runs
@@ -98,8 +112,12 @@ class Pipeline:
             self.skew = skew(self._control, self._machines)
             names = assembly.names(everyone, cut)
             modules = assembly.placed(cut, names, self.topology.device, seed, init)
-            settings = {"recompute": recompute, "merge": merge_weight_gradients}
-            self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, settings)
+            parallel = assembly.side_by_side(cut, modules, names, self.place, tensor_parallel, data_parallel)
+            first = self.place.replica * self.schedule.microbatches
+            settings = {"recompute": recompute, "merge": merge_weight_gradients, "first": first}
+            self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, parallel, settings)
+            dp = None if self.place.dp is None else self.place.dp.get_group()
+            self._buffers = [Buffers(module, dp) for module in modules.values()] if dp is not None else []
             order = None if cut.whole is None else list(cut.whole.state_dict())
             self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), order)
             self._tied = tied.owned(cut.tied, self.schedule.placement, modules, self.topology)
@@ -108,7 +126,7 @@ class Pipeline:
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         self._parts = Parts(self._program, self.topology.rank, merge_weight_gradients)
-        self._agreement = Agreement(self._control, self.schedule.microbatches)
+        self._agreement = Agreement(self._control, self.place, self.schedule.microbatches)
         self._engine: Engine | None = None
         self._connected_at = 0  # the control's generation the engine's channels belong to
         self._ran: tuple[Sequence[Any], Clock] | None = None  # the last step's actions, and when they ran
@@ -147,6 +165,7 @@ class Pipeline:
             engine = self._connected()
             engine.forget()
             work, vote = self._prepare(args, kwargs, target, training)
+            self._begin(work)
             clock = clock_for(self.topology.device, len(mine))
             clock.offset = self.skew.offset
             self._agreement.vote(vote, what)
@@ -157,18 +176,38 @@ class Pipeline:
             work.weights = agreed.weights
             work.part = self._parts.of(training, agreed.pieces, agreed.without_backward)
             engine.channels.begin(agreed.specs, agreed.known)
+            for stage in self._stages.values():
+                stage.parallel.alike = agreed.alike
             engine.run(work, clock)
-            for parameter in self._tied if training else ():
-                parameter.share_gradient()
+            self._end(work)
             actions = [step.action for step in work.part.steps]
             self._ran = actions, clock
             end = f"to end the step, after {actions[-1] if actions else 'nothing'}"
-            loss, self.report = concluded(self._control, work, clock, self.last_rank, end)
+            loss, self.report = concluded(self._control, self.place, work, clock, self.last_rank, end)
             engine.channels.end()
             self._agreement.keep(agreed)
             self.step_count += training
         outputs = [work.outputs[piece] for piece in sorted(work.outputs)]
         return (microbatch.join(outputs) if outputs else None), loss
+
+    def _begin(self, work: Work) -> None:
+        """Before the first action: what stages that others have as well need to begin with."""
+        with waiting("for the replicas to begin the step"):
+            shards.in_order([self._stages[index].parallel for index in work.part.stages])
+            for buffers in self._buffers:
+                buffers.begin()
+
+    def _end(self, work: Work) -> None:
+        """After the last action: the gradients become those of the whole batch, on all who have them."""
+        with waiting("for the replicas to average the gradients"):
+            for stage in self._stages.values():
+                stage.parallel.end(work.training)
+            if self.place.tp is not None and work.training:
+                tensor_parallel.complete(self.parameters())
+            for buffers in self._buffers if work.training else ():
+                buffers.end()
+        for parameter in self._tied if work.training else ():
+            parameter.share_gradient()
 
     def _head_start(self, engine: Engine, work: Work, clock: Clock) -> None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
@@ -182,7 +221,8 @@ class Pipeline:
         seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
         work, vote = Work(training, self._parts.of(training), seed), Vote(training, self.step_count)
         if training and self.scaler is not None:
-            work.scale = scale_of(self.scaler, self.topology)
+            work.scale = scale_of(self.scaler, self.place.world)
+        work.scale *= self.place.replicas  # which are averaged
         if rank == self.first_rank:
             work.inputs, vote.rows = microbatch.split_inputs(args, kwargs, pieces, self.topology.device)
             vote.signature = microbatch.signature((args, kwargs))
@@ -194,7 +234,7 @@ class Pipeline:
             sizes = microbatch.sizes_of(target, "the target", pieces)
             work.targets = microbatch.split(target, sizes, self.topology.device)
             if self.loss_weight is not None:
-                vote.weights = microbatch.weights(work.targets, sizes, self.loss_weight)
+                vote.counts = microbatch.counts(work.targets, self.loss_weight)
             vote.target_rows = sum(sizes)
         vote.local = hash((self._modes(), torch.is_autocast_enabled(self.topology.device.type)))
         return work, vote
@@ -210,7 +250,7 @@ class Pipeline:
             self._connected_at = self._control.generation
             channels = Channels(self._program, self.topology, groups)
             last = self.schedule.stages - 1
-            self._engine = Engine(self.topology.rank, self.topology.device, self._stages, last, channels)
+            self._engine = Engine(self.place.world.rank, self.topology.device, self._stages, last, channels)
         return self._engine
 
     @contextmanager
@@ -237,7 +277,10 @@ class Pipeline:
         return self._parameters.parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole."""
+        """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole.
+
+        What `fully_shard` or `tensor_parallel` has spread over ranks comes as DTensors: `full_tensor()` is the whole of one.
+        """
         return self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -266,7 +309,7 @@ class Pipeline:
         norms = self._parameters.gradient_norms(norm_type)
         with self._together():
             everyone = self._control.gather_objects(norms, "to clip their gradients")
-        return self._parameters.clip(self._parameters.in_order(everyone), max_norm, norm_type)
+        return self._parameters.clip(self._parameters.joined(everyone, norm_type), max_norm, norm_type)
 
     def metrics(self) -> dict[str, float]:
         """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
@@ -280,12 +323,14 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
 
+        Of several pipelines side by side, each gets its own.
         Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in seconds.
         """
         with self._together():
             self.skew = skew(self._control, self._machines)  # clocks drift apart
             mine = self._events(), self.skew.error
-            rows, errors = zip(*self._control.gather_objects(mine, "to tell their timelines"), strict=True)
+            everyone = self._control.gather_objects(mine, "to tell their timelines")
+            rows, errors = zip(*[everyone[self.topology.of_job(rank)] for rank in range(self.topology.world_size)], strict=True)
         self.clock_error = max(errors)
         skips = dict.fromkeys(self._program.skips, Border())
         return Timeline(f"{self.schedule.name}, measured", rows, skips=skips)

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.clock import Clock
 from penstock.control import Control
 from penstock.engine import Work
+from penstock.mesh import Place
 from penstock.schedule import Timeline
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -41,8 +42,11 @@ def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
     }
 
 
-def concluded(control: Control, work: Work, clock: Clock, last_rank: int, what: str) -> tuple[Tensor, StepReport]:
-    """The end of a step, reached by all ranks together: the loss and the times, the same on every rank."""
+def concluded(control: Control, place: Place, work: Work, clock: Clock, last_rank: int, what: str) -> tuple[Tensor, StepReport]:
+    """The end of a step, reached by all ranks together: the loss and the times, the same on every rank.
+
+    `last_rank`, of every pipeline, has the loss.
+    """
     device = control.topology.device
     loss = _weighted([work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)])
     mine = work.auxiliary.items() if work.weights else ()
@@ -52,9 +56,11 @@ def concluded(control: Control, work: Work, clock: Clock, last_rank: int, what: 
     everyone = control.gather(row, what)
     ran = [each for each in everyone if each[3]]  # a rank may have no stage
     makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
-    value, kind = everyone[last_rank][:2]
+    losses = [everyone[ranks[last_rank]][:2] for ranks in place.counted]
+    value, kind = losses[0] if len(losses) == 1 else (math.fsum(each for each, _ in losses), losses[0][1])
     if any(each[6] for each in everyone):  # summed exactly, so that it does not matter which rank has which
-        value = math.fsum([value, *(term for terms in control.gather_objects(auxiliary, what) for term in terms)])
+        told = control.gather_objects(auxiliary, what)
+        value = math.fsum([value, *(term for ranks in place.counted for rank in ranks for term in told[rank])])
     report = StepReport(makespan, tuple(each[4] for each in everyone), tuple(each[5] for each in everyone))
     return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
 

@@ -82,10 +82,15 @@ class Splitter:
     def _hand_over(self, nodes: Sequence["_Node"], expect: Callable[[Sequence[Tensor]], None] | None) -> None:
         with torch.enable_grad():
             ends = [_HandOver.apply(node, *[self._places[place].parameter for place in node.places]) for node in nodes]
-        if expect is not None:
+        gradients = list(ends)
+        if expect is not None:  # who listens hears of all parameters, also of those that got their gradients in `I`
+            placed = {id(place.parameter) for place in self._places}
+            others = [each for each in self.module.parameters() if id(each) not in placed and each.grad is not None]
+            gradients += map(torch.zeros_like, others)
+            ends += others
             expect(ends)
-        if nodes:
-            run_backward([get_gradient_edge(end) for end in ends], ends)
+        if ends:
+            run_backward([get_gradient_edge(end) for end in ends], gradients)
 
     def _added_to_sum(self, use: Use, gradient: Tensor, left: dict[int, Tensor]) -> bool:
         """Whether the weight's gradient could be, and so was, added in the product itself."""

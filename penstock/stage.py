@@ -17,7 +17,7 @@ from penstock.layers import Layers, Recompute
 from penstock.links import Links
 from penstock.partition.pieces import Piece
 from penstock.randomness import advance
-from penstock.replicas import Replicas
+from penstock.replicas import Alone
 from penstock.split_backward import Splitter
 from penstock.standins import PutOff
 from penstock.tied import StandIn, installed
@@ -52,6 +52,8 @@ class Stage:
     `links` are its connections to other stages, by default those of a chain.
     `later`: keywords that stages after this one take (`carried.py`).
     `merge`: weights' gradients that were put off may be summed in another order (see `split_backward.py`).
+    `parallel`: what other processes have of the stage (see `replicas.py`).
+    `first`: the number that random numbers take microbatch 0 for; a replica counts on where the one before it ends.
     """
 
     def __init__(
@@ -66,8 +68,11 @@ class Stage:
         links: Links | None = None,
         later: frozenset[str] = frozenset(),
         merge: bool = False,
+        parallel: Alone | None = None,
+        first: int = 0,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
+        self.parallel, self._first = parallel or Alone(), first
         self.links = links or Links.of_chain(index)
         piece = module.penstock if isinstance(module, Piece) else None  # of a graph
         self._from, self._to = (tuple(piece.sources), piece.takers) if piece else ((index - 1,), (index + 1,))
@@ -77,10 +82,9 @@ class Stage:
         self._layers = Layers(index, module, device, numbers, recompute)
         self._keywords = None if piece else Keywords(module, later)
         self._spread = frozenset() if piece else _takes_several(module)
-        self._replicas = Replicas(module)
         shared = {id(module.get_parameter(name)) for names in self.links.lent.values() for name in names}
         shared |= {id(standin.parameter) for standin in self._standins}
-        self._splitter = Splitter(module, merge and not self._replicas, shared)
+        self._splitter = Splitter(module, merge and not self.parallel.hooked, shared)
         self._put_off: dict[int, PutOff] = {}  # microbatch -> what its W will do
 
     def forward(
@@ -121,10 +125,13 @@ class Stage:
         return self._forward(microbatch, Given(args, own, kwargs), seed, keep, split)
 
     def _forward(self, microbatch: int, given: Given, seed: int | None, keep: bool, split: bool) -> Any:
+        if not self.parallel.ready:
+            self.parallel.get_ready()
+            self._splitter.refresh()
         put_off = self._splitter.begin() if split and keep else None
-        seed = None if seed is None else advance(seed, microbatch)
+        seed = None if seed is None else advance(seed, self._first + microbatch)
         standins = self._installed(put_off, given.borrowed) if put_off or given.borrowed else _NOTHING
-        with _grad_mode(keep), self._replicas.quiet(), Collected() as auxiliary, standins:
+        with _grad_mode(keep), Collected() as auxiliary, standins:
             output = self._layers.run(seed, given.args, given.kwargs)
         if given.carried and self._keywords:
             output = self._keywords.hand_on(output, given.carried)
@@ -174,16 +181,20 @@ class Stage:
         if put_off is not None:
             self._put_off[microbatch] = put_off
         if last:
-            self._replicas.expect(ends)
+            self.parallel.expect(ends)
         if pairs:
             with self._installed(put_off, borrowed) if put_off or borrowed else _NOTHING:
                 run_backward(*zip(*pairs, strict=True))
+        if last:
+            self.parallel.complete()
         return [entry.gradients for entry in entries]
 
     def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
         put_off = [self._put_off.pop(microbatch) for microbatch in microbatches]
-        self._splitter.end(put_off, last, self._replicas.expect if last and self._replicas else None)
+        self._splitter.end(put_off, last, self.parallel.expect if last and self.parallel.hooked else None)
+        if last:
+            self.parallel.complete()
 
     def forget(self) -> None:
         """Before a step: let go of all microbatches that a step which did not end left in flight."""
@@ -196,7 +207,7 @@ class Stage:
         leaves = self._with_lent(output, kept.borrowed) if self.links.lent else wire.flatten(output)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         edges = tuple([get_gradient_edge(tensor) for tensor in tensors])
-        ends = self._replicas.ends(tensors)
+        ends = self.parallel.ends_of(tensors)
         self.kept[microbatch] = Kept(kept.entries, kept.borrowed, edges, kept.put_off, ends, kept.auxiliary)
 
     def _with_lent(self, output: Any, borrowed: Sequence[Tensor]) -> list[Any]:

@@ -94,8 +94,8 @@ class TiedParameter:
         if self.topology.rank != self.owners[0]:
             return self._receive(self.owners[0])
         for owner in self.owners[1:]:
-            send_tensor(mine, owner)
+            send_tensor(mine, self.topology.of_job(owner))
         return mine
 
     def _receive(self, owner: int) -> torch.Tensor:
-        return recv_tensor(self.parameter.shape, owner, self.parameter.dtype, self.parameter.device)
+        return recv_tensor(self.parameter.shape, self.topology.of_job(owner), self.parameter.dtype, self.parameter.device)

@@ -40,6 +40,7 @@ class Run:
     """What a run came to."""
 
     ranks: int
+    reordered: bool = False  # sums over replicas, or over ranks that share products, have another order than in one process
     losses: list[float] = field(default_factory=list)  # of every step
     seconds: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
@@ -68,15 +69,17 @@ def train(config: TrainConfig) -> None:
             closing(result, None, folder)
         comms.shutdown()
         return
-    result = launch(train_rank, config.ranks, config, folder)[0]
-    alone = launch(train_rank, 1, replace(config, resume=None), None)[0] if config.compare else None
+    result = launch(train_rank, config.processes, config, folder)[0]
+    alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None), None)[0] if config.compare else None
     closing(result, alone, folder)
 
 
 def _folder(config: TrainConfig) -> Path:
     if config.resume is not None:
         return config.resume
-    name = f"{config.model}-{Path(config.schedule).stem}-{config.ranks}x{config.microbatches}-{time.strftime('%Y%m%d-%H%M%S')}"
+    axes = "".join(f"-{axis}{size}" for axis, size in (("dp", config.dp), ("tp", config.tp)) if size > 1)
+    size = f"{config.ranks}x{config.microbatches}{axes}"
+    name = f"{config.model}-{Path(config.schedule).stem}-{size}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config.out / name
 
 
@@ -87,12 +90,23 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     torch.manual_seed(config.seed)
     source, model, loss_fn = _task(config)
     alone = topology.world_size == 1
-    example = None if alone else source.batch(config.seed, 0, -(-config.batch // config.microbatches))[:1]
+    example = None if alone else source.batch(config.seed, 0, -(-config.batch // (config.microbatches * config.dp)))[:1]
     table = "gpipe" if alone else config.table()
-    pipe = Pipeline(model, loss_fn, table, config.microbatches, seed=config.seed, example_args=example)
+    pipe = Pipeline(
+        model,
+        loss_fn,
+        table,
+        config.microbatches,
+        seed=config.seed,
+        example_args=example,
+        mesh=comms.init_mesh(config.ranks, config.dp, config.tp) if config.dp * config.tp > 1 else None,
+        data_parallel=config.data_parallel,
+        tensor_parallel=model.tensor_parallel() if isinstance(model, GPT) and config.tp > 1 else None,
+    )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    run = Run(topology.world_size, rows_per_step=config.batch, tokens_per_step=config.batch * _tokens(config))
+    run = Run(topology.world_size, pipe.place.copies > 1)
+    run.rows_per_step, run.tokens_per_step = config.batch, config.batch * _tokens(config)
     run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
     if config.resume is not None:
         _resume(config, pipe, optimizer, rate, run)
@@ -213,7 +227,7 @@ def _steps(
     """Train, and after each step say how it went."""
     for step in range(pipe.step_count, config.steps):
         begin = time.perf_counter()
-        inputs, target = source.batch(config.seed, step, config.batch)
+        inputs, target = _share(pipe, source.batch(config.seed, step, config.batch))
         loss = pipe.step(inputs, target=target)
         optimizer.step()
         optimizer.zero_grad()
@@ -241,14 +255,21 @@ def _validate(pipe: Pipeline, source: Any, config: TrainConfig) -> float:
     """Mean loss over the held-out part."""
     losses, rows = 0.0, 0
     for inputs, target in source.validation(config.batch, VALIDATION_BATCHES):
-        _, loss = pipe.eval(inputs, target=target)
+        mine, wanted = _share(pipe, (inputs, target))
+        _, loss = pipe.eval(mine, target=wanted)
         losses, rows = losses + loss.item() * len(inputs), rows + len(inputs)
     return losses / rows
 
 
+def _share(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The rows of this rank's replica."""
+    inputs, target = (part.tensor_split(pipe.place.replicas)[pipe.place.replica] for part in batch)
+    return inputs, target
+
+
 def _sample(pipe: Pipeline, source: data.Text, seed: int) -> tuple[str, str]:
     """Text that the model continues, and how: the last rank draws each byte and tells the others."""
-    topology, generator = pipe.topology, torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     window = source.held_out[: source.context].long()[None]  # (1, context)
     prompt = bytes(window[0].tolist()).decode(errors="replace")
     drawn = bytearray()
@@ -258,8 +279,8 @@ def _sample(pipe: Pipeline, source: data.Text, seed: int) -> tuple[str, str]:
         if logits is not None:
             likely = torch.softmax(logits[0, -1].float().cpu() / 0.7, 0)
             token = torch.multinomial(likely, 1, generator=generator)
-        if topology.world_size > 1:
-            dist.broadcast(token, src=pipe.last_rank)
+        if pipe.place.world.world_size > 1:
+            dist.broadcast(token, src=pipe.place.counted[0][pipe.last_rank])
         window = torch.cat([window[:, 1:], token[None]], 1)
         drawn.append(int(token))
     return prompt, drawn.decode(errors="replace")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
 from penstock import MismatchError
-from penstock.microbatch import join, rows, sizes, split, weights
+from penstock.microbatch import counts, join, rows, shares, sizes, split
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -132,47 +132,46 @@ def test_outputs_join_in_the_order_of_their_pieces():
 
 
 def test_pieces_weigh_their_share_of_the_rows():
-    assert weights([None] * 2, [3, 2], None) == [3 / 5, 2 / 5]
-    assert weights([None] * 4, [1, 1, 1, 0], None) == [1 / 3, 1 / 3, 1 / 3, 0]
+    assert shares([3, 2], 5) == [3 / 5, 2 / 5]
+    assert shares([1, 1, 1, 0], 3) == [1 / 3, 1 / 3, 1 / 3, 0]
+    assert shares([3, 2], 10) == [3 / 10, 2 / 10]  # other replicas have the rest
 
 
 def test_weighted_means_of_uneven_pieces_are_the_mean_of_the_batch():
     batch = torch.randn(11, dtype=torch.float64)
     pieces = sizes(11, 4)
     means = [piece.mean() for piece in split(batch, pieces)]
-    total = sum(weight * mean for weight, mean in zip(weights(means, pieces, None), means, strict=True))
+    total = sum(weight * mean for weight, mean in zip(shares(pieces, 11), means, strict=True))
     assert math.isclose(total, batch.mean(), rel_tol=1e-12)
 
 
 def test_weights_count_the_tokens_that_are_not_ignored():
     target = torch.tensor([[1, 2, -100], [-100, -100, -100], [3, -100, -100]])
     pieces = split(target, [1, 1, 1])
-    found = weights(pieces, [1, 1, 1], lambda piece: (piece != -100).sum())
-    assert found == [2 / 3, 0, 1 / 3]
+    assert counts(pieces, lambda piece: (piece != -100).sum()) == [2, 0, 1]
 
 
 def test_a_loss_weight_sees_each_piece_of_the_target_in_turn():
     seen = []
-    weights(["a", "b"], [1, 1], lambda target: seen.append(target) or 1)
+    counts(["a", "b"], lambda target: seen.append(target) or 1)
     assert seen == ["a", "b"]
 
 
 def test_when_nothing_counts_every_weight_is_zero():
-    assert weights([None] * 3, [1, 1, 1], lambda target: 0) == [0, 0, 0]
-    assert weights([None] * 2, [0, 0], None) == [0, 0]
+    assert shares([0, 0, 0], 0) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-0.5)])
 def test_a_weight_that_is_no_share_is_refused_with_its_piece(count):
-    counts = iter([1, 1, count])
+    told = iter([1, 1, count])
     with pytest.raises(MismatchError) as caught:
-        weights([None] * 3, [1, 1, 1], lambda target: next(counts))
+        counts([None] * 3, lambda target: next(told))
     assert str(caught.value) == f"loss_weight is {float(count)} for microbatch 2: it must be a finite number, 0 or more"
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12))
 @settings(deadline=None)
-def test_weights_sum_to_one_unless_nothing_counts(counts):
-    found = weights(counts, [1] * len(counts), lambda target: target)
-    assert math.isclose(sum(found), 1 if any(counts) else 0, rel_tol=1e-12)
-    assert [weight == 0 for weight in found] == [count == 0 for count in counts]
+def test_weights_sum_to_one_unless_nothing_counts(counted):
+    found = shares(counted, sum(counted))
+    assert math.isclose(sum(found), 1 if any(counted) else 0, rel_tol=1e-12)
+    assert [weight == 0 for weight in found] == [count == 0 for count in counted]

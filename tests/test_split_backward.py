@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock import uses
+from penstock.data_parallel import kind_of
+from penstock.replicas import Alone
 from penstock.stage import Stage
 
 CPU = torch.device("cpu")
@@ -236,8 +238,8 @@ def test_it_has_them_under_autocast(name: str) -> None:
 # -- what happens when ----------------------------------------------------------------------------------------------
 
 
-def split_stage(module: nn.Module) -> Stage:
-    stage = Stage(1, module, CPU)
+def split_stage(module: nn.Module, parallel: Alone | None = None) -> Stage:
+    stage = Stage(1, module, CPU, parallel=parallel)
     stage.forget()
     return stage
 
@@ -523,7 +525,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
         return allreduce_hook(None, bucket)
 
     parallel.register_comm_hook(None, counted)
-    stage = split_stage(parallel)
+    stage = split_stage(module, kind_of(module, parallel))
     generator = torch.Generator().manual_seed(10 + topology.rank)
     for _ in range(2):
         stage.forget()
@@ -534,6 +536,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
         if split:
             for m in range(3):
                 stage.backward_weight([m], last=m == 2)
+        stage.parallel.end(training=True)
     return {name: p.grad for name, p in module.named_parameters()}, sums
 
 

@@ -17,6 +17,7 @@ from penstock.comms import Topology
 from penstock.control import Control
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
+from penstock.sharded import full
 
 _count = itertools.count()  # of pipelines with checkpoints in this process, the same on every rank
 
@@ -73,12 +74,26 @@ _beside: "WeakKeyDictionary[Pipeline, _Beside]" = WeakKeyDictionary()
 def settled(pipe: Pipeline) -> _Beside:
     """What the checkpoints of `pipe` share, the save before having ended. Raises what went wrong with that."""
     if pipe not in _beside:
-        _beside[pipe] = _Beside(pipe.topology)
+        _beside[pipe] = _Beside(pipe.place.world)
     beside = _beside[pipe]
     saving, beside.saving = beside.saving, None
     if saving is not None:
         saving.finish()
     return beside
+
+
+def own_state(pipe: Pipeline) -> dict[str, Any]:
+    """What of the model this rank writes: tensors whole, tied ones under their first name, by the rank that has that.
+
+    Ranks that have the same stage, along the mesh's axes `dp` and `tp`, share the work.
+    """
+    aliases, place = pipe.aliases, pipe.place
+    state: dict[str, Any] = {}
+    for number, (name, value) in enumerate(pipe.state_dict().items()):
+        whole = full(value)  # all who have a piece of it ask for it
+        if number % place.copies == place.copy and name not in aliases:
+            state[name] = whole
+    return state
 
 
 @contextmanager

@@ -12,17 +12,19 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import MismatchError
+from penstock.sharded import full
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """`value` as JSON; its tensors go into `tensors`, under names that begin with `name`.
 
+    Of a tensor that ranks have pieces of, the whole goes there: all of them pack it.
     Raises MismatchError, naming the place, for what is neither of the kinds above.
     """
     if isinstance(value, Tensor):
         while name in tensors:
             name += "+"
-        tensors[name] = value.detach()
+        tensors[name] = full(value.detach())
         return {"tensor": name}
     if value is None or isinstance(value, str | int | float):
         return value

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint import manifest
-from penstock.checkpoint.beside import Saving, seen, settled, together, written
+from penstock.checkpoint.beside import Saving, own_state, seen, settled, together, written
 from penstock.checkpoint.packing import pack
 from penstock.checkpoint.restore import MODEL
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
@@ -44,8 +44,9 @@ def save(
     final = Path(folder) / manifest.folder_of(pipe.step_count)
     tensors: dict[str, Tensor] = {}
     with together(beside.control, f"collect what goes into {final}"):
-        part = {"step": pipe.step_count, **_packed_model(pipe, tensors)}
-        part |= _packed_training(pipe, optimizer, scheduler, extra, tensors)
+        state = own_state(pipe)
+        part = {"step": pipe.step_count, "aliases": pipe.aliases, "model": _packed_model(state, tensors)}
+        part |= _packed_training(pipe, optimizer, scheduler, extra, state, tensors)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
     saving = Saving(final, partial(_write, beside.control, final, part, tensors, keep), background=not wait)
@@ -53,20 +54,22 @@ def save(
     return saving
 
 
-def _packed_model(pipe: Pipeline, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """This rank's part of the model; a tied parameter is kept under its first name, by the rank that has that."""
-    aliases = pipe.aliases
-    state = {name: value for name, value in pipe.state_dict().items() if name not in aliases}
+def _packed_model(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """This rank's part of the model: its tensors go into `tensors`; returns the rest."""
     tensors.update({MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)})
-    rest = {name: pack(value, f"state.{name}", tensors) for name, value in state.items() if not isinstance(value, Tensor)}
-    return {"aliases": aliases, "model": rest}
+    return {name: pack(value, f"state.{name}", tensors) for name, value in state.items() if not isinstance(value, Tensor)}
 
 
 def _packed_training(
-    pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Mapping[str, Any] | None, tensors: dict[str, Tensor]
+    pipe: Pipeline,
+    optimizer: Any,
+    scheduler: Any,
+    extra: Mapping[str, Any] | None,
+    state: Mapping[str, Any],
+    tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
     """This rank's part of everything else; of the schedules, which are alike, the first is kept."""
-    rank, mine, aliases = pipe.topology.rank, pipe.state_dict().keys(), pipe.aliases
+    rank, aliases = pipe.place.world.rank, pipe.aliases
     names = {id(parameter): aliases.get(name, name) for name, parameter in pipe.named_parameters()}
 
     def name_of(parameter: Tensor) -> str | None:
@@ -74,7 +77,7 @@ def _packed_training(
 
     part: dict[str, Any] = {"optimizer": None, "scheduler": None, "extra": None}
     if optimizer is not None:
-        part["optimizer"] = pack_optimizer(optimizer, name_of, mine.__contains__, tensors, rank)
+        part["optimizer"] = pack_optimizer(optimizer, name_of, state.__contains__, tensors, rank)
     if scheduler is not None:
         part["scheduler"] = pack(scheduler.state_dict(), f"scheduler.{rank}", tensors)
     if rank == 0:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.checkpoint.packing import pack, unpack
 from penstock.errors import MismatchError
+from penstock.sharded import placed_as
 
 NameOf = Callable[[Tensor], str | None]
 _NOT_OPTIONS = ("params", "param_names")
@@ -109,7 +110,12 @@ def restore_optimizer(optimizer: Any, saved: Any, name_of: NameOf, tensors: dict
 
 
 def _laid_out(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """`state`, its tensors of the parameter's shape laid out in memory as the parameter is."""
+    """`state`, its tensors of the parameter's shape laid out in memory, or over ranks, as the parameter is."""
+    if hasattr(parameter, "placements"):
+        return {
+            key: placed_as(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+            for key, value in state.items()
+        }
     return {
         key: torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride()

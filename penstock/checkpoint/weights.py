@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.checkpoint import manifest, tensor_files
-from penstock.checkpoint.beside import newest_whole, seen, settled, together, written
+from penstock.checkpoint.beside import newest_whole, own_state, seen, settled, together, written
 from penstock.checkpoint.restore import MODEL, found
 from penstock.comms import Topology
 from penstock.control import Control
@@ -27,10 +27,10 @@ def export(pipe: Pipeline, path: str | Path) -> None:
     rank cannot write.
     """
     path, control = Path(path), settled(pipe).control
-    rank, aliases = pipe.topology.rank, pipe.aliases
+    rank, aliases = pipe.place.world.rank, pipe.aliases
     parts = path.with_name(f".{path.name}.parts")
     with together(control, f"export to {path}"):
-        state = {MODEL + name: value for name, value in pipe.state_dict().items() if name not in aliases}
+        state = {MODEL + name: value for name, value in own_state(pipe).items()}
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         part = {"aliases": aliases, "model": [name.removeprefix(MODEL) for name in state if name not in tensors]}
         try:

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import MismatchError
 from penstock.partition import pieces
@@ -171,6 +170,5 @@ def names_of(stages: Sequence[Mapping[str, str]], whole: bool = False) -> list[d
 
 
 def plain(module: nn.Module) -> dict[str, str]:
-    """The names of a stage's state -> the same without what torch.compile and DistributedDataParallel add to them."""
-    prefix = "module." if isinstance(module, DistributedDataParallel) else ""
-    return {name: name.removeprefix(prefix).replace("_orig_mod.", "") for name in module.state_dict()}
+    """The names of a stage's state -> the same without what torch.compile adds to them."""
+    return {name: name.replace("_orig_mod.", "") for name in module.state_dict()}

@@ -18,6 +18,11 @@ class Part:
     weights: dict[Action, tuple[int, ...]]  # W -> the microbatches whose weights' gradients it adds
     last: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
 
+    @property
+    def stages(self) -> list[int]:
+        """The rank's stages, in the order in which they come into use."""
+        return list(dict.fromkeys(step.action.stage for step in self.steps))
+
 
 class Parts:
     """A rank's parts of a proved program: of all of it, or of what of it a batch and a call need. Those are proved as well."""

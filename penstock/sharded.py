@@ -1,0 +1,44 @@
+"""Tensors of which ranks have pieces: torch's DTensor, known by its placements, since importing it takes a while."""
+
+import logging
+from typing import Any
+
+from torch import Tensor
+
+Piece = tuple[str, tuple[int, ...]]  # a name, and which piece of it
+
+
+def local(value: Any) -> Any:
+    """This rank's piece of `value`, where ranks have pieces of it; else `value`."""
+    return value.to_local() if hasattr(value, "placements") else value
+
+
+def full(value: Any) -> Any:
+    """The whole of `value`, likewise; all who have a piece call it."""
+    if not hasattr(value, "placements"):
+        return value
+    about = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = about.level
+    about.setLevel(logging.ERROR)  # it warns that two all-gathers are slower than one
+    try:
+        return value.full_tensor()
+    finally:
+        about.setLevel(level)
+
+
+def placed_as(value: Any, like: Any) -> Any:
+    """`value`, a whole tensor, in pieces as `like` is, if that is."""
+    if not hasattr(like, "placements") or not isinstance(value, Tensor) or hasattr(value, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.to(like.device_mesh.device_type)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def piece_of(value: Any) -> tuple[int, ...]:
+    """Which piece this rank has: its coordinates along the axes over which `value` is cut."""
+    if not hasattr(value, "placements"):
+        return ()
+    coordinates = value.device_mesh.get_coordinate()
+    return tuple(each for each, placement in zip(coordinates, value.placements, strict=True) if not placement.is_replicate())

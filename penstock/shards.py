@@ -29,8 +29,8 @@ class Shards(Alone):
         from torch.distributed._composable.replicate_with_fsdp import ReplicateModule  # both import for a second
         from torch.distributed.fsdp import FSDPModule
 
-        self._replicated = ReplicateModule
         self._modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        self._spread = [each for each in self._modules if not issubclass(type(each), ReplicateModule)]
         self._states = [each._get_fsdp_state() for each in self._modules]
         self._fetching: list[Any] | None = None
         self._averaging: Future[None] | None = None
@@ -44,9 +44,9 @@ class Shards(Alone):
             for module in self._modules:
                 module.set_is_last_backward(False)
                 module.set_requires_gradient_sync(False)
-                if not isinstance(module, self._replicated):
-                    module.set_reshard_after_forward(False)
                 module.set_reshard_after_backward(False)
+            for module in self._spread:
+                module.set_reshard_after_forward(False)
             self._fetching = [module.unshard(async_op=True) for module in self._modules]
 
     def get_ready(self) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,11 @@ from penstock.labs import (
     lab7_interleaved,
     lab8_zero_bubble,
     lab9_your_schedule,
+    lab10_collectives,
+    lab11_data_parallel,
+    lab12_tensor_parallel,
+    lab13_two_axes,
+    lab14_recompute_store_communicate,
     story,
 )
 from penstock.labs.emulated import EmulatedLayer, emulated_step
@@ -237,6 +243,96 @@ def test_a_written_schedule_places_each_stage_where_its_actions_are():
     table = schedule.build("zb-v", ranks=3, microbatches=4)
     rule = f"def schedule(rank, ranks, microbatches): return {table.texts()}[rank]"
     assert table_of("zb-v", rule, 3, 4) == table
+
+
+def test_the_collectives_by_hand_are_those_of_torch_on_any_number_of_ranks():
+    for seen in story.on_ranks(lab10_collectives.see_all, 3):
+        assert [name for name, (each, backward) in seen.items() if not (each.as_torch and backward)] == []
+    assert [states[-1] for states in story.on_ranks(lab10_collectives.ring_of_ones, 3)] == ["3 3 3"] * 3
+
+
+def backward_of_an_all_gather(claimed: str) -> bool:
+    lab10_collectives.COLLECTIVES["all-gather"] = replace(lab10_collectives.COLLECTIVES["all-gather"], backward=claimed)
+    return lab10_collectives.backward_holds(lab10_collectives.Here.join(), "all-gather")
+
+
+def test_lab_10_tells_a_backward_from_another_collective():
+    for claimed, holds in (("reduce-scatter", True), ("all-to-all", False)):
+        assert story.on_ranks(backward_of_an_all_gather, 3, claimed) == [holds] * 3
+
+
+def test_lab_10_fails_when_torch_makes_something_else(monkeypatch):
+    def run(function, ranks):
+        zeros = torch.zeros(ranks)
+        seen = {name: (lab10_collectives.Seen(zeros, zeros, name != "gather"), True) for name in lab10_collectives.COLLECTIVES}
+        return [seen] * ranks
+
+    monkeypatch.setattr(lab10_collectives, "on_ranks", run)
+    with pytest.raises(SystemExit, match=r"torch makes something else of gather$"):
+        lab10_collectives.main()
+
+
+def test_lab_11_fails_when_the_gradient_or_a_replica_is_another(monkeypatch):
+    def run(function, ranks):
+        return [replace(replica, trained=weights) for weights in trained]
+
+    trained, one_bit = [torch.zeros(2), torch.zeros(2)], torch.tensor([0.0, torch.finfo(torch.float32).tiny])
+    replica = lab11_data_parallel.Replica(3, 1.0, 0.3, 0.02, 0.0, trained[0], trained[0])
+    monkeypatch.setattr(lab11_data_parallel, "on_ranks", run)
+    with pytest.raises(SystemExit, match="the weighted sum of the gradients is 2e-02 off"):
+        lab11_data_parallel.main()
+    replica, trained[1] = replace(replica, weighted=0.0), one_bit
+    with pytest.raises(SystemExit, match="only 1 of 2 replicas have the weights of rank 0"):
+        lab11_data_parallel.main()
+
+
+def test_some_buckets_are_better_than_one_and_than_one_for_each_layer():
+    ends = [lab11_data_parallel.planned(count)[-1].end for count in lab11_data_parallel.BUCKETS]
+    layers, backward = lab11_data_parallel.DEEP, lab11_data_parallel.BACKWARD
+    assert ends[0] == pytest.approx(layers * backward + lab11_data_parallel.wire(layers))
+    assert ends[-1] == pytest.approx(backward + layers * lab11_data_parallel.wire(1))
+    assert min(ends) not in (ends[0], ends[-1])
+
+
+def off_without_sum_gradients() -> list[str]:
+    lab12_tensor_parallel.SumGradients.backward = staticmethod(lambda ctx, gradient: gradient)
+    return [name for name, pair in lab12_tensor_parallel.compare().compared.items() if pair.off[0] > 1e-3]
+
+
+def test_without_the_all_reduce_of_the_backward_only_the_gradient_of_the_input_is_wrong():
+    assert story.on_ranks(off_without_sum_gradients, 2) == [["X.grad"]] * 2
+
+
+def test_lab_12_fails_when_a_gradient_is_off(monkeypatch):
+    def run(function, ranks):
+        pair = lab12_tensor_parallel.Pair((2, 2), (2, 1), (0.5, 0.0))
+        return [lab12_tensor_parallel.Part({"0.weight.grad": pair}, 0, [1, 1], 1)] * ranks
+
+    monkeypatch.setattr(lab12_tensor_parallel, "on_ranks", run)
+    with pytest.raises(SystemExit, match="by hand they are 5e-01 off"):
+        lab12_tensor_parallel.main()
+
+
+def test_lab_13_fails_when_replicas_or_the_weights_of_one_process_are_others():
+    zero, one = torch.zeros(1), torch.ones(1)
+    with pytest.raises(SystemExit, match=r"replicas have different b$"):
+        lab13_two_axes.check_weights([{"a": zero}, {"a": zero}, {"b": zero}, {"b": one}], {"a": zero, "b": zero})
+    with pytest.raises(SystemExit, match=r"the weights are 1e\+00 off"):
+        lab13_two_axes.check_weights([{"a": zero}, {"a": zero}, {"b": one}, {"b": one}], {"a": zero, "b": zero})
+
+
+def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
+    lab = lab14_recompute_store_communicate
+    dim, rows = next(iter(lab.SIZES.items()))
+    size = 4 * dim * rows * lab.BLOCKS
+    held = {lab.STORE: (9 * size, 0), lab.RECOMPUTE: (size, 0), lab.COMMUNICATE: (0, 9 * size)}
+    trial = lab.Trial(held, dict.fromkeys(lab.WAYS, 1.0), equal=True, again=0.5, bandwidth=size)
+    assert [trial.expected(way) for way in lab.WAYS] == [0, 0.5, 18]
+    lab.check_trial(dim, trial)
+    with pytest.raises(SystemExit, match="the gradients depend on the way"):
+        lab.check_trial(dim, replace(trial, equal=False))
+    with pytest.raises(SystemExit, match=r"they hold .*'recompute': \(2.0, 0.0\)"):
+        lab.check_trial(dim, replace(trial, held=held | {lab.RECOMPUTE: (2 * size, 0)}))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The labs: pipeline parallelism from one process to a schedule of your own, one short script each, which checks itself."""
+"""The labs: from one process to a schedule of your own, and to all axes a training has; a script each, which checks itself."""
 
 import importlib
 from dataclasses import dataclass
@@ -30,6 +30,11 @@ _TITLES = {
     "lab7_interleaved": "several stages on each rank: a smaller bubble, more messages",
     "lab8_zero_bubble": "backward in two: where the bubble went, by two clocks",
     "lab9_your_schedule": "a schedule of your own: proved, scored, run",
+    "lab10_collectives": "collectives by hand on four ranks, and who sends how much",
+    "lab11_data_parallel": "data parallel from one all-reduce, and how to hide it",
+    "lab12_tensor_parallel": "tensor parallel with its backward, by hand and declared",
+    "lab13_two_axes": "two axes: 2 x 2, pipeline x data",
+    "lab14_recompute_store_communicate": "recompute, store or communicate: three ways to have an activation",
 }
 
 LABS: dict[int, Lab] = {

@@ -2,6 +2,7 @@
 
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Action, Kind, Schedule, from_rows
+from penstock.schedule.averaging import averaged
 from penstock.schedule.catalog import build, names
 from penstock.schedule.causes import Cause, Idle
 from penstock.schedule.events import Border, Event, Size, Timeline
@@ -34,6 +35,7 @@ __all__ = [
     "Step",
     "Timeline",
     "Transfer",
+    "averaged",
     "build",
     "explain",
     "from_lowered_csv",

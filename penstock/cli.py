@@ -41,8 +41,10 @@ class Train(TrainConfig):
 
     def run(self) -> None:
         """Check first, then start."""
-        ranks = int(os.environ.get("WORLD_SIZE", self.ranks))  # torchrun's, under torchrun
-        config = dataclasses.replace(self, ranks=ranks)
+        processes = int(os.environ.get("WORLD_SIZE", self.processes))  # torchrun's, under torchrun
+        config = dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
+        if config.processes not in (processes, 0):
+            raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
         config.check()
         from penstock.train import train
 
@@ -66,6 +68,42 @@ class Export:
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """Measure broadcast, scatter, gather, reduce, all-gather, reduce-scatter, all-reduce, all-to-all and send over sizes."""
+
+    ranks: int = 4
+    """Processes, 2 or more."""
+    operations: tuple[str, ...] = ()
+    """Which, as all_reduce and send; left out, all of them."""
+    sizes: tuple[str, ...] = ()
+    """Of tensors, as 512, 64K, 1MB; left out, 1 KB, 4 KB and so on to --largest."""
+    largest: str = "64MB"
+    """The largest of those sizes, up to 256MB."""
+    seconds: float = 0.5
+    """For one operation and size; at least five samples are taken."""
+    against_raw: bool = False
+    """Measure torch.distributed called directly too, and Penstock's without its check, taking turns."""
+    csv: Path | None = None
+    """Write the table to this file."""
+    plot: Path | None = None
+    """Draw bandwidth over size in this file, .svg or .png."""
+
+    def run(self) -> None:
+        """Check first, then start."""
+        from penstock.bench_collectives import bench, plan_of
+
+        plan = plan_of(self.operations, self.sizes, self.largest, self.seconds, self.against_raw, self.ranks)
+        bench(plan, self.ranks, self.csv, self.plot)
+
+
+Subject = Annotated[
+    Annotated[Collectives, tyro.conf.subcommand("collectives")] | Annotated[None, tyro.conf.subcommand("steps")],
+    tyro.conf.OmitSubcommandPrefixes,
+    tyro.conf.OmitArgPrefixes,
+]
+
+
+@dataclass(frozen=True)
 class Bench:
     """Measure what a step takes against what its table says, with emulated devices, and what the engine itself costs."""
 
@@ -81,9 +119,12 @@ class Bench:
     """Size of the activation each microbatch hands to the next stage."""
     steps: int = 10
     """Measured steps."""
+    subject: Subject = None
 
     def run(self) -> None:
         """Check first, then start."""
+        if self.subject is not None:
+            return self.subject.run()
         schedule = table_of(self.schedule, self.ranks, self.microbatches)
         from penstock.bench import bench
 
@@ -105,7 +146,7 @@ class Lab:
 
         if self.number is None:
             for number, lab in labs.LABS.items():
-                print(f"{number}  {lab.title}")
+                print(f"{number:2}  {lab.title}")
         else:
             labs.run(self.number, self.file)
 

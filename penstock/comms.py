@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.allocator import keep_freed_memory
+from penstock.attempt import name_of_start
 from penstock.errors import LostRankError, MismatchError, PenstockError
+from penstock.interface import interface_to
 
 if TYPE_CHECKING:
     from penstock.collectives import (  # noqa: F401
@@ -165,13 +167,19 @@ def _choose_device(backend: str | None, device: str | torch.device | None, local
 
 
 def _init_process_group(backend: str, timeout: timedelta) -> None:
-    if os.environ.get("MASTER_ADDR") in LOOPBACK and os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _choose_interface(os.environ.get("MASTER_ADDR", ""))
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # After a restart torchrun's agent still holds the addresses of the attempt before: each attempt gets its own names.
-    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
     name = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _choose_interface(master: str) -> None:
+    """Tell Gloo which network leads to the rank at `master`, unless the user has."""
+    elsewhere = os.environ.get("LOCAL_WORLD_SIZE") not in (None, os.environ.get("WORLD_SIZE"))
+    interface = interface_to("127.0.0.1" if master in LOOPBACK else master, elsewhere)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:

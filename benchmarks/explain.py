@@ -58,7 +58,7 @@ def _costs(timeline: Timeline, stage: int) -> tuple[float, float, float]:
 
 def times_of(timeline: Timeline, kind: Kind, stage: int) -> list[float]:
     """Seconds of every action of `kind` on `stage`."""
-    return [end - start for _, action, start, end in timeline.events if action[:2] == (kind, stage)]
+    return [end - start for _, action, start, end, _ in timeline.events if action[:2] == (kind, stage)]
 
 
 def excess(case: Case, timeline: Timeline, laps: Sequence[Lap], send: float) -> Excess:

@@ -8,6 +8,7 @@ from penstock.control import Control
 from penstock.errors import MismatchError
 from penstock.mesh import Place
 from penstock.microbatch import shares, sizes
+from penstock.schedule import Size
 
 NOTHING = -1
 _EXACT = 2**52  # whole numbers below are exact in the float64 that travels
@@ -41,6 +42,7 @@ class Agreed:
     specs: Specs  # what the messages are like, or will be once the step is over
     known: bool
     alike: bool = True  # whether all replicas have as many microbatches, and the same ones of weight 0
+    sizes: dict[int, Size] = field(default_factory=dict)  # what a microbatch keeps on this rank's stages, in bytes, if known
     key: tuple[object, ...] = field(default=(), repr=False)
 
 
@@ -49,12 +51,18 @@ class Agreement:
 
     def __init__(self, control: Control, place: Place, microbatches: int) -> None:
         self.control, self.place, self.microbatches = control, place, microbatches
-        self._specs: dict[tuple[object, ...], Specs] = {}
+        self._known: dict[tuple[object, ...], Agreed] = {}
+        self._votes: set[tuple[float, ...]] = set()  # of this rank, in steps that ended well
 
     def vote(self, vote: Vote, what: str) -> None:
         """Tell the others; `what` says what for, should it fail. This rank may go on with what needs no other."""
         self._vote, self._what = vote, what
         self.control.tell(vote.row(), what)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether this rank has voted so before, as far as it can know."""
+        return _kind(self._vote.row()) in self._votes
 
     def reach(self) -> Agreed:
         """Hear the others. Raises MismatchError, the same on every rank, if the votes do not fit together."""
@@ -74,13 +82,15 @@ class Agreement:
         skipped = [frozenset(piece for piece, weight in enumerate(each) if not weight) for each in weights]
         mine = self.place.replica
         alike = len({(len(each), skips) for each, skips in zip(pieces, skipped, strict=True)}) == 1
-        key = (self.control.generation, skipped[mine], *(tuple(row[:1] + row[2:]) for row in rows))
-        specs = self._specs.get(key)
-        return Agreed(len(pieces[mine]), weights[mine], skipped[mine], specs or {}, specs is not None, alike, key)
+        key = (self.control.generation, skipped[mine], *map(_kind, rows))
+        before = self._known.get(key)
+        specs, lasting = (before.specs, before.sizes) if before else ({}, {})
+        return Agreed(len(pieces[mine]), weights[mine], skipped[mine], specs, before is not None, alike, lasting, key)
 
     def keep(self, agreed: Agreed) -> None:
         """The step is over: what its messages were like holds for the next of the same kind."""
-        self._specs.setdefault(agreed.key, agreed.specs)
+        self._known.setdefault(agreed.key, agreed)
+        self._votes.add(_kind(self._vote.row()))
 
     def _check(self, rows: Sequence[Sequence[float]]) -> None:
         for rank, (training, step, *_) in enumerate(rows):
@@ -101,6 +111,11 @@ class Agreement:
                     raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
         if len({_most(rows, ranks, 3) == NOTHING for ranks in self.place.counted}) > 1:
             raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
+
+
+def _kind(row: Sequence[float]) -> tuple[float, ...]:
+    """What of a vote is the same in every step of the same kind."""
+    return *row[:1], *row[2:]
 
 
 def _most(rows: Sequence[Sequence[float]], ranks: Sequence[int], column: int) -> int:

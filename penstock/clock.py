@@ -59,13 +59,17 @@ def _ask(control: Control) -> Skew:
     return Skew((min(back) - min(there)) / 2, (min(back) + min(there)) / 2)
 
 
+Interval = tuple[float, float, float]  # start and end of an action, and when what it made was sent
+
+
 class Clock:
-    """Start and end of every action, in seconds of this machine's monotonic clock."""
+    """Start and end of every action, and when what it made was sent, in seconds of this machine's monotonic clock."""
 
     offset = 0.0  # seconds that are added to every time told
+    ahead = 0  # actions that ran before the ranks had agreed to send: how long sending them took is not known
 
     def __init__(self, actions: int) -> None:
-        self._times = [0.0] * (2 * actions)
+        self._times = [0.0] * (3 * actions)
         self._next = 0
 
     def start(self) -> None:
@@ -73,19 +77,22 @@ class Clock:
         self._times[self._next] = time.perf_counter()
         self._next += 1
 
-    stop = start
+    stop = sent = start
 
-    def intervals(self) -> list[tuple[float, float]]:
-        """(start, end) of every action so far, in order."""
-        done = [time + self.offset for time in self._times[: self._next]]
-        return list(zip(done[::2], done[1::2], strict=False))
+    def intervals(self) -> list[Interval]:
+        """(start, end, sent) of every action so far, in order."""
+        return self._intervals(self._times[: self._next], self.offset)
 
     def summary(self) -> tuple[float, float, float]:
         """First start, last end, and the time spent in actions."""
         times = self._times[: self._next]
         if not times:
             return 0.0, 0.0, 0.0
-        return times[0] + self.offset, times[-1] + self.offset, sum(times[1::2]) - sum(times[::2])
+        return times[0] + self.offset, times[-2] + self.offset, sum(times[1::3]) - sum(times[::3])
+
+    def _intervals(self, times: Sequence[float], offset: float) -> list[Interval]:
+        starts, ends, sent = ([time + offset for time in times[mark::3]] for mark in range(3))
+        return list(zip(starts, ends, ends[: self.ahead] + sent[self.ahead :], strict=True))
 
 
 class CudaClock(Clock):
@@ -102,21 +109,19 @@ class CudaClock(Clock):
         """An action starts."""
         self._events.append(self._mark())
 
-    stop = start
+    stop = sent = start
 
-    def intervals(self) -> list[tuple[float, float]]:
-        """(start, end) of every action so far, in order."""
+    def intervals(self) -> list[Interval]:
+        """(start, end, sent) of every action so far, in order; `sent` is the stream's time too."""
         torch.cuda.synchronize()
-        zero = self._zero_time + self.offset
-        times = [zero + self._zero.elapsed_time(event) / 1e3 for event in self._events]
-        return list(zip(times[::2], times[1::2], strict=False))
+        return self._intervals([self._zero.elapsed_time(event) / 1e3 for event in self._events], self._zero_time + self.offset)
 
     def summary(self) -> tuple[float, float, float]:
         """First start, last end, and the time spent in actions."""
         intervals = self.intervals()
         if not intervals:
             return 0.0, 0.0, 0.0
-        return intervals[0][0], intervals[-1][1], sum(end - start for start, end in intervals)
+        return intervals[0][0], intervals[-1][1], sum(end - start for start, end, _ in intervals)
 
     @staticmethod
     def _mark() -> "torch.cuda.Event":

@@ -1,6 +1,6 @@
 """Runs one rank's program: the loop of the clock cycle, and nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from penstock.schedule.actions import Action, Kind
 from penstock.schedule.part import Part
 from penstock.schedule.program import Transfer
 from penstock.stage import Stage
+from penstock.weighing import Weighing
+
+Acts = dict[Kind, Callable[..., Sequence[Any]]]  # what is done for an action: (action, values, work) -> what it makes
 
 
 @dataclass
@@ -42,24 +45,26 @@ class Engine:
         self.rank, self.device, self.stages, self.last, self.channels = rank, device, stages, last, channels
         self._handed: dict[Transfer, Any] = {}  # from stages of this rank to others
         self._ahead: list[Sequence[Any]] = []  # the result of the first step, if it had a head start
-        self._act = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
+        self._act: Acts = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
 
-    def head_start(self, action: Action, work: Work, clock: Clock) -> None:
+    def head_start(self, action: Action, work: Work, clock: Clock, weighing: Weighing | None = None) -> None:
         """Run `action`, a forward of the first stage, before the ranks have agreed; `run` goes on from there. Raises as it."""
         try:
             clock.start()
-            self._ahead.append(self._forward(action, (), work))
+            self._ahead.append(self._acts(weighing)[Kind.F](action, (), work))
             clock.stop()
+            clock.ahead = 1
         except Exception as error:
             raise self._explained(error, action) from error
 
-    def run(self, work: Work, clock: Clock) -> None:
-        """Run the steps of `work.part` in order, each timed by `clock`.
+    def run(self, work: Work, clock: Clock, weighing: Weighing | None = None) -> None:
+        """Run the steps of `work.part` in order, each timed by `clock`, and weighed if asked for.
 
         Raises StageError with rank, stage, action, microbatch and the original text when the model or the loss raises;
         WaitFailed when a peer is lost.
         """
         incoming, outgoing, ahead, handed = self.channels.incoming, self.channels.outgoing, self._ahead, self._handed
+        acts = self._acts(weighing)
         try:
             made: Any
             for action, receives, needs, gives in work.part.steps:
@@ -72,7 +77,7 @@ class Engine:
                         incoming[need.source].take(need, self.device) if need.travels else handed.pop(need) for need in needs
                     ]
                     clock.start()
-                    made = self._act[action.kind](action, values, work)
+                    made = acts[action.kind](action, values, work)
                     clock.stop()
                     del values
                 for transfer, value in zip(gives, made, strict=True):
@@ -80,11 +85,15 @@ class Engine:
                         outgoing[transfer.destination].send(transfer, value)
                     else:
                         handed[transfer] = handed_over(value)
+                clock.sent()
                 made = value = None  # they are on their way
         except WaitFailed:
             raise
         except Exception as error:
             raise self._explained(error, action) from error
+
+    def _acts(self, weighing: Weighing | None) -> Acts:
+        return weighing.around(self._act) if weighing else self._act
 
     def _forward(self, action: Action, values: Sequence[Any], work: Work) -> Sequence[Any]:
         """What the stage makes for each of its takers; nothing on the last stage, whose output becomes the loss."""

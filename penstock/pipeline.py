@@ -1,6 +1,7 @@
 """The face: a model cut over the ranks that trains like the whole one."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,11 +23,12 @@ from penstock.layers import Recompute, evaluating
 from penstock.mesh import place_of
 from penstock.parameters import Parameters
 from penstock.randomness import aside, mix
-from penstock.report import StepReport, concluded, numbers
+from penstock.report import StepReport, concluded, measured, numbers
 from penstock.scaling import scale_of
-from penstock.schedule import Border, Event, Schedule, Timeline, verify
+from penstock.schedule import Event, Schedule, Size, Timeline, verify
 from penstock.schedule.part import Parts
 from penstock.schedule.transform import with_full_backwards
+from penstock.weighing import Weighing
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
@@ -130,6 +132,8 @@ class Pipeline:
         self._engine: Engine | None = None
         self._connected_at = 0  # the control's generation the engine's channels belong to
         self._ran: tuple[Sequence[Any], Clock] | None = None  # the last step's actions, and when they ran
+        self._sizes: dict[int, Size] = {}  # what a microbatch of it kept on this rank's stages, in bytes, where that is known
+        self._ended = 0.0  # when the last step did
 
     # -- training and evaluation ------------------------------------------------------------------------------------
 
@@ -158,6 +162,7 @@ class Pipeline:
         return outputs if target is None else (outputs, loss)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Any, Tensor]:
+        between = time.perf_counter() - self._ended if self._ended else 0.0
         mine = self._program.schedule.actions[self.topology.rank]
         what = f"to begin {'step()' if training else 'eval()'}, before {mine[0] if mine else 'the others end it'}"
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
@@ -169,7 +174,8 @@ class Pipeline:
             clock = clock_for(self.topology.device, len(mine))
             clock.offset = self.skew.offset
             self._agreement.vote(vote, what)
-            self._head_start(engine, work, clock)
+            weighing = Weighing(self._stages) if training and not self._agreement.repeated else None
+            self._head_start(engine, work, clock, weighing)
             agreed = self._agreement.reach()
             work.without_backward = agreed.without_backward
             engine.let_go(agreed.without_backward)
@@ -178,16 +184,22 @@ class Pipeline:
             engine.channels.begin(agreed.specs, agreed.known)
             for stage in self._stages.values():
                 stage.parallel.alike = agreed.alike
-            engine.run(work, clock)
+            if agreed.known or not training:
+                engine.run(work, clock)
+            else:  # a step of a new kind
+                weighing = weighing or Weighing(self._stages)
+                engine.run(work, clock, weighing)
+                agreed.sizes = weighing.sizes()
             self._end(work)
             actions = [step.action for step in work.part.steps]
-            self._ran = actions, clock
+            self._ran, self._sizes = (actions, clock), agreed.sizes
             end = f"to end the step, after {actions[-1] if actions else 'nothing'}"
-            loss, self.report = concluded(self._control, self.place, work, clock, self.last_rank, end)
+            loss, self.report = concluded(self._control, self.place, work, clock, self.last_rank, end, between)
             engine.channels.end()
             self._agreement.keep(agreed)
             self.step_count += training
         outputs = [work.outputs[piece] for piece in sorted(work.outputs)]
+        self._ended = time.perf_counter()
         return (microbatch.join(outputs) if outputs else None), loss
 
     def _begin(self, work: Work) -> None:
@@ -209,11 +221,11 @@ class Pipeline:
         for parameter in self._tied if work.training else ():
             parameter.share_gradient()
 
-    def _head_start(self, engine: Engine, work: Work, clock: Clock) -> None:
+    def _head_start(self, engine: Engine, work: Work, clock: Clock, weighing: Weighing | None) -> None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
         mine = self._program.schedule.actions[self.topology.rank]
         if self.schedule.stages > 1 and mine and mine[0].stage == 0 and mine[0].microbatch < len(work.inputs):
-            engine.head_start(mine[0], work, clock)
+            engine.head_start(mine[0], work, clock, weighing)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Work, Vote]:
         """This rank's share of the batch, and what it has to say about it. Raises MismatchError if it does not fit."""
@@ -314,7 +326,8 @@ class Pipeline:
     def metrics(self) -> dict[str, float]:
         """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
 
-        Times are in seconds, memory in bytes; `wait/..` are the shares of all ranks' time that each cause of idle time took.
+        Times are in seconds, memory in bytes; `wait/..` are the shares of all ranks' time that each cause of idle time took,
+        `between_steps_seconds/..` what lay before the step since the one before: the optimizer, the next batch.
         """
         timeline = self.timeline()
         assert self.report is not None
@@ -323,17 +336,18 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
 
-        Of several pipelines side by side, each gets its own.
+        Of several pipelines side by side, each gets its own. Memory is in bytes, see `weighing.py`, unless a stage is compiled.
         Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in seconds.
         """
         with self._together():
             self.skew = skew(self._control, self._machines)  # clocks drift apart
-            mine = self._events(), self.skew.error
+            mine = self._events(), self.skew.error, self._sizes
             everyone = self._control.gather_objects(mine, "to tell their timelines")
-            rows, errors = zip(*[everyone[self.topology.of_job(rank)] for rank in range(self.topology.world_size)], strict=True)
+            ranks = [self.topology.of_job(rank) for rank in range(self.topology.world_size)]
+            rows, errors, sizes = zip(*[everyone[rank] for rank in ranks], strict=True)
         self.clock_error = max(errors)
-        skips = dict.fromkeys(self._program.skips, Border())
-        return Timeline(f"{self.schedule.name}, measured", rows, skips=skips)
+        assert self.report is not None
+        return measured(self.schedule, rows, sizes, [self.report.between[rank] for rank in ranks], self._program.skips)
 
     def _events(self) -> tuple[Event, ...]:
         """This rank's part of the timeline. Raises PenstockError before the first step."""

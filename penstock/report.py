@@ -3,7 +3,7 @@
 import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,8 @@ from penstock.clock import Clock
 from penstock.control import Control
 from penstock.engine import Work
 from penstock.mesh import Place
-from penstock.schedule import Timeline
+from penstock.schedule import Border, Event, Schedule, Size, Timeline
+from penstock.schedule.actions import Skip
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -24,6 +25,7 @@ class StepReport(NamedTuple):
     makespan: float  # seconds, first action to last over all ranks
     busy: tuple[float, ...]  # seconds each rank spent in actions
     peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far (on a GPU: its tensors)
+    between: tuple[float, ...] = ()  # seconds since each rank's step before: optimizer, next batch; 0 before the first
 
     @property
     def bubble(self) -> float:
@@ -37,22 +39,45 @@ def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
         "makespan_seconds": report.makespan,
         "bubble": report.bubble,
         **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
+        **{f"between_steps_seconds/rank{rank}": time for rank, time in enumerate(report.between)},
         **{f"busy_seconds/rank{rank}": busy for rank, busy in enumerate(report.busy)},
         **{f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(report.peak_memory)},
     }
 
 
-def concluded(control: Control, place: Place, work: Work, clock: Clock, last_rank: int, what: str) -> tuple[Tensor, StepReport]:
+def measured(
+    schedule: Schedule,
+    rows: Sequence[tuple[Event, ...]],
+    sizes: Sequence[Mapping[int, Size]],
+    between: Sequence[float],
+    skips: Iterable[Skip],
+) -> Timeline:
+    """The timeline of a step from what its ranks tell, each in one place: events, sizes of its stages, time before it."""
+    by_stage = {stage: size for each in sizes for stage, size in each.items()}
+    known = len(by_stage) == schedule.stages
+    return Timeline(
+        f"{schedule.name}, measured",
+        tuple(rows),
+        sizes=tuple(by_stage[stage] for stage in range(schedule.stages)) if known else (),
+        memory_unit="bytes" if known else "",
+        between=tuple(between),
+        skips=dict.fromkeys(skips, Border()),
+    )
+
+
+def concluded(
+    control: Control, place: Place, work: Work, clock: Clock, last_rank: int, what: str, between: float = 0.0
+) -> tuple[Tensor, StepReport]:
     """The end of a step, reached by all ranks together: the loss and the times, the same on every rank.
 
-    `last_rank`, of every pipeline, has the loss.
+    `last_rank`, of every pipeline, has the loss; `between` is this rank's time since its step before.
     """
     device = control.topology.device
     loss = _weighted([work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)])
     mine = work.auxiliary.items() if work.weights else ()
     auxiliary = [value.item() * work.weights[piece] for (_, piece), values in mine for value in values]
     dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
-    row = [loss.item(), dtype, *clock.summary(), peak_memory(device), len(auxiliary)]
+    row = [loss.item(), dtype, *clock.summary(), peak_memory(device), len(auxiliary), between]
     everyone = control.gather(row, what)
     ran = [each for each in everyone if each[3]]  # a rank may have no stage
     makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
@@ -61,7 +86,7 @@ def concluded(control: Control, place: Place, work: Work, clock: Clock, last_ran
     if any(each[6] for each in everyone):  # summed exactly, so that it does not matter which rank has which
         told = control.gather_objects(auxiliary, what)
         value = math.fsum([value, *(term for ranks in place.counted for rank in ranks for term in told[rank])])
-    report = StepReport(makespan, tuple(each[4] for each in everyone), tuple(each[5] for each in everyone))
+    report = StepReport(makespan, *(tuple(each[column] for each in everyone) for column in (4, 5, 7)))
     return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
 
 

@@ -196,6 +196,10 @@ class Stage:
         if last:
             self.parallel.complete()
 
+    def owed(self, microbatch: int) -> list[Tensor | None]:
+        """What `backward_weight` still needs of `microbatch`, besides parameters."""
+        return self._put_off[microbatch].held()
+
     def forget(self) -> None:
         """Before a step: let go of all microbatches that a step which did not end left in flight."""
         self.kept.clear()

@@ -158,6 +158,12 @@ class PutOff:
                     gradients.append(each)
         run_backward(edges, gradients)
 
+    def held(self) -> list[Tensor | None]:
+        """What is kept for `W`: inputs, gradients of outputs, and what `I` left on the stand-ins."""
+        with DisableTorchFunctionSubclass():
+            left = [standin.grad for standin in self.standins]
+        return [*left, *self._casts.values(), *(each for use, (grad,) in self.gradients.items() for each in (use.value, grad))]
+
     def left(self) -> dict[int, Tensor]:
         """Place -> the gradient that `I` left on its stand-in; taken from there."""
         left = {}

@@ -21,9 +21,7 @@ def check(plan: Plan, names: Sequence[Mapping[str, str]]) -> None:
     for pattern in plan:
         if not any(_fits(module, pattern) for module in modules):
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or sorted(modules)[:5]
-            raise MismatchError(
-                f"tensor_parallel has {pattern!r}, but the model has no such part, but {', '.join(near)}, .."
-            )
+            raise MismatchError(f"tensor_parallel has {pattern!r}, but the model has no such part, but {', '.join(near)}, ..")
 
 
 def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceMesh) -> None:

@@ -2,6 +2,7 @@
 
 import time
 import types
+from itertools import pairwise
 
 import pytest
 from reference import data, make
@@ -42,6 +43,11 @@ def test_no_message_arrives_before_it_is_sent(apart):
                 assert needed.end <= event.start + error
                 received += 1
     assert received == 2 * 3 * 6
+    for row in timeline.rows:
+        assert row[0].sent == row[0].end or row[0].action.stage  # it had a head start: when it was sent is not known
+        for event, after in pairwise(row):
+            assert event.end <= event.sent <= after.start
+        assert row[-1].sent >= row[-1].end
     assert 0 < makespan < 60
     assert timeline.makespan == pytest.approx(makespan, abs=2 * error + 1e-9)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import types
 
 import pytest
@@ -12,24 +13,32 @@ import penstock as ps
 from penstock.metrics import Metrics, recorded
 from penstock.train import crowding
 
+PAUSE = 0.05  # seconds between two steps
+
 
 def rank_metrics():
     model, loss_fn = make("gpt")
     pipe = ps.Pipeline(model, loss_fn, "1f1b", 4)
     inputs, target = data("gpt", 8)
     pipe.step(inputs, target=target)
-    return pipe.metrics(), pipe.timeline().causes, pipe.report
+    assert pipe.report.between == (0, 0)
+    time.sleep(PAUSE)
+    pipe.step(inputs, target=target)
+    return pipe.metrics(), pipe.timeline(), pipe.report
 
 
 def test_a_step_tells_its_waits_by_cause_and_every_ranks_memory_the_same_on_all_ranks():
     everyone = ps.launch(rank_metrics, 2)
-    found, causes, report = everyone[0]
+    found, timeline, report = everyone[0]
     assert all(each[0] == found for each in everyone)
     waits = {name: value for name, value in found.items() if name.startswith("wait/")}
-    assert waits == {f"wait/{cause}": share for cause, share in causes.items()}
+    assert waits == {f"wait/{cause}": share for cause, share in timeline.causes.items()}
+    assert waits["wait/sending"] > 0
     busy = sum(found[f"busy_seconds/rank{rank}"] for rank in range(2)) / (2 * found["makespan_seconds"])
     assert busy + sum(waits.values()) == pytest.approx(1, abs=1e-6)
     assert [found[f"peak_memory_bytes/rank{rank}"] for rank in range(2)] == list(report.peak_memory)
+    assert [found[f"between_steps_seconds/rank{rank}"] for rank in range(2)] == list(report.between) == list(timeline.between)
+    assert all(PAUSE <= between < PAUSE + 10 for between in report.between)
     assert found["bubble"] == report.bubble
     assert json.loads(json.dumps(found)) == found
 

@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from http.client import HTTPConnection
 
 import pytest
 from studios import run_of, served
 
 from penstock import PenstockError
-from penstock.schedule import Costs, build, simulate, verify
+from penstock.render.record import Record, read
+from penstock.schedule import Costs, Size, build, simulate, verify
 from penstock.studio import answer
 
 CIRCLE = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
@@ -220,3 +222,39 @@ def test_without_werkzeug_one_line_says_what_to_install():
     assert done.returncode == 1
     told = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
     assert done.stderr.strip() == told
+
+
+def test_what_never_runs_is_laid_out_where_its_rank_would_come_to_it():
+    table = {"rows": [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], "placement": [0, 1]}
+    found = answer({**table, "costs": {"forward": 2, "backward_input": 1, "backward_weight": 3}})
+    assert found["stopped"]
+    assert sorted(found["proof"]["actions"]) == ["0B0", "0F1", "1B0", "1F1"]
+    laid = [(each["rank"], each["action"], each["start"], each["end"]) for each in found["stuck"]]
+    assert laid[:3] == [(0, "0B0", 2, 6), (0, "0F1", 6, 8), (0, "0B1", 8, 12)]
+    assert laid[3:] == [(1, "1F1", 4, 6), (1, "1B0", 6, 10), (1, "1B1", 10, 14)]
+    assert answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2})["stuck"] == []
+
+
+def test_a_pair_that_never_runs_is_laid_out_as_one():
+    rows = [["0F0", "(0B0;0F1)OVERLAP_F_B", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    found = answer({"rows": rows, "placement": [0, 1]})
+    assert [(each["action"], each["start"], each.get("half")) for each in found["stuck"]][:3] == [
+        ("0B0", 1, 0),
+        ("0F1", 1, 1),
+        ("0B1", 4, None),
+    ]
+
+
+def test_a_run_whose_memory_was_measured_is_planned_in_bytes():
+    record = read(run_of(), "run")
+    step = replace(record.steps[0], sizes=(Size(3000, 1000), Size(2000, 2000)), memory_unit="bytes")
+    found = answer({"run": json.dumps(Record((step,), None, "s", ("step 7",)).data()), "file": "timeline.json"})
+    assert found["costs"]["sizes"] == [[3000, 1000], [2000, 2000]]
+    assert (found["timeline"]["memory_unit"], found["timeline"]["peak_memory"]) == ("bytes", (6000, 2000))
+    assert found["measured"]["steps"][0]["timeline"]["peak_memory"] == (6000, 2000)
+    again = answer({"schedule": "gpipe", "ranks": 2, "microbatches": 4, "costs": found["costs"], "unit": "ms"})
+    assert again["timeline"]["peak_memory"] == (12000, 8000)
+    other = answer({"schedule": "gpipe", "ranks": 3, "microbatches": 4, "costs": found["costs"], "unit": "ms"})
+    assert (other["timeline"]["memory_unit"], other["timeline"]["peak_memory"]) == ("", (4, 4, 4))
+    with pytest.raises(PenstockError, match="sizes has other than two numbers for each stage"):
+        answer({"schedule": "gpipe", "ranks": 2, "microbatches": 4, "costs": {"sizes": [[1], [2]]}})

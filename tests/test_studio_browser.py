@@ -144,6 +144,86 @@ def test_dragging_an_action_makes_a_deadlock_that_is_told_and_marked_and_undone(
     assert not studio.find_elements("css selector", ".cell.wrong")
 
 
+def in_picture(browser, name, side=0.5):
+    """Where an action stands in the picture, from the middle of the chart; `side` is 0 at its left end, 1 at its right."""
+    return browser.execute_script(
+        "const [name, side] = arguments, box = studio.picture.box(name), host = page.charts[0].host;"
+        "host.scrollIntoView({block: 'center'}); const {offsetWidth, offsetHeight} = host;"
+        "return [box.left + side * box.wide - offsetWidth / 2, box.top + box.high / 2 - offsetHeight / 2].map(Math.round)",
+        name,
+        side,
+    )
+
+
+def drag_in_picture(browser, source, target, side, keys=""):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    chart = browser.find_element("css selector", ".chart")
+    begin, end = in_picture(browser, source), in_picture(browser, target, side)
+    chain = ActionChains(browser, duration=40).move_to_element_with_offset(chart, *begin).click_and_hold()
+    chain.move_to_element_with_offset(chart, *end).send_keys(keys).release().perform()
+    settle(browser)
+
+
+def test_dragging_in_the_picture_makes_the_same_deadlock_and_its_circle_is_drawn_there(studio):
+    before, view = row(studio, 0), studio.execute_script("return page.view")
+    drag_in_picture(studio, "0F2", "0B0", 0.8)
+    assert row(studio, 0).startswith("0F0 0F1 0F3 0B0 0F2 0F4")
+    assert "deadlocks: rank 0 waits for the gradient of 1B0 from rank 1, before 0B0" in proof(studio)
+    assert studio.execute_script(
+        "return studio.picture.answer.proof.waits.flat().every((name) => studio.picture.stuck.has(name))"
+    )
+    red = """
+        const {canvas} = page.charts[0], {width, height} = canvas;
+        const copy = Object.assign(document.createElement("canvas"), {width, height});
+        const context = copy.getContext("2d", {willReadFrequently: true});
+        context.drawImage(canvas, 0, 0);
+        const {data} = context.getImageData(0, 0, width, height);
+        return data.filter((value, i) => i % 4 === 0 && value === 0xd1 && data[i + 1] === 0x3a && data[i + 2] === 0x30).length;
+    """
+    assert studio.execute_script(red) > 200  # outlines and arrows
+    drag_in_picture(studio, "0F2", "0B0", 0.1)  # back, from where it never runs
+    assert row(studio, 0).startswith("0F0 0F1 0F3 0F2 0B0")
+    assert proof(studio).startswith("proved: 1f1b (edited)")
+    assert studio.execute_script(red) == 0
+    studio.find_element("id", "reset").click()
+    settle(studio)
+    assert row(studio, 0) == before
+    assert studio.execute_script("return page.view") == view
+
+
+def test_a_drag_in_the_picture_can_be_given_up_and_beside_the_actions_it_pans(studio):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    before = row(studio, 0)
+    drag_in_picture(studio, "0F2", "0B0", 0.8, Keys.ESCAPE)
+    drag_in_picture(studio, "0F2", "0F2", 0.9)
+    assert row(studio, 0) == before
+    studio.execute_script("page.zoom(0.5, 0)")
+    settle(studio)
+    chart, (x, y) = studio.find_element("css selector", ".chart"), in_picture(studio, "0F3")
+    ActionChains(studio, duration=40).move_to_element_with_offset(chart, x + 150, y).click_and_hold().move_by_offset(
+        -60, 0
+    ).release().perform()
+    settle(studio)
+    assert row(studio, 0) == before
+    assert studio.execute_script("return page.view.from") > 0
+
+
+def test_over_a_measured_run_the_planned_row_is_dragged(studio, tmp_path):
+    (tmp_path / "timeline.json").write_text(run_of())
+    studio.find_element("id", "load-run-file").send_keys(str(tmp_path / "timeline.json"))
+    for _ in range(100):
+        if studio.execute_script("return page.records[0].planned !== null"):
+            break
+        time.sleep(0.05)
+    settle(studio)
+    before = row(studio, 0).split()
+    drag_in_picture(studio, before[1], before[0], 0.1)
+    assert row(studio, 0).split()[:2] == [before[1], before[0]]
+
+
 def test_the_keyboard_selects_moves_and_undoes(studio):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys

@@ -2,7 +2,7 @@
 
 from penstock.errors import PenstockError
 from penstock.render.record import Record
-from penstock.render.terminal import told
+from penstock.render.terminal import held, told, told_causes
 from penstock.schedule import Timeline
 
 
@@ -19,11 +19,12 @@ def differences(first: Record, second: Record) -> str:
         ("", first.name, second.name, "difference"),
         ("makespan", told(one.makespan, first.unit), told(other.makespan, first.unit), _more(one.makespan, other.makespan)),
         ("bubble", f"{one.bubble:.1%}", f"{other.bubble:.1%}", _points(one.bubble, other.bubble)),
-        ("memory, most on a rank", *(f"{_peak(each):g}" for each in (one, other)), _more(_peak(one), _peak(other))),
+        ("memory, most on a rank", *(held(_peak(each), each.memory_unit) for each in (one, other)), _more_memory(one, other)),
     ]
     rows += [
         (f"idle by {cause}", f"{share:.1%}", f"{other.causes[cause]:.1%}", _points(share, other.causes[cause]))
         for cause, share in one.causes.items()
+        if cause in told_causes(one) or cause in told_causes(other)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
@@ -34,6 +35,10 @@ def differences(first: Record, second: Record) -> str:
 
 def _peak(timeline: Timeline) -> float:
     return max(timeline.peak_memory, default=0.0)
+
+
+def _more_memory(one: Timeline, other: Timeline) -> str:
+    return _more(_peak(one), _peak(other)) if one.memory_unit == other.memory_unit else ""
 
 
 def _more(one: float, other: float) -> str:

@@ -1,20 +1,23 @@
 """A timeline as a figure for a paper: shapes with places and colours, which `svg` and `png` put on paper.
 
-A row for each rank, the planned one below it if there is one, an axis and a legend. Colours differ in lightness too, so
-that they can be told apart in print.
+A row for each rank, the planned one below it if there is one, memory where it is known in bytes, an axis and a legend.
+Colours differ in lightness too, so that they can be told apart in print.
 """
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.render.record import Data, Record
+from penstock.render.terminal import held
 
 INK, MUTED, LINE = "#1c2330", "#5b6472", "#c9ccd2"
 KINDS = {"F": "#8fb4e3", "B": "#5da583", "I": "#8accd1", "W": "#ecd58a"}
-CAUSES = {"fill": "#dfe3ea", "imbalance": "#f2c6a8", "drain": "#ddd0ec", "communication": "#ecb7d3"}
+CAUSES = {"fill": "#dfe3ea", "imbalance": "#f2c6a8", "drain": "#ddd0ec", "communication": "#ecb7d3", "sending": "#c9dcae"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weights)"}
 LABEL, ROW, PLANNED, GAP, TEXT, PAD = 58.0, 20.0, 12.0, 7.0, 10.0, 8.0
+MEMORY, SHADE = 14.0, "#b3bac4"  # the curve of what a rank's activations take, where that is known in bytes
 
 
 class Box(NamedTuple):
@@ -78,6 +81,11 @@ def figure(record: Record, width: float = 720.0) -> Figure:
             shapes.append(Text(LABEL - 8, y + 2 + PLANNED / 2, "planned", TEXT - 2.5, "end", MUTED))
             shapes += _row(planned["ranks"][rank], planned, scale, y + 2, PLANNED, several, named=False)
             y += 2 + PLANNED
+        if timeline["memory_unit"]:
+            peak = held(timeline["peak_memory"][rank], timeline["memory_unit"])
+            shapes.append(Text(LABEL - 8, y + 2 + MEMORY / 2, peak, TEXT - 2.5, "end", MUTED))
+            shapes += _memory(row["memory"], timeline, scale, y + 2)
+            y += 2 + MEMORY
         y += GAP
     shapes += _axis(whole, scale, y, record.unit)
     legend = list(_legend(timeline, planned, width, y + 34))
@@ -108,6 +116,14 @@ def _row(
         text = next((text for text in _names(event["action"], several) if len(text) * size * 0.6 + 2 < wide), None)
         if named and text is not None:
             yield Text(x + wide / 2, top + high / 2, text, size, "middle")
+
+
+def _memory(curve: list[list[float]], timeline: Data, scale: float, y: float) -> Iterator[Shape]:
+    """What is held from each change to the next; the fullest rank reaches the top."""
+    most = max(timeline["peak_memory"]) or 1
+    for (start, amount), (end, _) in pairwise([*curve, [timeline["makespan"], 0]]):
+        if high := MEMORY * amount / most:
+            yield Box(LABEL + start * scale, y + MEMORY - high, (end - start) * scale, high, SHADE)
 
 
 def _names(action: str, several: bool) -> list[str]:
@@ -141,6 +157,8 @@ def _legend(timeline: Data, planned: Data | None, width: float, y: float) -> Ite
     causes = {idle[2] for each in drawn for row in each["ranks"] for idle in row["idle"]}
     items = [(color, NAMES[kind]) for kind, color in KINDS.items() if kind in kinds]
     items += [(color, f"idle: {cause}") for cause, color in CAUSES.items() if cause in causes]
+    if timeline["memory_unit"]:
+        items.append((SHADE, "memory of activations, and its peak"))
     x = LABEL
     for color, text in items:
         wide = 16 + 5.4 * len(text) + 14

@@ -1,7 +1,8 @@
 """A timeline as the JSON that Perfetto (ui.perfetto.dev) and Chrome's trace viewer open.
 
 A process for each rank, and in it a track for its actions, one for why it was idle, one or more for the messages it was
-sent (from when they were made to when they were there, as far as is known) and a counter for its memory. An arrow leads
+sent (from when they were made to when they were there, as far as is known) and a counter for its memory, in bytes where
+that was measured; before a measured step lies the time since the one before. An arrow leads
 from each action that sends to the one that receives. The planned timeline, if there is one, has processes of its own. A
 unit of time that is no second is shown as a millisecond.
 """
@@ -25,6 +26,7 @@ def trace(record: Record) -> str:
     events: list[Data] = []
     begin = 0.0
     for number, step in enumerate(data["steps"]):
+        begin += max(step["timeline"]["between"], default=0.0)
         label = f"{record.name}, {step['label']}" if len(data["steps"]) > 1 else record.name
         events += _Writer(step["timeline"], label, "rank", 1, begin, scale, f"{number}").events()
         begin += 1.1 * step["timeline"]["makespan"]
@@ -51,16 +53,21 @@ class _Writer:
     def events(self) -> Iterator[Data]:
         """All of it, rank by rank."""
         made = {event["action"]: event for row in self.timeline["ranks"] for event in row["events"]}
+        counts = self.timeline["memory_unit"] or "activations"
         for rank, row in enumerate(self.timeline["ranks"]):
             yield from self._names(rank)
             for event in row["events"]:
                 what = {"kind": _kind(event), "timeline": self.name, "waited for": event.get("waited_for", "")}
+                what[f"{counts} held"] = event["held"]
                 yield self._slice(rank, ACTIONS, event["action"], event["start"], event["end"], what)
+            for time in self.timeline["between"][rank : rank + 1]:
+                if time:
+                    yield self._slice(rank, IDLE, "between steps", -time, 0)
             for start, end, cause in row["idle"]:
                 yield self._slice(rank, IDLE, f"idle by {cause}", start, end)
             for time, held in row["memory"]:
                 counter = {"ph": "C", "pid": self.first + rank, "name": "memory", "ts": self._at(time)}
-                yield {**counter, "args": {"activations": held}}
+                yield {**counter, "args": {counts: held}}
             received = [(message, event) for event in row["events"] for message in event.get("receives", ())]
             yield from self._messages(rank, [(made[message["action"]], message) for message, _ in received])
             for number, (message, event) in enumerate(received):

@@ -6,12 +6,14 @@
 A TIMELINE counts from its first start, and says of every rank what it ran, why it was idle and what it held:
 
     {"makespan": 9, "bubble": 0.33, ..., "critical_path": ["0F0", ..],
-     "ranks": [{"events": [{"action": "1F0", "start": 1, "end": 2, "waited": 1, "waited_for": "0F0",
+     "ranks": [{"events": [{"action": "1F0", "start": 1, "end": 2, "held": 1, "waited": 1, "waited_for": "0F0",
                             "receives": [{"action": "0F0", "rank": 0, "arrived": 1}]}, ..],
                 "idle": [[0, 1, "fill"], ..], "memory": [[1, 1], ..]}, ..]}
 
-`waited` is how long the rank was idle before the event, `waited_for` what came last of what it needed from other ranks.
-What follows from the events is worked out again when a file is read.
+`waited` is how long the rank was idle before the event, `waited_for` what came last of what it needed from other ranks,
+`held` what its activations take once it has ended, in `memory_unit`: "bytes", or "" for activations. Measured events say
+when what they made was `sent`; `between` is how long each rank was out of the pipeline before the step. What follows from
+the events is worked out again when a file is read.
 """
 
 import json
@@ -118,6 +120,7 @@ def timeline_data(timeline: Timeline) -> Data:
     """One timeline, counted from its first start, with all that follows from it."""
     received = messages(timeline)
     waited = waits(timeline, received)
+    held = {action: held for rank in range(timeline.ranks) for action, held in timeline.held_after(rank)}
     return {
         "makespan": _since(timeline, timeline.end),
         "span": timeline.span,
@@ -132,9 +135,11 @@ def timeline_data(timeline: Timeline) -> Data:
         "borders": timeline.borders,
         "skips": [[*skip, *border] for skip, border in sorted(timeline.skips.items())],
         "sizes": timeline.sizes,
+        "memory_unit": timeline.memory_unit,
+        "between": [round(time, 9) for time in timeline.between],
         "ranks": [
             {
-                "events": [_event(timeline, event, received, waited) for event in row],
+                "events": [_event(timeline, event, held[event.action], received, waited) for event in row],
                 "idle": [[_since(timeline, idle.start), _since(timeline, idle.end), str(idle.cause)] for idle in idles],
                 "memory": [[_since(timeline, time), held] for time, held in timeline.memory(rank)],
             }
@@ -146,10 +151,14 @@ def timeline_data(timeline: Timeline) -> Data:
 def _event(
     timeline: Timeline,
     event: Event,
+    held: float,
     received: dict[Action, tuple[Message, ...]],
     waited: dict[Action, tuple[float, Message | None]],
 ) -> Data:
     data: Data = {"action": str(event.action), "start": _since(timeline, event.start), "end": _since(timeline, event.end)}
+    if event.sent is not None:
+        data["sent"] = _since(timeline, event.sent)
+    data["held"] = held
     if event.action in waited:
         time, last = waited[event.action]
         data["waited"] = round(time, 9)
@@ -178,7 +187,8 @@ def _timeline(name: str, data: Data) -> Timeline:
     borders = tuple(Border(*map(float, border)) for border in data["borders"])
     skips = {(int(lower), int(upper)): Border(float(time), float(on)) for lower, upper, time, on in data["skips"]}
     sizes = tuple(Size(*map(float, size)) for size in data["sizes"])
-    timeline = Timeline(name, rows, borders, sizes, overlaps, skips)
+    unit, between = str(data.get("memory_unit", "")), tuple(map(float, data.get("between", ())))  # older files have none
+    timeline = Timeline(name, rows, borders, sizes, overlaps, skips, unit, between)
     _check(timeline)
     return timeline
 
@@ -206,6 +216,10 @@ def _check(timeline: Timeline) -> None:
         raise ValueError(f"there are {len(timeline.borders)} borders between {stages} stages")
     if timeline.sizes and len(timeline.sizes) != stages:
         raise ValueError(f"there are {len(timeline.sizes)} sizes for {stages} stages")
+    if timeline.memory_unit not in ("", "bytes"):
+        raise ValueError(f"its memory is in {timeline.memory_unit!r}, not in bytes")
+    if timeline.between and (len(timeline.between) != timeline.ranks or not min(timeline.between) >= 0):
+        raise ValueError(f"the times between steps are {list(timeline.between)} on {timeline.ranks} ranks")
     if any(not 0 <= lower < upper < stages for lower, upper in timeline.skips):
         raise ValueError(f"there is a skip between other than the {stages} stages")
 
@@ -214,4 +228,7 @@ def _read_event(rank: int, data: Data) -> Event:
     start, end = float(data["start"]), float(data["end"])
     if not 0 <= start <= end < float("inf"):
         raise ValueError(f"{data['action']} runs from {start} to {end}")
-    return Event(rank, Action.parse(data["action"]), start, end)
+    sent = float(data["sent"]) if "sent" in data else None
+    if sent is not None and not end <= sent < float("inf"):
+        raise ValueError(f"{data['action']} ends at {end} and was sent at {sent}")
+    return Event(rank, Action.parse(data["action"]), start, end, sent)

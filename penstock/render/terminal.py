@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from penstock.schedule import Event, Kind, Timeline
+from penstock.schedule.causes import Cause
+from penstock.schedule.explanation import bytes_told
 
 FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "=", Kind.W: "~", None: "="}  # None: an overlapped pair
 COLOR = {
@@ -98,13 +100,20 @@ def summary(timeline: Timeline, unit: str = "") -> str:
     """
     flights = "/".join(map(str, timeline.peak_in_flight))
     busy = sum(timeline.busy) / (timeline.ranks * timeline.makespan) if timeline.makespan else 0.0
-    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in timeline.causes.items())
+    peaks = "/".join(held(peak, timeline.memory_unit) for peak in timeline.peak_memory)
+    memory = f", which take {peaks}" if timeline.memory_unit else ""
+    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in told_causes(timeline).items())
     return (
         f"makespan {told(timeline.makespan, unit)}, bubble {timeline.bubble:.1%}"
         f" (longest rank's span {told(timeline.span, unit)}, bubble {timeline.bubble_by_span:.1%}),"
-        f" activations in flight {flights}\n"
+        f" activations in flight {flights}{memory}\n"
         f"time of all ranks: busy {busy:.1%}, idle by {causes}"
     )
+
+
+def told_causes(timeline: Timeline) -> dict[Cause, float]:
+    """The shares of the causes of idle time; without those that only measured steps have where there are none."""
+    return {cause: share for cause, share in timeline.causes.items() if share or cause is not Cause.SENDING}
 
 
 def told(time: float, unit: str = "") -> str:
@@ -113,6 +122,11 @@ def told(time: float, unit: str = "") -> str:
         return f"{time:g}{unit and ' '}{unit}"
     factor, unit = (1.0, "s") if time >= 1 else (1e3, "ms") if time >= 1e-3 else (1e6, "µs")
     return f"{time * factor:.4g} {unit}"
+
+
+def held(amount: float, unit: str = "") -> str:
+    """Memory as people read it: 12.3 MB where the unit is `bytes`, else the bare number."""
+    return bytes_told(amount) if unit == "bytes" else f"{amount:g}"
 
 
 def terminal_width() -> int:

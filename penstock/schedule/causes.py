@@ -1,12 +1,13 @@
 """Why a rank is idle, and which chain of events makes the step as long as it is.
 
-Between the first start and the last end of any rank, a rank is either busy or idle, and idle for one of four causes:
+Between the first start and the last end of any rank, a rank is either busy or idle, and idle for one of five causes:
 
 * `fill`: before the rank's first backward; the pipeline is not full yet.
 * `drain`: after its last forward, unless that is `fill`; the pipeline runs empty, up to the end of the slowest rank.
 * `imbalance`: in between; another rank still computes what this one needs next.
 * `communication`, which goes before the other three: what the rank needs next is computed and on its way. It begins when
   the last of the needed actions on other ranks has ended, so it is what messages that cost nothing would save here.
+* `sending`, which goes before all: the rank itself hands over what its last action made. Only measured steps have it.
 
 A pair needs what both its actions need. Where a rank has no backward, `fill` ends with its first action; where it has no
 action at all, it is idle by `imbalance`. In a measured timeline only the events are known: `communication` is then how long
@@ -33,6 +34,7 @@ class Cause(enum.StrEnum):
     IMBALANCE = "imbalance"
     DRAIN = "drain"
     COMMUNICATION = "communication"
+    SENDING = "sending"
 
     __repr__ = str.__repr__
 
@@ -81,13 +83,19 @@ def idle_times(timeline: Timeline) -> tuple[tuple[Idle, ...], ...]:
 
 
 def _idle_of(rank: int, timeline: Timeline, needs: _Needs) -> Iterator[Idle]:
-    cells, free = list(timeline.cells(rank)), timeline.start
+    cells, free, sent = list(timeline.cells(rank)), timeline.start, timeline.start
     for cell, cause in zip(cells, _without_communication(cells), strict=True):
         for event in cell:
+            if free < (until := min(sent, event.start)):
+                yield Idle(free, until, Cause.SENDING)
+                free = until
             if free < event.start:
                 elsewhere = (needed.end for each in cell for needed in needs.of(each) if needed.rank != rank)
                 yield from _split(free, event.start, max(elsewhere, default=event.start), cause)
-            free = max(free, event.end)
+            free, sent = max(free, event.end), max(sent, event.sent or event.end)
+    if free < (until := min(sent, timeline.end)):
+        yield Idle(free, until, Cause.SENDING)
+        free = until
     if free < timeline.end:
         yield Idle(free, timeline.end, Cause.DRAIN if cells else Cause.IMBALANCE)
 

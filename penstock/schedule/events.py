@@ -20,6 +20,7 @@ class Event(NamedTuple):
     action: Action
     start: float
     end: float
+    sent: float | None = None  # when the rank had handed over what it made, if that was measured
 
 
 class Border(NamedTuple):
@@ -83,9 +84,9 @@ def _frees(kind: Kind) -> bool:
 class Timeline:
     """When every action of one step ran, or would run.
 
-    Times are in the unit of the costs given to `simulate`, in seconds when measured; memory is in the unit of `act` and
-    `keep`, else in activations. `work`, in both bubbles, is the busy time of the busiest rank: M T when all stages cost the
-    same. The actions of an overlapped pair start and end together, and their time counts once.
+    Times are in the unit of the costs given to `simulate`, in seconds when measured. Memory is in the unit of `act` and
+    `keep`, else in activations; where it was weighed, in bytes. `work`, in both bubbles, is the busy time of the busiest rank:
+    M T when all stages cost the same. The actions of an overlapped pair start and end together, and their time counts once.
     """
 
     name: str
@@ -94,6 +95,8 @@ class Timeline:
     sizes: tuple[Size, ...] = ()  # stage -> what its activations take; empty: one each
     overlaps: frozenset[Pair] = frozenset()  # actions that ran as one pair
     skips: Mapping[Skip, Border] = field(default_factory=dict)  # what a message of each skip costs
+    memory_unit: str = ""  # "bytes", or "" where it is activations or whatever the sizes were in
+    between: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -161,7 +164,7 @@ class Timeline:
     def causes(self) -> "dict[Cause, float]":
         """The share of (ranks x makespan) each cause of idle time took: with the busy share they add up to 1.
 
-        The causes are `fill`, `imbalance`, `drain` and `communication`, defined in `penstock.schedule.causes`.
+        The causes are `fill`, `imbalance`, `drain`, `communication` and `sending`, defined in `penstock.schedule.causes`.
         """
         from penstock.schedule.causes import shares
 
@@ -206,20 +209,28 @@ class Timeline:
         """
         return list(self._held(rank))
 
-    def _held(self, rank: int) -> Iterator[tuple[float, float]]:
+    def held_after(self, rank: int) -> Iterator[tuple[Action, float]]:
+        """The actions of `rank`, and what its activations take once each has ended; of a pair the forward counts first."""
         held = 0.0
         for cell in self.cells(rank):
-            for _, action, start, end in sorted(cell, key=lambda event: _frees(event.action.kind)):
-                size = self.sizes[action.stage] if self.sizes else Size()
-                if change := size.change(action.kind):
-                    held += change
-                    yield (end if _frees(action.kind) else start), held
+            for event in sorted(cell, key=lambda event: _frees(event.action.kind)):
+                held += self._change(event.action)
+                yield event.action, held
+
+    def _held(self, rank: int) -> Iterator[tuple[float, float]]:
+        at = {event.action: event for event in self.rows[rank]}
+        for action, held in self.held_after(rank):
+            if self._change(action):
+                yield (at[action].end if _frees(action.kind) else at[action].start), held
+
+    def _change(self, action: Action) -> float:
+        return (self.sizes[action.stage] if self.sizes else Size()).change(action.kind)
 
 
 def _busy(row: Sequence[Event]) -> float:
     """The time for which at least one event of `row` ran."""
     busy, free = 0.0, float("-inf")
-    for _, _, start, end in row:
+    for _, _, start, end, _ in row:
         busy += max(0.0, end - max(start, free))
         free = max(free, end)
     return busy

@@ -38,8 +38,10 @@ def explain(timeline: Timeline, measured: Measured | None = None) -> Explanation
         schedule=table,
         step=timeline.makespan,
         shares=shares(timeline, here),
+        between=max(timeline.between, default=0.0),
         predicted=now,
         held=held,
+        bytes=_bytes(predicted),
         straggler=_straggler(here, now),
         even=even.predict(table).makespan,
         more=_more(here),
@@ -58,12 +60,17 @@ def shares(timeline: Timeline, measured: Measured) -> dict[str, float]:
     engine = {(gap.after.rank, gap.after.start) for gap in gaps_of(timeline) if gap.before and not measured.waits(gap)}
     for rank, row in enumerate(timeline.idle):
         for start, end, cause in row:
-            taken[ENGINE if (rank, end) in engine else cause.value] += end - start
+            taken[ENGINE if (rank, end) in engine and cause is not Cause.SENDING else cause.value] += end - start
         for cell in timeline.cells(rank):
             for event in cell:
                 taken[event.action.kind.value] += (event.end - event.start) / len(cell)
     total = timeline.ranks * timeline.makespan
     return {name: time / total if total else 0.0 for name, time in taken.items()}
+
+
+def _bytes(timeline: Timeline) -> tuple[float, ...]:
+    """For every rank, the most its activations take at once; nothing if that is not known in bytes."""
+    return timeline.peak_memory if timeline.memory_unit == "bytes" else ()
 
 
 # ---- who holds it up
@@ -144,7 +151,9 @@ def _more(here: Measured) -> Alternative | None:
 
 def _alternative(here: Measured, other: Schedule) -> Alternative:
     timeline, split = here.predict(other), any(action.kind is Kind.W for row in other.actions for action in row)
-    return Alternative(other, timeline.makespan, _held(other, timeline), here.halved and split)
+    return Alternative(
+        other, timeline.makespan, _held(other, timeline), here.halved and split, max(_bytes(timeline), default=0.0)
+    )
 
 
 def _built(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule | None:

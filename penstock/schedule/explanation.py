@@ -28,6 +28,7 @@ class Alternative:
     seconds: float  # of a step, predicted
     held: float  # microbatches whose activations are held at once, by the rank that holds the most
     halved: bool  # it runs I and W, which were not measured: each counts as half of B
+    bytes: float = 0.0  # what these activations take, on the rank where it is most; 0: not known
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,10 @@ class Explanation:
     schedule: Schedule  # the table that ran
     step: float  # first action to last, measured
     shares: dict[str, float]  # kinds of action, causes of idle time and the engine: they add up to 1
+    between: float  # seconds before it, since the step before, on the rank that took longest; 0: not known
     predicted: float  # the step, by the costs measured on it
     held: float  # microbatches whose activations were held at once, by the rank that held the most
+    bytes: tuple[float, ...]  # what these activations took on every rank; empty: not known
     straggler: Straggler | None
     even: float  # the step, predicted for stages that take the same
     more: Alternative | None  # twice the microbatches, of the same size
@@ -61,6 +64,12 @@ def _lines(told: Explanation) -> Iterator[str]:
     yield f"  busy   {sum(work.values()):6.1%}  {_listed(work)}"
     yield f"  idle   {sum(idle.values()):6.1%}  {_listed(idle)}"
     yield f"  engine {told.shares[ENGINE]:6.1%}  between actions, with nothing to wait for"
+    if told.between:
+        share = told.between / (told.between + told.step)
+        yield f"between steps {_ms(told.between)}, {share:.1%} of the loop: the optimizer, the next batch, what else it does"
+    if told.bytes:
+        most, least = max(told.bytes), min(told.bytes)
+        yield f"memory of activations: up to {bytes_told(most)} on rank {told.bytes.index(most)}, the least {bytes_told(least)}"
     yield _about_straggler(told.straggler, now)
     if told.even < (1 - NOTABLE) * now:
         yield f"another cut: {_against(told.even, now)} if all stages took the same"
@@ -97,7 +106,9 @@ def _about(other: Alternative, told: Explanation) -> str:
 
 
 def _memory(other: Alternative, told: Explanation) -> str:
-    return f"a rank holds up to {_many(other.held, 'microbatch', 'es')}, now {told.held:g}"
+    then, now = ((other.held, other.bytes), (told.held, max(told.bytes, default=0.0)))
+    sizes = [f" ({bytes_told(size)})" if size else "" for _, size in (then, now)]
+    return f"a rank holds up to {_many(then[0], 'microbatch', 'es')}{sizes[0]}, now {now[0]:g}{sizes[1]}"
 
 
 def _against(seconds: float, now: float) -> str:
@@ -111,6 +122,12 @@ def _listed(parts: dict[str, float]) -> str:
 
 def _many(count: float, what: str, plural: str = "s") -> str:
     return f"{count:g} {what}{'' if count == 1 else plural}"
+
+
+def bytes_told(size: float) -> str:
+    """A number of bytes as people read it: `12.3 MB`."""
+    factor, unit = next((each for each in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= each[0]), (1.0, "bytes"))
+    return f"{size / factor:.4g} {unit}"
 
 
 def _ms(seconds: float) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.actions import Kind, Schedule, Skip, dependencies, from_rows
-from penstock.schedule.events import Border, Event, Timeline
+from penstock.schedule.events import Border, Event, Size, Timeline
 from penstock.schedule.simulate import Costs, simulate
 from penstock.schedule.transform import with_full_backwards
 
@@ -45,6 +45,7 @@ class Measured:
     send: tuple[float, ...]  # of a message beyond that, over each border between two stages
     around: float = 0.0  # of a step, before its first action and after its last
     layers: tuple[float, ...] = ()  # how much of the model each stage has, in layers or any unit
+    sizes: tuple[Size, ...] = ()  # what an activation of each stage takes, in bytes; empty if that was not measured
 
     @property
     def halved(self) -> bool:
@@ -76,7 +77,8 @@ class Measured:
         between = _between(engine, table.stages)
         sends = _by_border(((gap, gap.message - _of(between, gap.needed)) for gap in waits), table)
         seconds = _seconds(timelines, table)
-        return cls(table, seconds, between, tuple(sends.values()), around, _checked(layers, table.stages))
+        sizes = next((timeline.sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
+        return cls(table, seconds, between, tuple(sends.values()), around, _checked(layers, table.stages), sizes)
 
     @property
     def costs(self) -> MeasuredCosts:
@@ -84,7 +86,8 @@ class Measured:
         forward, backward, inputs, weights = (
             tuple(map(sum, zip(self.seconds[kind], self.between[kind], strict=True))) for kind in Kind
         )
-        return MeasuredCosts(forward, inputs, weights, self.send, backward=backward)
+        act, keep = zip(*self.sizes, strict=True) if self.sizes else (1, None)
+        return MeasuredCosts(forward, inputs, weights, self.send, act=act, keep=keep, backward=backward)
 
     def predict(self, schedule: Schedule, layers: Sequence[float] = ()) -> Timeline:
         """When every action of `schedule` would run on such ranks, with as many rows in a microbatch.
@@ -98,7 +101,8 @@ class Measured:
         timeline = simulate(table, here.costs)
         rows = [[event._replace(end=event.end - _of(here.between, event)) for event in row] for row in timeline.rows]
         borders = [Border(latency=send + after) for send, after in zip(here.send, here.between[Kind.F], strict=False)]
-        return replace(timeline, name=f"{schedule.name}, predicted", rows=tuple(map(tuple, rows)), borders=tuple(borders))
+        name, unit = f"{schedule.name}, predicted", "bytes" if here.sizes else ""
+        return replace(timeline, name=name, rows=tuple(map(tuple, rows)), borders=tuple(borders), memory_unit=unit)
 
     def waits(self, gap: "Gap") -> bool:
         """Whether the rank was idle before its message came; else the engine alone took the time."""
@@ -108,18 +112,22 @@ class Measured:
     def cut(self, stages: int, layers: Sequence[float] = ()) -> "Measured":
         """The same model cut into so many stages: every layer takes along its part of what its stage took.
 
-        What a stage took for another reason, a slow rank or the loss, moves with its layers too. Where the number of stages
-        differs, the engine's time and that of a message are what is usual.
+        What a stage took for another reason, a slow rank or the loss, moves with its layers too, and so does memory. Where the
+        number of stages differs, the engine's time and that of a message are what is usual.
         """
         same = stages == self.schedule.stages
         layers = self.layers if same and not layers else _checked(layers, stages)
+        if same and layers == self.layers:
+            return self
         seconds = {kind: _divided(times, self.layers, layers) for kind, times in self.seconds.items()}
+        parts = [_divided(amounts, self.layers, layers) for amounts in zip(*self.sizes, strict=True)]
+        moved = replace(self, seconds=seconds, layers=layers, sizes=tuple(map(Size, *parts)) if parts else ())
         if same:
-            return replace(self, seconds=seconds if layers != self.layers else self.seconds, layers=layers)
+            return moved
         between = {kind: (median(times),) * stages for kind, times in self.between.items()}
         crossing = [send for send, ends in zip(self.send, pairwise(self.schedule.placement), strict=True) if len({*ends}) > 1]
         send = (median(crossing or [0.0]),) * (stages - 1)
-        return replace(self, seconds=seconds, between=between, send=send, layers=layers)
+        return replace(moved, between=between, send=send)
 
 
 def table_of(timeline: Timeline) -> Schedule:

@@ -6,21 +6,22 @@
     answer({"run": "{..}", "file": "timeline.json"})              # a measured run: its table, and what its actions cost
 
 Each takes besides "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1, "send": 0,
-                             "stages": {"2": {"forward": 3}}},
+                             "stages": {"2": {"forward": 3}}, "sizes": [[1000, 800]]},
+where `sizes`, if there are any, say of every stage what a microbatch takes in bytes, and what W still needs of it;
 "max_in_flight" (null: no limit) and "unit" ("ms" where the costs are milliseconds, to be drawn beside a run).
 """
 
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError, ScheduleError
 from penstock.render.record import Record, read, timeline_data
-from penstock.schedule import Costs, Measured, Schedule, build, from_rows, verify
+from penstock.schedule import Action, Costs, Measured, Schedule, Timeline, build, from_rows, verify
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.simulate import until_it_stops
 
@@ -127,7 +128,7 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     measured = Measured.of(timeline)
     schedule = replace(measured.schedule, name=record.name)
     _check_size(schedule)
-    costs = _in_milliseconds(measured.costs)
+    costs = _in_milliseconds(measured.costs) | ({"sizes": [list(size) for size in measured.sizes]} if measured.sizes else {})
     shown = Record((timeline,), None, "s", (record.label,)).data()
     return _answered(schedule, _checked({"costs": costs}, schedule.stages, "ms"), {**asked, "unit": "ms"}) | {
         "costs": costs,
@@ -168,7 +169,19 @@ def _checked(asked: Mapping[str, object], stages: int, unit: object) -> Costs:
         return scale * _number(here.get(name, said.get(name, 1)), f"{name} of stage {stage}")
 
     forward, inputs, weights = ([of(name, stage) for stage in range(stages)] for name in STAGE_COSTS)
-    return Costs(forward, inputs, weights, send=scale * _number(said.get("send", 0), "send"))
+    send, sizes = scale * _number(said.get("send", 0), "send"), _sizes(said, stages)
+    act, keep = zip(*sizes, strict=True) if sizes else (1, None)
+    return Costs(forward, inputs, weights, send=send, act=act, keep=keep)
+
+
+def _sizes(said: Mapping[str, object], stages: int) -> list[list[float]]:
+    """Of every stage; none if they are of another number of stages."""
+    sizes = [
+        [_number(size, "a size", 1e18) for size in _list(pair, "a size")] for pair in _list(said.get("sizes", []), "sizes")
+    ]
+    if any(len(pair) != 2 for pair in sizes):
+        raise PenstockError("sizes has other than two numbers for each stage: give what it takes, and what W still needs")
+    return sizes if len(sizes) == stages else []
 
 
 # ---- the answer
@@ -203,6 +216,7 @@ def _answered(schedule: Schedule, costs: Costs, asked: Mapping[str, object]) -> 
     timeline = None
     try:
         timeline = until_it_stops(schedule, costs)
+        timeline = replace(timeline, memory_unit="" if costs.keep is None else "bytes")
     except ScheduleError:
         if verdict.holds:
             raise
@@ -219,8 +233,24 @@ def _answered(schedule: Schedule, costs: Costs, asked: Mapping[str, object]) -> 
         "unit": "s" if asked.get("unit") == "ms" else "",
         "proof": verdict._asdict(),
         "stopped": timeline is not None and len(timeline.events) < sum(map(len, schedule.actions)),
+        "stuck": [] if timeline is None else list(_stuck(schedule, timeline, costs)),
         "timeline": None if timeline is None else timeline_data(timeline),
     }
+
+
+def _stuck(schedule: Schedule, timeline: Timeline, costs: Costs) -> Iterator[Data]:
+    """What never runs, where its rank would come to it if it had not to wait."""
+    table = costs.table(schedule.stages)
+    for rank, row in enumerate(timeline.rows):
+        free, ran = (row[-1].end if row else timeline.start) - timeline.start, {event.action for event in row}
+        for cell in schedule.cells(rank):
+            actions = (cell,) if isinstance(cell, Action) else cell
+            if actions[0] not in ran:
+                end = free + sum(table[action.kind][action.stage] for action in actions)
+                for half, action in enumerate(actions):
+                    halves = {"half": half} if len(actions) > 1 else {}
+                    yield {"rank": rank, "action": str(action), "start": free, "end": end, **halves}
+                free = end
 
 
 # ---- what may stand in a question
@@ -255,7 +285,7 @@ def _whole(asked: Mapping[str, object], what: str, most: int) -> int:
     return value
 
 
-def _number(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
-        raise PenstockError(f"{what} is {_shown(value)}: a cost is a number from 0 to a billion")
+def _number(value: object, what: str, most: float = 1e9) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise PenstockError(f"{what} is {_shown(value)}: a cost is a number from 0 to {most:.0e}")
     return float(value)

@@ -3,13 +3,14 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 from timelines import COSTS, measured
 
 from penstock.render.html import page
 from penstock.render.record import Record
-from penstock.schedule import Costs, Timeline, build, simulate
+from penstock.schedule import Costs, Size, Timeline, build, simulate
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -29,6 +30,12 @@ def folder(tmp_path_factory):
     schedule = build("1f1b", ranks=4, microbatches=8)
     steps, planned = tuple(measured(schedule, seed) for seed in range(3)), simulate(schedule, COSTS)
     (folder / "measured.html").write_text(page([Record(steps, planned, "s")]))
+    step = steps[0]
+    rows = tuple(tuple(event._replace(sent=event.end + 1e-4) for event in row) for row in step.rows)
+    known = replace(step, rows=rows, sizes=(Size(1.5e6, 1e6),) * 4, memory_unit="bytes", between=(0.02, 0.01, 0.01, 0.01))
+    weighed = replace(planned, sizes=known.sizes, memory_unit="bytes")
+    (folder / "weighed.html").write_text(page([Record((known,), weighed, "s")]))
+    (folder / "weighed_or_not.html").write_text(page([Record((known,)), Record((step,))]))
     plan = simulate(schedule)
     (folder / "planned.html").write_text(page([Record((plan,))]))
     (folder / "pair.html").write_text(page([Record((simulate(build("dualpipe-v", ranks=2, microbatches=6)),))]))
@@ -293,3 +300,28 @@ def test_twenty_thousand_actions_are_there_within_a_second_and_move_at_thirty_fr
         time.sleep(0.1)
     assert min(first) < 1000  # ms
     assert min(frames) < 1000 / 30
+
+
+def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):
+    browser = visit("weighed.html")
+    figures = dict(
+        zip(
+            *[[e.text for e in browser.find_elements(By.CSS_SELECTOR, f".figures {tag}")] for tag in ("dt", "dd:not(.beside)")],
+            strict=True,
+        )
+    )
+    assert (figures["memory of activations, at most"], figures["between steps, before this one"]) == ("6 MB", "20 ms")
+    legend = [each.text for each in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
+    assert any(each.startswith("between steps, of all time") for each in legend)
+    assert legend[-1] == "memory of activations (dashed: planned)"
+    assert any(each.startswith("idle by sending") for each in legend)
+    ActionChains(browser, duration=20).click(browser.find_element(By.CSS_SELECTOR, ".chart")).send_keys(
+        Keys.ARROW_RIGHT
+    ).perform()
+    drawn(browser)
+    assert "memory held 1.5 MB once it has ended" in browser.find_element(By.ID, "said").get_attribute("textContent")
+    browser = visit("planned.html")
+    assert "sending" not in browser.find_element(By.CSS_SELECTOR, ".legend").text
+    rows = visit("weighed_or_not.html").find_element(By.CSS_SELECTOR, "table").text.splitlines()
+    assert "memory, most on a rank 6 MB 4 –" in rows
+    assert any(row.startswith("idle by sending") for row in rows)

@@ -2,17 +2,18 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
-from penstock.render.figure import CAUSES, KINDS, LABEL, Box, Line, Text, figure
+from penstock.render.figure import CAUSES, KINDS, LABEL, MEMORY, SHADE, Box, Line, Text, figure
 from penstock.render.png import save_png
 from penstock.render.record import Record
 from penstock.render.svg import svg
-from penstock.schedule import Timeline, build, simulate
+from penstock.schedule import Size, Timeline, build, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -44,6 +45,17 @@ def test_the_figure_has_each_action_at_its_time_idle_time_in_its_colour_and_an_a
     assert texts[:13] == ["rank 0", "0", "1", "B0", "B1", "rank 1", "0", "B0", "1", "B1", "0", "10", "time"]
     assert texts[13:] == ["forward", "backward", "idle: fill", "idle: drain", "idle: communication"]
     assert sum(isinstance(shape, Line) for shape in drawn.shapes) == 3
+
+
+def test_memory_that_is_known_in_bytes_is_a_curve_below_each_rank():
+    known = replace(two_ranks(), sizes=(Size(3e6, 3e6), Size(2e6, 2e6)), memory_unit="bytes")
+    drawn = figure(Record((known,)), width=LABEL + 8 + 110)  # 10 pixels a unit of time
+    curve = [s for s in drawn.shapes if isinstance(s, Box) and s.color == SHADE][:-1]  # the last stands in the legend
+    heights = [(round((s.x - LABEL) / 10), round(s.width / 10), round(s.height / MEMORY * 6)) for s in curve]
+    assert heights == [(0, 1, 3), (1, 7, 6), (8, 3, 3), (2, 3, 2), (5, 3, 2)]
+    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+    assert texts.count("6 MB") == texts.count("2 MB") == 1
+    assert texts[-1] == "memory of activations, and its peak"
 
 
 def test_the_planned_row_stands_below_the_measured_one_on_the_same_axis():

@@ -2,13 +2,14 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from timelines import COSTS, measured, two_ranks
 
 from penstock.render.perfetto import ACTIONS, TRACKS, trace
 from penstock.render.record import Record
-from penstock.schedule import Costs, build, simulate
+from penstock.schedule import Costs, Size, build, simulate
 
 
 def events(record, phase):
@@ -43,6 +44,18 @@ def test_a_small_trace_event_by_event():
     assert counters[:4] == [(1, 0, 1), (1, 1000, 2), (1, 8000, 1), (1, 11000, 0)]
     names = [e["args"]["name"] for e in events(record, "M") if e["name"] in ("process_name", "thread_name")]
     assert names == ["rank 0", "actions", "idle", "messages", "rank 1", "actions", "idle", "messages"]
+
+
+def test_a_measured_trace_counts_bytes_and_shows_the_time_before_each_step():
+    one = two_ranks()
+    step = replace(one, sizes=(Size(1000, 800),) * 2, memory_unit="bytes", between=(2, 3))
+    record = Record((step, step), unit="s")
+    counters = [(e["pid"], e["ts"], e["args"]["bytes"]) for e in events(record, "C")]
+    assert counters[:4] == [(1, 3e6, 1000), (1, 4e6, 2000), (1, 11e6, 1000), (1, 14e6, 0)]
+    slices = [(e["tid"], e["ts"], e["dur"]) for e in events(record, "X") if e["name"] == "between steps"]
+    second = (3 + 1.1 * 11 + 3) * 1e6
+    assert slices == [(1002, 1e6, 2e6), (2002, 0, 3e6), (1002, second - 2e6, 2e6), (2002, second - 3e6, 3e6)]
+    assert next(e["args"]["bytes held"] for e in events(record, "X")) == 1000
 
 
 def records():

@@ -1,13 +1,14 @@
 """The plain form of a timeline, and its file."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
 from penstock.render.record import load, save, timeline_data
-from penstock.schedule import Costs, build, simulate
+from penstock.schedule import Costs, Size, build, simulate
 
 
 def test_a_timeline_as_plain_data_says_when_why_and_what_was_held():
@@ -16,12 +17,13 @@ def test_a_timeline_as_plain_data_says_when_why_and_what_was_held():
     assert data["critical_path"] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
     assert data["ranks"][0] == {
         "events": [
-            {"action": "0F0", "start": 0, "end": 1},
-            {"action": "0F1", "start": 1, "end": 2},
+            {"action": "0F0", "start": 0, "end": 1, "held": 1},
+            {"action": "0F1", "start": 1, "end": 2, "held": 2},
             {
                 "action": "0B0",
                 "start": 6,
                 "end": 8,
+                "held": 1,
                 "waited": 4,
                 "waited_for": "1B0",
                 "receives": [{"action": "1B0", "rank": 1, "arrived": 6}],
@@ -30,6 +32,7 @@ def test_a_timeline_as_plain_data_says_when_why_and_what_was_held():
                 "action": "0B1",
                 "start": 9,
                 "end": 11,
+                "held": 0,
                 "waited": 1,
                 "waited_for": "1B1",
                 "receives": [{"action": "1B1", "rank": 1, "arrived": 9}],
@@ -43,6 +46,7 @@ def test_a_timeline_as_plain_data_says_when_why_and_what_was_held():
         "action": "1F1",
         "start": 5,
         "end": 6,
+        "held": 1,
         "receives": [{"action": "0F1", "rank": 0, "arrived": 3}],  # it came early: nothing was waited for
     }
 
@@ -77,6 +81,31 @@ def test_what_is_saved_is_loaded_again_with_all_that_follows_from_it(tmp_path, n
     assert again.planned.borders == planned.borders
 
 
+def test_what_was_measured_besides_is_loaded_again_and_older_files_without_it_too(tmp_path):
+    bare = measured(build("zb-h1", ranks=3, microbatches=5), 1)
+    rows = tuple(tuple(event._replace(sent=event.end + 1e-6) for event in row) for row in bare.rows)
+    sizes = tuple(Size(1000 + stage, 1500) for stage in range(3))
+    step = replace(bare, rows=rows, sizes=sizes, memory_unit="bytes", between=(0.25, 0.5, 0.125))
+    save(step, None, tmp_path / "timeline.json")
+    again = load(tmp_path).steps[0]
+    assert (again.sizes, again.memory_unit, again.between) == (step.sizes, "bytes", step.between)
+    assert (again.peak_memory, again.causes) == (step.peak_memory, pytest.approx(step.causes, abs=1e-7))
+    assert again.causes["sending"] > 0
+
+    def as_before(data):
+        timeline = _timeline(data)
+        for name in ("memory_unit", "between"):
+            del timeline[name]
+        timeline.update(sizes=[])
+        for event in (event for row in timeline["ranks"] for event in row["events"]):
+            del event["held"], event["sent"]
+
+    _changed(tmp_path / "timeline.json", as_before)
+    old = load(tmp_path).steps[0]
+    assert (old.memory_unit, old.between, old.peak_memory) == ("", (), tuple(map(float, bare.peak_in_flight)))
+    assert old.causes == pytest.approx(bare.causes, abs=1e-7)
+
+
 def test_one_timeline_is_a_record_of_one_step(tmp_path):
     save(
         measured(build("1f1b", ranks=2, microbatches=2), 0),
@@ -109,6 +138,9 @@ def _events(data, rank=0):
         (lambda data: data.pop("unit"), "KeyError('unit')"),
         (lambda data: _events(data)[0].update(action="<b>"), "cannot read '<b>' as an action"),
         (lambda data: _events(data)[0].update(end=-1), "0F0 runs from 0.0 to -1.0"),
+        (lambda data: _events(data)[0].update(sent=-1), "0F0 ends at 1.0 and was sent at -1.0"),
+        (lambda data: _timeline(data).update(memory_unit="<b>"), "its memory is in '<b>', not in bytes"),
+        (lambda data: _timeline(data).update(between=[1]), "the times between steps are [1.0] on 2 ranks"),
         (lambda data: _events(data)[0].update(start="now"), "could not convert string to float"),
         (lambda data: _events(data)[1].update(start=30, end=31), "rank 0 has 0B0 out of order"),
         (lambda data: _events(data)[1].update(action="0F0"), "0F0 is there twice"),

@@ -106,7 +106,32 @@ def test_measured_events_that_overlap_leave_no_time_between_them():
 def test_a_rank_without_actions_is_idle_by_imbalance():
     alone = Timeline("alone", (*timeline("0F0@3-4 0B0@4-6").rows, ()))
     assert idle(alone) == ["", "3-6 imbalance"]
-    assert alone.causes == {"fill": 0, "imbalance": 0.5, "drain": 0, "communication": 0}
+    assert alone.causes == {"fill": 0, "imbalance": 0.5, "drain": 0, "communication": 0, "sending": 0}
+
+
+def handed_over(drawn, **sent):
+    """`drawn`, with the times at which its actions' messages were sent: `a0F0=3`."""
+    at = {action[1:]: time for action, time in sent.items()}
+    return replace(drawn, rows=tuple(tuple(each._replace(sent=at.get(str(each.action))) for each in row) for row in drawn.rows))
+
+
+def test_a_rank_that_hands_over_what_it_made_is_sending_first_and_waits_then():
+    drawn = timeline("0F0@0-2 0F1@3-5 0B0@12-14 0B1@18-20\n1F0@4-6 1B0@6-10 1F1@10-11 1B1@11-16")
+    sent = handed_over(drawn, a0F0=2.5, a0F1=6, a1B0=10, a1B1=17, a0B1=20)
+    assert idle(drawn)[0] == "2-3 fill  5-10 fill  10-12 communication  14-16 drain  16-18 communication"
+    assert (
+        idle(sent)[0]
+        == "2-2.5 sending  2.5-3 fill  5-6 sending  6-10 fill  10-12 communication  14-16 drain  16-18 communication"
+    )
+    assert idle(sent)[1] == "0-2 fill  2-4 communication  16-17 sending  17-20 drain"
+    assert sent.causes["sending"] == 2.5 / 40
+    assert sum(sent.causes.values()) == pytest.approx(sum(drawn.causes.values()))
+    assert sent.busy == drawn.busy
+
+
+def test_sending_ends_where_the_next_action_begins():
+    drawn = handed_over(timeline("0F0@0-2 0F1@3-5\n1F0@4-6 1F1@6-7"), a0F0=4, a1F1=9)
+    assert idle(drawn) == ["2-3 sending  5-7 drain", "0-2 fill  2-4 communication"]
 
 
 def test_the_causes_are_shares_of_the_time_of_all_ranks():
@@ -115,6 +140,7 @@ def test_the_causes_are_shares_of_the_time_of_all_ranks():
         "imbalance": 1 / 32,
         "drain": 5 / 32,
         "communication": 4 / 32,
+        "sending": 0,
     }
 
 

@@ -51,6 +51,22 @@ def test_time_between_two_actions_with_nothing_to_wait_for_is_the_engines():
     assert (told.shares["F"], told.shares["B"]) == (close(8 / 21), close(10 / 21))
 
 
+def test_time_between_two_actions_in_which_the_rank_sends_is_not_the_engines():
+    timeline = ran(table("0F0 0F1 0B0 0B1"), [1], engine=1)  # F 4, B 5, and 1 in between
+    sent = replace(timeline, rows=tuple(tuple(event._replace(sent=event.end + 0.25) for event in row) for row in timeline.rows))
+    told = sent.explain()
+    assert (told.shares["engine"], told.shares["sending"]) == (close(3 * 0.75 / 21), close(3 * 0.25 / 21))
+    assert sum(told.shares.values()) == close(1)
+    assert "sending" in str(told)
+
+
+def test_the_time_before_a_step_is_told_beside_it():
+    timeline = ran(table("0F0 0F1 0B0 0B1"), [1], engine=1)
+    assert "between steps" not in str(timeline.explain())
+    told = str(replace(timeline, between=(7,)).explain()).splitlines()
+    assert told[4] == "between steps 7000.0 ms, 25.0% of the loop: the optimizer, the next batch, what else it does"
+
+
 def test_time_for_a_message_is_not_the_engines():
     told = ran(runs("1f1b", 2, 4), [1, 1], send=2, engine=1).explain()
     assert told.shares["communication"] > 0

@@ -113,7 +113,7 @@ PAIRED = "0F0 {0F1 0B0} 0B1\n1F0 1B0 1F1 1B1"
 @pytest.mark.parametrize(("overlap", "end"), [(0, 9), (0.5, 8.5), (1, 8)])
 def test_a_pair_waits_for_both_and_ends_at_once_less_the_hidden_share_of_the_shorter(overlap, end):
     timeline = simulate(table(PAIRED), Costs(1, 1, 2, overlap=overlap))
-    assert [event[1:] for event in timeline.rows[0][1:3]] == [
+    assert [event[1:4] for event in timeline.rows[0][1:3]] == [
         (Action(Kind.F, 0, 1), 5, end),  # could start at 1, but 1B0 ends at 5
         (Action(Kind.B, 0, 0), 5, end),
     ]

@@ -20,6 +20,7 @@ class Chart {
     this.strip = new Strip();
     this.selected = null; // the block that the keyboard has come to
     this.hovered = null;
+    this.overlay = () => {}; // draws more, over the blocks
   }
 
   /** Work out where everything stands; needed after a change of width, step or options. */
@@ -78,6 +79,7 @@ class Chart {
     this.strip.draw(c, this.width);
     if (page.options.path) this.drawPath();
     this.drawMarks();
+    this.overlay();
     c.restore();
     c.save();
     c.translate(0, -slid);
@@ -153,7 +155,8 @@ class Chart {
   }
 
   drawMemory(row) {
-    const {context: c} = this, {timeline, planned} = this.record, {colors} = this.page;
+    const {context: c} = this, {timeline} = this.record, {colors} = this.page;
+    const planned = this.record.planned?.data.memory_unit === timeline.data.memory_unit ? this.record.planned : null;
     const most = Math.max(timeline.peak, planned ? planned.peak : 0) || 1;
     const base = row.memory + MEMORY, y = (held) => base - (held / most) * (MEMORY - 2);
     c.strokeStyle = c.fillStyle = colors.shade;
@@ -258,8 +261,8 @@ class Chart {
     c.font = "10.5px system-ui, sans-serif";
     if (row.planned) c.fillText("planned", right, row.planned + PLANNED / 2);
     if (row.memory) {
-      const peak = short(this.record.timeline.data.peak_memory[row.rank]);
-      c.fillText(this.gutter > 60 ? `peak ${peak}` : peak, right, row.memory + MEMORY / 2);
+      const peak = this.record.timeline.amount(this.record.timeline.data.peak_memory[row.rank]), long = `peak ${peak}`;
+      c.fillText(c.measureText(long).width < right - 2 ? long : peak, right, row.memory + MEMORY / 2);
     }
   }
 

@@ -7,6 +7,7 @@ const CAUSES = {
   imbalance: "in between: another rank still computes what this one needs next",
   drain: "after the rank's last forward: the pipeline runs empty",
   communication: "what the rank needs next is computed and on its way",
+  sending: "the rank hands over what its last action made",
 };
 
 /** One step: for every rank its blocks (the actions, in order), its idle times and its memory curve. */
@@ -27,7 +28,7 @@ class Timeline {
     const [, stage, kind, microbatch] = /^(\d+)([FBIW])(\d+)$/.exec(event.action);
     const block = {
       text: event.action, stage: Number(stage), kind, microbatch: Number(microbatch), rank, index,
-      start: event.start, end: event.end, waited: event.waited || 0, waitedFor: event.waited_for,
+      start: event.start, end: event.end, held: event.held, waited: event.waited || 0, waitedFor: event.waited_for,
       receives: event.receives || [], critical: path.has(event.action), half: null,
     };
     this.blocks.set(block.text, block);
@@ -41,6 +42,11 @@ class Timeline {
     return this._several;
   }
   get peak() { return Math.max(0, ...this.data.peak_memory); }
+
+  amount(held) { return amount(held, this.data.memory_unit); }
+
+  /** The causes of idle time there can be; `sending` only where it was measured. */
+  get causes() { return Object.keys(CAUSES).filter((cause) => cause !== "sending" || this.data.causes.sending > 0); }
 }
 
 /** The steps of one record, each prepared when it is first looked at, and what was planned. */
@@ -95,6 +101,13 @@ class TimelineRecord {
 function scaleOf(seconds) {
   if (seconds >= 1) return [1, "s"];
   return seconds >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
+}
+
+/** Memory as people read it: `12.3 MB` where it is in bytes, else the bare number and its unit, if it has one. */
+function amount(held, unit) {
+  if (unit !== "bytes") return unit ? `${short(held)} ${unit}` : short(held);
+  const [size, name] = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([least]) => held >= least) || [1, "bytes"];
+  return `${short(held / size)} ${name}`;
 }
 
 function short(value) { return String(Number(value.toPrecision(4))).replace("-", "−"); }

@@ -1,6 +1,7 @@
 // Numbers beside the pictures: figures, where the time went, the largest deviations, the differences of two records.
 
 const ROWS = 12; // of a table
+const BETWEEN = "from the end of the step before to the beginning of this one: the optimizer, the next batch, what else the loop does";
 
 function figures(record) {
   const {data} = record.timeline, planned = record.planned && record.planned.data;
@@ -10,7 +11,23 @@ function figures(record) {
     figure("makespan", (each) => record.time(each.makespan)),
     figure("bubble", (each) => percent(each.bubble)),
     figure("busiest rank", (each) => `rank ${each.busy.indexOf(Math.max(...each.busy))}`),
-    figure("in flight, most at once", (each) => counts(each.peak_in_flight)));
+    figure("in flight, most at once", (each) => counts(each.peak_in_flight)),
+    ...(data.memory_unit ? [figure("memory of activations, at most", (each) => amount(Math.max(...each.peak_memory), each.memory_unit || "activations"))] : []),
+    ...(Math.max(0, ...data.between) ? [between(record)] : []));
+}
+
+/** For how long the ranks were at something else before the step. */
+function between(record) {
+  const times = record.timeline.data.between, most = Math.max(...times), least = Math.min(...times);
+  return element("div", {title: BETWEEN},
+    element("dt", {}, "between steps, before this one"), element("dd", {}, record.time(most)),
+    ...(least < most ? [element("dd", {class: "beside"}, `at least ${record.time(least)}`)] : []));
+}
+
+/** The share of the ranks' time, from the end of one step to the end of the next, that lay before the step. */
+function betweenShare({data}) {
+  const apart = data.between.reduce((sum, time) => sum + time, 0);
+  return apart / (apart + data.ranks.length * data.makespan) || 0;
 }
 
 /** One number a rank; if all are the same that one, if there are many from where to where they lie. */
@@ -30,28 +47,35 @@ function kindShares({blocks, data}) {
 
 function busyShare(timeline) { return kindShares(timeline).reduce((sum, [, share]) => sum + share, 0); }
 
+function piece(paint, share, title) {
+  const part = element("i", {class: `paint-${paint}`, title});
+  part.style.flex = `${share} 0 0`;
+  return part;
+}
+
 /** Where the time of all ranks went, as a bar that is the legend as well. */
 function shares(record) {
   const {timeline} = record, bars = [[record.kindOfTimes, timeline, ""]];
   if (record.planned) bars.push(["planned", record.planned, " thin"]);
-  const parts = (each) => [...kindShares(each), ...Object.keys(CAUSES).map((cause) => [cause, each.data.causes[cause]])];
+  const parts = (each) => [...kindShares(each), ...each.causes.map((cause) => [cause, each.data.causes[cause]])];
   const told = (what) => KINDS[what] || `idle by ${what}`;
   const bar = ([name, each, thin]) => element("div", {class: "bar", role: "img", "aria-label": `${name}: ${parts(each).map(([what, share]) => `${told(what)} ${percent(share)}`).join(", ")}`},
-    element("span", {}, name), element("div", {class: `track${thin}`}, ...parts(each).filter(([, share]) => share > 0).map(([what, share]) => {
-      const part = element("i", {class: `paint-${what}`, title: `${told(what)} ${percent(share)}`});
-      part.style.flex = `${share} 0 0`;
-      return part;
-    })));
+    element("span", {}, name), element("div", {class: `track${thin}`},
+      ...parts(each).filter(([, share]) => share > 0).map(([what, share]) => piece(what, share, `${told(what)} ${percent(share)}`))));
+  const apart = betweenShare(timeline), loop = (share) => `between steps ${percent(share)} of the time from step to step`;
+  const before = apart ? [element("div", {class: "bar", role: "img", "aria-label": loop(apart)}, element("span", {}, "loop"),
+    element("div", {class: "track thin"}, piece("between", apart, loop(apart)), piece("step", 1 - apart, `the step ${percent(1 - apart)}`)))] : [];
   const item = (paint, text, more, title) => element("li", title ? {title} : {}, element("span", {class: `swatch paint-${paint}`}), text, ...more);
   const legend = [
     ...kindShares(timeline).map(([kind, share]) => item(kind, KINDS[kind], [element("b", {}, percent(share))])),
-    ...Object.keys(CAUSES).map((cause) => item(cause, `idle by ${cause}`, [element("b", {}, percent(timeline.data.causes[cause]))], CAUSES[cause])),
+    ...timeline.causes.map((cause) => item(cause, `idle by ${cause}`, [element("b", {}, percent(timeline.data.causes[cause]))], CAUSES[cause])),
+    ...(apart ? [item("between", "between steps, of all time", [element("b", {}, percent(apart))], BETWEEN)] : []),
     item("path", "critical path", []),
-    item("memory", record.planned ? "activations held (dashed: planned)" : "activations held", []),
+    item("memory", `${timeline.data.memory_unit ? "memory of activations" : "activations held"}${record.planned ? " (dashed: planned)" : ""}`, []),
   ];
   return element("div", {class: "shares"},
     element("h3", {}, `Where the time of all ranks went: busy ${percent(busyShare(timeline))}`),
-    ...bars.map(bar), element("ul", {class: "legend"}, ...legend));
+    ...bars.map(bar), ...before, element("ul", {class: "legend"}, ...legend));
 }
 
 function table(caption, heads, rows) {
@@ -86,8 +110,9 @@ function differences(records) {
   const rows = [
     ["makespan", first.time(a.makespan), second.time(b.makespan), relative(a.makespan, b.makespan)],
     ["bubble", percent(a.bubble), percent(b.bubble), points(a.bubble, b.bubble)],
-    ["memory, most on a rank", short(Math.max(...a.peak_memory)), short(Math.max(...b.peak_memory)), relative(Math.max(...a.peak_memory), Math.max(...b.peak_memory))],
-    ...Object.keys(CAUSES).map((cause) => [`idle by ${cause}`, percent(a.causes[cause]), percent(b.causes[cause]), points(a.causes[cause], b.causes[cause])]),
+    ["memory, most on a rank", first.timeline.amount(first.timeline.peak), second.timeline.amount(second.timeline.peak),
+      a.memory_unit === b.memory_unit ? relative(first.timeline.peak, second.timeline.peak) : "–"],
+    ...Object.keys(CAUSES).filter((cause) => records.some(({timeline}) => timeline.causes.includes(cause))).map((cause) => [`idle by ${cause}`, percent(a.causes[cause]), percent(b.causes[cause]), points(a.causes[cause], b.causes[cause])]),
   ];
   return table("Differences", ["", first.name, second.name, "difference"], rows);
 }

@@ -30,6 +30,7 @@ function describe(record, block) {
   } else if (block.receives.length) {
     rows.push(["received", block.receives.map(({action, rank}) => `${action} of rank ${rank}`).join(", ")]);
   }
+  if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.amount(block.held)} once it has ended`]);
   if (block.critical) rows.push(["critical path", "yes"]);
   const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KINDS[block.kind]}`);
   const place = `stage ${block.stage}, microbatch ${block.microbatch}, rank ${block.rank}`;

@@ -33,7 +33,7 @@ class Studio {
     const host = element("div", {class: "scroll table"});
     section.append(
       element("h3", {}, "The table"),
-      element("p", {class: "muted small"}, "The order of each rank's actions. Drag one to another place, or select it and press Alt with an arrow key."),
+      element("p", {class: "muted small"}, "The order of each rank's actions. Drag one to another place, here or in the picture, or select it here and press Alt with an arrow key."),
       element("div", {class: "tools"},
         element("span", {class: "group"}, button("earlier", "← Earlier", () => this.table.shift(-1)), button("later", "Later →", () => this.table.shift(1))),
         this.undoes, this.resets, this.opener("load-csv", "Load CSV", ".csv,text/csv", (text, file) => this.load({csv: text, file})),
@@ -47,6 +47,8 @@ class Studio {
         page.redraw();
       },
     });
+    this.picture = new Picture(page.charts[0], page, (rank, from, to) => this.table.move(rank, from, to));
+    document.querySelector(".tools .hint").textContent = "Drag an action to another place, or beside one to pan; Ctrl and wheel to zoom.";
   }
 
   /** A button that reads a file. */
@@ -156,7 +158,7 @@ class Studio {
   }
 
   showProof({proof, stopped}) {
-    const more = stopped ? ". The picture shows what runs before that." : "";
+    const more = stopped ? ". The picture shows what runs before that, and dashed what never does." : "";
     this.proof.textContent = proof.text + more;
     this.proof.classList.toggle("fails", !proof.holds);
     this.verdict.textContent = proof.text;
@@ -172,6 +174,7 @@ class Studio {
   draw({name, unit, timeline, stopped}) {
     const shown = document.querySelector(".shown"), {measured} = this.state;
     shown.classList.toggle("stopped", (stopped && !measured) || !timeline);
+    this.picture.answer = null;
     if (!timeline) return; // the last picture stays, pale
     const record = new TimelineRecord(measured ? {...measured, planned: timeline} : {name, unit, planned: null, steps: [{label: "planned", timeline}]});
     const [chart] = page.charts, all = page.view.to - page.view.from >= page.whole * (1 - 1e-9), selected = chart.selected?.text;
@@ -179,7 +182,8 @@ class Studio {
     chart.hovered = null;
     chart.selected = record.timeline.blocks.get(selected) || null;
     page.records = [record];
-    page.whole = record.makespan || 1;
+    this.picture.show(this.answer);
+    page.whole = Math.max(record.makespan, this.picture.end) || 1;
     if (all) page.fit(); else page.show(page.view.from, page.view.to);
     page.fill(chart, 0);
     if (stopped && !measured) for (const number of document.querySelectorAll(".figures dd, .legend b")) number.textContent = "–";

@@ -1,0 +1,191 @@
+// What the studio adds to the picture: actions are dragged there too, and a circle of waits is drawn over it.
+
+const MOVED = 4; // pixels, before a press is a drag
+const BAD = "#d13a30"; // seen on light and dark
+
+class Picture {
+  /** `moved(rank, from, to)` is told of an action that was put elsewhere in its rank's row. */
+  constructor(chart, page, moved) {
+    Object.assign(this, {chart, page, moved, drag: null, answer: null});
+    chart.overlay = () => this.draw();
+    const {host} = chart, listen = (name, does) => host.addEventListener(name, (event) => {
+      if (does(event)) event.stopImmediatePropagation(); // else the chart is panned, as everywhere
+    }, {capture: true});
+    listen("pointerdown", (event) => this.press(event));
+    listen("pointermove", (event) => this.pull(event));
+    listen("pointerup", () => this.drop());
+    listen("pointercancel", () => this.let());
+    listen("keydown", (event) => event.key === "Escape" && this.let());
+    listen("click", () => this.swallow());
+  }
+
+  /** Show what the server said of a table; `answer.timeline` is what the picture has, `answer.stuck` what never runs. */
+  show(answer) {
+    this.let();
+    this.answer = answer;
+    this.stuck = new Map(answer.stuck.map((each) => {
+      const [, stage, kind, microbatch] = /^(\d+)([FBIW])(\d+)$/.exec(each.action);
+      return [each.action, {...each, text: each.action, stage: Number(stage), kind, microbatch: Number(microbatch)}];
+    }));
+    this.end = Math.max(0, ...answer.stuck.map(({end}) => end));
+  }
+
+  /** The timeline that is edited: the planned one, where a measured run lies over it. */
+  get timeline() { return this.chart.record.planned || this.chart.record.timeline; }
+  lane(rank) {
+    const row = this.chart.rows[rank];
+    return this.chart.record.planned ? {top: row.planned, high: PLANNED} : {top: row.main, high: MAIN};
+  }
+
+  /** Where an action stands: its times, and its place on the canvas; nothing for one that is not in the picture. */
+  box(name) {
+    const block = this.timeline.blocks.get(name) || this.stuck.get(name);
+    if (!block) return null;
+    const {top, high} = this.lane(block.rank), left = this.chart.x(block.start), half = block.half ?? null;
+    const box = {block, left, wide: Math.max(2, this.chart.x(block.end) - left), top, high};
+    return half === null ? box : {...box, top: top + half * high / 2, high: high / 2 - 1};
+  }
+
+  /** The cells of a rank's row in the table, each with the boxes of its actions. */
+  cells(rank) {
+    return this.answer.rows[rank].map((text) => (text.match(/\d+[FBIW]\d+/g) || []).map((name) => this.box(name)).filter(Boolean));
+  }
+
+  // ---- pointer
+
+  /** The cell under a point of the window: its rank and its place in the row. */
+  at({clientX, clientY}) {
+    if (!this.answer || (this.chart.record.planned && !this.page.options.planned)) return null;
+    const {left, top} = this.chart.host.getBoundingClientRect(), x = clientX - left, y = clientY - top;
+    if (x < this.chart.gutter || y - this.chart.slid < AXIS) return null;
+    for (const {rank} of this.chart.rows) {
+      const lane = this.lane(rank);
+      if (y < lane.top || y > lane.top + lane.high || !this.answer.rows[rank]) continue;
+      const from = this.cells(rank).findIndex((boxes) => boxes.some((box) => x >= box.left && x <= box.left + box.wide));
+      return from < 0 ? null : {rank, from};
+    }
+    return null;
+  }
+
+  press(event) {
+    this.swallows = false;
+    const found = event.button === 0 && event.pointerType !== "touch" ? this.at(event) : null; // fingers pan
+    if (!found) return false;
+    this.drag = {...found, begin: event.clientX, x: event.clientX, to: null};
+    this.chart.host.setPointerCapture(event.pointerId);
+    return true;
+  }
+
+  pull(event) {
+    const {drag, chart} = this;
+    if (!drag) {
+      chart.host.classList.toggle("movable", Boolean(this.at(event)));
+      return false;
+    }
+    if (drag.to === null && Math.abs(event.clientX - drag.begin) < MOVED) return true;
+    const box = chart.host.getBoundingClientRect();
+    drag.x = event.clientX;
+    if (event.clientX > box.right - EDGE) this.page.pan(14 * chart.perPixel);
+    if (event.clientX < box.left + chart.gutter) this.page.pan(-14 * chart.perPixel);
+    const x = event.clientX - box.left, cells = this.cells(drag.rank);
+    drag.gap = cells.filter((boxes) => boxes.length && x > (Math.min(...boxes.map(({left}) => left)) + Math.max(...boxes.map(({left, wide}) => left + wide))) / 2).length;
+    drag.to = drag.gap > drag.from ? drag.gap - 1 : drag.gap;
+    this.page.hideTip();
+    this.page.redraw();
+    return true;
+  }
+
+  drop() {
+    const {drag} = this;
+    if (!drag) return false;
+    this.let();
+    this.swallows = drag.to !== null;
+    if (drag.to !== null && drag.to !== drag.from) this.moved(drag.rank, drag.from, drag.to);
+    return true;
+  }
+
+  let() {
+    const held = this.drag;
+    this.drag = null;
+    if (held) this.page.redraw();
+    return Boolean(held);
+  }
+
+  /** The click that ends a drag selects nothing. */
+  swallow() {
+    const swallows = this.swallows;
+    this.swallows = false;
+    return swallows;
+  }
+
+  // ---- drawing, over the blocks
+
+  draw() {
+    if (!this.answer || (this.chart.record.planned && !this.page.options.planned)) return;
+    for (const name of this.stuck.keys()) this.drawStuck(this.box(name));
+    const {actions, waits} = this.answer.proof;
+    for (const box of actions.map((name) => this.box(name)).filter(Boolean)) this.outline(box, BAD, 2.5);
+    for (const [awaited, waiting] of waits) {
+      const ends = [this.box(waiting), this.box(awaited)];
+      if (ends.every(Boolean)) this.arrow(...ends);
+    }
+    if (this.drag?.to !== null && this.drag) this.drawDrag();
+  }
+
+  outline({left, wide, top, high}, color, width, dashes = []) {
+    const {context: c} = this.chart;
+    c.strokeStyle = color;
+    c.lineWidth = width;
+    c.setLineDash(dashes);
+    c.beginPath();
+    c.roundRect(left + 0.5, top, Math.max(1, wide - 1), high, Math.min(3, high / 3));
+    c.stroke();
+    c.setLineDash([]);
+  }
+
+  /** An action that never runs stands where its rank would come to it, pale. */
+  drawStuck(box) {
+    const {context: c} = this.chart, {colors} = this.page, {block, left, wide, top, high} = box;
+    c.globalAlpha = 0.3;
+    c.fillStyle = colors[block.kind];
+    c.fillRect(left + 0.5, top, Math.max(1, wide - 1), high);
+    c.globalAlpha = 1;
+    if (wide > 5) this.outline(box, colors.muted, 1, [3, 3]);
+    c.font = "11px system-ui, sans-serif";
+    c.textAlign = "center";
+    c.textBaseline = "middle";
+    this.chart.drawName(block, this.timeline.severalStages, left, wide, top + high / 2);
+  }
+
+  /** From an action that waits to what it waits for. */
+  arrow(from, to) {
+    const {context: c} = this.chart, x = from.left + from.wide / 2, toX = to.left + to.wide / 2, down = Math.sign(to.top - from.top);
+    const edge = (box, side) => box.top + (side > 0 ? box.high : 0);
+    const y = edge(from, down), toY = edge(to, -down || 0), bendX = (x + toX) / 2, bendY = down ? (y + toY) / 2 : from.top - 14;
+    c.strokeStyle = BAD;
+    c.lineWidth = 2;
+    c.beginPath();
+    c.moveTo(x, y);
+    c.quadraticCurveTo(bendX, bendY, toX, toY);
+    const angle = Math.atan2(toY - bendY, toX - bendX);
+    for (const turn of [0.45, -0.45]) {
+      c.moveTo(toX, toY);
+      c.lineTo(toX - 9 * Math.cos(angle + turn), toY - 9 * Math.sin(angle + turn));
+    }
+    c.stroke();
+  }
+
+  /** The action under the pointer, and a line where it would go. */
+  drawDrag() {
+    const {drag, chart, page} = this, {context: c} = chart, cells = this.cells(drag.rank), by = drag.x - drag.begin;
+    c.globalAlpha = 0.6;
+    for (const {block, left, wide, top, high} of cells[drag.from]) {
+      c.fillStyle = page.colors[block.kind];
+      c.fillRect(left + by, top - 4, wide, high);
+    }
+    c.globalAlpha = 1;
+    const next = cells[drag.gap]?.[0], last = cells.at(-1)[0], {top, high} = this.lane(drag.rank);
+    c.fillStyle = page.colors.accent;
+    c.fillRect((next ? next.left : last ? last.left + last.wide : 0) - 1.5, top - 6, 3, high + 12);
+  }
+}

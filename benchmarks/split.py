@@ -40,12 +40,15 @@ class StageEngine(Protocol):
     def backward(self, gradient: Tensor) -> None:
         """Full, or I and W."""
 
+    def end(self) -> None:
+        """Of a step."""
+
 
 class Ours:
     """`penstock.stage.Stage`."""
 
     def __init__(self, module: nn.Module, divided: bool) -> None:
-        self.stage, self.divided = Stage(1, module, torch.device("cpu")), divided
+        self.stage, self.divided = Stage(1, module, torch.device("cpu"), in_order=True), divided
         self.stage.forget()  # as before a step
 
     def forward(self, value: Tensor) -> None:
@@ -57,6 +60,10 @@ class Ours:
         self.stage.backward(0, [gradient])
         if self.divided:
             self.stage.backward_weight([0])
+
+    def end(self) -> None:
+        """Of a step."""
+        self.stage.forget()
 
 
 class Theirs:
@@ -77,6 +84,9 @@ class Theirs:
             stage_backward_weight(self.module.parameters(), owed)
         else:
             stage_backward((self.output,), (gradient,), [self.leaf])
+
+    def end(self) -> None:
+        """Nothing to do."""
 
 
 def _compare(repeats: int) -> list[Row]:
@@ -111,6 +121,7 @@ def _check(engines: Iterable[StageEngine], module: nn.Module, value: Tensor, gra
     for engine in engines:
         module.zero_grad()
         _lap(engine, value, gradient)
+        engine.end()
         found.append([parameter.grad for parameter in module.parameters()])
     for each in found[1:]:
         torch.testing.assert_close(each, found[0])

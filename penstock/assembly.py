@@ -202,9 +202,10 @@ def stages(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     device: torch.device,
     parallel: Mapping[int, Alone],
+    table: Schedule,
     settings: Mapping[str, Any],
 ) -> dict[int, Stage]:
-    """This rank's stages, ready to run; `settings` are further ones of `Stage`."""
+    """This rank's stages, ready to run `table`; `settings` are further ones of `Stage`."""
     later = taken_later(everyone)
     links = links_of(len(later), cut.skips, cut.tied)
     return {
@@ -217,6 +218,7 @@ def stages(
             links=links[index],
             later=later[index],
             parallel=parallel[index],
+            in_order=table.weights_in_order(index),
             **settings,
         )
         for index, module in modules.items()

@@ -117,7 +117,7 @@ class Pipeline:
             parallel = assembly.side_by_side(cut, modules, names, self.place, tensor_parallel, data_parallel)
             first = self.place.replica * self.schedule.microbatches
             settings = {"recompute": recompute, "merge": merge_weight_gradients, "first": first}
-            self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, parallel, settings)
+            self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, parallel, table, settings)
             dp = None if self.place.dp is None else self.place.dp.get_group()
             self._buffers = [Buffers(module, dp) for module in modules.values()] if dp is not None else []
             order = None if cut.whole is None else list(cut.whole.state_dict())

@@ -20,6 +20,7 @@ from penstock.standins import Place, PutOff, identity, places_of
 from penstock.uses import Owed, Use, run_backward
 from penstock.weight_gradients import PRODUCTS
 
+SMALL = 1 << 18  # products in a weight's gradient; to put off one takes about as long as so many
 NODE_BYTES = 1 << 18  # gradients handed over together; larger ones reach their parameter while still in the cache
 
 
@@ -28,33 +29,47 @@ class Splitter:
 
     `merge`: products add to the gradient so far as they go, where no hook waits for it. The sum's order changes.
     `shared`: ids of parameters that other stages have too; they get their gradients in `I`.
+    `in_order`: the microbatches' `W` come in the order of their `I`. Then gradients that would cost less than to put them off
+    reach their parameters in `I`, with the same bits, from the second step on.
     """
 
-    def __init__(self, module: nn.Module, merge: bool = False, shared: Collection[int] = ()) -> None:
-        self.module, self.merge, self.shared = module, merge, shared
+    def __init__(self, module: nn.Module, merge: bool = False, shared: Collection[int] = (), in_order: bool = False) -> None:
+        self.module, self.merge, self.shared, self.in_order = module, merge, shared, in_order
         self._places: list[Place] = []
         self._stock: list[PutOff] = []
         self._groups: dict[Any, list[_Group]] = {}  # for uses of the same places in the same order
+        self._active: Sequence[int] = ()  # those that get stand-ins
+        self._worth: Sequence[int] | None = ()  # those that get them from the next step on; None until that is known
 
     def refresh(self) -> None:
         """Look at the module anew, before a step: parameters may have been frozen, replaced or moved."""
         places = [place for place in places_of(self.module) if id(place.parameter) not in self.shared]
         if [identity(place) for place in places] != [identity(place) for place in self._places]:
             self._places, self._stock, self._groups = places, [], {}
+            self._active = range(len(places))
+            self._worth = None if self.in_order and not self.merge else self._active
+        elif self._worth is not None and len(self._worth) < len(self._active):
+            self._active, self._stock = self._worth, []
 
-    def begin(self) -> PutOff:
-        """For one microbatch."""
-        return self._stock.pop() if self._stock else PutOff(self._places)
+    def begin(self) -> PutOff | None:
+        """For one microbatch; None if nothing of it is to be put off."""
+        if self._stock:
+            return self._stock.pop()
+        return PutOff(self._places, self._active) if self._active else None
 
     def end(
         self, put_off: Sequence[PutOff], last: bool = False, expect: Callable[[Sequence[Tensor]], None] | None = None
     ) -> None:
         """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
 
-        `last`: no other follows in this step. `expect` is called before the gradients reach the parameters, with tensors that
-        depend on those which get one.
+        None, if `I` has handed over all. `last`: no other follows in this step. `expect` is called before the gradients reach
+        the parameters, with tensors that depend on those which get one.
         """
+        if not put_off and expect is None:
+            return
         owed = [each.taken() for each in put_off]
+        if self._worth is None and put_off:
+            self._worth = self._judged(put_off[0], owed[0])
         uses = owed[0] if len(owed) == 1 else joined(owed)
         others = self._stock if last else []  # a module may have kept a weight from an earlier microbatch
         uses += itertools.chain.from_iterable(each.taken() for each in others)
@@ -66,6 +81,16 @@ class Splitter:
             nodes = [node for node in nodes if not self._added_to_gradients(node)]
         self._hand_over(nodes, expect)
         self._stock += put_off
+
+    def _judged(self, put_off: PutOff, owed: Sequence[Owed]) -> Sequence[int]:
+        """The places whose gradients are worth being put off, by what the `W` of one microbatch finds."""
+        if put_off.views:
+            return self._active
+        work: Counter[int | None] = Counter()
+        for use, gradient in owed:
+            work[use.targets[0]] += gradient.numel() * (use.weight.numel() // len(use.weight))
+        large = {place for use, _ in owed if work[use.targets[0]] >= SMALL for place in use.targets if place is not None}
+        return sorted(large)
 
     def _added_to_gradients(self, node: "_Node") -> bool:
         """Whether the node's gradients could be, and so were, given straight to the ends of the graph.
@@ -121,8 +146,8 @@ class Splitter:
 
 def added(gradients: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
     """Place -> the sum over several microbatches."""
-    sums = gradients[0]
-    for more in gradients[1:]:
+    sums: dict[int, Tensor] = {}
+    for more in gradients:
         for place, gradient in more.items():
             sums[place] = sums[place] + gradient if place in sums else gradient
     return sums

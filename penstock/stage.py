@@ -53,6 +53,7 @@ class Stage:
     `later`: keywords that stages after this one take (`carried.py`).
     `merge`: weights' gradients that were put off may be summed in another order (see `split_backward.py`).
     `parallel`: what other processes have of the stage (see `replicas.py`).
+    `in_order`: microbatches' W come in the order of their I.
     `first`: the number that random numbers take microbatch 0 for; a replica counts on where the one before it ends.
     """
 
@@ -69,6 +70,7 @@ class Stage:
         later: frozenset[str] = frozenset(),
         merge: bool = False,
         parallel: Alone | None = None,
+        in_order: bool = False,
         first: int = 0,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
@@ -84,7 +86,8 @@ class Stage:
         self._spread = frozenset() if piece else _takes_several(module)
         shared = {id(module.get_parameter(name)) for names in self.links.lent.values() for name in names}
         shared |= {id(standin.parameter) for standin in self._standins}
-        self._splitter = Splitter(module, merge and not self.parallel.hooked, shared)
+        hooked = self.parallel.hooked
+        self._splitter = Splitter(module, merge and not hooked, shared, in_order and not hooked)
         self._put_off: dict[int, PutOff] = {}  # microbatch -> what its W will do
 
     def forward(
@@ -191,7 +194,7 @@ class Stage:
 
     def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
-        put_off = [self._put_off.pop(microbatch) for microbatch in microbatches]
+        put_off = [self._put_off.pop(microbatch) for microbatch in microbatches if microbatch in self._put_off]
         self._splitter.end(put_off, last, self.parallel.expect if last and self.parallel.hooked else None)
         if last:
             self.parallel.complete()

@@ -11,7 +11,7 @@ A checkpointed forward is recomputed with the same stand-ins, once, in `I`.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -61,11 +61,15 @@ _running: set[FunctionType] = set()  # functions made of others that are being l
 
 
 class PutOff:
-    """What one microbatch on one stage has put off: stand-ins for its forward and `I`, gradients for its `W`."""
+    """What one microbatch on one stage has put off: stand-ins for its forward and `I`, gradients for its `W`.
 
-    def __init__(self, places: Sequence["Place"]) -> None:
+    `active`: those of the `places` that get a stand-in.
+    """
+
+    def __init__(self, places: Sequence["Place"], active: Iterable[int]) -> None:
         self.places = places
-        self.standins = [place.stand_in(self, index) for index, place in enumerate(places)]
+        self.standins = {index: places[index].stand_in(self, index) for index in active}
+        self.views = False  # whether uses of weights were through views of them
         self.gradients: dict[Use, tuple[Tensor | None]] = {}  # in the order in which the backward came by
         self._uses = itertools.count()
         self._casts: dict[int, Tensor] = {}  # place -> what autocast makes of the weight
@@ -74,12 +78,13 @@ class PutOff:
     def installed(self) -> Iterator[None]:
         """The stand-ins in the parameters' places."""
         try:
-            for place, standin in zip(self.places, self.standins, strict=True):
-                for owner, name in place.owners:
+            for index, standin in self.standins.items():
+                for owner, name in self.places[index].owners:
                     owner[name] = standin
             yield
         finally:
-            for place in self.places:
+            for index in self.standins:
+                place = self.places[index]
                 for owner, name in place.owners:
                     owner[name] = place.parameter
 
@@ -143,7 +148,8 @@ class PutOff:
         self.gradients.clear()
         self._casts.clear()
         self._uses = itertools.count()
-        if any(use.views != NO_VIEWS for use, _ in owed):
+        self.views = any(use.views != NO_VIEWS for use, _ in owed)
+        if self.views:
             self._pass_on([pair for pair in owed if pair[0].views != NO_VIEWS])
             owed = [pair for pair in owed if pair[0].views == NO_VIEWS]
         return owed
@@ -168,7 +174,7 @@ class PutOff:
         """Place -> the gradient that `I` left on its stand-in; taken from there."""
         left = {}
         with DisableTorchFunctionSubclass():
-            for place, standin in enumerate(self.standins):
+            for place, standin in self.standins.items():
                 if standin.grad is not None:
                     left[place], standin.grad = standin.grad, None
         return left

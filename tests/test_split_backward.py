@@ -549,3 +549,70 @@ def test_replicas_stay_equal_and_sum_once_a_step(find_unused: bool) -> None:
         for name in ours:
             assert ours[name] is theirs[name] is None or torch.equal(ours[name], theirs[name])
             assert ours[name] is None or torch.equal(ours[name], split[0][0][name])
+
+
+# -- what is too small to be put off ------------------------------------------------------------------------------------
+
+
+def small_and_large() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 512), nn.LayerNorm(512), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+
+
+def two_steps(stage: Stage, rows: int, order: tuple[int, ...]) -> list[dict[str, Tensor | None]]:
+    """After all `I` of each step, the gradients there are."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        stage.forget()
+        for m in range(3):
+            stage.forward(m, [torch.randn(rows, 8, generator=generator).requires_grad_()], split=True)
+        for m in range(3):
+            stage.backward(m, [torch.randn(rows, 8, generator=generator)])
+        found.append({name: None if p.grad is None else p.grad.clone() for name, p in stage.module.named_parameters()})
+        for m in order:
+            stage.backward_weight([m], last=m == order[-1])
+        found.append({name: p.grad.clone() for name, p in stage.module.named_parameters()})
+    return found
+
+
+def test_gradients_too_small_to_be_put_off_come_in_i_from_the_second_step_on() -> None:
+    """With 16 rows: 16 x 512 x 512 products are many, 16 x 8 x 512 are few."""
+    ours, plain = (Stage(1, small_and_large(), CPU, in_order=in_order) for in_order in (True, False))
+    first, _, second, last = two_steps(ours, 16, (0, 1, 2))
+    expected = two_steps(plain, 16, (0, 1, 2))
+    assert set(first.values()) == {None}
+    changed = {name for name in second if not torch.equal(second[name], expected[1][name])}
+    assert changed == {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
+    for name, gradient in last.items():
+        assert torch.equal(gradient, expected[3][name]), name
+
+
+def test_where_w_comes_in_another_order_all_are_put_off() -> None:
+    stage = Stage(1, small_and_large(), CPU)
+    _, before, second, _ = two_steps(stage, 16, (2, 1, 0))
+    for name in before:
+        assert torch.equal(before[name], second[name])
+
+
+def test_with_many_rows_small_weights_are_put_off_as_well() -> None:
+    stage = Stage(1, small_and_large(), CPU, in_order=True)
+    _, before, second, _ = two_steps(stage, 128, (0, 1, 2))
+    assert {name for name in before if not torch.equal(before[name], second[name])} == {"1.weight", "1.bias"}
+
+
+def test_a_stage_with_small_weights_only_leaves_nothing_to_w() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+    other = copy.deepcopy(module)
+    stage = Stage(1, module, CPU, in_order=True)
+    values = [torch.randn(4, 6) for _ in range(3)]
+    for _ in range(3):
+        stage.forget()
+        for m, value in enumerate(values):
+            stage.forward(m, [value], split=True)
+            stage.backward(m, [torch.ones(4, 5)])
+            stage.backward_weight([m], last=m == 2)
+            other(value).backward(torch.ones(4, 5))
+    assert not stage._put_off
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

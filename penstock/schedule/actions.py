@@ -130,6 +130,12 @@ class Schedule:
         """The stages that live on `rank`, ascending."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
+    def weights_in_order(self, stage: int) -> bool:
+        """Whether the microbatches' W on `stage` come in the order of their I, and so do those that have a B instead."""
+        row = [action for action in self.actions[self.placement[stage]] if action.stage == stage]
+        inputs, weights = ([each.microbatch for each in row if each.kind in (Kind.B, half)] for half in (Kind.I, Kind.W))
+        return inputs == weights
+
     def keep(self, wanted: Callable[[Action], bool]) -> "Schedule":
         """The same table with only the `wanted` actions, e.g. the forwards alone for an evaluation.
 

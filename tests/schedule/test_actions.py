@@ -323,3 +323,12 @@ def test_any_text_is_an_action_or_refused(text):
         return
     assert action.stage >= 0
     assert action.microbatch >= 0
+
+
+def test_a_table_says_where_weights_come_in_the_order_of_inputs():
+    rows = [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "1F1", "1I0", "1I1", "1W1", "1W0"]]
+    table = from_rows("mine", rows)
+    assert [table.weights_in_order(stage) for stage in range(2)] == [True, False]
+    mixed = from_rows("mixed", [["0F0", "0F1", "0F2", "0I0", "0B1", "0I2", "0W0", "0W2"]])
+    assert not mixed.weights_in_order(0)  # a B between I and W
+    assert from_rows("full", [["0F0", "0F1", "0B1", "0B0"]]).weights_in_order(0)

@@ -24,7 +24,7 @@ from penstock.groups import Groups, break_off
 GRACE = 1.0  # seconds a failing rank waits for the others' reports
 POLL = 0.005
 EXCHANGE_TAG, NUMBER_TAG = 1, 2
-WIDEST = 8  # numbers of a row
+WIDEST = 9  # numbers of a row
 
 
 class WaitFailed(PenstockError):

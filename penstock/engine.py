@@ -50,6 +50,7 @@ class Engine:
     def head_start(self, action: Action, work: Work, clock: Clock, weighing: Weighing | None = None) -> None:
         """Run `action`, a forward of the first stage, before the ranks have agreed; `run` goes on from there. Raises as it."""
         try:
+            self.stages[action.stage].get_ready()
             clock.start()
             self._ahead.append(self._acts(weighing)[Kind.F](action, (), work))
             clock.stop()
@@ -64,7 +65,7 @@ class Engine:
         WaitFailed when a peer is lost.
         """
         incoming, outgoing, ahead, handed = self.channels.incoming, self.channels.outgoing, self._ahead, self._handed
-        acts = self._acts(weighing)
+        acts, spread = self._acts(weighing), not all(stage.parallel.ready for stage in self.stages.values())
         try:
             made: Any
             for action, receives, needs, gives in work.part.steps:
@@ -76,6 +77,8 @@ class Engine:
                     values = [
                         incoming[need.source].take(need, self.device) if need.travels else handed.pop(need) for need in needs
                     ]
+                    if spread:
+                        self.stages[action.stage].get_ready()
                     clock.start()
                     made = acts[action.kind](action, values, work)
                     clock.stop()

@@ -190,11 +190,13 @@ class Pipeline:
                 weighing = weighing or Weighing(self._stages)
                 engine.run(work, clock, weighing)
                 agreed.sizes = weighing.sizes()
+            done = time.perf_counter()
             self._end(work)
+            averaging = time.perf_counter() - done
             actions = [step.action for step in work.part.steps]
             self._ran, self._sizes = (actions, clock), agreed.sizes
             end = f"to end the step, after {actions[-1] if actions else 'nothing'}"
-            loss, self.report = concluded(self._control, self.place, work, clock, self.last_rank, end, between)
+            loss, self.report = concluded(self._control, self.place, work, clock, self.last_rank, end, between, averaging)
             engine.channels.end()
             self._agreement.keep(agreed)
             self.step_count += training
@@ -327,7 +329,8 @@ class Pipeline:
         """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
 
         Times are in seconds, memory in bytes; `wait/..` are the shares of all ranks' time that each cause of idle time took,
-        `between_steps_seconds/..` what lay before the step since the one before: the optimizer, the next batch.
+        `between_steps_seconds/..` what lay before the step since the one before: the optimizer, the next batch;
+        `averaging_seconds/..` what replicas took after their last action until gradients were averaged.
         """
         timeline = self.timeline()
         assert self.report is not None
@@ -347,7 +350,7 @@ class Pipeline:
             rows, errors, sizes = zip(*[everyone[rank] for rank in ranks], strict=True)
         self.clock_error = max(errors)
         assert self.report is not None
-        return measured(self.schedule, rows, sizes, [self.report.between[rank] for rank in ranks], self._program.skips)
+        return measured(self.schedule, rows, sizes, self.report, self.place, self._program.skips)
 
     def _events(self) -> tuple[Event, ...]:
         """This rank's part of the timeline. Raises PenstockError before the first step."""

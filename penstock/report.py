@@ -26,6 +26,7 @@ class StepReport(NamedTuple):
     busy: tuple[float, ...]  # seconds each rank spent in actions
     peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far (on a GPU: its tensors)
     between: tuple[float, ...] = ()  # seconds since each rank's step before: optimizer, next batch; 0 before the first
+    averaging: tuple[float, ...] = ()  # seconds after each rank's last action until its gradients were the replicas' mean
 
     @property
     def bubble(self) -> float:
@@ -40,6 +41,7 @@ def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
         "bubble": report.bubble,
         **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
         **{f"between_steps_seconds/rank{rank}": time for rank, time in enumerate(report.between)},
+        **{f"averaging_seconds/rank{rank}": time for rank, time in enumerate(timeline.averaging)},
         **{f"busy_seconds/rank{rank}": busy for rank, busy in enumerate(report.busy)},
         **{f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(report.peak_memory)},
     }
@@ -49,10 +51,12 @@ def measured(
     schedule: Schedule,
     rows: Sequence[tuple[Event, ...]],
     sizes: Sequence[Mapping[int, Size]],
-    between: Sequence[float],
+    report: StepReport,
+    place: Place,
     skips: Iterable[Skip],
 ) -> Timeline:
-    """The timeline of a step from what its ranks tell, each in one place: events, sizes of its stages, time before it."""
+    """The timeline of a step from what the ranks of this pipeline tell, each in one place: events, sizes of its stages."""
+    ranks = [place.pipeline.of_job(rank) for rank in range(len(rows))]
     by_stage = {stage: size for each in sizes for stage, size in each.items()}
     known = len(by_stage) == schedule.stages
     return Timeline(
@@ -60,24 +64,25 @@ def measured(
         tuple(rows),
         sizes=tuple(by_stage[stage] for stage in range(schedule.stages)) if known else (),
         memory_unit="bytes" if known else "",
-        between=tuple(between),
+        between=tuple([report.between[rank] for rank in ranks]),
+        averaging=tuple([report.averaging[rank] for rank in ranks]) if place.copies > 1 else (),
         skips=dict.fromkeys(skips, Border()),
     )
 
 
 def concluded(
-    control: Control, place: Place, work: Work, clock: Clock, last_rank: int, what: str, between: float = 0.0
+    control: Control, place: Place, work: Work, clock: Clock, last_rank: int, what: str, between: float, averaging: float
 ) -> tuple[Tensor, StepReport]:
     """The end of a step, reached by all ranks together: the loss and the times, the same on every rank.
 
-    `last_rank`, of every pipeline, has the loss; `between` is this rank's time since its step before.
+    `last_rank`, of every pipeline, has the loss; `between` and `averaging` are this rank's times, see StepReport.
     """
     device = control.topology.device
     loss = _weighted([work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)])
     mine = work.auxiliary.items() if work.weights else ()
     auxiliary = [value.item() * work.weights[piece] for (_, piece), values in mine for value in values]
     dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
-    row = [loss.item(), dtype, *clock.summary(), peak_memory(device), len(auxiliary), between]
+    row = [loss.item(), dtype, *clock.summary(), peak_memory(device), len(auxiliary), between, averaging]
     everyone = control.gather(row, what)
     ran = [each for each in everyone if each[3]]  # a rank may have no stage
     makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
@@ -86,7 +91,7 @@ def concluded(
     if any(each[6] for each in everyone):  # summed exactly, so that it does not matter which rank has which
         told = control.gather_objects(auxiliary, what)
         value = math.fsum([value, *(term for ranks in place.counted for rank in ranks for term in told[rank])])
-    report = StepReport(makespan, *(tuple(each[column] for each in everyone) for column in (4, 5, 7)))
+    report = StepReport(makespan, *(tuple(each[column] for each in everyone) for column in (4, 5, 7, 8)))
     return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
 
 

@@ -90,6 +90,12 @@ class Stage:
         self._splitter = Splitter(module, merge and not hooked, shared, in_order and not hooked)
         self._put_off: dict[int, PutOff] = {}  # microbatch -> what its W will do
 
+    def get_ready(self) -> None:
+        """Before the step's first action: wait for parameters that are elsewhere."""
+        if not self.parallel.ready:
+            self.parallel.get_ready()
+            self._splitter.refresh()
+
     def forward(
         self, microbatch: int, values: Sequence[Any], seed: int | None = None, keep: bool = True, split: bool = False
     ) -> Any:
@@ -128,9 +134,6 @@ class Stage:
         return self._forward(microbatch, Given(args, own, kwargs), seed, keep, split)
 
     def _forward(self, microbatch: int, given: Given, seed: int | None, keep: bool, split: bool) -> Any:
-        if not self.parallel.ready:
-            self.parallel.get_ready()
-            self._splitter.refresh()
         put_off = self._splitter.begin() if split and keep else None
         seed = None if seed is None else advance(seed, self._first + microbatch)
         standins = self._installed(put_off, given.borrowed) if put_off or given.borrowed else _NOTHING
@@ -201,7 +204,7 @@ class Stage:
 
     def owed(self, microbatch: int) -> list[Tensor | None]:
         """What `backward_weight` still needs of `microbatch`, besides parameters."""
-        return self._put_off[microbatch].held()
+        return self._put_off[microbatch].held() if microbatch in self._put_off else []
 
     def forget(self) -> None:
         """Before a step: let go of all microbatches that a step which did not end left in flight."""

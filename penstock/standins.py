@@ -167,7 +167,7 @@ class PutOff:
     def held(self) -> list[Tensor | None]:
         """What is kept for `W`: inputs, gradients of outputs, and what `I` left on the stand-ins."""
         with DisableTorchFunctionSubclass():
-            left = [standin.grad for standin in self.standins]
+            left = [standin.grad for standin in self.standins.values()]
         return [*left, *self._casts.values(), *(each for use, (grad,) in self.gradients.items() for each in (use.value, grad))]
 
     def left(self) -> dict[int, Tensor]:

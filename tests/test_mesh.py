@@ -400,6 +400,25 @@ def test_tied_parameters_may_be_in_replicas() -> None:
         ps.launch(tied, 4, "fsdp", (2, 2, 1))
 
 
+def times_told(shape: Shape) -> tuple[dict[str, float], tuple[float, ...]]:
+    pipe = built(shape, model(), "zb-v", 4, data_parallel="fsdp")
+    inputs, target = share(pipe, batch(0, 16))
+    for _ in range(2):
+        pipe.step(inputs, target=target)
+    assert "averaging gradients" in str(pipe.timeline().explain()) or shape[1] == 1
+    return pipe.metrics(), pipe.timeline().averaging
+
+
+def test_what_averaging_takes_beyond_the_table_is_told() -> None:
+    for metrics, averaging in ps.launch(times_told, 4, MESHES["pp2 dp2"]):
+        assert len(averaging) == 2
+        assert all(0 < metrics[f"averaging_seconds/rank{rank}"] < 5 for rank in range(2))
+        assert metrics["makespan_seconds"] > 0
+    for metrics, averaging in ps.launch(times_told, 2, (2, 1, 1)):
+        assert averaging == ()
+        assert not any(name.startswith("averaging") for name in metrics)
+
+
 # -- tensor parallel ----------------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,7 @@ def timeline_data(timeline: Timeline) -> Data:
         "sizes": timeline.sizes,
         "memory_unit": timeline.memory_unit,
         "between": [round(time, 9) for time in timeline.between],
+        "averaging": [round(time, 9) for time in timeline.averaging],
         "ranks": [
             {
                 "events": [_event(timeline, event, held[event.action], received, waited) for event in row],
@@ -187,8 +188,9 @@ def _timeline(name: str, data: Data) -> Timeline:
     borders = tuple(Border(*map(float, border)) for border in data["borders"])
     skips = {(int(lower), int(upper)): Border(float(time), float(on)) for lower, upper, time, on in data["skips"]}
     sizes = tuple(Size(*map(float, size)) for size in data["sizes"])
-    unit, between = str(data.get("memory_unit", "")), tuple(map(float, data.get("between", ())))  # older files have none
-    timeline = Timeline(name, rows, borders, sizes, overlaps, skips, unit, between)
+    unit = str(data.get("memory_unit", ""))  # this and the next two are not in older files
+    between, averaging = (tuple(map(float, data.get(key, ()))) for key in ("between", "averaging"))
+    timeline = Timeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging)
     _check(timeline)
     return timeline
 
@@ -218,8 +220,9 @@ def _check(timeline: Timeline) -> None:
         raise ValueError(f"there are {len(timeline.sizes)} sizes for {stages} stages")
     if timeline.memory_unit not in ("", "bytes"):
         raise ValueError(f"its memory is in {timeline.memory_unit!r}, not in bytes")
-    if timeline.between and (len(timeline.between) != timeline.ranks or not min(timeline.between) >= 0):
-        raise ValueError(f"the times between steps are {list(timeline.between)} on {timeline.ranks} ranks")
+    for what, times in (("between steps", timeline.between), ("of averaging", timeline.averaging)):
+        if times and (len(times) != timeline.ranks or not min(times) >= 0):
+            raise ValueError(f"the times {what} are {list(times)} on {timeline.ranks} ranks")
     if any(not 0 <= lower < upper < stages for lower, upper in timeline.skips):
         raise ValueError(f"there is a skip between other than the {stages} stages")
 

@@ -97,6 +97,7 @@ class Timeline:
     skips: Mapping[Skip, Border] = field(default_factory=dict)  # what a message of each skip costs
     memory_unit: str = ""  # "bytes", or "" where it is activations or whatever the sizes were in
     between: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
+    averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

@@ -39,6 +39,7 @@ def explain(timeline: Timeline, measured: Measured | None = None) -> Explanation
         step=timeline.makespan,
         shares=shares(timeline, here),
         between=max(timeline.between, default=0.0),
+        averaging=max(timeline.averaging, default=0.0),
         predicted=now,
         held=held,
         bytes=_bytes(predicted),

@@ -39,6 +39,7 @@ class Explanation:
     step: float  # first action to last, measured
     shares: dict[str, float]  # kinds of action, causes of idle time and the engine: they add up to 1
     between: float  # seconds before it, since the step before, on the rank that took longest; 0: not known
+    averaging: float  # seconds after it until gradients were averaged, on the rank that took longest; 0: there is one replica
     predicted: float  # the step, by the costs measured on it
     held: float  # microbatches whose activations were held at once, by the rank that held the most
     bytes: tuple[float, ...]  # what these activations took on every rank; empty: not known
@@ -64,6 +65,8 @@ def _lines(told: Explanation) -> Iterator[str]:
     yield f"  busy   {sum(work.values()):6.1%}  {_listed(work)}"
     yield f"  idle   {sum(idle.values()):6.1%}  {_listed(idle)}"
     yield f"  engine {told.shares[ENGINE]:6.1%}  between actions, with nothing to wait for"
+    if told.averaging:
+        yield f"averaging gradients: {_ms(told.averaging)} after the last action, which the table does not hide"
     if told.between:
         share = told.between / (told.between + told.step)
         yield f"between steps {_ms(told.between)}, {share:.1%} of the loop: the optimizer, the next batch, what else it does"

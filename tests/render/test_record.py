@@ -85,7 +85,7 @@ def test_what_was_measured_besides_is_loaded_again_and_older_files_without_it_to
     bare = measured(build("zb-h1", ranks=3, microbatches=5), 1)
     rows = tuple(tuple(event._replace(sent=event.end + 1e-6) for event in row) for row in bare.rows)
     sizes = tuple(Size(1000 + stage, 1500) for stage in range(3))
-    step = replace(bare, rows=rows, sizes=sizes, memory_unit="bytes", between=(0.25, 0.5, 0.125))
+    step = replace(bare, rows=rows, sizes=sizes, memory_unit="bytes", between=(0.25, 0.5, 0.125), averaging=(0.5, 0, 0))
     save(step, None, tmp_path / "timeline.json")
     again = load(tmp_path).steps[0]
     assert (again.sizes, again.memory_unit, again.between) == (step.sizes, "bytes", step.between)
@@ -141,6 +141,7 @@ def _events(data, rank=0):
         (lambda data: _events(data)[0].update(sent=-1), "0F0 ends at 1.0 and was sent at -1.0"),
         (lambda data: _timeline(data).update(memory_unit="<b>"), "its memory is in '<b>', not in bytes"),
         (lambda data: _timeline(data).update(between=[1]), "the times between steps are [1.0] on 2 ranks"),
+        (lambda data: _timeline(data).update(averaging=[-1, 0]), "the times of averaging are [-1.0, 0.0] on 2 ranks"),
         (lambda data: _events(data)[0].update(start="now"), "could not convert string to float"),
         (lambda data: _events(data)[1].update(start=30, end=31), "rank 0 has 0B0 out of order"),
         (lambda data: _events(data)[1].update(action="0F0"), "0F0 is there twice"),

@@ -63,6 +63,8 @@ def test_time_between_two_actions_in_which_the_rank_sends_is_not_the_engines():
 def test_the_time_before_a_step_is_told_beside_it():
     timeline = ran(table("0F0 0F1 0B0 0B1"), [1], engine=1)
     assert "between steps" not in str(timeline.explain())
+    told = str(replace(timeline, averaging=(0.002, 0.001)).explain()).splitlines()
+    assert "averaging gradients: 2.0 ms after the last action, which the table does not hide" in told
     told = str(replace(timeline, between=(7,)).explain()).splitlines()
     assert told[4] == "between steps 7000.0 ms, 25.0% of the loop: the optimizer, the next batch, what else it does"
 

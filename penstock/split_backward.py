@@ -62,8 +62,8 @@ class Splitter:
     ) -> None:
         """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
 
-        `put_off` is empty if `I` has handed over all. `last`: no other follows in this step. `expect` is called before the gradients reach
-        the parameters, with tensors that depend on those which get one.
+        `put_off` is empty if `I` has handed over all. `last`: no other follows in this step. `expect` is called before the
+        gradients reach the parameters, with tensors that depend on those which get one.
         """
         if not put_off and expect is None:
             return

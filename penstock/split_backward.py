@@ -83,14 +83,18 @@ class Splitter:
         self._stock += put_off
 
     def _judged(self, put_off: PutOff, owed: Sequence[Owed]) -> Sequence[int]:
-        """The places whose gradients are worth being put off, by what the `W` of one microbatch finds."""
+        """The places whose gradients are worth being put off, by what the `W` of one microbatch finds.
+
+        Those with hooks of the user's are: what they do belongs to `W`.
+        """
         if put_off.views:
             return self._active
         work: Counter[int | None] = Counter()
         for use, gradient in owed:
             work[use.targets[0]] += gradient.numel() * (use.weight.numel() // len(use.weight))
         large = {place for use, _ in owed if work[use.targets[0]] >= SMALL for place in use.targets if place is not None}
-        return sorted(large)
+        hooked = {index for index, place in enumerate(self._places) if _hooks(place.parameter)}
+        return sorted(large | hooked)
 
     def _added_to_gradients(self, node: "_Node") -> bool:
         """Whether the node's gradients could be, and so were, given straight to the ends of the graph.
@@ -124,12 +128,7 @@ class Splitter:
         if product is None or place is None or (bias is not None and bias in left):
             return False
         weight = self._places[place].parameter
-        if (
-            weight.grad is None
-            or use.weight.dtype != weight.dtype
-            or weight._backward_hooks
-            or weight._post_accumulate_grad_hooks
-        ):
+        if weight.grad is None or use.weight.dtype != weight.dtype or _hooks(weight):
             return False
         with torch.no_grad():
             product(weight.grad, gradient, use.unpack())
@@ -142,6 +141,10 @@ class Splitter:
         if key not in self._groups:
             self._groups[key] = list(_grouped(owed, left))
         return [_Node([owed[index] for index in group.uses], left, group.places) for group in self._groups[key]]
+
+
+def _hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def added(gradients: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:

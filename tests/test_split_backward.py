@@ -587,6 +587,18 @@ def test_gradients_too_small_to_be_put_off_come_in_i_from_the_second_step_on() -
         assert torch.equal(gradient, expected[3][name]), name
 
 
+def test_hooks_run_in_w_however_small_their_parameter_is() -> None:
+    stage = Stage(1, small_and_large(), CPU, in_order=True)
+    seen = []
+    stage.module[0].bias.register_hook(lambda _: seen.append("hook"))
+    stage.module[4].bias.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
+    _, before, second, _ = two_steps(stage, 16, (0, 1, 2))
+    assert torch.equal(before["0.bias"], second["0.bias"])
+    assert torch.equal(before["4.bias"], second["4.bias"])
+    assert not torch.equal(before["0.weight"], second["0.weight"])
+    assert sorted(seen) == 6 * ["after"] + 6 * ["hook"]
+
+
 def test_where_w_comes_in_another_order_all_are_put_off() -> None:
     stage = Stage(1, small_and_large(), CPU)
     _, before, second, _ = two_steps(stage, 16, (2, 1, 0))

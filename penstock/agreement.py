@@ -105,10 +105,19 @@ class Agreement:
             batch, target = batches[0]
             if target not in (NOTHING, batch):
                 raise MismatchError(f"{where}the batch has {batch} rows but the target has {target}")
+            signatures = {_most(rows, ranks, 5) for ranks in shards}
+            if len(signatures) > 1 and len(set(batches)) == 1:
+                raise MismatchError(f"{where}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
             for shard, other in enumerate(batches):
                 if other != batches[0]:
                     told = f"{batch} rows at tp 0, {other[0]} at tp {shard}"
                     raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
+        for copies in self.place.stages:
+            if len({rows[rank][6] for rank in copies}) > 1:
+                told = f"ranks {', '.join(map(str, copies))} have the same stages, but not the same parameters"
+                raise MismatchError(f"{told} frozen, or not the same autocast: they must be alike")
+        if len({_most(rows, ranks, 4) > 0 for ranks in self.place.counted}) > 1:
+            raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
         if len({_most(rows, ranks, 3) == NOTHING for ranks in self.place.counted}) > 1:
             raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
 

@@ -20,6 +20,7 @@ from penstock.partition.pieces import on, skips_of
 from penstock.replicas import Alone
 from penstock.schedule import Schedule, Skip, build, from_rows
 from penstock.schedule.actions import Cell
+from penstock.shards import is_mixed
 from penstock.stage import Stage
 
 Description = Mapping[str, Any]  # what one rank says of itself when the pipeline is built
@@ -107,8 +108,16 @@ def _layer_numbers(stages: Sequence[nn.Module]) -> list[list[int] | None]:
     return numbers
 
 
-def describe(table: Schedule, cut: Cut, seed: int | None, backend: str) -> Description:
+def describe(
+    table: Schedule,
+    cut: Cut,
+    seed: int | None,
+    place: Place,
+    plan: tensor_parallel.Plan | None,
+    way: str | data_parallel.Way,
+) -> Description:
     """What the other ranks must know of this one, or agree with."""
+    styles = {name: type(style).__name__ for name, style in (plan or {}).items()}
     return {
         "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
         "table": f"another table of that name ({table.digest()[:12]})",
@@ -119,17 +128,37 @@ def describe(table: Schedule, cut: Cut, seed: int | None, backend: str) -> Descr
         "uncut": "stages" if cut.whole is None else f"a model of {len(cut.whole.state_dict())} names",
         "tied": f"tied parameters {cut.tied}",
         "seed": f"seed {seed}",
-        "backend": f"backend {backend}",
+        "backend": f"backend {place.world.backend}",
+        "mesh": f"a mesh with the pipelines {place.pipelines}",
+        "way": f"data_parallel={way if isinstance(way, str) else getattr(way, '__name__', type(way).__name__)}",
+        "plan": f"tensor_parallel={styles}",
+        "tensors": {stage: _tensors(module) for stage, module in cut.modules.items()},
     }
+
+
+def _tensors(module: nn.Module) -> dict[str, str]:
+    """The state of a stage: names, and what all who have a copy of it must have alike."""
+    tensors = {name: each for name, each in module.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+    return {name: f"{tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in tensors.items()}
 
 
 def check(everyone: Sequence[Description]) -> None:
     """Raises MismatchError unless all ranks build the same pipeline."""
-    for key in ("schedule", "table", "seed", "backend", "tied", "skips", "uncut"):
+    for key in ("mesh", "schedule", "table", "seed", "backend", "tied", "skips", "uncut", "way", "plan"):
         for rank, each in enumerate(everyone):
             if each[key] != everyone[0][key]:
                 told = f"rank 0 has {everyone[0][key]}, rank {rank} has {each[key]}"
                 raise MismatchError(f"the ranks do not build the same pipeline: {told}")
+    copies: dict[int, tuple[int, dict[str, str]]] = {}  # stage -> the first rank that has it, and its tensors
+    for rank, each in enumerate(everyone):
+        for stage, tensors in each["tensors"].items():
+            first, expected = copies.setdefault(stage, (rank, tensors))
+            for name in {**expected, **tensors}:
+                if expected.get(name) != tensors.get(name):
+                    told = f"{name} is {expected.get(name)} on rank {first}, but {tensors.get(name)} on rank {rank}"
+                    raise MismatchError(
+                        f"stage {stage} is not the same on all ranks that have it: {told} (shape, dtype, trained)"
+                    )
 
 
 def names(everyone: Sequence[Description], cut: Cut) -> list[dict[str, str]]:
@@ -187,7 +216,11 @@ def side_by_side(
             if type(parallel[stage]) is not Alone:
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             borrowed = [name for group in cut.tied for owner, name in group if owner == stage != group[0][0]]
-            parallel[stage] = data_parallel.over(module, place.dp, way, borrowed)
+            parallel[stage] = data_parallel.over(module, place, way, borrowed)
+    if len({type(each) for each in parallel.values() if type(each) is not Alone}) > 1:
+        raise MismatchError(
+            "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
+        )
     return parallel
 
 
@@ -214,7 +247,7 @@ def stages(
             module,
             device,
             loss_fn if index == len(later) - 1 else None,
-            numbers=cut.numbers[index],
+            numbers=None if is_mixed(module) else cut.numbers[index],
             links=links[index],
             later=later[index],
             parallel=parallel[index],

@@ -103,10 +103,16 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
     if pp * dp * tp != topology.world_size:
         raise MismatchError(
             f"a mesh of pp={pp}, dp={dp}, tp={tp} has {pp * dp * tp} ranks, but {topology.world_size} are running: "
-            "start that many, or leave pp out"
+            "start that many, or give other numbers"
         )
     if not dist.is_initialized():  # a world of one
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    everyone: list[Any] = [None] * topology.world_size
+    with _waiting(topology, "for the other ranks to make a mesh"):
+        dist.all_gather_object(everyone, (pp, dp, tp))
+    for rank, sizes in enumerate(everyone):
+        if sizes != everyone[0]:
+            raise MismatchError(f"rank 0 makes a mesh of (pp, dp, tp) {everyone[0]}, rank {rank} one of {sizes}: make the same")
     return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 

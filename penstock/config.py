@@ -101,6 +101,10 @@ class TrainConfig:
             raise PenstockError(f"--batch {self.batch} has no row for each of {self.dp} replicas: use {self.dp} or more")
         if self.tp > 1 and (self.model != "gpt" or HEADS % self.tp):
             raise PenstockError(f"--tp {self.tp}: the GPT's {HEADS} heads can be shared by 1, 2 or 4 ranks, the MLP by none")
+        if self.tp > 1 and self.dropout:
+            raise PenstockError(
+                f"--tp {self.tp} --dropout {self.dropout}: ranks that share products drop alike; use --dropout 0"
+            )
         if self.width % HEADS and self.model == "gpt":
             raise PenstockError(
                 f"--width {self.width} does not divide by {HEADS} heads: use {max(1, self.width // HEADS) * HEADS}"

@@ -48,7 +48,8 @@ def waiting(what: str) -> Iterator[None]:
 
 def is_of_transport(error: BaseException) -> bool:
     """Whether a collective ended with `error` because of another rank."""
-    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+    told = str(error)
+    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in told or "pair closure" in told
 
 
 @dataclass(frozen=True)

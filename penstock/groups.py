@@ -6,8 +6,8 @@ milliseconds. `Groups.close` uses that, on purpose, to wake everybody.
 """
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -63,6 +63,17 @@ def break_off(group: dist.ProcessGroup) -> None:
     """End all that this rank waits for in `group`, and with it what others wait for from this rank."""
     for kind in group._device_types:
         _break_off(group._get_backend(kind), (group.rank() + 1) % group.size())
+
+
+@contextmanager
+def broken_off(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
+    """If this rank fails inside, nobody waits for it in `groups` any more; that is their end."""
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            break_off(group)
+        raise
 
 
 def _break_off(backend: Any, peer: int) -> None:

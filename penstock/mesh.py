@@ -61,6 +61,11 @@ class Place:
         return self.mesh["tp"] if self.mesh is not None and len(self.pipelines[0]) > 1 else None
 
     @property
+    def stages(self) -> list[tuple[int, ...]]:
+        """For each place in a pipeline, the ranks that stand there: they have the same stages."""
+        return list(zip(*[ranks for shards in self.pipelines for ranks in shards], strict=True))
+
+    @property
     def beside(self) -> list[Any]:
         """The process groups that this rank's pipeline shares with those beside it."""
         return [mesh.get_group() for mesh in (self.dp, self.tp) if mesh is not None]

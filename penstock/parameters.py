@@ -81,7 +81,7 @@ class Parameters:
         return {
             (name, piece_of(parameter.grad)): torch.linalg.vector_norm(local(parameter.grad), norm_type).cpu()
             for name, parameter in self.named_parameters()
-            if parameter.grad is not None and name not in self.shared
+            if parameter.grad is not None and name not in self.shared and local(parameter.grad).numel()
         }
 
     def joined(self, parts: Sequence[Mapping[Piece, Tensor]], norm_type: float) -> list[Tensor]:

@@ -107,14 +107,16 @@ class Pipeline:
             table = with_full_backwards(self.schedule)  # what runs
             if cut.skips or table is not self.schedule:
                 self._program = verify(table, skips=cut.skips).program
-            mine = assembly.describe(self.schedule, cut, seed, self.topology.backend)
+            mine = assembly.describe(self.schedule, cut, seed, self.place, tensor_parallel, data_parallel)
             everyone = self._control.gather_objects(mine, "to build the pipeline")
             assembly.check(everyone)
             self._machines = [each["machine"] for each in everyone]
             self.skew = skew(self._control, self._machines)
             names = assembly.names(everyone, cut)
             modules = assembly.placed(cut, names, self.topology.device, seed, init)
-            parallel = assembly.side_by_side(cut, modules, names, self.place, tensor_parallel, data_parallel)
+            with waiting("for the ranks beside it to build the pipeline"):
+                parallel = assembly.side_by_side(cut, modules, names, self.place, tensor_parallel, data_parallel)
+            self._control.gather_objects(None, "to build the pipeline")
             first = self.place.replica * self.schedule.microbatches
             settings = {"recompute": recompute, "merge": merge_weight_gradients, "first": first}
             self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, parallel, table, settings)
@@ -146,8 +148,8 @@ class Pipeline:
         microbatches as it has rows.
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
-        LostRankError when a rank dies or is silent. After the first two the next step works; the gradients of the failed
-        one are incomplete.
+        LostRankError when a rank dies or is silent. After the first two the next step works, unless there is an axis dp or tp;
+        the gradients of the failed one are incomplete.
         """
         return self._run(args, kwargs, target, training=True)[1]
 
@@ -208,8 +210,6 @@ class Pipeline:
         """Before the first action: what stages that others have as well need to begin with."""
         with waiting("for the replicas to begin the step"):
             shards.in_order([self._stages[index].parallel for index in work.part.stages])
-            for buffers in self._buffers:
-                buffers.begin()
 
     def _end(self, work: Work) -> None:
         """After the last action: the gradients become those of the whole batch, on all who have them."""
@@ -226,7 +226,13 @@ class Pipeline:
     def _head_start(self, engine: Engine, work: Work, clock: Clock, weighing: Weighing | None) -> None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
         mine = self._program.schedule.actions[self.topology.rank]
-        if self.schedule.stages > 1 and mine and mine[0].stage == 0 and mine[0].microbatch < len(work.inputs):
+        if (
+            self.schedule.stages > 1
+            and self.place.tp is None
+            and mine
+            and mine[0].stage == 0
+            and mine[0].microbatch < len(work.inputs)
+        ):
             engine.head_start(mine[0], work, clock, weighing)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Work, Vote]:
@@ -293,7 +299,8 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole.
 
-        What `fully_shard` or `tensor_parallel` has spread over ranks comes as DTensors: `full_tensor()` is the whole of one.
+        What `fully_shard` or `tensor_parallel` has spread over ranks comes as DTensors: `full_tensor()`, which all who have a
+        piece call, is the whole of one.
         """
         return self._parameters.state_dict()
 
@@ -320,8 +327,8 @@ class Pipeline:
         The norm is taken over the parameters in the uncut model's order, so it has the bits of the uncut model's. A tied
         parameter counts once. All ranks call it.
         """
-        norms = self._parameters.gradient_norms(norm_type)
         with self._together():
+            norms = self._parameters.gradient_norms(norm_type)
             everyone = self._control.gather_objects(norms, "to clip their gradients")
         return self._parameters.clip(self._parameters.joined(everyone, norm_type), max_norm, norm_type)
 

@@ -54,10 +54,17 @@ class Replicas(Alone):
     hooked = True
 
     def __init__(
-        self, module: nn.Module, parallel: DistributedDataParallel | None, wrap: Callable[[], Any] | None = None
+        self,
+        module: nn.Module,
+        parallel: DistributedDataParallel | None,
+        group: dist.ProcessGroup | None = None,
+        wrap: Callable[[], Any] | None = None,
     ) -> None:
-        self._module, self._wrap = module, wrap
+        self._module, self._group, self._wrap = module, group, wrap
         self._expected = False
+        self._hooks: list[Any] = []
+        self._arrived: set[int] = set()  # ids of parameters that have got their gradient in the last backward
+        self._used: tuple[Tensor, Any] | None = None  # which parameters have a gradient on any replica, and when that is known
         self._summing: list[tuple[Any, Tensor]] = []
         self._take(parallel)
 
@@ -100,18 +107,44 @@ class Replicas(Alone):
             reducer = self._parallel.reducer
             reducer._rebuild_buckets()  # once: in the order in which the first step's gradients came
             reducer.prepare_for_backward(list(ends) if self._parallel.find_unused_parameters else [])
+            if not self._parallel.find_unused_parameters:
+                arrived = self._arrived
+                self._hooks = [
+                    each.register_post_accumulate_grad_hook(lambda each: arrived.add(id(each))) for each in self._trainable
+                ]
         self._expected = True
+
+    def complete(self) -> None:
+        """What the last backward did not reach gets zeros, since DistributedDataParallel waits for all of it."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        used = torch.tensor([each.grad is not None for each in self._trainable], dtype=torch.uint8)
+        late = [each for each in self._trainable if id(each) not in self._arrived]
+        self._hooks, self._arrived = [], set()
+        if late:
+            run_backward(list(map(get_gradient_edge, late)), list(map(torch.zeros_like, late)))
+        if self._group is not None:
+            used = used.to(self._trainable[0].device)
+            self._used = used, dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def end(self, training: bool) -> None:
         """Wait for the sums; where the last backwards were not alike, sum only now."""
         if training and not self._expected and not (self._wrap is not None and self.alike):
             self._expect(())
-            if self._trainable:
-                run_backward(list(map(get_gradient_edge, self._trainable)), list(map(torch.zeros_like, self._trainable)))
+            self.complete()
         self._expected = False
         for work, _ in self._summing:
             work.wait()
         self._summing.clear()
+        if self._used is not None:
+            used, work = self._used
+            work.wait()
+            self._used = None
+            for parameter, anywhere in zip(self._trainable, used.tolist(), strict=True):
+                if not anywhere:
+                    parameter.grad = None
 
     def ends_of(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """An empty tensor that depends on all of `outputs`, if that is needed."""

@@ -16,6 +16,7 @@ from penstock.mesh import Place
 from penstock.schedule import Border, Event, Schedule, Size, Timeline
 from penstock.schedule.actions import Skip
 
+NOTHING = -1
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -81,13 +82,14 @@ def concluded(
     loss = _weighted([work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)])
     mine = work.auxiliary.items() if work.weights else ()
     auxiliary = [value.item() * work.weights[piece] for (_, piece), values in mine for value in values]
-    dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
+    dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES and work.losses else NOTHING
     row = [loss.item(), dtype, *clock.summary(), peak_memory(device), len(auxiliary), between, averaging]
     everyone = control.gather(row, what)
     ran = [each for each in everyone if each[3]]  # a rank may have no stage
     makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
     losses = [everyone[ranks[last_rank]][:2] for ranks in place.counted]
-    value, kind = losses[0] if len(losses) == 1 else (math.fsum(each for each, _ in losses), losses[0][1])
+    value = losses[0][0] if len(losses) == 1 else math.fsum(each for each, _ in losses)
+    kind = next((kind for _, kind in losses if kind != NOTHING), 0)  # a replica may have nothing that counts
     if any(each[6] for each in everyone):  # summed exactly, so that it does not matter which rank has which
         told = control.gather_objects(auxiliary, what)
         value = math.fsum([value, *(term for ranks in place.counted for rank in ranks for term in told[rank])])

@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock.replicas import Alone
@@ -25,13 +27,14 @@ class Shards(Alone):
 
     ready = False
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         from torch.distributed._composable.replicate_with_fsdp import ReplicateModule  # both import for a second
         from torch.distributed.fsdp import FSDPModule
 
         self._modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
         self._spread = [each for each in self._modules if not issubclass(type(each), ReplicateModule)]
         self._states = [each._get_fsdp_state() for each in self._modules]
+        self._group = group
         self._fetching: list[Any] | None = None
         self._averaging: Future[None] | None = None
         self._on_cpu = next(module.parameters()).device.type == "cpu"
@@ -70,13 +73,25 @@ class Shards(Alone):
             module.set_is_last_backward(True)
             module.set_requires_gradient_sync(True)
             module.set_reshard_after_backward(True)
-            module.set_reduce_scatter_unused_params(not self.alike)
+        self._fill()
         for state in self._states:
             for group in state._fsdp_param_groups:
                 group.post_backward()
         for state in self._states:
             if state._is_root:
                 state._root_post_backward_final_callback()
+
+    def _fill(self) -> None:
+        """Give zeros to parameters that have a gradient on another replica only: all must average the same ones."""
+        if self._group is None:
+            return
+        every = [each for state in self._states for group in state._fsdp_param_groups for each in group.fsdp_params]
+        mine = [hasattr(each, "_unsharded_param") and _has_gradient(each) for each in every]
+        used = torch.tensor(mine, dtype=torch.uint8, device="cpu" if self._on_cpu else "cuda")
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        for each, here, anywhere in zip(every, mine, used.tolist(), strict=True):
+            if anywhere and not here:
+                each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
 
     def end(self, training: bool) -> None:
         """Wait until that is done; where the last backwards were not alike, do it only now."""
@@ -90,9 +105,19 @@ class Shards(Alone):
         self.ready = False
 
 
+def _has_gradient(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to `module` or a submodule."""
     return any(hasattr(each, "unshard") and hasattr(each, "_get_fsdp_state") for each in module.modules())
+
+
+def is_mixed(module: nn.Module) -> bool:
+    """Whether `fully_shard` casts what goes into `module`: then it must be called as a whole."""
+    policy = module._get_fsdp_state()._mp_policy if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+    return policy is not None and policy.param_dtype is not None
 
 
 def in_order(stages: list[Alone]) -> None:

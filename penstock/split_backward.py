@@ -92,9 +92,9 @@ class Splitter:
         work: Counter[int | None] = Counter()
         for use, gradient in owed:
             work[use.targets[0]] += gradient.numel() * (use.weight.numel() // len(use.weight))
-        large = {place for use, _ in owed if work[use.targets[0]] >= SMALL for place in use.targets if place is not None}
         hooked = {index for index, place in enumerate(self._places) if _hooks(place.parameter)}
-        return sorted(large | hooked)
+        large = [use.targets for use, _ in owed if work[use.targets[0]] >= SMALL or hooked.intersection(use.targets)]
+        return sorted(place for place in hooked.union(*large) if place is not None)
 
     def _added_to_gradients(self, node: "_Node") -> bool:
         """Whether the node's gradients could be, and so were, given straight to the ends of the graph.

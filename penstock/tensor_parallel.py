@@ -21,7 +21,9 @@ def check(plan: Plan, names: Sequence[Mapping[str, str]]) -> None:
     for pattern in plan:
         if not any(_fits(module, pattern) for module in modules):
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or sorted(modules)[:5]
-            raise MismatchError(f"tensor_parallel has {pattern!r}, but the model has no such part, but {', '.join(near)}, ..")
+            raise MismatchError(
+                f"tensor_parallel has {pattern!r}, but the model has no such part; it has {', '.join(near)}, .."
+            )
 
 
 def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -38,7 +40,21 @@ def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceM
         for pattern, style in plan.items()
         if name and _fits(own.get(name, name), pattern)
     }
+    together = _tied(module)
     parallelize_module(module, mesh, styles)
+    if together != _tied(module):
+        apart = ", ".join(names[name] for name in next(group for group in together if group not in _tied(module)))
+        raise MismatchError(
+            f"tensor_parallel would make several parameters of one ({apart}): leave out all parts that share it"
+        )
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    """The names that stand for one parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [sorted(group) for group in groups.values() if len(group) > 1]
 
 
 def _around(name: str) -> list[str]:

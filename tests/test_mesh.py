@@ -370,10 +370,6 @@ def test_statistics_are_those_of_the_first_replica() -> None:
         assert_same(everyone[first][1], everyone[second][1])
 
 
-class Head(nn.Linear):
-    pass
-
-
 def tied(way: str, shape: Shape) -> dict[str, Tensor | None]:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5, bias=False)).double()
@@ -530,13 +526,72 @@ def test_checkpoints_move_between_meshes_to_the_bit(shape: Shape, kind: str, oth
         assert_same(whole, expected)
 
 
+# -- models that are not used alike -------------------------------------------------------------------------------------
+
+
+class Choice(nn.Module):
+    """Two layers, of which the sign of the batch chooses one; a third is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(6, WIDTH), nn.Linear(6, WIDTH), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.a(inputs) if inputs[0, 0] > 0 else self.b(inputs)
+
+
+def choices() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Choice(), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+
+
+def signed(step: int) -> tuple[Tensor, Tensor]:
+    """The first replica has positive rows, the other one negative ones, and in the last step both the same."""
+    inputs, target = batch(step, 8)
+    signs = torch.tensor([1.0, -1.0] if step < 2 else [1.0, 1.0]).repeat_interleave(4)
+    return inputs.abs() * signs[:, None], target
+
+
+def chosen(way: str, schedule: str) -> list[dict[str, Tensor | None]]:
+    pipe, found = built((2, 2, 1), choices(), schedule, 2, data_parallel=way), []
+    for step in range(3):
+        inputs, target = share(pipe, signed(step))
+        pipe.step(inputs, target=target)
+        found.append(gradients(pipe))
+    return found
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_replicas_need_not_use_the_same_parameters(way: str, schedule: str) -> None:
+    whole, expected = choices(), []
+    for step in range(3):
+        inputs, target = signed(step)
+        (sum(loss_fn(whole(x), y) for x, y in zip(inputs.split(4), target.split(4), strict=True)) / 2).backward()
+        expected.append({name: None if p.grad is None else p.grad.clone() for name, p in whole.named_parameters()})
+    for found in ps.launch(chosen, 4, way, schedule):
+        for ours, theirs in zip(found, expected, strict=True):
+            close(ours, theirs)
+
+
+def without_parameters() -> list[str]:
+    whole = [nn.Linear(6, 3).double(), nn.Tanh()]
+    return [name for name, p in built((2, 2, 1), whole, data_parallel="fsdp").named_parameters() if p.numel()]
+
+
+def test_a_stage_may_have_no_parameters() -> None:
+    everyone = ps.launch(without_parameters, 4)
+    assert [len(names) for names in everyone] == [2, 2, 0, 0]
+
+
 # -- what does not fit, and what fails ----------------------------------------------------------------------------------
 
 
 def refused() -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    ps.comms.init_distributed()
+    rank, shared = ps.comms.init_distributed().rank, model()
+    shared[2].up.weight = shared[1].up.weight
 
     def pipeline(**options: Any) -> ps.Pipeline:
         return ps.Pipeline(model(), loss_fn, **options)
@@ -549,6 +604,11 @@ def refused() -> dict[str, str]:
         "name": lambda: pipeline(mesh=ps.comms.init_mesh(1, 2, 2), tensor_parallel={"*.upp": None}),
         "no axis": lambda: pipeline(tensor_parallel=plan(2)),
         "way": lambda: pipeline(mesh=ps.comms.init_mesh(1, 2, 2), tensor_parallel=plan(2), data_parallel="zero"),
+        "nothing": lambda: pipeline(mesh=ps.comms.init_mesh(2, 2), data_parallel=lambda module, mesh: module),
+        "meshes": lambda: ps.comms.init_mesh(*((2, 2, 1) if rank % 2 else (4, 1, 1))),
+        "ways": lambda: pipeline(mesh=ps.comms.init_mesh(2, 2), data_parallel="fsdp" if rank == 3 else "ddp"),
+        "models": lambda: ps.Pipeline(model().float() if rank == 3 else model(), loss_fn, mesh=ps.comms.init_mesh(2, 2)),
+        "tied": lambda: ps.Pipeline(shared, loss_fn, mesh=ps.comms.init_mesh(1, 2, 2), tensor_parallel=plan(2)),
     }
     told = {}
     for name, attempt in tries.items():
@@ -560,15 +620,24 @@ def refused() -> dict[str, str]:
 
 def test_what_does_not_fit_is_told_with_what_does() -> None:
     for told in ps.launch(refused, 4):
-        assert told.pop("name").startswith("tensor_parallel has '*.upp', but the model has no such part, but ")
+        assert told.pop("models").startswith("stage 1 is not the same on all ranks that have it: ")
+        assert told.pop("name").startswith("tensor_parallel has '*.upp', but the model has no such part; it has ")
         assert told == {
             "axes": "the mesh has axes ('data',): use any of 'pp', 'dp' and 'tp', or init_mesh",
-            "size": "a mesh of pp=3, dp=2, tp=1 has 6 ranks, but 4 are running: start that many, or leave pp out",
+            "size": "a mesh of pp=3, dp=2, tp=1 has 6 ranks, but 4 are running: start that many, or give other numbers",
             "none": "the mesh's axis dp cannot have 0 ranks: use a whole number of 1 or more",
             "no plan": "the mesh has 2 ranks along tp: say by tensor_parallel= which products they share",
             "no axis": "tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)",
             "way": "data_parallel='zero': use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage",
+            "nothing": told["nothing"],
+            "meshes": "rank 0 makes a mesh of (pp, dp, tp) (4, 1, 1), rank 1 one of (2, 2, 1): make the same",
+            "ways": "the ranks do not build the same pipeline: rank 0 has data_parallel=ddp, rank 3 has data_parallel=fsdp",
+            "tied": told["tied"],
         }
+        assert told["nothing"].startswith(
+            "data_parallel=<lambda> gave Sequential, no DistributedDataParallel and not sharded: "
+        )
+        assert "make several parameters of one (1.up.weight, 2.up.weight)" in told["tied"]
 
 
 def failing(how: str, shape: Shape) -> tuple[str, str, float]:

@@ -595,7 +595,8 @@ def test_hooks_run_in_w_however_small_their_parameter_is() -> None:
     _, before, second, _ = two_steps(stage, 16, (0, 1, 2))
     assert torch.equal(before["0.bias"], second["0.bias"])
     assert torch.equal(before["4.bias"], second["4.bias"])
-    assert not torch.equal(before["0.weight"], second["0.weight"])
+    assert torch.equal(before["0.weight"], second["0.weight"])  # it is computed with its bias
+    assert not torch.equal(before["1.weight"], second["1.weight"])
     assert sorted(seen) == 6 * ["after"] + 6 * ["hook"]
 
 

@@ -15,6 +15,7 @@ from penstock.checkpoint.restore import MODEL
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.control import Control
 from penstock.errors import MismatchError, PenstockError
+from penstock.groups import broken_off
 from penstock.pipeline import Pipeline
 
 
@@ -43,7 +44,7 @@ def save(
     beside = settled(pipe)
     final = Path(folder) / manifest.folder_of(pipe.step_count)
     tensors: dict[str, Tensor] = {}
-    with together(beside.control, f"collect what goes into {final}"):
+    with together(beside.control, f"collect what goes into {final}"), broken_off(pipe.place.beside):
         state = own_state(pipe)
         part = {"step": pipe.step_count, "aliases": pipe.aliases, "model": _packed_model(state, tensors)}
         part |= _packed_training(pipe, optimizer, scheduler, extra, state, tensors)

@@ -47,7 +47,7 @@ def rank_every_schedule(ranks: int, kind: str):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "mlp"), (2, "gpt"), (3, "mixed"), (4, "gpt"), (4, "mixed")])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "mlp"), (2, "gpt"), (3, "gpt"), (4, "mixed")])
 def test_every_schedule_has_the_loss_and_the_gradients_of_one_process(ranks: int, kind: str) -> None:
     everyone = ps.launch(rank_every_schedule, ranks, ranks, kind)
     model, loss_fn = make(kind, depth=DEPTH)

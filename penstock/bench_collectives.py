@@ -10,6 +10,7 @@ from functools import partial
 from itertools import starmap
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -121,7 +122,7 @@ def _compose(plan: Plan, topology: comms.Topology) -> None:
 
 def connections() -> list[str]:
     """The GPUs of this machine and how they are connected, where there are any."""
-    lines = [f"cuda:{index} {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+    lines = [f"cuda:{index} {torch.cuda.get_device_name(index)}{_links(index)}" for index in range(torch.cuda.device_count())]
     if tool := shutil.which("nvidia-smi"):
         done = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
         if done.returncode == 0:
@@ -129,6 +130,31 @@ def connections() -> list[str]:
     elif lines:
         lines.append("how they are connected is not known: nvidia-smi, which says it, is not here")
     return lines
+
+
+def _links(index: int) -> str:
+    """What NVML says of a GPU's links, where its Python binding (`nvidia-ml-py`) is installed."""
+    try:
+        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        return ""
+    pynvml.nvmlInit()
+    try:
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+        lanes = pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)
+        told = f", PCIe {pynvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu)} x{lanes}"
+        return f"{told}, {sum(_is_up(pynvml, gpu, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))} NVLinks"
+    except pynvml.NVMLError as error:
+        return f", of its links NVML says: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _is_up(nvml: Any, gpu: Any, link: int) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetNvLinkState(gpu, link))
+    except nvml.NVMLError:  # there is no such link
+        return False
 
 
 def _headings(raw: bool) -> str:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import types
 from datetime import timedelta
 from xml.etree import ElementTree
 
@@ -383,3 +384,49 @@ def test_curves_are_log_log():
     assert math.isclose(b[0] - a[0], c[0] - b[0])
     assert math.isclose(b[1] - a[1], c[1] - b[1])
     assert a[1] > b[1]
+
+
+class FakeNvml(types.ModuleType):
+    """A binding that knows one GPU with three links, one of them down."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != "GPU-one":
+            raise self.NVMLError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, gpu: str) -> int:
+        return 5
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu: str) -> int:
+        return 16
+
+    def nvmlDeviceGetNvLinkState(self, gpu: str, link: int) -> int:
+        if link > 2:
+            raise self.NVMLError("Invalid Argument")
+        return int(link != 1)
+
+
+@pytest.mark.parametrize(
+    ("uuid", "told"), [("one", ", PCIe 5 x16, 2 NVLinks"), ("other", ", of its links NVML says: Not Found")]
+)
+def test_links_of_a_gpu_are_told_as_nvml_says(uuid: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuid))
+    assert bench_collectives._links(0) == told
+    assert nvml.open == 0

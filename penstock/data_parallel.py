@@ -74,16 +74,10 @@ def kind_of(
     return Shards(parallel, group) if is_sharded(parallel) else Alone()
 
 
-class Buffers:
-    """The buffers of a stage that are state, BatchNorm's statistics for instance: after a step they are replica 0's."""
-
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self._module, self._group = module, group
-
-    def end(self) -> None:
-        """After a step."""
-        state = self._module.state_dict(keep_vars=True)
-        share([each for name, each in self._module.named_buffers() if name in state], self._group)
+def share_state(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """After a step: the buffers that are state, BatchNorm's statistics for instance, become replica 0's."""
+    state = module.state_dict(keep_vars=True)
+    share([each for name, each in module.named_buffers() if name in state], group)
 
 
 def share(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from penstock.channels import Channels
 from penstock.clock import Clock, clock_for, skew
 from penstock.comms import Topology
 from penstock.control import Control, waiting
-from penstock.data_parallel import Buffers, Way
+from penstock.data_parallel import Way, share_state
 from penstock.engine import Engine, Work
 from penstock.errors import MismatchError, PenstockError
 from penstock.layers import Recompute, evaluating
@@ -120,8 +120,6 @@ class Pipeline:
             first = self.place.replica * self.schedule.microbatches
             settings = {"recompute": recompute, "merge": merge_weight_gradients, "first": first}
             self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, parallel, table, settings)
-            dp = None if self.place.dp is None else self.place.dp.get_group()
-            self._buffers = [Buffers(module, dp) for module in modules.values()] if dp is not None else []
             order = None if cut.whole is None else list(cut.whole.state_dict())
             self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), order)
             self._tied = tied.owned(cut.tied, self.schedule.placement, modules, self.topology)
@@ -209,7 +207,7 @@ class Pipeline:
     def _begin(self, work: Work) -> None:
         """Before the first action: what stages that others have as well need to begin with."""
         with waiting("for the replicas to begin the step"):
-            shards.in_order([self._stages[index].parallel for index in work.part.stages])
+            shards.begin([self._stages[index].parallel for index in work.part.stages])
 
     def _end(self, work: Work) -> None:
         """After the last action: the gradients become those of the whole batch, on all who have them."""
@@ -218,8 +216,9 @@ class Pipeline:
                 stage.parallel.end(work.training)
             if self.place.tp is not None and work.training:
                 tensor_parallel.complete(self.parameters())
-            for buffers in self._buffers if work.training else ():
-                buffers.end()
+            if self.place.dp is not None and work.training:
+                for stage in self._stages.values():
+                    share_state(stage.module, self.place.dp.get_group())
         for parameter in self._tied if work.training else ():
             parameter.share_gradient()
 
@@ -335,8 +334,8 @@ class Pipeline:
     def metrics(self) -> dict[str, float]:
         """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
 
-        Times are in seconds, memory in bytes; `wait/..` are the shares of all ranks' time that each cause of idle time took,
-        `between_steps_seconds/..` what lay before the step since the one before: the optimizer, the next batch;
+        Times are in seconds, memory in bytes; `wait/..` are the shares of this pipeline's time that each cause of idle
+        time took, `between_steps_seconds/..` what lay before the step since the one before: the optimizer, the next batch;
         `averaging_seconds/..` what replicas took after their last action until gradients were averaged.
         """
         timeline = self.timeline()

@@ -106,7 +106,7 @@ class Replicas(Alone):
         if self._parallel is not None:
             reducer = self._parallel.reducer
             reducer._rebuild_buckets()  # once: in the order in which the first step's gradients came
-            reducer.prepare_for_backward(list(ends) if self._parallel.find_unused_parameters else [])
+            reducer.prepare_for_backward(list(self.ends_of(ends)))
             if not self._parallel.find_unused_parameters:
                 arrived = self._arrived
                 self._hooks = [
@@ -123,8 +123,7 @@ class Replicas(Alone):
         used = torch.tensor([each.grad is not None for each in self._trainable], dtype=torch.uint8)
         late = [each for each in self._trainable if id(each) not in self._arrived]
         self._hooks, self._arrived = [], set()
-        if late:
-            run_backward(list(map(get_gradient_edge, late)), list(map(torch.zeros_like, late)))
+        _add_zeros(late)
         if self._group is not None:
             used = used.to(self._trainable[0].device)
             self._used = used, dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -132,8 +131,11 @@ class Replicas(Alone):
     def end(self, training: bool) -> None:
         """Wait for the sums; where the last backwards were not alike, sum only now."""
         if training and not self._expected and not (self._wrap is not None and self.alike):
-            self._expect(())
-            self.complete()
+            self._expect(self._trainable)
+            if self._hooks:
+                self.complete()
+            else:
+                _add_zeros(self._trainable)
         self._expected = False
         for work, _ in self._summing:
             work.wait()
@@ -149,7 +151,14 @@ class Replicas(Alone):
     def ends_of(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """An empty tensor that depends on all of `outputs`, if that is needed."""
         wanted = self._parallel is not None and self._parallel.find_unused_parameters and len(outputs) > 0
-        return (_End.apply(*outputs),) if wanted else ()
+        with torch.enable_grad():
+            return (_End.apply(*outputs),) if wanted else ()  # of a parameter, too, which by itself has no graph
+
+
+def _add_zeros(parameters: Sequence[nn.Parameter]) -> None:
+    """Add zeros to their gradients, by their ends of the graph, where DistributedDataParallel listens."""
+    if parameters:
+        run_backward(list(map(get_gradient_edge, parameters)), list(map(torch.zeros_like, parameters)))
 
 
 class _End(torch.autograd.Function):

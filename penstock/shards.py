@@ -120,7 +120,7 @@ def is_mixed(module: nn.Module) -> bool:
     return policy is not None and policy.param_dtype is not None
 
 
-def in_order(stages: list[Alone]) -> None:
+def begin(stages: list[Alone]) -> None:
     """Before a step: tell each of a rank's stages which comes into use after it, and fetch the first one's parameters."""
     for stage, after in pairwise([*stages, Alone()]):
         stage.begin()

@@ -180,7 +180,7 @@ def test_with_split_backwards_replicas_stay_equal_to_the_bit(schedule: str) -> N
 # -- what is not alike on all replicas ----------------------------------------------------------------------------------
 
 
-def uneven(way: str, schedule: str, sizes: list[int], ignored: slice, steps: int) -> tuple[list[Tensor], dict]:
+def uneven(way: Any, schedule: str, sizes: list[int], ignored: slice, steps: int) -> tuple[list[Tensor], dict]:
     pipe = ps.Pipeline(
         model(),
         masked_loss,
@@ -199,14 +199,19 @@ def uneven(way: str, schedule: str, sizes: list[int], ignored: slice, steps: int
     return losses, gradients(pipe)
 
 
+def may_be_unused(module: nn.Module, mesh: Any, views: bool = False) -> nn.Module:
+    group = mesh.get_group()
+    return DistributedDataParallel(module, process_group=group, find_unused_parameters=True, gradient_as_bucket_view=views)
+
+
 def masked_loss(output: Tensor, target: Tensor) -> Tensor:
     counts = ~target.isnan()
     return ((output - target.nan_to_num()).square() * counts).sum() / counts.sum()
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", may_be_unused])
 @pytest.mark.parametrize("case", ["fewer microbatches", "some count nothing", "one replica counts nothing"])
-def test_replicas_may_have_fewer_rows_microbatches_or_targets_than_others(way: str, case: str) -> None:
+def test_replicas_may_have_fewer_rows_microbatches_or_targets_than_others(way: Any, case: str) -> None:
     sizes = [11, 2] if case == "fewer microbatches" else [8, 5]
     ignored = {"fewer microbatches": slice(0), "some count nothing": slice(4, 6)}.get(case, slice(8, 13))
     everyone = ps.launch(uneven, 4, way, "interleaved-zb", sizes, ignored, 2)
@@ -294,17 +299,13 @@ class Unused(nn.Module):
 def own_ways(schedule: str) -> list[dict[str, Tensor | None]]:
     from torch.distributed.fsdp import fully_shard
 
-    def unused_may_be(module: nn.Module, mesh: Any, views: bool = False) -> nn.Module:
-        group = mesh.get_group()
-        return DistributedDataParallel(module, process_group=group, find_unused_parameters=True, gradient_as_bucket_view=views)
-
     def each_layer(module: nn.Module, mesh: Any) -> nn.Module:
         for layer in module.children():
             fully_shard(layer, mesh=mesh)
         return fully_shard(module, mesh=mesh)
 
     found = []
-    for way in (unused_may_be, partial(unused_may_be, views=True), each_layer):
+    for way in (may_be_unused, partial(may_be_unused, views=True), each_layer):
         torch.manual_seed(0)
         whole = nn.Sequential(nn.Linear(6, WIDTH), Unused(), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
         pipe = built((2, 2, 1), whole, schedule, data_parallel=way)

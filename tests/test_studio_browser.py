@@ -211,14 +211,18 @@ def test_a_drag_in_the_picture_can_be_given_up_and_beside_the_actions_it_pans(st
     assert studio.execute_script("return page.view.from") > 0
 
 
-def test_over_a_measured_run_the_planned_row_is_dragged(studio, tmp_path):
-    (tmp_path / "timeline.json").write_text(run_of())
-    studio.find_element("id", "load-run-file").send_keys(str(tmp_path / "timeline.json"))
+def load_run(studio, folder):
+    (folder / "timeline.json").write_text(run_of())
+    studio.find_element("id", "load-run-file").send_keys(str(folder / "timeline.json"))
     for _ in range(100):
         if studio.execute_script("return page.records[0].planned !== null"):
             break
         time.sleep(0.05)
     settle(studio)
+
+
+def test_over_a_measured_run_the_planned_row_is_dragged(studio, tmp_path):
+    load_run(studio, tmp_path)
     before = row(studio, 0).split()
     drag_in_picture(studio, before[1], before[0], 0.1)
     assert row(studio, 0).split()[:2] == [before[1], before[0]]
@@ -265,13 +269,7 @@ def test_a_table_is_saved_and_loaded(studio):
 
 
 def test_a_measured_run_is_laid_over_what_is_planned(studio, tmp_path):
-    (tmp_path / "timeline.json").write_text(run_of())
-    studio.find_element("id", "load-run-file").send_keys(str(tmp_path / "timeline.json"))
-    for _ in range(100):
-        if studio.execute_script("return page.records[0].planned !== null"):
-            break
-        time.sleep(0.05)
-    settle(studio)
+    load_run(studio, tmp_path)
     assert studio.find_element("id", "forward").get_attribute("value") != "1"
     assert "planned" in studio.find_element("css selector", ".figures").text
     before = picture(studio)

@@ -11,8 +11,6 @@ that size have there.
 
 import json
 import os
-import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,12 +24,12 @@ import tyro
 from tables import Row, show
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from two_hosts import results_of
 
 import penstock as ps
 from penstock.mesh import Place, place_of
 from penstock.schedule import Costs, Schedule, averaged, simulate
 
-ROOT = Path(__file__).parent.parent
 PIPELINE = 2  # ranks of a replica
 WARM_UP = 2  # steps
 TRIED = 8  # all-reduces by which the bandwidth is measured
@@ -156,18 +154,8 @@ def _step(pipe: ps.Pipeline, mesh: DeviceMesh | None) -> float:
 
 def main(options: Options) -> None:
     """Make two hosts, run the ranks there, print what came out."""
-    sys.path.insert(0, str(ROOT))
-    from tests import hosts
-
-    if (reason := hosts.why_not()) is not None:
-        sys.exit(reason)
-    with tempfile.TemporaryDirectory() as folder, hosts.hosts(2, options.rate) as on:
-        results = Path(folder) / "results.json"
-        commands = hosts.torchrun(on, PIPELINE, __file__, *sys.argv[1:], "--results", str(results))
-        ended = hosts.run(on, commands, timeout=600)
-        if any(each.code for each in ended):
-            sys.exit("\n".join(each.output for each in ended))
-        _print(options, json.loads(results.read_text()))
+    told, _ = results_of(__file__, PIPELINE, options.rate)
+    _print(options, told)
 
 
 def _print(options: Options, told: dict[str, Any]) -> None:

@@ -11,8 +11,6 @@ that lets `rate` pass in each direction.
 import json
 import os
 import socket
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +24,7 @@ import tyro
 from subjects import Emulated
 from tables import Row, show
 from torch import Tensor
+from two_hosts import results_of
 
 import penstock as ps
 from penstock import wire
@@ -34,7 +33,6 @@ from penstock.schedule import Costs, Kind, Measured, Schedule
 from penstock.schedule.measured import MeasuredCosts
 from penstock.wire import TensorSpec
 
-ROOT = Path(__file__).parent.parent
 RANKS = 4
 ROWS = 16  # of a microbatch
 TRIED = 24  # messages by which the link's bandwidth is measured
@@ -198,20 +196,8 @@ def _busiest(table: Schedule, subject: Emulated, link: Link) -> float:
 
 def main(options: Options) -> None:
     """Make two hosts, run the ranks there, print what came out."""
-    sys.path.insert(0, str(ROOT))
-    from tests import hosts
-
-    if (reason := hosts.why_not()) is not None:
-        sys.exit(reason)
-    with tempfile.TemporaryDirectory() as folder, hosts.hosts(2, options.rate) as on:
-        for host in on:
-            host.wire("sh", "-c", f"echo {BUFFER} > /proc/sys/net/ipv4/tcp_wmem")
-        results, cable = Path(folder) / "results.json", on[0].sent()
-        commands = hosts.torchrun(on, RANKS // 2, __file__, *sys.argv[1:], "--results", str(results))
-        ended = hosts.run(on, commands, timeout=1200)
-        if any(each.code for each in ended):
-            sys.exit("\n".join(each.output for each in ended))
-        _print(options, json.loads(results.read_text()), on[0].sent() - cable)
+    limited = f"echo {BUFFER} > /proc/sys/net/ipv4/tcp_wmem"
+    _print(options, *results_of(__file__, RANKS // 2, options.rate, limited))
 
 
 def _print(options: Options, told: dict[str, Any], crossed: int) -> None:

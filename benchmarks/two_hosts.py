@@ -1,0 +1,32 @@
+"""Runs the ranks of a benchmark on two hosts, namespaces of this machine (tests/hosts.py), and brings back what they found."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT = 1200  # seconds
+
+
+def results_of(script: str, ranks: int, rate: str, setup: str = "true") -> tuple[dict[str, Any], int]:
+    """What rank 0 of `script` wrote as JSON to the file of its option `--results`, and the bytes that left the first host.
+
+    `script` runs with this program's own options and `ranks` ranks on each host, behind a cable that lets `rate` pass in each
+    direction, after the shell command `setup`. Ends the program, with what there is to tell, where that cannot be or fails.
+    """
+    sys.path.insert(0, str(ROOT))
+    from tests import hosts
+
+    if (reason := hosts.why_not()) is not None:
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory() as folder, hosts.hosts(2, rate) as on:
+        for host in on:
+            host.wire("sh", "-c", setup)
+        results, cable = Path(folder) / "results.json", on[0].sent()
+        commands = hosts.torchrun(on, ranks, script, *sys.argv[1:], "--results", str(results))
+        ended = hosts.run(on, commands, timeout=TIMEOUT)
+        if any(each.code for each in ended):
+            sys.exit("\n".join(each.output for each in ended))
+        return json.loads(results.read_text()), on[0].sent() - cable

@@ -6,24 +6,15 @@ from dataclasses import replace
 
 import pytest
 from timelines import COSTS, measured, two_ranks
+from trace_processor import opened
 
-from penstock.render.perfetto import ACTIONS, TRACKS, trace
+from penstock.render.perfetto import trace
 from penstock.render.record import Record
 from penstock.schedule import Costs, Size, build, simulate
 
 
 def events(record, phase):
     return [event for event in json.loads(trace(record))["traceEvents"] if event["ph"] == phase]
-
-
-def busy(slices):
-    """The time for which at least one of `slices` runs."""
-    total = free = 0.0
-    for each in sorted(slices, key=lambda each: each["ts"]):
-        end = each["ts"] + each["dur"]
-        total += max(0.0, end - max(each["ts"], free))
-        free = max(free, end)
-    return total
 
 
 def test_a_small_trace_event_by_event():
@@ -34,11 +25,11 @@ def test_a_small_trace_event_by_event():
         (1001, "0F1", 1000, 1000),
         (1001, "0B0", 6000, 2000),
         (1001, "0B1", 9000, 2000),
-        (1002, "idle by fill", 2000, 3000),
-        (1002, "idle by communication", 5000, 1000),
-        (1002, "idle by communication", 8000, 1000),
-        (1003, "1B0 from rank 1", 5000, 1000),
-        (1003, "1B1 from rank 1", 8000, 1000),
+        (1003, "idle by fill", 2000, 3000),
+        (1003, "idle by communication", 5000, 1000),
+        (1003, "idle by communication", 8000, 1000),
+        (1004, "1B0 from rank 1", 5000, 1000),
+        (1004, "1B1 from rank 1", 8000, 1000),
     ]
     counters = [(e["pid"], e["ts"], e["args"]["activations"]) for e in events(record, "C")]
     assert counters[:4] == [(1, 0, 1), (1, 1000, 2), (1, 8000, 1), (1, 11000, 0)]
@@ -54,7 +45,7 @@ def test_a_measured_trace_counts_bytes_and_shows_the_time_before_each_step():
     assert counters[:4] == [(1, 3e6, 1000), (1, 4e6, 2000), (1, 11e6, 1000), (1, 14e6, 0)]
     slices = [(e["tid"], e["ts"], e["dur"]) for e in events(record, "X") if e["name"] == "between steps"]
     second = (3 + 1.1 * 11 + 3) * 1e6
-    assert slices == [(1002, 1e6, 2e6), (2002, 0, 3e6), (1002, second - 2e6, 2e6), (2002, second - 3e6, 3e6)]
+    assert slices == [(1003, 1e6, 2e6), (2003, 0, 3e6), (1003, second - 2e6, 2e6), (2003, second - 3e6, 3e6)]
     assert next(e["args"]["bytes held"] for e in events(record, "X")) == 1000
 
 
@@ -67,37 +58,76 @@ def records():
     return [Record(steps, simulate(schedule, COSTS), "s"), *simulated]
 
 
-@pytest.mark.parametrize("record", records(), ids=lambda record: record.name)
-def test_every_track_is_as_busy_as_the_timeline_and_its_slices_do_not_cut_each_other(record):
-    scale = 1e6 if record.unit else 1e3
-    slices = events(record, "X")
-    for rank in range(4):
-        track = [each for each in slices if each["tid"] == TRACKS * (1 + rank) + ACTIONS]
-        assert busy(track) == pytest.approx(scale * sum(step.busy[rank] for step in record.steps), rel=1e-6)
-    for tid in {each["tid"] for each in slices}:
-        track = sorted((each["ts"], -each["dur"]) for each in slices if each["tid"] == tid)
-        open_until = []
-        for start, negative in track:
-            while open_until and open_until[-1] <= start + 1e-6:
-                open_until.pop()
-            assert not open_until or start - negative <= open_until[-1] + 1e-6
-            open_until.append(start - negative)
+@pytest.fixture(params=records(), ids=lambda record: record.name)
+def record(request):
+    return request.param
 
 
-@pytest.mark.parametrize("record", records(), ids=lambda record: record.name)
-def test_arrows_come_in_pairs_and_lead_from_the_slice_that_sends_to_the_one_that_receives(record):
-    starts, ends = events(record, "s"), events(record, "f")
-    assert starts
-    assert Counter(each["id"] for each in starts) == Counter(each["id"] for each in ends) == Counter({e["id"]: 1 for e in ends})
-    finish = {each["id"]: each for each in ends}
-    slices = {(each["tid"], each["name"], each["ts"]): each for each in events(record, "X")}
-    for each in starts:
-        assert each["ts"] <= finish[each["id"]]["ts"]
-        assert any(
-            tid == each["tid"] and name == each["name"] and ts <= each["ts"] <= ts + slices[tid, name, ts]["dur"]
-            for tid, name, ts in slices
-        )
-        assert any(tid == finish[each["id"]]["tid"] and ts == finish[each["id"]]["ts"] for tid, _, ts in slices)
+@pytest.fixture
+def processor(record):
+    """Perfetto's trace processor with the trace of `record` in it."""
+    with opened(trace(record)) as processor:
+        yield processor
+
+
+ON_A_TRACK = "slice JOIN thread_track ON track_id = thread_track.id JOIN thread USING (utid) JOIN process USING (upid)"
+
+
+def test_perfetto_opens_the_trace_without_a_complaint(processor):
+    complaints = processor.query("SELECT name, value FROM stats WHERE severity != 'info' AND value != 0")
+    assert [(row.name, row.value) for row in complaints] == []
+
+
+def test_perfetto_finds_every_rank_as_busy_as_the_timeline_and_as_long_idle(record, processor):
+    slices: dict = {}
+    for row in processor.query(f"SELECT process.name AS process, thread.name AS track, ts, dur, depth FROM {ON_A_TRACK}"):
+        assert row.depth == 0  # no slice lies on another
+        slices.setdefault((row.process, row.track.split(",")[0]), []).append((row.ts, row.ts + row.dur))
+    scale = 1e9 if record.unit else 1e6  # to nanoseconds
+    for name, steps in [("rank", record.steps), *([("planned, rank", [record.planned])] if record.planned else [])]:
+        for rank in range(steps[0].ranks):
+            rounding = 2 * sum(len(step.rows[rank]) for step in steps)
+            busy = scale * sum(step.busy[rank] for step in steps)
+            assert covered(slices[f"{name} {rank}", "actions"]) == pytest.approx(busy, abs=rounding)
+            idle = scale * sum(step.makespan for step in steps) - busy
+            assert covered(slices.get((f"{name} {rank}", "idle"), [])) == pytest.approx(idle, abs=rounding)
+
+
+def covered(spans):
+    """The time for which at least one of `spans` runs."""
+    total = free = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, free))
+        free = max(free, end)
+    return total
+
+
+def test_perfetto_draws_an_arrow_for_every_message(record, processor):
+    ends = f"(SELECT slice.id AS id, slice.name AS name, process.name AS rank FROM {ON_A_TRACK})"
+    columns = "made.rank AS sender, made.name AS made, needed.rank AS receiver, needed.name AS needed"
+    query = (
+        f"SELECT {columns} FROM flow JOIN {ends} AS made ON slice_out = made.id JOIN {ends} AS needed ON slice_in = needed.id"
+    )
+    arrows = processor.query(query)
+    expected: Counter = Counter()
+    data = record.data()
+    timelines = [(step["timeline"], "rank") for step in data["steps"]]
+    for timeline, name in [*timelines, *([(data["planned"], "planned, rank")] if data["planned"] else [])]:
+        for rank, row in enumerate(timeline["ranks"]):
+            for event in row["events"]:
+                for message in event.get("receives", ()):
+                    sender = f"{name} {message['rank']}"
+                    expected[sender, message["action"], f"{name} {rank}", event["action"]] += 1
+    assert expected
+    assert Counter((row.sender, row.made, row.receiver, row.needed) for row in arrows) == expected
+
+
+def test_perfetto_counts_what_every_rank_holds(record, processor):
+    query = "SELECT process.name AS process, max(value) AS most FROM counter JOIN process_counter_track AS track"
+    found = processor.query(f"{query} ON track_id = track.id JOIN process USING (upid) GROUP BY track_id")
+    most = {row.process: row.most for row in found}
+    for rank in range(record.steps[0].ranks):
+        assert most[f"rank {rank}"] == max(step.peak_memory[rank] for step in record.steps)
 
 
 def test_the_same_record_makes_the_same_text():

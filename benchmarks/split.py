@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 import penstock as ps
+from penstock.model import GPTConfig
 from penstock.stage import Stage
 
 MICROBATCHES = 8  # of the batch
 CUT = 4  # stages of the model; the second of them is measured
-TURNS: dict[Subject, int] = {Perceptron(): 20, Transformer(): 20, Perceptron(dim=16): 500}  # for each repeat
+WIDE = Transformer(name="gpt 256", config=GPTConfig(width=256))
+TURNS: dict[Subject, int] = {Perceptron(): 20, Transformer(): 20, WIDE: 8, Perceptron(dim=16): 500}  # for each repeat
 
 Lap = tuple[float, float]  # seconds of a forward, and of its backward
 

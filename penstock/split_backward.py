@@ -9,8 +9,8 @@ full backward. No graph is walked and none is retained.
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from penstock.uses import Owed, Use, run_backward
 from penstock.weight_gradients import PRODUCTS
 
 SMALL = 1 << 18  # products in a weight's gradient; to put off one takes about as long as so many
-NODE_BYTES = 1 << 18  # gradients handed over together; larger ones reach their parameter while still in the cache
+TOGETHER = 1 << 21  # bytes of gradients that are handed over at once; more would only take memory
+COPIED = 1 << 18  # bytes of a gradient that may be copied to become a parameter's first `.grad`
 
 
 class Splitter:
@@ -67,20 +68,23 @@ class Splitter:
         """
         if not put_off and expect is None:
             return
-        owed = [each.taken() for each in put_off]
-        if self._worth is None and put_off:
-            self._worth = self._judged(put_off[0], owed[0])
-        uses = owed[0] if len(owed) == 1 else joined(owed)
-        others = self._stock if last else []  # a module may have kept a weight from an earlier microbatch
-        uses += itertools.chain.from_iterable(each.taken() for each in others)
-        left = added([each.left() for each in (*put_off, *others)])
-        if self.merge:
-            uses = [pair for pair in uses if not self._added_to_sum(*pair, left)]
-        nodes = self._nodes(uses, left)
+        nodes = self._nodes(*self._due(put_off, self._stock if last else []))
         if expect is None:
             nodes = [node for node in nodes if not self._added_to_gradients(node)]
         self._hand_over(nodes, expect)
         self._stock += put_off
+
+    def _due(self, put_off: Sequence[PutOff], others: Sequence[PutOff]) -> tuple[list[Owed], dict[int, Tensor]]:
+        """Uses whose gradients are to be computed, and what `I` left; `others` may still have some that a module kept."""
+        owed = [each.taken() for each in put_off]
+        if self._worth is None and put_off:
+            self._worth = self._judged(put_off[0], owed[0])
+        uses = owed[0] if len(owed) == 1 else joined(owed)
+        uses += itertools.chain.from_iterable(each.taken() for each in others)
+        left = added([each.left() for each in (*put_off, *others)])
+        if self.merge:
+            uses = [pair for pair in uses if not self._added_to_sum(*pair, left)]
+        return uses, left
 
     def _judged(self, put_off: PutOff, owed: Sequence[Owed]) -> Sequence[int]:
         """The places whose gradients are worth being put off, by what the `W` of one microbatch finds.
@@ -101,16 +105,14 @@ class Splitter:
 
         That is less work. But what the caller still holds cannot become a parameter's first `.grad` without a copy.
         """
-        places = [self._places[place] for place in node.places]
-        if any(place.parameter.grad is None and place.parameter.nbytes >= NODE_BYTES for place in places):
+        if any(parameter.grad is None for parameter in node.group.large):
             return False
-        pairs = [(place.end, each) for place, each in zip(places, node.gradients(), strict=True) if each is not None]
-        run_backward(*zip(*pairs, strict=True))
+        run_backward(node.group.ends, node.gradients())
         return True
 
     def _hand_over(self, nodes: Sequence["_Node"], expect: Callable[[Sequence[Tensor]], None] | None) -> None:
         with torch.enable_grad():
-            ends = [_HandOver.apply(node, *[self._places[place].parameter for place in node.places]) for node in nodes]
+            ends = [_HandOver.apply(node, *[self._places[place].parameter for place in node.group.places]) for node in nodes]
         gradients = list(ends)
         if expect is not None:  # who listens hears of all parameters, also of those that got their gradients in `I`
             placed = {id(place.parameter) for place in self._places}
@@ -136,11 +138,11 @@ class Splitter:
                 left[bias] = gradient.sum_to_size(use.bias.shape)
         return True
 
-    def _nodes(self, owed: Sequence[Owed], left: dict[int, Tensor]) -> list["_Node"]:
-        key = tuple([use.targets for use, _ in owed]), tuple(left)
+    def _nodes(self, uses: Sequence[Owed], left: dict[int, Tensor]) -> list["_Node"]:
+        key = tuple([use.targets for use, _ in uses]), tuple(left)
         if key not in self._groups:
-            self._groups[key] = list(_grouped(owed, left))
-        return [_Node([owed[index] for index in group.uses], left, group.places) for group in self._groups[key]]
+            self._groups[key] = list(_grouped(uses, tuple(left), self._places))
+        return [_Node(group, [uses[index] for index in group.uses], left) for group in self._groups[key]]
 
 
 def _hooks(parameter: nn.Parameter) -> bool:
@@ -171,47 +173,62 @@ def _join(group: Sequence[Owed]) -> Owed:
     return use, torch.cat([gradient for _, gradient in group])
 
 
-class _Group(NamedTuple):
-    """Parameters that are handed their gradients together."""
+class _Group:
+    """Parameters that are handed their gradients together; `summed` if those may have several sources."""
 
-    uses: list[int]  # by their index
-    places: list[int]
+    def __init__(
+        self, owed: Sequence[Owed], uses: Sequence[int], left: Sequence[int], places: Sequence[Place], summed: bool
+    ) -> None:
+        self.uses, self.summed = uses, summed  # by their index
+        targets = [place for index in uses for place in owed[index][0].targets]
+        self.wanted = [place is not None for place in targets]  # of what the uses compute
+        self.targets = [place for place in targets if place is not None]
+        self.places = list(dict.fromkeys((*left, *self.targets)))
+        self.ends = [places[place].end for place in self.places]
+        self.large = [places[place].parameter for place in self.places if places[place].parameter.nbytes >= COPIED]
 
 
-def _grouped(owed: Sequence[Owed], left: dict[int, Tensor]) -> Iterator[_Group]:
-    """Groups of about `NODE_BYTES`; in one group, the parameters whose gradients have several sources."""
+def _grouped(owed: Sequence[Owed], left: Sequence[int], places: Sequence[Place]) -> Iterator[_Group]:
+    """Groups of about `TOGETHER` bytes; one of them has all the parameters whose gradients have several sources."""
     sources = Counter(itertools.chain(left, *[use.targets for use, _ in owed]))
-    several, group, size = _Group([], list(left)), _Group([], []), 0
-    for index, (use, _) in enumerate(owed):
-        places = [place for place in use.targets if place is not None]
-        into = several if any(sources[place] > 1 for place in places) else group
-        into.uses.append(index)
-        into.places.extend(place for place in places if place not in into.places)
-        size += use.bytes if into is group else 0
-        if size >= NODE_BYTES:
-            yield group
-            group, size = _Group([], []), 0
-    yield from (each for each in (several, group) if each.places)
+    summed, uses, size = list[int](), list[int](), 0
+    for number, (use, _) in enumerate(owed):
+        if any(place is not None and sources[place] > 1 for place in use.targets):
+            summed.append(number)
+            continue
+        uses.append(number)
+        size += use.bytes
+        if size >= TOGETHER:
+            yield _Group(owed, uses, (), places, summed=False)
+            uses, size = [], 0
+    if summed or left:
+        yield _Group(owed, summed, left, places, summed=True)
+    if uses:
+        yield _Group(owed, uses, (), places, summed=False)
 
 
 class _Node:
-    """What the gradients of a group are computed from."""
+    """What the gradients of a group are computed from, in one microbatch."""
 
-    def __init__(self, owed: Sequence[Owed], left: dict[int, Tensor], places: Sequence[int]) -> None:
-        self.owed, self.left, self.places = owed, left, places
+    def __init__(self, group: _Group, owed: list[Owed], left: dict[int, Tensor]) -> None:
+        self.group, self.owed, self.left = group, owed, left
 
-    def gradients(self) -> list[Tensor | None]:
-        """Of every place, summed in the order of arrival (in the precision of autocast, where it is on)."""
+    def gradients(self) -> list[Tensor]:
+        """Of every place of the group."""
+        computed: Iterable[Any] = itertools.chain.from_iterable([use.compute(gradient) for use, gradient in self.owed])
+        mine = itertools.compress(computed, self.group.wanted)
+        return self._sums(mine) if self.group.summed else list(mine)
+
+    def _sums(self, computed: Iterable[Tensor]) -> list[Tensor]:
+        """In the order of arrival (in the precision of autocast, where it is on)."""
         sums: dict[int, Tensor] = {}
-        for use, gradient in self.owed:
-            for place, each in zip(use.targets, use.compute(gradient), strict=True):
-                if place is not None and each is not None:
-                    sums[place] = sums[place] + each if place in sums else each
-        for place in self.places:
+        for place, each in zip(self.group.targets, computed, strict=True):
+            sums[place] = sums[place] + each if place in sums else each
+        for place in self.group.places:
             if place in self.left:
                 mine = self.left.pop(place)
                 sums[place] = mine + sums[place].to(mine.dtype) if place in sums else mine
-        return [sums.pop(place, None) for place in self.places]
+        return [sums[place] for place in self.group.places]
 
 
 class _HandOver(torch.autograd.Function):

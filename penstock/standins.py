@@ -69,7 +69,7 @@ class PutOff:
     def __init__(self, places: Sequence["Place"], active: Iterable[int]) -> None:
         self.places = places
         self.standins = {index: places[index].stand_in(self, index) for index in active}
-        self.views = False  # whether uses of weights were through views of them
+        self.views = False  # whether a use of a weight was ever through a view of it
         self.gradients: dict[Use, tuple[Tensor | None]] = {}  # in the order in which the backward came by
         self._uses = itertools.count()
         self._casts: dict[int, Tensor] = {}  # place -> what autocast makes of the weight
@@ -129,6 +129,7 @@ class PutOff:
     def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`output`, connected so that `I` keeps its gradient for `formula`."""
         use = Use(next(self._uses), formula, value, weight, bias)
+        self.views = self.views or use.views != NO_VIEWS
         keep: Any = partial(self.gradients.__setitem__, use)  # no Python runs when the backward calls this
         if use.saved is not None:
             keep = partial(use.unpack_and, keep)
@@ -148,9 +149,8 @@ class PutOff:
         self.gradients.clear()
         self._casts.clear()
         self._uses = itertools.count()
-        self.views = any(use.views != NO_VIEWS for use, _ in owed)
-        if self.views:
-            self._pass_on([pair for pair in owed if pair[0].views != NO_VIEWS])
+        if self.views and (through_views := [pair for pair in owed if pair[0].views != NO_VIEWS]):
+            self._pass_on(through_views)
             owed = [pair for pair in owed if pair[0].views == NO_VIEWS]
         return owed
 

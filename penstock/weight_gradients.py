@@ -42,8 +42,9 @@ def linear(later: Later, input: Tensor, weight: Tensor, bias: Tensor | None = No
         output = later.put_off(output, _of_linear, input, weight, None)
         return output if bias is None else output + bias.to(output.dtype)
     output = F.linear(input, kernel, shift)
-    plain = input.dim() == 2 and kernel.is_contiguous() and (bias is None or bias.shape == kernel.shape[:1])
-    return later.put_off(output, _of_rows if plain else _of_linear, input, weight, bias)
+    plain = kernel.is_contiguous() and (bias is None or bias.shape == kernel.shape[:1])
+    formula = {2: _of_rows, 3: _of_batches}.get(input.dim(), _of_linear) if plain else _of_linear
+    return later.put_off(output, formula, input, weight, bias)
 
 
 def matmul(later: Later, input: Tensor, other: Tensor) -> Tensor:
@@ -146,6 +147,12 @@ def _of_rows(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | Non
     return gradient.t().mm(value), None if bias is None else gradient.sum(0)
 
 
+def _of_batches(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+    """`_of_linear` of what is met next: (batch, rows, N) and (batch, rows, K) -> (N, K) and (N)."""
+    flat = gradient.flatten(0, 1)
+    return flat.t().mm(value.flatten(0, 1)), None if bias is None else flat.sum(0)
+
+
 def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
     flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
     for_bias = None if bias is None else (flat if gradient.dim() <= 3 else gradient).sum_to_size(bias.shape)
@@ -175,6 +182,7 @@ def _into_matmul(total: Tensor, gradient: Tensor, value: Tensor) -> None:
 # The formulas that are one product: it can add to the sum so far as it goes, (total, output gradient, input).
 PRODUCTS: dict[Formula, Callable[[Tensor, Tensor, Tensor], None]] = {
     _of_rows: _into_linear,
+    _of_batches: _into_linear,
     _of_linear: _into_linear,
     _of_matmul: _into_matmul,
 }

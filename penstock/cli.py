@@ -13,6 +13,7 @@ import tyro
 
 from penstock.config import TrainConfig, saved_options, table_of
 from penstock.errors import PenstockError
+from penstock.launcher import start_ahead
 from penstock.show import Compare, Show
 
 
@@ -46,6 +47,7 @@ class Train(TrainConfig):
         if config.processes not in (processes, 0):
             raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
         config.check()
+        start_ahead()
         from penstock.train import train
 
         train(config)
@@ -126,6 +128,7 @@ class Bench:
         if self.subject is not None:
             return self.subject.run()
         schedule = table_of(self.schedule, self.ranks, self.microbatches)
+        start_ahead()
         from penstock.bench import bench
 
         bench(schedule, self.forward / 1e3, self.megabytes, self.steps)
@@ -157,6 +160,7 @@ class Doctor:
 
     def run(self) -> None:
         """Look and measure."""
+        start_ahead()
         from penstock.doctor import examine
 
         examine()

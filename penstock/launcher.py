@@ -24,6 +24,7 @@ from penstock.errors import LostRankError, PenstockError
 T = TypeVar("T")
 # The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
 PRELOAD = ["__main__", "penstock.train", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
 LAST_WORDS = 1.5  # seconds the other ranks have to tell what they know once one has failed
 
 
@@ -57,6 +58,20 @@ def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     return _results(outcomes, ranks)
 
 
+def start_ahead() -> None:
+    """Start the server that ranks are forked from, which imports torch while this process does: `launch` is up sooner.
+
+    To be called before torch is imported, when it is clear that ranks will be launched. Does nothing under torchrun, which has
+    ranks, and where there may be a GPU.
+    """
+    if (
+        "RANK" not in os.environ
+        and not any(map(os.path.exists, GPUS))
+        and "forkserver" in multiprocessing.get_all_start_methods()
+    ):
+        _server_context()
+
+
 def _sees_gpu() -> bool:
     import torch
 
@@ -66,8 +81,20 @@ def _sees_gpu() -> bool:
 def _context() -> Any:
     if _sees_gpu():
         return multiprocessing.get_context("spawn")
+    return _server_context()
+
+
+def _server_context() -> Any:
+    """Processes forked from the server, which runs from now on. Ctrl-C never reaches it: it ends with this process."""
+    from multiprocessing import forkserver
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
 
 

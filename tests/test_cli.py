@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -145,11 +146,12 @@ def test_schedules_lists_them_all():
 
 
 def test_bench_and_doctor_say_what_they_measured():
-    bench = penstock("bench", "--ranks", "2", "--microbatches", "2", "--forward", "2", "--steps", "2")
-    assert "the table, at nominal costs" in bench.stdout, bench.stderr
-    halves = penstock("bench", "--ranks", "2", "--schedule", "zb-v", "--microbatches", "3", "--forward", "2", "--steps", "2")
+    steps = ("bench", "--ranks", "2", "--forward", "2", "--steps", "2", "--microbatches")
+    commands = [(*steps, "2"), (*steps, "3", "--schedule", "zb-v"), ("doctor",)]
+    with ThreadPoolExecutor() as at_once:
+        whole, halves, doctor = at_once.map(lambda words: penstock(*words), commands)
+    assert "the table, at nominal costs" in whole.stdout, whole.stderr
     assert "the table, at the actions' own costs" in halves.stdout, halves.stderr
-    doctor = penstock("doctor")
     assert "a message of" in doctor.stdout, doctor.stderr
     assert "Gloo" in doctor.stdout
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -18,8 +19,9 @@ def test_the_tutorials_program_prints_the_same_losses_cut_by_hand_under_torchrun
     tutorial = str(EXAMPLES / "tutorial.py")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
     few = ("--steps", "3", "--layers", "4")
-    by_hand = run(*torchrun, tutorial, "--schedule", "1f1b", *few)
-    traced = run(tutorial, "--cut", "traced", "--schedule", "gpipe", *few)
+    commands = [(*torchrun, tutorial, "--schedule", "1f1b", *few), (tutorial, "--cut", "traced", "--schedule", "gpipe", *few)]
+    with ThreadPoolExecutor() as at_once:
+        by_hand, traced = at_once.map(lambda command: run(*command), commands)
     assert "1f1b over 4 stages" in by_hand
     assert "gpipe over 4 stages" in traced
     losses = [re.findall(r"step \d  loss ([\d.]+)", printed) for printed in (by_hand, traced)]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import PenstockError
+from penstock.launcher import start_ahead
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ LABS: dict[int, Lab] = {
 }
 
 
-YOURS = 9  # the lab that looks at a file of the learner's
+ALONE, YOURS = 1, 9  # the lab that needs no ranks, and the one that looks at a file of the learner's
 
 
 def run(number: int, file: Path | None = None) -> None:
@@ -51,4 +52,6 @@ def run(number: int, file: Path | None = None) -> None:
         raise PenstockError(f"there is no lab {number}: choose one of {', '.join(map(str, LABS))}")
     if file is not None and number != YOURS:
         raise PenstockError(f"lab {number} takes no file: leave {file} out, or choose lab {YOURS}")
+    if number != ALONE:
+        start_ahead()
     LABS[number].run(*[str(file)] if file else [])

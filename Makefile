@@ -9,7 +9,7 @@ train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --compare
 
 test: $(VENV)/ready lint
-	$(RUN)/python -m pytest
+	$(RUN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/ready
 	$(RUN)/ruff check .

@@ -9,7 +9,7 @@ train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --compare
 
 test: $(VENV)/ready lint
-	$(RUN)/python -m pytest -n 2 --dist loadgroup
+	$(RUN)/python -m pytest -n 2 --no-loadscope-reorder
 
 lint: $(VENV)/ready
 	$(RUN)/ruff check .

@@ -86,10 +86,11 @@ def _context() -> Any:
 
 def _server_context() -> Any:
     """Processes forked from the server, which runs from now on. Ctrl-C never reaches it: it ends with this process."""
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # the server starts it too, and that would let signals through again
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

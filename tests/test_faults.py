@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -259,9 +259,10 @@ def ends(process):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("whom", ["the terminal's whole group", "the command alone"])
-def test_ctrl_c_ends_a_training_with_one_line_and_leaves_no_process(whom, tmp_path):
-    command = [sys.executable, "-m", "penstock.cli", "train", "--steps", "10000", "--out", str(tmp_path)]
+@contextmanager
+def training(folder):
+    """`penstock train`, started in a group of its own, which is killed at the end."""
+    command = [sys.executable, "-m", "penstock.cli", "train", "--steps", "10000", "--out", str(folder)]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -271,15 +272,32 @@ def test_ctrl_c_ends_a_training_with_one_line_and_leaves_no_process(whom, tmp_pa
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells which processes a process has started")
+def test_ctrl_c_while_all_of_it_is_still_starting_is_one_line_too(tmp_path):
+    with training(tmp_path) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in children.read_text().split()):
+            time.sleep(0.01)  # until the server that ranks are forked from imports torch
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=60)[0] == "penstock: interrupted\n"
+        assert process.returncode == 130
+
+
+@pytest.mark.parametrize("whom", ["the terminal's whole group", "the command alone"])
+def test_ctrl_c_ends_a_training_with_one_line_and_leaves_no_process(whom, tmp_path):
+    with training(tmp_path) as process:
         assert process.stdout is not None
         assert any("step 1/10000" in line for line in process.stdout)
         send = os.killpg if whom.startswith("the terminal") else os.kill
         send(process.pid, signal.SIGINT)
         assert ends(process).strip().splitlines()[-1] == "penstock: interrupted"
         assert process.returncode == 130
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def rank_raises_something_odd():

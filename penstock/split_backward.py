@@ -176,14 +176,13 @@ def _join(group: Sequence[Owed]) -> Owed:
 class _Group:
     """Parameters that are handed their gradients together; `summed` if those may have several sources."""
 
-    def __init__(
-        self, owed: Sequence[Owed], uses: Sequence[int], left: Sequence[int], places: Sequence[Place], summed: bool
-    ) -> None:
-        self.uses, self.summed = uses, summed  # by their index
+    def __init__(self, owed: Sequence[Owed], uses: Sequence[int], left: Sequence[int], places: Sequence[Place]) -> None:
+        self.uses = uses  # by their index
         targets = [place for index in uses for place in owed[index][0].targets]
         self.wanted = [place is not None for place in targets]  # of what the uses compute
         self.targets = [place for place in targets if place is not None]
         self.places = list(dict.fromkeys((*left, *self.targets)))
+        self.summed = bool(left) or len(self.places) < len(self.targets)
         self.ends = [places[place].end for place in self.places]
         self.large = [places[place].parameter for place in self.places if places[place].parameter.nbytes >= COPIED]
 
@@ -199,12 +198,12 @@ def _grouped(owed: Sequence[Owed], left: Sequence[int], places: Sequence[Place])
         uses.append(number)
         size += use.bytes
         if size >= TOGETHER:
-            yield _Group(owed, uses, (), places, summed=False)
+            yield _Group(owed, uses, (), places)
             uses, size = [], 0
     if summed or left:
-        yield _Group(owed, summed, left, places, summed=True)
+        yield _Group(owed, summed, left, places)
     if uses:
-        yield _Group(owed, uses, (), places, summed=False)
+        yield _Group(owed, uses, (), places)
 
 
 class _Node:

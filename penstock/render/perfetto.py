@@ -8,7 +8,7 @@ of time that is no second is shown as a millisecond.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -56,7 +56,10 @@ class _Writer:
     def events(self) -> Iterator[Data]:
         """All of it, rank by rank."""
         made = {event["action"]: event for row in self.timeline["ranks"] for event in row["events"]}
-        on = {action: track for row in self.timeline["ranks"] for action, track in _tracks(row["events"])}
+        on: dict[str, int] = {}  # action -> its track
+        for row in self.timeline["ranks"]:
+            lanes = _lanes((event["start"], event["end"]) for event in row["events"])
+            on |= {event["action"]: (ACTIONS, OVERLAPPED)[lane] for lane, event in zip(lanes, row["events"], strict=True)}
         counts = self.timeline["memory_unit"] or "activations"
         for rank, row in enumerate(self.timeline["ranks"]):
             yield from self._names(rank, {on[event["action"]] for event in row["events"]})
@@ -87,15 +90,13 @@ class _Writer:
 
     def _messages(self, rank: int, received: list[tuple[Data, Data]]) -> Iterator[Data]:
         """The messages in the order they were made, each on the first track that is free."""
-        free: list[float] = []
-        for start, end, text in sorted(
+        spans = sorted(
             (source["end"], max(source["end"], message["arrived"]), f"{message['action']} from rank {message['rank']}")
             for source, message in received
-        ):
-            lane = next((lane for lane, until in enumerate(free) if until <= start), len(free))
+        )
+        for lane, (start, end, text) in zip(_lanes((start, end) for start, end, _ in spans), spans, strict=True):
             if lane:
                 yield {"ph": "M", **self._on(rank, MESSAGES + lane), "name": "thread_name", "args": {"name": "messages"}}
-            free[lane : lane + 1] = [end]
             yield self._slice(rank, MESSAGES + lane, text, start, end)
 
     def _arrow(self, source: Data, taker: Data, begin: Data, end: Data) -> Iterator[Data]:
@@ -117,13 +118,13 @@ class _Writer:
         return round((self.begin + time) * self.scale, 3)
 
 
-def _tracks(events: list[Data]) -> Iterator[tuple[str, int]]:
-    """Each action and its track: OVERLAPPED for one that begins while the one before it still runs."""
-    until = float("-inf")
-    for event in events:
-        overlapped = event["start"] < until
-        until = until if overlapped else event["end"]
-        yield event["action"], OVERLAPPED if overlapped else ACTIONS
+def _lanes(spans: Iterable[tuple[float, float]]) -> Iterator[int]:
+    """For each span from start to end, in order of their starts, the first of the lanes 0, 1, .. that is free."""
+    free: list[float] = []
+    for start, end in spans:
+        lane = next((lane for lane, until in enumerate(free) if until <= start), len(free))
+        free[lane : lane + 1] = [end]
+        yield lane
 
 
 def _kind(event: Data) -> str:

@@ -1,9 +1,9 @@
 """The backward in two: `I`, the input's gradient now, and `W`, the weights' gradients later.
 
 `I` leaves on the stand-ins of a microbatch (`standins.py`) what it knows of the weights' gradients. `W` hands each parameter
-the sum of its gradients, once, in the order in which a full backward would have summed them, through the parameter's own
-end of the autograd graph: hooks, and whoever else listens there, as DistributedDataParallel does, see what they see in a
-full backward. No graph is walked and none is retained.
+the sum of its gradients, once, in the order in which a full backward would have summed them (but what `I` left is one
+summand), through the parameter's own end of the autograd graph: hooks, and whoever else listens there, as
+DistributedDataParallel does, see what they see in a full backward. No graph is walked and none is retained.
 """
 
 import copy
@@ -83,7 +83,7 @@ class Splitter:
         uses += itertools.chain.from_iterable(each.taken() for each in others)
         left = added([each.left() for each in (*put_off, *others)])
         if self.merge:
-            uses = [pair for pair in uses if not self._added_to_sum(*pair, left)]
+            uses = [pair for pair in uses if not self._added_to_sum(*pair)]
         return uses, left
 
     def _judged(self, put_off: PutOff, owed: Sequence[Owed]) -> Sequence[int]:
@@ -123,19 +123,17 @@ class Splitter:
         if ends:
             run_backward([get_gradient_edge(end) for end in ends], gradients)
 
-    def _added_to_sum(self, use: Use, gradient: Tensor, left: dict[int, Tensor]) -> bool:
+    def _added_to_sum(self, use: Use, gradient: Tensor) -> bool:
         """Whether the weight's gradient could be, and so was, added in the product itself."""
-        place, bias = use.targets
+        place, _ = use.targets
         product = PRODUCTS.get(use.formula)
-        if product is None or place is None or (bias is not None and bias in left):
+        if product is None or place is None:
             return False
         weight = self._places[place].parameter
         if weight.grad is None or use.weight.dtype != weight.dtype or _hooks(weight):
             return False
         with torch.no_grad():
             product(weight.grad, gradient, use.unpack())
-            if bias is not None:
-                left[bias] = gradient.sum_to_size(use.bias.shape)
         return True
 
     def _nodes(self, uses: Sequence[Owed], left: dict[int, Tensor]) -> list["_Node"]:

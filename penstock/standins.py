@@ -110,7 +110,7 @@ class PutOff:
     def _is_ours(self, tensor: Tensor) -> bool:
         return getattr(tensor, "later", None) is self or (tensor._is_view() and getattr(tensor._base, "later", None) is self)
 
-    def operands(self, value: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
+    def operands(self, value: Tensor, weight: Any, bias: Any = None) -> tuple[Tensor, Any, Any]:
         """The input, and the weights outside the graph, as autocast would hand them to a product."""
         device = value.device.type
         if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
@@ -126,7 +126,7 @@ class PutOff:
             self._casts[place] = bare_of(weight).to(dtype)
         return self._casts[place]
 
-    def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`output`, connected so that `I` keeps its gradient for `formula`."""
         use = Use(next(self._uses), formula, value, weight, bias)
         self.views = self.views or use.views != NO_VIEWS

@@ -25,44 +25,40 @@ class Later(Protocol):
     def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether both are parameters of the stage or views of one; the bias may be frozen or None."""
 
-    def operands(self, value: Tensor, weight: Any, bias: Any) -> tuple[Tensor, Any, Any]:
+    def operands(self, value: Tensor, weight: Any, bias: Any = None) -> tuple[Tensor, Any, Any]:
         """The input, and the weights outside the graph, as autocast would hand them to a product."""
 
-    def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`output`, whose gradient is kept for `formula` when the backward reaches it."""
 
 
 def linear(later: Later, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: (.., K) and (N, K) -> (.., N)."""
-    if input.dim() < 2 or weight.dim() != 2 or not later.owns(weight, bias):
+    """`F.linear`: (.., K) and (N, K) -> (.., N). The bias' gradient is a sum over what `I` has at hand, and stays there."""
+    if input.dim() < 2 or weight.dim() != 2 or not later.owns(weight):
         return NotImplemented
-    input, kernel, shift = later.operands(input, weight, bias)
+    input, kernel, _ = later.operands(input, weight)
     if input.dim() > 2 and not input.is_contiguous():  # autograd folds the rows, then adds the bias on its own
-        output = F.linear(input.contiguous(), kernel)
-        output = later.put_off(output, _of_linear, input, weight, None)
+        output = later.put_off(F.linear(input.contiguous(), kernel), _of_linear, input, weight)
         return output if bias is None else output + bias.to(output.dtype)
-    output = F.linear(input, kernel, shift)
-    plain = kernel.is_contiguous() and (bias is None or bias.shape == kernel.shape[:1])
-    formula = {2: _of_rows, 3: _of_batches}.get(input.dim(), _of_linear) if plain else _of_linear
-    return later.put_off(output, formula, input, weight, bias)
+    formula = {2: _of_rows, 3: _of_batches}.get(input.dim(), _of_linear) if kernel.is_contiguous() else _of_linear
+    return later.put_off(F.linear(input, kernel, bias), formula, input, weight)
 
 
 def matmul(later: Later, input: Tensor, other: Tensor) -> Tensor:
     """`input @ weight`: (.., K) and (K, N) -> (.., N)."""
     if input.dim() < 2 or other.dim() != 2 or not later.owns(other):
         return NotImplemented
-    input, matrix, _ = later.operands(input, other, None)
+    input, matrix, _ = later.operands(input, other)
     folded = input if input.dim() == 2 else input.contiguous()
-    return later.put_off(torch.matmul(folded, matrix), _of_matmul, input, other, None)
+    return later.put_off(torch.matmul(folded, matrix), _of_matmul, input, other)
 
 
 def addmm(later: Later, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """`bias + mat1 @ weight`: (N), (M, K) and (K, N) -> (M, N)."""
-    if (beta, alpha) != (1, 1) or not later.owns(mat2, input):
+    if (beta, alpha) != (1, 1) or not later.owns(mat2):
         return NotImplemented
-    mat1, matrix, shift = later.operands(mat1, mat2, input)
-    output = torch.addmm(shift, mat1, matrix)
-    return later.put_off(output, _of_matmul, mat1, mat2, input)
+    mat1, matrix, _ = later.operands(mat1, mat2)
+    return later.put_off(torch.addmm(input, mat1, matrix), _of_matmul, mat1, mat2)
 
 
 def embedding(
@@ -78,10 +74,10 @@ def embedding(
     """`F.embedding`: indices of any shape and (N, H) -> (.., H)."""
     if max_norm is not None or sparse or not later.owns(weight):
         return NotImplemented
-    _, matrix, _ = later.operands(input, weight, None)  # indices: autocast leaves it alone
+    _, matrix, _ = later.operands(input, weight)  # indices: autocast leaves it alone
     output = F.embedding(input, matrix, padding_idx, None, norm_type, scale_grad_by_freq)
     padding = -1 if padding_idx is None else padding_idx % len(weight)
-    return later.put_off(output, partial(_of_embedding, padding, scale_grad_by_freq), input, weight, None)
+    return later.put_off(output, partial(_of_embedding, padding, scale_grad_by_freq), input, weight)
 
 
 def _convolution(
@@ -143,32 +139,32 @@ RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 
 
 def _of_rows(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
-    """`_of_linear` of what is mostly met: (rows, N) and (rows, K) -> (N, K) and (N)."""
-    return gradient.t().mm(value), None if bias is None else gradient.sum(0)
+    """`_of_linear` of what is mostly met: (rows, N) and (rows, K) -> (N, K)."""
+    return gradient.t().mm(value), None
 
 
 def _of_batches(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
-    """`_of_linear` of what is met next: (batch, rows, N) and (batch, rows, K) -> (N, K) and (N)."""
-    flat = gradient.flatten(0, 1)
-    return flat.t().mm(value.flatten(0, 1)), None if bias is None else flat.sum(0)
+    """`_of_linear` of what is met next: (batch, rows, N) and (batch, rows, K) -> (N, K)."""
+    return gradient.flatten(0, 1).t().mm(value.flatten(0, 1)), None
 
 
 def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
-    flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
-    for_bias = None if bias is None else (flat if gradient.dim() <= 3 else gradient).sum_to_size(bias.shape)
-    rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])  # (rows, K)
+    flat, rows = _folded(gradient), _folded(value)
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
-        return flat.t().mm(rows), for_bias
-    return rows.t().mm(flat).t(), for_bias
+        return flat.t().mm(rows), None
+    return rows.t().mm(flat).t(), None
 
 
 def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
-    flat = gradient if gradient.dim() == 2 else gradient.reshape(-1, gradient.shape[-1])  # (rows, N)
-    rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])  # (rows, K)
-    for_bias = None if bias is None else flat.sum_to_size(bias.shape)
+    flat, rows = _folded(gradient), _folded(value)
     if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
-        return flat.t().mm(rows).t(), for_bias
-    return rows.t().mm(flat), for_bias
+        return flat.t().mm(rows).t(), None
+    return rows.t().mm(flat), None
+
+
+def _folded(value: Tensor) -> Tensor:
+    """(.., K) -> (rows, K)."""
+    return value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
 
 
 def _into_linear(total: Tensor, gradient: Tensor, value: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock import uses
+from penstock import split_backward, uses
 from penstock.data_parallel import kind_of
 from penstock.replicas import Alone
 from penstock.stage import Stage
@@ -128,6 +128,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "einsum": (lambda: Lambda(lambda self, x: torch.einsum("ij,jk->ik", x, self.w), w=(6, 5)), lambda: rows(7, 6)),
     "bias from activations": (lambda: Lambda(lambda self, x: F.linear(x, self.w, x.sum(0)), w=(6, 6)), lambda: rows(7, 6)),
     "bias cut": (lambda: Lambda(lambda self, x: F.linear(x, self.w, self.b[:6]), w=(6, 6), b=(8,)), lambda: rows(7, 6)),
+    "bias scaled": (lambda: Lambda(lambda self, x: F.linear(x, self.w, self.b * 2), w=(5, 6), b=(5,)), lambda: rows(3, 4, 6)),
+    "bias used three times": (
+        lambda: Lambda(lambda self, x: F.linear(F.linear(x, self.w, self.b).relu(), self.w, self.b) + self.b, w=(6, 6), b=(6,)),
+        lambda: rows(3, 4, 6)),
     "bias a matrix": (
         lambda: Lambda(lambda self, x: torch.addmm(self.b.t(), x, self.w), w=(6, 5), b=(5, 7)),
         lambda: rows(7, 6)),
@@ -183,9 +187,8 @@ def make(name: str) -> nn.Module:
     return module
 
 
-def run(module: nn.Module, batches: list[Tensor], split: bool, late: bool = True) -> tuple[list[Any], list[Any]]:
-    """All forwards, all backwards (and all W, `late` or each at once): outputs and input gradients."""
-    stage = Stage(0, module, CPU)
+def run(stage: Stage, batches: list[Tensor], split: bool, late: bool = True) -> tuple[list[Any], list[Any]]:
+    """A step: all forwards, all backwards (and all W, `late` or each at once): outputs and input gradients."""
     stage.forget()
     outputs, gradients = [], []
     for m, batch in enumerate(batches):
@@ -204,11 +207,12 @@ def run(module: nn.Module, batches: list[Tensor], split: bool, late: bool = True
     return outputs, gradients
 
 
-def compare(module: nn.Module, batches: list[Tensor], late: bool = True) -> None:
-    """Split against full, from the same weights, twice in a row without clearing the gradients."""
+def compare(module: nn.Module, batches: list[Tensor], late: bool = True, in_order: bool = False) -> None:
+    """Split against full, from the same weights, three steps without clearing the gradients."""
     other = copy.deepcopy(module)
-    for _ in range(2):
-        ours, theirs = run(module, batches, split=True, late=late), run(other, batches, split=False)
+    stage, plain = Stage(0, module, CPU, in_order=in_order), Stage(0, other, CPU)
+    for _ in range(3):
+        ours, theirs = run(stage, batches, split=True, late=late), run(plain, batches, split=False)
         assert all(torch.equal(a, b) for x, y in zip(ours[0], theirs[0], strict=True) for a, b in zip(x, y, strict=True))
         for x, y in zip(ours[1], theirs[1], strict=True):
             for a, b in zip(x, y, strict=True):
@@ -225,14 +229,40 @@ def test_a_split_backward_has_the_bits_of_a_full_one(name: str, late: bool) -> N
     compare(module, [MODULES[name][1]() for _ in range(3)], late)
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "transformer", "self attention", "conv2d", "tied", "x @ w.t()", "embedding = head", "norms"]
-)
+AUTOCAST = [
+    "mlp",
+    "transformer",
+    "self attention",
+    "conv2d",
+    "tied",
+    "x @ w.t()",
+    "embedding = head",
+    "norms",
+    "bias used three times",
+]
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
 def test_it_has_them_under_autocast(name: str) -> None:
     module = make(name)
     batches = [MODULES[name][1]() for _ in range(2)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         compare(module, batches)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_has_them_where_biases_get_their_gradients_in_i(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_backward, "SMALL", 0)  # so that all products are put off
+    module = make(name)
+    compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_it_has_them_there_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_backward, "SMALL", 0)
+    module = make(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
 
 
 # -- what happens when ----------------------------------------------------------------------------------------------
@@ -266,6 +296,7 @@ PUT_OFF = {
     "x @ w": 1, "x @ w.t()": 1, "x @ w.T": 1, "x @ w.mT": 1, "addmm": 1,
     "embedding": 2, "embedding = head": 2, "conv1d": 2, "conv2d": 2, "conv2d, circular": 1, "conv3d": 1,
     "conv transposed": 2, "transformer": 4, "self attention": 2, "cross attention": 4, "tied": 3, "partly frozen": 1,
+    "bias from activations": 1, "bias scaled": 1, "bias used three times": 2,
 }  # fmt: skip
 
 
@@ -456,8 +487,8 @@ def test_a_compiled_stage_does_all_of_it_in_i() -> None:
     compiled, plain = copy.deepcopy(module), copy.deepcopy(module)
     compiled.compile(backend="eager")
     batches = [torch.randn(7, 6) for _ in range(2)]
-    run(compiled, batches, split=True)
-    run(plain, batches, split=False)
+    run(Stage(0, compiled, CPU), batches, split=True)
+    run(Stage(0, plain, CPU), batches, split=False)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True))
 
 
@@ -582,7 +613,7 @@ def test_gradients_too_small_to_be_put_off_come_in_i_from_the_second_step_on() -
     expected = two_steps(plain, 16, (0, 1, 2))
     assert set(first.values()) == {None}
     changed = {name for name in second if not torch.equal(second[name], expected[1][name])}
-    assert changed == {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
+    assert changed == {"0.weight", "0.bias", "1.weight", "1.bias", "2.bias", "4.weight", "4.bias"}
     for name, gradient in last.items():
         assert torch.equal(gradient, expected[3][name]), name
 
@@ -595,8 +626,7 @@ def test_hooks_run_in_w_however_small_their_parameter_is() -> None:
     _, before, second, _ = two_steps(stage, 16, (0, 1, 2))
     assert torch.equal(before["0.bias"], second["0.bias"])
     assert torch.equal(before["4.bias"], second["4.bias"])
-    assert torch.equal(before["0.weight"], second["0.weight"])  # it is computed with its bias
-    assert not torch.equal(before["1.weight"], second["1.weight"])
+    assert not torch.equal(before["0.weight"], second["0.weight"])
     assert sorted(seen) == 6 * ["after"] + 6 * ["hook"]
 
 
@@ -610,7 +640,7 @@ def test_where_w_comes_in_another_order_all_are_put_off() -> None:
 def test_with_many_rows_small_weights_are_put_off_as_well() -> None:
     stage = Stage(1, small_and_large(), CPU, in_order=True)
     _, before, second, _ = two_steps(stage, 128, (0, 1, 2))
-    assert {name for name in before if not torch.equal(before[name], second[name])} == {"1.weight", "1.bias"}
+    assert {name for name in before if torch.equal(before[name], second[name])} == {"0.weight", "2.weight", "4.weight"}
 
 
 def test_a_stage_with_small_weights_only_leaves_nothing_to_w() -> None:

@@ -65,8 +65,9 @@ def test_after_i_the_weights_still_need_their_inputs_and_the_gradients_of_their_
     timeline = ps.launch(rank_mlp, RANKS, "zb-h1")[0]
     for rank, (act, keep) in enumerate(timeline.sizes):
         assert act == EACH * BLOCK + BLOCK * (rank > 0)
-        # W: for every layer the input and the gradient; the last ReLU's output went with I. Rank 0 runs B, nothing needs I
-        assert keep == (2 * EACH * BLOCK if rank else act)
+        # for every layer the input, the output's gradient and, computed, the bias's; the last ReLU's output went with I.
+        # Rank 0 runs B: nothing needs its I
+        assert keep == (EACH * (2 * BLOCK + 4 * WIDTH) if rank else act)
 
 
 @pytest.mark.parametrize(("recompute", "blocks"), [("stage", (0, 1, 1, 2)), ("block", (7, 8, 8, 9))])

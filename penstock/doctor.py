@@ -4,16 +4,25 @@ import importlib.util
 import os
 import platform
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock import comms
+from penstock.groups import Groups
 from penstock.launcher import launch
+from penstock.lines import MemorySender, Outbox, receiving_line, sending_line
+from penstock.wire import describe_tensor
 
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
+Act = Callable[[Tensor], Any]  # send or receive it
 EXTRAS = {"sklearn": "penstock train --model mlp (pip install 'penstock[mlp]')"}
 
 
@@ -33,9 +42,10 @@ def examine() -> None:
     begin = time.perf_counter()
     launch(_nothing, 2)
     print(f"+ two ranks start in {time.perf_counter() - begin:.2f} s, later")
-    for floats, seconds in launch(_ping_pong, 2)[0].items():
-        size = floats * 4
-        print(f"+ a message of {size:>9,} bytes takes {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
+    for way, times in launch(_ping_pong, 2)[0].items():
+        for floats, seconds in times.items():
+            size = floats * 4
+            print(f"+ {way}, {size:>9,} bytes take {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
 
 
 def _say(there: bool, present: str, absent: str) -> None:
@@ -56,19 +66,38 @@ def _nothing() -> None:
     pass
 
 
-def _ping_pong() -> dict[int, float]:
-    """Floats of a message -> seconds one way, the median over rounds there and back."""
-    rank, result = comms.init_distributed(device="cpu").rank, {}
-    for floats in SIZES:
-        ball, times = torch.zeros(floats), []
-        for _ in range(ROUNDS):
-            begin = time.perf_counter()
-            if rank == 0:
-                dist.send(ball, 1)
-                dist.recv(ball, 1)
-            else:
-                dist.recv(ball, 0)
-                dist.send(ball, 0)
-            times.append((time.perf_counter() - begin) / 2)
-        result[floats] = sorted(times)[ROUNDS // 2]
+def _ping_pong() -> dict[str, dict[int, float]]:
+    """By way, floats of a message -> seconds to the other rank, the median over rounds there and back."""
+    topology = comms.init_distributed(device="cpu")
+    groups, outbox, other = Groups(topology, "doctor"), Outbox(), 1 - topology.rank
+    if topology.rank == 0:
+        outgoing, incoming = sending_line(groups, "there", outbox), receiving_line(groups, "back")
+    else:
+        incoming, outgoing = receiving_line(groups, "there"), sending_line(groups, "back", outbox)
+
+    def send(ball: Tensor) -> None:
+        outgoing.send(ball, describe_tensor(ball))
+
+    def receive(ball: Tensor) -> None:
+        spec = describe_tensor(ball)
+        incoming.wait(incoming.post(spec), spec)
+        outbox.empty()
+
+    shared = "through shared memory" if isinstance(outgoing, MemorySender) else "between stages"
+    ways: dict[str, tuple[Act, Act]] = {
+        f"a message {shared}": (send, receive),
+        "a message by Gloo": (partial(dist.send, dst=other), partial(dist.recv, src=other)),
+    }
+    result = {way: {floats: _seconds(topology.rank == 0, floats, *both) for floats in SIZES} for way, both in ways.items()}
+    groups.close()
     return result
+
+
+def _seconds(first: bool, floats: int, send: Act, receive: Act) -> float:
+    ball, times = torch.zeros(floats), []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for act in (send, receive) if first else (receive, send):
+            act(ball)
+        times.append((time.perf_counter() - begin) / 2)
+    return median(times)

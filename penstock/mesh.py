@@ -3,6 +3,14 @@
 A `DeviceMesh` has up to three axes. Along `pp` lie the ranks of one pipeline. Along `dp` lie its replicas, each with rows of
 its own; gradients are averaged over them once a step. Along `tp` lie ranks that share the products inside every stage.
 
+The ranks of `init_mesh(pp=2, dp=2, tp=2)`, those of a pipeline in a row:
+
+    dp 0   tp 0   0 --- 4
+           tp 1   1 --- 5
+    dp 1   tp 0   2 --- 6
+           tp 1   3 --- 7
+
+Ranks 0 to 3 have stage 0: 0 and 1 share its products, and so do 2 and 3; 0 and 2 average gradients, and so do 1 and 3.
 All pipelines run the same table, so actions that wait for each other along `tp` stand in the same place of every row: side
 by side they are one action, and a table that is proved for one pipeline is proved for all of them.
 """

@@ -79,11 +79,14 @@ def concluded(
     `last_rank`, of every pipeline, has the loss; `between` and `averaging` are this rank's times, see StepReport.
     """
     device = control.topology.device
-    loss = _weighted([work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)])
+    terms = [work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)]
+    value, dtype = 0.0, NOTHING
+    if terms:
+        loss = sum(terms[1:], terms[0])
+        value, dtype = loss.item(), _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else NOTHING
     mine = work.auxiliary.items() if work.weights else ()
     auxiliary = [value.item() * work.weights[piece] for (_, piece), values in mine for value in values]
-    dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES and work.losses else NOTHING
-    row = [loss.item(), dtype, *clock.summary(), peak_memory(device), len(auxiliary), between, averaging]
+    row = [value, dtype, *clock.summary(), peak_memory(device), len(auxiliary), between, averaging]
     everyone = control.gather(row, what)
     ran = [each for each in everyone if each[3]]  # a rank may have no stage
     makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
@@ -95,10 +98,6 @@ def concluded(
         value = math.fsum([value, *(term for ranks in place.counted for rank in ranks for term in told[rank])])
     report = StepReport(makespan, *(tuple(each[column] for each in everyone) for column in (4, 5, 7, 8)))
     return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
-
-
-def _weighted(terms: Sequence[Tensor]) -> Tensor:
-    return sum(terms[1:], terms[0]) if terms else torch.zeros(())
 
 
 def peak_memory(device: torch.device) -> float:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -152,8 +153,10 @@ def test_bench_and_doctor_say_what_they_measured():
         whole, halves, doctor = at_once.map(lambda words: penstock(*words), commands)
     assert "the table, at nominal costs" in whole.stdout, whole.stderr
     assert "the table, at the actions' own costs" in halves.stdout, halves.stderr
-    assert "a message of" in doctor.stdout, doctor.stderr
-    assert "Gloo" in doctor.stdout
+    messages = [line for line in doctor.stdout.splitlines() if line.startswith("+ a message")]
+    assert len(messages) == 6, doctor.stderr  # of three sizes: the pipeline's way, and by Gloo
+    assert all(re.search(r", +[\d,]+ bytes take +\d+ us, [\d.]+ GB/s$", line) for line in messages), messages
+    assert all(("by Gloo" in line) == (number >= 3) for number, line in enumerate(messages))
 
 
 def test_the_package_ships_its_types():

@@ -32,6 +32,23 @@ TICKET = struct.Struct("qq")  # where a block begins in the file, and the bytes 
 SECRET = 64  # bytes by which the receiver knows that it has opened the right file
 
 
+class Block:
+    """Where messages of one size lie in `file`, from `start` on."""
+
+    def __init__(self, file: int, start: int, size: int) -> None:
+        self.start = start
+        self.memory = mmap.mmap(file, HEADER + size, offset=start)
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8, offset=HEADER)
+        self._spec: TensorSpec | None = None
+        self._tensor = self._bytes
+
+    def tensor(self, spec: TensorSpec) -> Tensor:
+        """The message's memory as `spec` describes it: nearly always as the time before."""
+        if spec != self._spec:
+            self._spec, self._tensor = spec, shaped(self._bytes, spec)
+        return self._tensor
+
+
 class SharedSender:
     """The sending end."""
 
@@ -39,26 +56,25 @@ class SharedSender:
         self.file = os.memfd_create("penstock")
         self.reader, self.writer = os.pipe()  # the reader is for the other process to open
         self._end = 0
-        self._blocks: dict[int, list[tuple[int, mmap.mmap, Tensor]]] = {}  # bytes -> blocks for messages of that size
+        self._blocks: dict[int, list[Block]] = {}  # bytes -> blocks for messages of that size
 
     def send(self, tensor: Tensor, spec: TensorSpec) -> None:
         """Copy `tensor`, in the layout of `spec`, into a free block, and say so. If nobody reads, others will tell."""
-        start, memory, block = self._free(spec.bytes)
-        memory[0] = BUSY
-        shaped(block, spec).copy_(tensor.detach())
+        block = self._free(spec.bytes)
+        block.memory[0] = BUSY
+        block.tensor(spec).copy_(tensor.detach())
         with suppress(BrokenPipeError):
-            os.write(self.writer, TICKET.pack(start, spec.bytes))
+            os.write(self.writer, TICKET.pack(block.start, spec.bytes))
 
-    def _free(self, size: int) -> tuple[int, mmap.mmap, Tensor]:
+    def _free(self, size: int) -> Block:
         blocks = self._blocks.setdefault(size, [])
         for block in blocks:
-            if block[1][0] == FREE:
+            if block.memory[0] == FREE:
                 return block
         start = self._end
         self._end += -(-(HEADER + size) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         os.ftruncate(self.file, self._end)
-        memory = mmap.mmap(self.file, HEADER + size, offset=start)
-        blocks.append((start, memory, torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER)))
+        blocks.append(Block(self.file, start, size))
         return blocks[-1]
 
     def close(self) -> None:
@@ -77,9 +93,9 @@ class SharedReceiver:
     def __init__(self, process: int, file: int, pipe: int, timeout: timedelta) -> None:
         self._file = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
         self._pipe = os.open(f"/proc/{process}/fd/{pipe}", os.O_RDONLY)
-        self._poll, self._timeout = select.poll(), timeout
+        self._poll, self._patience = select.poll(), timeout / timedelta(milliseconds=1)
         self._poll.register(self._pipe, select.POLLIN)
-        self._memory: dict[int, mmap.mmap] = {}
+        self._blocks: dict[int, Block] = {}
 
     def begins_with(self, secret: Tensor) -> bool:
         """Whether `secret` is the first message. Takes nothing out of the pipe, which may be meant for another process."""
@@ -89,20 +105,20 @@ class SharedReceiver:
     def receive(self, spec: TensorSpec | None) -> Tensor:
         """The next message, as `spec` describes it, or as bytes. Raises RuntimeError if the sender is lost or silent."""
         start, size = self._ticket()
-        memory = self._memory.get(start)
-        if memory is None:
-            memory = self._memory[start] = mmap.mmap(self._file, HEADER + size, offset=start)
+        block = self._blocks.get(start)
+        if block is None:
+            block = self._blocks[start] = Block(self._file, start, size)
         spec = spec or TensorSpec((size,), (1,), torch.uint8, False, size)
         if size <= SMALL:
-            tensor = shaped(torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER, count=size), spec).clone()
-            memory[0] = FREE
+            tensor = block.tensor(spec).clone()
+            block.memory[0] = FREE
             return tensor
-        view = (ctypes.c_ubyte * size).from_buffer(memory, HEADER)
-        weakref.finalize(view, memory.__setitem__, 0, FREE).atexit = False
+        view = (ctypes.c_ubyte * size).from_buffer(block.memory, HEADER)
+        weakref.finalize(view, block.memory.__setitem__, 0, FREE).atexit = False
         return shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
 
     def _ticket(self) -> tuple[int, int]:
-        if not self._poll.poll(self._timeout / timedelta(milliseconds=1)):
+        if not self._poll.poll(self._patience):
             raise RuntimeError("timed out")
         ticket = os.read(self._pipe, TICKET.size)
         if len(ticket) < TICKET.size:

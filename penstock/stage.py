@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from penstock import wire
 from penstock.auxiliary import Collected
@@ -21,7 +21,7 @@ from penstock.replicas import Alone
 from penstock.split_backward import Splitter
 from penstock.standins import PutOff
 from penstock.tied import StandIn, installed
-from penstock.uses import run_backward
+from penstock.uses import edge_of, run_backward
 
 
 class Given(NamedTuple):
@@ -145,7 +145,7 @@ class Stage:
             output = self._messages(output)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
-            wanted = tuple([(get_gradient_edge(value), value.detach()) for value in auxiliary if value.requires_grad])
+            wanted = tuple([(edge_of(value), value.detach()) for value in auxiliary if value.requires_grad])
             self._keep(microbatch, output, Kept(given.entries, given.borrowed, (), put_off, (), wanted))
         return output
 
@@ -216,7 +216,7 @@ class Stage:
         """Keep `kept`, with the backward starting at `output`."""
         leaves = self._with_lent(output, kept.borrowed) if self.links.lent else wire.flatten(output)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        edges = tuple([get_gradient_edge(tensor) for tensor in tensors])
+        edges = tuple([edge_of(tensor) for tensor in tensors])
         ends = self.parallel.ends_of(tensors)
         self.kept[microbatch] = Kept(kept.entries, kept.borrowed, edges, kept.put_off, ends, kept.auxiliary)
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._C import _FunctionBase
 from torch._C._autograd import _make_saved_tensor, _top_saved_tensors_default_hooks
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
@@ -79,6 +81,15 @@ def bare_of(weight: Any) -> Any:
     """`weight` outside the graph, None for None."""
     bare = getattr(weight, "bare", None)
     return weight.detach() if bare is None and weight is not None else bare
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """`get_gradient_edge(tensor)`; of what an operation made without the changes of grad mode, which take longest."""
+    node = tensor.grad_fn
+    if node is None or not torch.is_grad_enabled():
+        return get_gradient_edge(tensor)
+    of_python = issubclass(type(node), _FunctionBase)  # such a node does not keep the graph alive, a view of its output does
+    return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn if of_python else None)
 
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:

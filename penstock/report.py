@@ -79,14 +79,9 @@ def concluded(
     `last_rank`, of every pipeline, has the loss; `between` and `averaging` are this rank's times, see StepReport.
     """
     device = control.topology.device
-    terms = [work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)]
-    value, dtype = 0.0, NOTHING
-    if terms:
-        loss = sum(terms[1:], terms[0])
-        value, dtype = loss.item(), _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else NOTHING
     mine = work.auxiliary.items() if work.weights else ()
     auxiliary = [value.item() * work.weights[piece] for (_, piece), values in mine for value in values]
-    row = [value, dtype, *clock.summary(), peak_memory(device), len(auxiliary), between, averaging]
+    row = [*_loss(work), *clock.summary(), peak_memory(device), len(auxiliary), between, averaging]
     everyone = control.gather(row, what)
     ran = [each for each in everyone if each[3]]  # a rank may have no stage
     makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
@@ -98,6 +93,15 @@ def concluded(
         value = math.fsum([value, *(term for ranks in place.counted for rank in ranks for term in told[rank])])
     report = StepReport(makespan, *(tuple(each[column] for each in everyone) for column in (4, 5, 7, 8)))
     return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
+
+
+def _loss(work: Work) -> tuple[float, int]:
+    """What this rank's microbatches add to the loss, and the number of its dtype; (0, NOTHING) where none ended here."""
+    terms = [work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)]
+    if not terms:
+        return 0.0, NOTHING
+    loss = sum(terms[1:], terms[0])
+    return loss.item(), _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else NOTHING
 
 
 def peak_memory(device: torch.device) -> float:

@@ -110,13 +110,13 @@ class PutOff:
     def _is_ours(self, tensor: Tensor) -> bool:
         return getattr(tensor, "later", None) is self or (tensor._is_view() and getattr(tensor._base, "later", None) is self)
 
-    def operands(self, value: Tensor, weight: Any, bias: Any = None) -> tuple[Tensor, Any, Any]:
+    def operands(self, value: Tensor, *weights: Any) -> tuple[Any, ...]:
         """The input, and the weights outside the graph, as autocast would hand them to a product."""
         device = value.device.type
         if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
-            return value, bare_of(weight), bare_of(bias)
+            return value, *map(bare_of, weights)
         dtype = torch.get_autocast_dtype(device)
-        return value.to(dtype), self._cast(weight, dtype), None if bias is None else self._cast(bias, dtype)
+        return value.to(dtype), *[None if weight is None else self._cast(weight, dtype) for weight in weights]
 
     def _cast(self, weight: Any, dtype: torch.dtype) -> Tensor:
         place = getattr(weight, "place", None)

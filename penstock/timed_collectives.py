@@ -66,6 +66,7 @@ def ways(operation: str, size: int, topology: comms.Topology, raw: bool) -> dict
         return {name: each[rank] if rank < 2 else _nothing for name, each in choice.items()}
 
     def mine_with(check: bool) -> Way:
+        """The collective by `ps.comms`, with or without its check that all ranks make the same call."""
         calls: dict[str, Way] = {
             "broadcast": lambda: ours.broadcast(whole, check=check),
             "scatter": lambda: ours.scatter(piece, whole if rank == 0 else None, check=check),

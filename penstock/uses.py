@@ -16,7 +16,7 @@ from penstock.weight_gradients import Formula, Gradients
 class Use:
     """One use of a weight: what its gradient will be computed from."""
 
-    __slots__ = ("bias", "formula", "number", "saved", "targets", "value", "version", "views", "weight")
+    __slots__ = ("formula", "number", "saved", "targets", "value", "version", "views", "weight")
 
     def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.number, self.formula = number, formula
@@ -27,7 +27,7 @@ class Use:
             self.saved, self.value = _make_saved_tensor(value, is_output=False), None
         self.targets = place_of(weight), place_of(bias)  # whose gradients they are
         self.views = (_view_end(weight), None) if bias is None else (_view_end(weight), _view_end(bias))
-        self.weight, self.bias = bare_of(weight), bare_of(bias)
+        self.weight = bare_of(weight)
 
     @property
     def bytes(self) -> int:
@@ -58,7 +58,7 @@ class Use:
 
     def compute(self, gradient: Tensor) -> Gradients:
         """The gradients of the weight and the bias."""
-        return self.formula(gradient, self.unpack(), self.weight, self.bias)
+        return self.formula(gradient, self.unpack(), self.weight)
 
 
 Owed = tuple[Use, Tensor]  # a use of a weight, and the gradient of its output
@@ -69,7 +69,7 @@ NO_VIEWS = (None, None)
 
 def _view_end(weight: Tensor) -> GradientEdge | None:
     """For a view of a trainable parameter, its end of the graph."""
-    return get_gradient_edge(weight) if weight.requires_grad and place_of(weight) is None else None
+    return edge_of(weight) if weight.requires_grad and place_of(weight) is None else None
 
 
 def place_of(weight: Tensor | None) -> int | None:

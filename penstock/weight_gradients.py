@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Gradients = tuple[Tensor | None, Tensor | None]  # of the weight and the bias
-Formula = Callable[[Tensor, Tensor, Tensor, Tensor | None], Gradients]  # of output gradient, input, weight, bias
+Formula = Callable[[Tensor, Tensor, Tensor], Gradients]  # of output gradient, input, weight
 
 
 class Later(Protocol):
@@ -25,7 +25,7 @@ class Later(Protocol):
     def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether both are parameters of the stage or views of one; the bias may be frozen or None."""
 
-    def operands(self, value: Tensor, weight: Any, bias: Any = None) -> tuple[Tensor, Any, Any]:
+    def operands(self, value: Tensor, *weights: Any) -> tuple[Any, ...]:
         """The input, and the weights outside the graph, as autocast would hand them to a product."""
 
     def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,7 +36,7 @@ def linear(later: Later, input: Tensor, weight: Tensor, bias: Tensor | None = No
     """`F.linear`: (.., K) and (N, K) -> (.., N). The bias' gradient is a sum over what `I` has at hand, and stays there."""
     if input.dim() < 2 or weight.dim() != 2 or not later.owns(weight):
         return NotImplemented
-    input, kernel, _ = later.operands(input, weight)
+    input, kernel = later.operands(input, weight)
     if input.dim() > 2 and not input.is_contiguous():  # autograd folds the rows, then adds the bias on its own
         output = later.put_off(F.linear(input.contiguous(), kernel), _of_linear, input, weight)
         return output if bias is None else output + bias.to(output.dtype)
@@ -48,7 +48,7 @@ def matmul(later: Later, input: Tensor, other: Tensor) -> Tensor:
     """`input @ weight`: (.., K) and (K, N) -> (.., N)."""
     if input.dim() < 2 or other.dim() != 2 or not later.owns(other):
         return NotImplemented
-    input, matrix, _ = later.operands(input, other)
+    input, matrix = later.operands(input, other)
     folded = input if input.dim() == 2 else input.contiguous()
     return later.put_off(torch.matmul(folded, matrix), _of_matmul, input, other)
 
@@ -57,7 +57,7 @@ def addmm(later: Later, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: floa
     """`bias + mat1 @ weight`: (N), (M, K) and (K, N) -> (M, N)."""
     if (beta, alpha) != (1, 1) or not later.owns(mat2):
         return NotImplemented
-    mat1, matrix, _ = later.operands(mat1, mat2)
+    mat1, matrix = later.operands(mat1, mat2)
     return later.put_off(torch.addmm(input, mat1, matrix), _of_matmul, mat1, mat2)
 
 
@@ -74,7 +74,7 @@ def embedding(
     """`F.embedding`: indices of any shape and (N, H) -> (.., H)."""
     if max_norm is not None or sparse or not later.owns(weight):
         return NotImplemented
-    _, matrix, _ = later.operands(input, weight)  # indices: autocast leaves it alone
+    _, matrix = later.operands(input, weight)  # indices: autocast leaves it alone
     output = F.embedding(input, matrix, padding_idx, None, norm_type, scale_grad_by_freq)
     padding = -1 if padding_idx is None else padding_idx % len(weight)
     return later.put_off(output, partial(_of_embedding, padding, scale_grad_by_freq), input, weight)
@@ -98,7 +98,8 @@ def _convolution(
     input, kernel, shift = later.operands(input, weight, bias)
     output = operation(input, kernel, shift, stride, padding, dilation, groups)
     shape = [_each(number, dimensions) for number in (stride, padding, dilation)]
-    return later.put_off(output, partial(_of_convolution, (*shape, False, [0] * dimensions, groups)), input, weight, bias)
+    formula = partial(_of_convolution, (*shape, False, [0] * dimensions, groups), bias is not None)
+    return later.put_off(output, formula, input, weight, bias)
 
 
 def _transposed(
@@ -120,7 +121,8 @@ def _transposed(
     input, kernel, shift = later.operands(input, weight, bias)
     output = operation(input, kernel, shift, stride, padding, output_padding, groups, dilation)
     stride, padding, dilation, out = (_each(number, dimensions) for number in (stride, padding, dilation, output_padding))
-    return later.put_off(output, partial(_of_convolution, (stride, padding, dilation, True, out, groups)), input, weight, bias)
+    formula = partial(_of_convolution, (stride, padding, dilation, True, out, groups), bias is not None)
+    return later.put_off(output, formula, input, weight, bias)
 
 
 RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
@@ -138,24 +140,24 @@ RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 
 
-def _of_rows(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+def _of_rows(gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
     """`_of_linear` of what is mostly met: (rows, N) and (rows, K) -> (N, K)."""
     return gradient.t().mm(value), None
 
 
-def _of_batches(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+def _of_batches(gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
     """`_of_linear` of what is met next: (batch, rows, N) and (batch, rows, K) -> (N, K)."""
     return gradient.flatten(0, 1).t().mm(value.flatten(0, 1)), None
 
 
-def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
     flat, rows = _folded(gradient), _folded(value)
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
         return flat.t().mm(rows), None
     return rows.t().mm(flat).t(), None
 
 
-def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
     flat, rows = _folded(gradient), _folded(value)
     if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
         return flat.t().mm(rows).t(), None
@@ -184,15 +186,13 @@ PRODUCTS: dict[Formula, Callable[[Tensor, Tensor, Tensor], None]] = {
 }
 
 
-def _of_embedding(padding: int, scale: bool, gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None) -> Gradients:
+def _of_embedding(padding: int, scale: bool, gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
     return torch.ops.aten.embedding_dense_backward(gradient, value, len(weight), padding, scale), None
 
 
-def _of_convolution(
-    settings: tuple[Any, ...], gradient: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
-) -> Gradients:
-    shape = None if bias is None else list(bias.shape)
-    wanted = [False, True, bias is not None]
+def _of_convolution(settings: tuple[Any, ...], biased: bool, gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
+    shape = [gradient.shape[1]] if biased else None
+    wanted = [False, True, biased]
     _, for_weight, for_bias = torch.ops.aten.convolution_backward(
         gradient, value, weight.to(value.dtype), shape, *settings, wanted
     )

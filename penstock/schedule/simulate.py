@@ -221,6 +221,7 @@ def _works(schedule: Schedule, costs: Costs) -> dict[Kind, list[_Work]]:
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
 
     def connect(kinds: Sequence[Kind], source: int, receiver: int, border: Border) -> None:
+        """Have what actions of `kinds` make on stage `source` go to `receiver`, over `border` if that is on another rank."""
         times, ends = _times(schedule), (home[source], home[receiver])
         for kind in kinds:
             work = works[kind][source]

@@ -84,6 +84,7 @@ def application() -> "WSGIApplication":
         return Response(text, status, headers, content_type=f"{TYPES[kind]}; charset=utf-8")
 
     def routed(request: "Request") -> "Response":
+        """The answer to one request: a page, a file, or what a question comes to."""
         if not host_is_trusted(request.headers.get("Host"), LOOPBACK):
             return reply(f"The studio answers at http://127.0.0.1 only, not at {request.headers.get('Host')!r}.\n", "txt", 403)
         name = request.path.removeprefix("/")

@@ -3,7 +3,7 @@
 python benchmarks/gradients.py                      two hosts, a replica of two ranks on each, 100 Mbit/s: about two minutes
 python benchmarks/gradients.py --rate 1gbit --kilobytes 8192
 
-The hosts are namespaces of this machine (tests/hosts.py) with a torchrun agent each; run it as root on Linux. Stages sleep, and
+The hosts are namespaces of this machine (tests/comms/hosts.py) with a torchrun agent each; run it as root. Stages sleep, and
 have a parameter of so many kilobytes. With overlap a stage's gradients leave after its last backward; without, all leave when
 the step is over. Both take turns. Predicted: `schedule.averaged` on the simulated table, with the bandwidth that all-reduces of
 that size have there.
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from two_hosts import results_of
 
 import penstock as ps
-from penstock.mesh import Place, place_of
+from penstock.mesh.place import Place, place_of
 from penstock.schedule import Costs, Schedule, averaged, simulate
 
 PIPELINE = 2  # ranks of a replica

@@ -3,7 +3,7 @@
 python benchmarks/hosts.py                          two hosts, two ranks each, 100 Mbit/s: about four minutes, as root on Linux
 python benchmarks/hosts.py --rate 1gbit --kilobytes 1024 --rounds 10
 
-The hosts are namespaces of this machine (tests/hosts.py), each with a torchrun agent of its own; ranks 0 and 1 run on the
+The hosts are namespaces of this machine (tests/comms/hosts.py), each with a torchrun agent of its own; ranks 0 and 1 run on the
 first, 2 and 3 on the second. Stages sleep. Messages within a host go through shared memory, those between hosts over a cable
 that lets `rate` pass in each direction.
 """
@@ -27,11 +27,11 @@ from torch import Tensor
 from two_hosts import results_of
 
 import penstock as ps
-from penstock import wire
-from penstock.lines import DESTINATION, GroupSender, Outbox
+from penstock.comms.messages import wire
+from penstock.comms.messages.lines import DESTINATION, GroupSender, Outbox
+from penstock.comms.messages.wire import TensorSpec
 from penstock.schedule import Costs, Kind, Measured, Schedule
-from penstock.schedule.measured import MeasuredCosts
-from penstock.wire import TensorSpec
+from penstock.schedule.timing.measured import MeasuredCosts
 
 RANKS = 4
 ROWS = 16  # of a microbatch

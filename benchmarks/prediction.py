@@ -23,9 +23,9 @@ from tables import Row, show
 from torch import nn
 
 import penstock as ps
-from penstock.labs.emulated import DIM, EmulatedLayer
+from penstock.learn.emulated import DIM, EmulatedLayer
 from penstock.schedule import Schedule, Timeline
-from penstock.schedule.measured import Measured
+from penstock.schedule.timing.measured import Measured
 
 LAYERS = 32
 SECONDS = 0.003, 0.003, 0.002  # of F, I and W of a layer

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 import penstock as ps
 from penstock.model import GPTConfig
-from penstock.stage import Stage
+from penstock.stage.stage import Stage
 
 MICROBATCHES = 8  # of the batch
 CUT = 4  # stages of the model; the second of them is measured
@@ -47,7 +47,7 @@ class StageEngine(Protocol):
 
 
 class Ours:
-    """`penstock.stage.Stage`."""
+    """`penstock.stage.stage.Stage`."""
 
     def __init__(self, module: nn.Module, divided: bool) -> None:
         self.stage, self.divided = Stage(1, module, torch.device("cpu"), in_order=True), divided

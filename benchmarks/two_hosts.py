@@ -1,4 +1,4 @@
-"""Runs the ranks of a benchmark on two hosts, namespaces of this machine (tests/hosts.py), and brings back what they found."""
+"""Runs the ranks of a benchmark on two hosts, namespaces of this machine, and brings back what they found."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ def results_of(script: str, ranks: int, rate: str, setup: str = "true") -> tuple
     direction, after the shell command `setup`. Ends the program, with what there is to tell, where that cannot be or fails.
     """
     sys.path.insert(0, str(ROOT))
-    from tests import hosts
+    from tests.comms import hosts
 
     if (reason := hosts.why_not()) is not None:
         sys.exit(reason)

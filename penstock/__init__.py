@@ -3,17 +3,19 @@
 The names below are found when first used, so that importing the package, and everything about schedules, needs no torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from penstock.lazy import face
 
 if TYPE_CHECKING:
-    from penstock import checkpoint, comms, microbatch, model, partition, schedule
-    from penstock.auxiliary import auxiliary_loss
-    from penstock.comms import Topology
+    from penstock import checkpoint, comms, model, partition, schedule
+    from penstock.comms.launcher import launch
+    from penstock.comms.topology import Topology
     from penstock.errors import LostRankError, MismatchError, PenstockError, ScheduleError, StageError
-    from penstock.launcher import launch
     from penstock.model import ShardedMLP
     from penstock.pipeline import Pipeline
+    from penstock.stage import microbatch
+    from penstock.stage.auxiliary import auxiliary_loss
 
 __version__ = "0.1.0"
 
@@ -36,28 +38,16 @@ __all__ = [
     "schedule",
 ]
 
-_HOMES = {
-    "LostRankError": "errors",
-    "MismatchError": "errors",
-    "PenstockError": "errors",
-    "Pipeline": "pipeline",
-    "ScheduleError": "errors",
-    "ShardedMLP": "model",
-    "StageError": "errors",
-    "Topology": "comms",
-    "auxiliary_loss": "auxiliary",
-    "launch": "launcher",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    module = importlib.import_module(f"penstock.{_HOMES.get(name, name)}")
-    value = getattr(module, name) if name in _HOMES else module
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = face(
+    __name__,
+    {
+        **{name: "errors" for name in __all__ if name.endswith("Error")},
+        **{name: name for name in ("checkpoint", "comms", "model", "partition", "schedule")},
+        "Pipeline": "pipeline",
+        "ShardedMLP": "model",
+        "Topology": "comms.topology",
+        "auxiliary_loss": "stage.auxiliary",
+        "launch": "comms.launcher",
+        "microbatch": "stage.microbatch",
+    },
+)

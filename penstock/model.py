@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.comms import CPU
+from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.microbatch import sizes
 from penstock.randomness import aside, mix
+from penstock.stage.microbatch import sizes
 
 
 class _Seeded:

@@ -10,25 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock import assembly, comms, microbatch, partition, shards, tensor_parallel, tied
-from penstock.agreement import Agreement, Vote
-from penstock.channels import Channels
-from penstock.clock import Clock, clock_for, skew
-from penstock.comms import Topology
-from penstock.control import Control, waiting
-from penstock.data_parallel import Way, share_state
-from penstock.engine import Engine, Work
+from penstock import comms, partition
+from penstock.comms.control import Control, waiting
+from penstock.comms.messages.channels import Channels
+from penstock.comms.topology import Topology
+from penstock.engine import build as assembly
+from penstock.engine.agreement import Agreement, Vote
+from penstock.engine.clock import Clock, clock_for, skew
+from penstock.engine.engine import Engine, Work
+from penstock.engine.memory import Weighing
+from penstock.engine.report import StepReport, concluded, measured, numbers
+from penstock.engine.scaling import scale_of
 from penstock.errors import MismatchError, PenstockError
-from penstock.layers import Recompute, evaluating
-from penstock.mesh import place_of
-from penstock.parameters import Parameters
+from penstock.mesh import fully_sharded as shards
+from penstock.mesh import tensor_parallel
+from penstock.mesh.data_parallel import Way, share_state
+from penstock.mesh.place import place_of
 from penstock.randomness import aside, mix
-from penstock.report import StepReport, concluded, measured, numbers
-from penstock.scaling import scale_of
 from penstock.schedule import Event, Schedule, Size, Timeline, verify
-from penstock.schedule.part import Parts
+from penstock.schedule.rank_program import Parts
 from penstock.schedule.transform import with_full_backwards
-from penstock.weighing import Weighing
+from penstock.stage import microbatch, tied
+from penstock.stage.layers import Recompute, evaluating
+from penstock.stage.parameters import Parameters
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank

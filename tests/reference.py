@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.commands.train import token_loss
 from penstock.model import GPT, GPTConfig, mlp
-from penstock.train import token_loss
 
 Batch = tuple[Tensor, Tensor]
 

@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.checkpoint import manifest, tensor_files
-from penstock.comms import Topology
-from penstock.control import Control
+from penstock.comms.control import Control
+from penstock.comms.topology import Topology
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
-from penstock.sharded import full
+from penstock.stage.dtensor import full
 
 _count = itertools.count()  # of pipelines with checkpoints in this process, the same on every rank
 

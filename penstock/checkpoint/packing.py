@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import MismatchError
-from penstock.sharded import full
+from penstock.stage.dtensor import full
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

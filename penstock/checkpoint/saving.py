@@ -13,9 +13,9 @@ from penstock.checkpoint.beside import Saving, own_state, seen, settled, togethe
 from penstock.checkpoint.packing import pack
 from penstock.checkpoint.restore import MODEL
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
-from penstock.control import Control
+from penstock.comms.control import Control
+from penstock.comms.groups import broken_off
 from penstock.errors import MismatchError, PenstockError
-from penstock.groups import broken_off
 from penstock.pipeline import Pipeline
 
 

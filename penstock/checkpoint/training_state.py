@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.checkpoint.packing import pack, unpack
 from penstock.errors import MismatchError
-from penstock.sharded import placed_as
+from penstock.stage.dtensor import placed_as
 
 NameOf = Callable[[Tensor], str | None]
 _NOT_OPTIONS = ("params", "param_names")

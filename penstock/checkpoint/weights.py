@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.checkpoint import manifest, tensor_files
 from penstock.checkpoint.beside import newest_whole, own_state, seen, settled, together, written
 from penstock.checkpoint.restore import MODEL, found
-from penstock.comms import Topology
-from penstock.control import Control
+from penstock.comms.control import Control
+from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from penstock.comms import CPU
+from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.randomness import aside, mix
 

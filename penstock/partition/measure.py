@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from penstock.comms import CPU
+from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.partition.materialise import is_meta
 from penstock.randomness import aside

@@ -1,17 +1,17 @@
 """Schedules: tables of actions, built, proved, timed. Plain Python, no torch."""
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Kind, Schedule, from_rows
-from penstock.schedule.averaging import averaged
 from penstock.schedule.catalog import build, names
-from penstock.schedule.causes import Cause, Idle
-from penstock.schedule.events import Border, Event, Size, Timeline
-from penstock.schedule.explain import explain
-from penstock.schedule.explanation import Explanation
-from penstock.schedule.foreign import from_lowered_csv, from_lowered_rows
-from penstock.schedule.measured import Measured
 from penstock.schedule.program import Program, Run, Script, Skip, Step, Transfer, lower
-from penstock.schedule.simulate import Costs, simulate
+from penstock.schedule.pytorch_csv import from_lowered_csv, from_lowered_rows
+from penstock.schedule.table import Action, Kind, Schedule, from_rows
+from penstock.schedule.timing.averaging import averaged
+from penstock.schedule.timing.causes import Cause, Idle
+from penstock.schedule.timing.explain import explain
+from penstock.schedule.timing.explanation import Explanation
+from penstock.schedule.timing.measured import Measured
+from penstock.schedule.timing.simulate import Costs, simulate
+from penstock.schedule.timing.timeline import Border, Event, Size, Timeline
 from penstock.schedule.verify import Proof, prove, verify
 
 __all__ = [

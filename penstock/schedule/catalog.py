@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import PLACEMENTS, Cell, Schedule, from_rows
-from penstock.schedule.controllable_memory import v_half, v_min
-from penstock.schedule.dualpipe_v import dualpipe_v
-from penstock.schedule.gpipe import gpipe
-from penstock.schedule.interleaved import interleaved_1f1b
-from penstock.schedule.looped_bfs import looped_bfs
-from penstock.schedule.naive import naive
-from penstock.schedule.one_f_one_b import one_f_one_b
+from penstock.schedule.families.controllable_memory import v_half, v_min
+from penstock.schedule.families.dualpipe_v import dualpipe_v
+from penstock.schedule.families.gpipe import gpipe
+from penstock.schedule.families.interleaved import interleaved_1f1b
+from penstock.schedule.families.looped_bfs import looped_bfs
+from penstock.schedule.families.naive import naive
+from penstock.schedule.families.one_f_one_b import one_f_one_b
+from penstock.schedule.families.zb_v import zb_v
+from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
 from penstock.schedule.program import collector_paused
+from penstock.schedule.table import PLACEMENTS, Cell, Schedule, from_rows
 from penstock.schedule.verify import verify
-from penstock.schedule.zb_v import zb_v
-from penstock.schedule.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 Rows = Iterable[Iterable[Cell]]
 

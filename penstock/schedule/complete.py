@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Kind, Schedule
+from penstock.schedule.table import Action, Kind, Schedule
 
 
 def check_table(schedule: Schedule) -> None:

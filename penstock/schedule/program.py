@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Cell, Kind, Schedule, Skip, edges
+from penstock.schedule.table import Action, Cell, Kind, Schedule, Skip, edges
 
 RECEIVES_AHEAD = 2  # of one channel: the one being waited for, and one that travels while the rank computes
 

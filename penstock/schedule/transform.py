@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock.schedule.actions import Action, Cell, Kind, Schedule, from_rows
+from penstock.schedule.table import Action, Cell, Kind, Schedule, from_rows
 
 
 def with_full_backwards(schedule: Schedule) -> Schedule:

@@ -26,9 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
-from penstock.schedule.actions import Action, Cell, Kind, Schedule, dependencies, written
 from penstock.schedule.complete import check_table
-from penstock.schedule.events import peaks_in_flight
 from penstock.schedule.program import (
     RECEIVES_AHEAD,
     Instruction,
@@ -42,6 +40,8 @@ from penstock.schedule.program import (
     collector_paused,
     lower,
 )
+from penstock.schedule.table import Action, Cell, Kind, Schedule, dependencies, written
+from penstock.schedule.timing.timeline import peaks_in_flight
 
 SENDS = ("async", "blocking")
 CHANNELS = ("directed", "shared")

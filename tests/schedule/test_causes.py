@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from executable_model import makes, takes
 from hypothesis import given, settings
-from test_events import MEASURED, timeline
 from test_simulate import PAIRED, table, timed_tables
+from test_timeline import MEASURED, timeline
 
 from penstock.schedule import Border, Costs, Kind, Timeline, build, names, simulate
 

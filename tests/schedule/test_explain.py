@@ -10,7 +10,7 @@ from test_measured import close, even, ran, runs
 from test_simulate import table
 
 from penstock.schedule import Costs, Kind, Measured, ScheduleError, Timeline, build, explain, names, simulate
-from penstock.schedule.explain import shares
+from penstock.schedule.timing.explain import shares
 
 
 def slowed(name: str, rank: int, longer: float, ranks: int = 4, microbatches: int = 8) -> Timeline:

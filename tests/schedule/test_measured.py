@@ -9,7 +9,7 @@ from random_tables import whole_numbers
 from test_simulate import table
 
 from penstock.schedule import Costs, Kind, Measured, Schedule, ScheduleError, Timeline, build, names, simulate
-from penstock.schedule.measured import MeasuredCosts, gaps_of, table_of
+from penstock.schedule.timing.measured import MeasuredCosts, gaps_of, table_of
 from penstock.schedule.transform import with_full_backwards
 
 LAYERS = 24

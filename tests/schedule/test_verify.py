@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from random_tables import all_mutants, every_skip, mutants, named_tables, standing, valid_tables, with_skips
 
 from penstock.schedule import Action, Kind, Schedule, ScheduleError, build, from_rows, lower, names, verify
-from penstock.schedule.actions import Cell
+from penstock.schedule.table import Cell
 
 SEEDS = st.integers(0, 99)
 BLOCKING, SHARED = Model(sends="blocking"), Model(channels="shared")

@@ -1,0 +1,91 @@
+"""What a step takes against what its table says, with emulated devices, and what the engine itself costs."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock import comms
+from penstock.comms.launcher import launch
+from penstock.pipeline import Pipeline
+from penstock.schedule import Costs, Kind, Measured, Schedule, Timeline, simulate
+from penstock.schedule.timing.measured import MeasuredCosts
+
+WARM_UP = 3  # steps
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class EmulatedDevice(nn.Module):
+    """A stage that takes its time without using the processor: forward and backward sleep."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.times = forward, backward
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Any shape -> the same; sleeps `forward` seconds now and `backward` seconds on the way back."""
+        if not hidden.requires_grad:
+            hidden = hidden + self.weight  # the first stage: a backward must have somewhere to go
+        return _Sleep.apply(hidden, *self.times) if any(self.times) else hidden * 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one configuration took, on rank 0."""
+
+    seconds: list[float]  # of each step
+    timeline: Timeline
+    cpu: float  # seconds of this rank's main thread in a step
+
+
+def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> Run:
+    """Run on a rank: `steps` steps over emulated devices that hand on `floats` numbers a microbatch."""
+    topology = comms.init_distributed()
+    stages = [EmulatedDevice(forward, 2 * forward) for _ in range(schedule.stages)]
+    pipe = Pipeline(stages, lambda output, target: output.sum(), schedule, topology=topology, seed=None)
+    batch, target = torch.zeros(schedule.microbatches, floats), torch.zeros(schedule.microbatches)
+    for _ in range(WARM_UP):
+        pipe.step(batch, target=target)
+    seconds, begin_cpu = [], time.thread_time()
+    for _ in range(steps):
+        begin = time.perf_counter()
+        pipe.step(batch, target=target)
+        seconds.append(time.perf_counter() - begin)
+    return Run(seconds, pipe.timeline(), (time.thread_time() - begin_cpu) / steps)
+
+
+def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> None:
+    """Measure and print, for emulated devices and then for devices that take no time at all."""
+    floats = max(1, round(megabytes * 1e6 / 4))
+    run = launch(measure, schedule.ranks, schedule, forward, floats, steps)[0]
+    ideal = simulate(schedule, Costs(forward, forward, forward)).makespan
+    ran = Measured.of(run.timeline)
+    forwards, backwards, inputs, weights = (ran.seconds[kind] for kind in Kind)
+    fed = simulate(ran.schedule, MeasuredCosts(forwards, inputs, weights, backward=backwards)).makespan
+    step = statistics.median(run.seconds)
+    spread = f"{min(run.seconds) * 1e3:.1f} to {max(run.seconds) * 1e3:.1f}"
+    print(f"{schedule.name}: P={schedule.ranks} M={schedule.microbatches}, {megabytes:g} MB a message, {steps} steps")
+    print(f"  a step                               {step * 1e3:8.1f} ms  ({spread})")
+    print(f"  the table, at nominal costs          {ideal * 1e3:8.1f} ms  {step / ideal:.3f} times")
+    print(f"  the table, at the actions' own costs {fed * 1e3:8.1f} ms  {step / fed:.3f} times")
+    bare = launch(measure, schedule.ranks, schedule, 0.0, floats, 5 * steps)[0]
+    actions = len(schedule.actions[0])
+    print(
+        f"  the engine, per action               {bare.cpu / actions * 1e6:8.1f} us  of rank 0's processor, nothing to compute"
+    )

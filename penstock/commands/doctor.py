@@ -1,0 +1,103 @@
+"""What this machine offers: devices, backends, what a message costs, and what is missing."""
+
+import importlib.util
+import os
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock import comms
+from penstock.comms.groups import Groups
+from penstock.comms.launcher import launch
+from penstock.comms.messages.lines import MemorySender, Outbox, receiving_line, sending_line
+from penstock.comms.messages.wire import describe_tensor
+
+SIZES = (1, 16_384, 1_048_576)  # floats
+ROUNDS = 50
+Act = Callable[[Tensor], Any]  # send or receive it
+EXTRAS = {"sklearn": "penstock train --model mlp (pip install 'penstock[mlp]')"}
+
+
+def examine() -> None:
+    """Print it all; a minus sign is in front of what is missing."""
+    print(f"+ Python {platform.python_version()}, torch {version('torch')}, penstock {version('penstock')}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    print(f"+ {cores} processor cores: more ranks than that share them, and computing takes longer than the table says")
+    _devices()
+    _say(dist.is_gloo_available(), "Gloo, for CPUs", "Gloo: this build of torch does not have it")
+    _say(dist.is_nccl_available(), "NCCL, for GPUs", "NCCL: this build of torch does not have it")
+    for module, use in EXTRAS.items():
+        _say(importlib.util.find_spec(module) is not None, f"{module}, for {use}", f"{module}, needed for {use}")
+    begin = time.perf_counter()
+    launch(_nothing, 2)
+    print(f"+ two ranks start in {time.perf_counter() - begin:.2f} s, the first time in a program")
+    begin = time.perf_counter()
+    launch(_nothing, 2)
+    print(f"+ two ranks start in {time.perf_counter() - begin:.2f} s, later")
+    for way, times in launch(_ping_pong, 2)[0].items():
+        for floats, seconds in times.items():
+            size = floats * 4
+            print(f"+ {way}, {size:>9,} bytes take {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
+
+
+def _say(there: bool, present: str, absent: str) -> None:
+    print(f"+ {present}" if there else f"- {absent}")
+
+
+def _devices() -> None:
+    if not torch.cuda.is_available():
+        print("- no CUDA GPU that torch can use: stages live on the CPU")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        print(f"+ cuda:{index} {properties.name}, {properties.total_memory / 1e9:.0f} GB")
+    if torch.backends.mps.is_available():
+        print("+ mps: Apple's GPU (messages go through host memory)")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ping_pong() -> dict[str, dict[int, float]]:
+    """By way, floats of a message -> seconds to the other rank, the median over rounds there and back."""
+    topology = comms.init_distributed(device="cpu")
+    groups, outbox, other = Groups(topology, "doctor"), Outbox(), 1 - topology.rank
+    if topology.rank == 0:
+        outgoing, incoming = sending_line(groups, "there", outbox), receiving_line(groups, "back")
+    else:
+        incoming, outgoing = receiving_line(groups, "there"), sending_line(groups, "back", outbox)
+
+    def send(ball: Tensor) -> None:
+        outgoing.send(ball, describe_tensor(ball))
+
+    def receive(ball: Tensor) -> None:
+        spec = describe_tensor(ball)
+        incoming.wait(incoming.post(spec), spec)
+        outbox.empty()
+
+    shared = "through shared memory" if isinstance(outgoing, MemorySender) else "between stages"
+    ways: dict[str, tuple[Act, Act]] = {
+        f"a message {shared}": (send, receive),
+        "a message by Gloo": (partial(dist.send, dst=other), partial(dist.recv, src=other)),
+    }
+    result = {way: {floats: _seconds(topology.rank == 0, floats, *both) for floats in SIZES} for way, both in ways.items()}
+    groups.close()
+    return result
+
+
+def _seconds(first: bool, floats: int, send: Act, receive: Act) -> float:
+    ball, times = torch.zeros(floats), []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for act in (send, receive) if first else (receive, send):
+            act(ball)
+        times.append((time.perf_counter() - begin) / 2)
+    return median(times)

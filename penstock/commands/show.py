@@ -1,0 +1,162 @@
+"""The commands `penstock show` and `penstock compare`: find, prove and time, or read; then draw."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from penstock.commands.config import table_of
+from penstock.errors import PenstockError
+from penstock.schedule import Costs, Schedule, Timeline, from_lowered_csv, names, prove, simulate, verify
+from penstock.view.differences import differences
+from penstock.view.files import write
+from penstock.view.record import Record, load
+from penstock.view.terminal import colors, draw, summary, terminal_width
+
+_LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
+
+
+def is_recorded(source: str) -> bool:
+    """Whether `source` is a run or a timeline that was kept, and not a schedule."""
+    return source not in names() and (source.endswith(".json") or Path(source).is_dir())
+
+
+def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Schedule, str]:
+    """The schedule of that name, or in that CSV file, and what was proved of it; also one of PyTorch's lowered tables.
+
+    Raises PenstockError for what cannot be built, read or proved.
+    """
+    if source.endswith(".csv") and _is_lowered(Path(source)):
+        script = from_lowered_csv(source)
+        prove(script)
+        return script.schedule, f"{verify(script.schedule)}\nproved: its own sends and receives, in their order, as well"
+    schedule = table_of(source, ranks, microbatches, **options)
+    return schedule, str(verify(schedule))
+
+
+def _is_lowered(path: Path) -> bool:
+    """Whether a table says itself what is sent and received when."""
+    return path.is_file() and _LOWERED.search(path.read_text(encoding="utf-8-sig")) is not None
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """How a schedule is built, and what the simulator is told of it."""
+
+    ranks: int = 4
+    """P: processes the model is cut over."""
+    microbatches: int = 8
+    """M: pieces each batch is split into."""
+    stages_per_rank: int | None = None
+    """V, for schedules that leave it open."""
+    group_size: int | None = None
+    """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
+    forward: float = 1.0
+    """What a stage's forward of one microbatch costs."""
+    backward: float = 2.0
+    """What its backward costs."""
+    weights: float | None = None
+    """The part of it that is the backward to the weights. Default: half."""
+    send: float = 0.0
+    """What a message between two ranks costs."""
+    overlap: float = 0.0
+    """Share of the shorter action of an overlapped pair that the longer one hides."""
+
+    def proved(self, source: str) -> tuple[Schedule, str]:
+        """The schedule of that name or file, and what was proved of it."""
+        options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
+        return proved(source, self.ranks, self.microbatches, **options)
+
+    def timed(self, schedule: Schedule, parts: float = 1) -> Timeline:
+        """When each action would run; a stage costs one of `parts` of what is told, and takes as much less memory."""
+        weights = self.backward / 2 if self.weights is None else self.weights
+        if weights > self.backward:
+            raise PenstockError(f"--weights {weights:g} is a part of --backward {self.backward:g}: give no more than that")
+        forward, inputs, weights = (each / parts for each in (self.forward, self.backward - weights, weights))
+        return simulate(schedule, Costs(forward, inputs, weights, self.send, act=1 / parts, overlap=self.overlap))
+
+
+@dataclass(frozen=True)
+class Show(Simulated):
+    """Draw a schedule as it would run, timed by the simulator, or a run as it was measured, with its bubble and memory."""
+
+    schedule: tyro.conf.Positional[str] = "1f1b"
+    """A name that `penstock schedules` lists, the path of a CSV table, the folder of a run or its timeline.json."""
+    table: bool = False
+    """Print the bare table as well."""
+    csv: str | None = None
+    """Also write the table to this file, in PyTorch's compute-only form."""
+    html: Path | None = None
+    """Also draw it as a page for the browser: one file, with zoom, causes of idle time, memory and critical path."""
+    perfetto: Path | None = None
+    """Also write it as a trace that ui.perfetto.dev opens."""
+    svg: Path | None = None
+    """Also draw it as a figure for a paper."""
+    png: Path | None = None
+    """The same as an image (needs Pillow: pip install 'penstock[png]')."""
+
+    def run(self) -> None:
+        """Build, prove, time, draw - or read and draw."""
+        record = self._recorded() if is_recorded(self.schedule) else self._simulated()
+        for path in write([record], self.html, self.perfetto, self.svg, self.png):
+            print(f"wrote {path}")
+
+    def _simulated(self) -> Record:
+
+        schedule, proof = self.proved(self.schedule)
+        print(proof)
+        if self.table:
+            print(schedule)
+        timeline = self.timed(schedule)
+        print(draw(timeline, terminal_width(), colors()))
+        print(summary(timeline))
+        if self.csv is not None:
+            schedule.to_csv(self.csv)
+            print(f"wrote {self.csv}")
+        return Record((timeline,))
+
+    def _recorded(self) -> Record:
+
+        if self.table or self.csv is not None:
+            raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
+        record = load(self.schedule)
+        drawn = {f"{record.name}, {record.label}": record.steps[-1]} | ({"planned": record.planned} if record.planned else {})
+        for label, timeline in drawn.items():
+            print(label)
+            print(draw(timeline, terminal_width(), colors(), list(drawn.values())))
+            print(summary(timeline, record.unit))
+        return record
+
+
+@dataclass(frozen=True)
+class Compare(Simulated):
+    """Draw two schedules, or two runs, one above the other at one scale, and say how they differ.
+
+    Costs are those of a rank, whatever number of stages a schedule gives it.
+    """
+
+    first: tyro.conf.Positional[str] = "1f1b"
+    """A schedule, a table or a run, as for `penstock show`."""
+    second: tyro.conf.Positional[str] = "zb-h1"
+    """Another."""
+    html: Path | None = None
+    """Also draw both on a page for the browser."""
+
+    def run(self) -> None:
+        """Draw both, then the numbers."""
+        records = [self._record(source) for source in (self.first, self.second)]
+        told = differences(*records)
+        for record in records:
+            print(record.name)
+            print(draw(record.steps[-1], terminal_width(), colors(), [each.steps[-1] for each in records]))
+        print(told)
+        for path in write(records, self.html):
+            print(f"wrote {path}")
+
+    def _record(self, source: str) -> Record:
+
+        if is_recorded(source):
+            return load(source)
+        schedule, _ = self.proved(source)
+        return Record((self.timed(schedule, schedule.stages / schedule.ranks),))

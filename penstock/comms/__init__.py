@@ -1,0 +1,37 @@
+"""The glue: ranks, tensors between them, and how they agree and fail as one."""
+
+from typing import TYPE_CHECKING
+
+from penstock.lazy import face
+
+if TYPE_CHECKING:
+    from penstock.comms.collectives.operations import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+    )
+    from penstock.comms.point_to_point import recv_tensor, send_tensor
+    from penstock.comms.topology import (
+        Topology,
+        current_topology,
+        get_next_rank,
+        get_prev_rank,
+        init_distributed,
+        init_mesh,
+        shutdown,
+    )
+
+_HOMES = {
+    "topology": ("Topology", "current_topology", "get_next_rank", "get_prev_rank", "init_distributed", "init_mesh", "shutdown"),
+    "point_to_point": ("recv_tensor", "send_tensor"),
+    "collectives.operations": (
+        "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter",
+    ),
+}  # fmt: skip
+
+__getattr__, __dir__ = face(__name__, {name: home for home, names in _HOMES.items() for name in names})

@@ -1,0 +1,1 @@
+"""Collectives, checked before data flows."""

@@ -1,0 +1,147 @@
+"""How the ranks of a group make sure that they are in the same call before data flows between them.
+
+A collective in which ranks disagree is no error of the transport: it fills tensors with garbage or ends a process. So every
+rank says first what it was called with. Where all ranks of the group are on one machine that costs no message: each writes a
+number that stands for its call into memory that all of them see, then looks at the others' numbers, and starts only if those
+that are there are the same. Of two ranks that disagree the later one always sees the earlier one's number, so it never
+starts, and their data never meets: that needs no waiting. Whoever sees a difference closes the group's connections, which
+wakes those that had started. A rank that was done before the one that disagrees came, as may be in a broadcast, has the right
+data, and raises the error at its next call.
+
+Where memory cannot be shared (several machines, GPUs with NCCL) the ranks exchange a header of fixed size instead.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from penstock.comms.collectives.calls import Call, Table, call_from, shared_table
+from penstock.comms.groups import Groups
+from penstock.comms.point_to_point import MAX_DIMENSIONS
+from penstock.comms.topology import Topology, lost_or_silent
+from penstock.errors import LostRankError, MismatchError, PenstockError
+
+GRACE = 1.0  # seconds a failing rank waits for what the others were called with
+POLL = 2e-3
+
+
+class Meeting:
+    """This rank among the ranks of one group, in connections of their own that can be closed when they disagree."""
+
+    def __init__(self, topology: Topology, ranks: Sequence[int], group: Any) -> None:
+        self.topology, self.ranks, self.size = topology, tuple(ranks), len(ranks)
+        self.rank = self.ranks.index(topology.rank)
+        self._theirs = group  # torch's
+        self._groups: Groups | None = None
+        self._table: Table | None = None
+        self._timeout = topology.timeout.total_seconds()
+        self._before: Call | None = None  # the last call
+        self._ended: PenstockError | None = None
+
+    def run(self, call: Call, check: bool, start: Callable[[Any], Any]) -> None:
+        """Do what `start` does with the group's backend, once all ranks are in the same `call`; returns when it is done.
+
+        Raises MismatchError if they are not, LostRankError if one is lost or does not come; then the group has ended. Does
+        nothing in a group of one.
+        """
+        if self.size == 1:
+            return
+        if self._groups is None:
+            self._open(call)
+        if check:
+            if self._table is None:
+                self._exchange(call)
+            elif not self._table.arrive(call.number, self._timeout):
+                self._fail(call, None)
+            self._before = call
+        work = start(self._backend)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(call, error)
+
+    def _open(self, call: Call) -> None:
+        """Connect the ranks, at first use."""
+        if self._ended is not None:
+            raise type(self._ended)(f"this group has ended: {self._ended}")
+        self._groups = Groups(self.topology, f"collectives/{self._theirs.group_name}/{'-'.join(map(str, self.ranks))}")
+        try:
+            self._gloo = self._backend = self._groups.gloo("gloo", self.rank, self.size)
+            if self.topology.backend == "nccl":
+                self._backend = self._theirs._get_backend(self.topology.device)
+            else:
+                self._table = shared_table(self._gloo, self.rank, self.size)
+        except RuntimeError as error:
+            self._fail(call, error)
+
+    def _exchange(self, call: Call) -> None:
+        """Every rank's header to every rank."""
+        header = call.header
+        mine = torch.zeros(1, MAX_DIMENSIONS + 5, dtype=torch.int64)
+        mine[0, : len(header) + 1] = torch.tensor([len(header), *header])
+        everyone = mine.new_empty(self.size, mine.shape[1])
+        try:
+            self._gloo._allgather_base(everyone, mine).wait()
+        except RuntimeError as error:
+            self._fail(call, error)
+        calls = [call_from(header[1 : 1 + header[0]]) for header in everyone.tolist()]
+        if any(each != call for each in calls):
+            self._end(_mismatch({rank: str(each) for rank, each in zip(self.ranks, calls, strict=True)}), None)
+
+    def _fail(self, call: Call, error: RuntimeError | None) -> NoReturn:
+        """End this call on all ranks; raises what happened."""
+        groups, table = self._groups, self._table
+        assert groups is not None
+        if table is not None and table.close() < table.count and self._before is not None:
+            call = self._before  # in which this rank was done before
+        groups.store.set(f"call-{self.rank}", str(call))
+        groups.close()
+        calls = self._calls(groups.store)
+        if len(set(calls.values())) > 1:
+            self._end(_mismatch({self.ranks[rank]: each for rank, each in sorted(calls.items())}), error)
+        why = lost_or_silent(error, self.topology.timeout) if error else "another rank gave up, or did not come"
+        absent = [str(self.ranks[rank]) for rank in range(self.size) if rank not in calls]
+        silent = f"; nothing is heard of rank {', '.join(absent)}" if absent else ""
+        self._end(LostRankError(f"rank {self.topology.rank} waited in {call} and gave up: {why}{silent}"), error)
+
+    def _end(self, ended: PenstockError, cause: RuntimeError | None) -> NoReturn:
+        self._groups, self._ended = None, ended
+        raise ended from cause
+
+    def _calls(self, store: Any) -> dict[int, str]:
+        """What each rank was called with, of all ranks or of those that have said so after GRACE."""
+        calls: dict[int, str] = {}
+        deadline = time.monotonic() + GRACE
+        while len(calls) < self.size and time.monotonic() < deadline:
+            for rank in set(range(self.size)) - calls.keys():
+                if store.check([f"call-{rank}"]):
+                    calls[rank] = store.get(f"call-{rank}").decode()
+            time.sleep(POLL)
+        return calls
+
+
+def _mismatch(calls: dict[int, str]) -> MismatchError:
+    """Which ranks were called with what."""
+    told = []
+    for text in dict.fromkeys(calls.values()):
+        ranks = [str(rank) for rank, each in calls.items() if each == text]
+        told.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} called {text}")
+    return MismatchError(f"the ranks are in different calls: {'; '.join(told)}")
+
+
+_meetings: dict[str | None, Meeting] = {}
+
+
+def meeting_of(group: Any, topology: Topology) -> Meeting:
+    """Where this rank meets the other ranks of torch's `group`, the whole world if None."""
+    if group is not None and (group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0):
+        raise PenstockError(f"rank {topology.rank} is not in this group, so it takes no part in its collectives")
+    name = None if group is None or group is dist.group.WORLD else group.group_name
+    meeting = _meetings.get(name)
+    if meeting is None or meeting.topology is not topology:
+        ranks = range(topology.world_size) if name is None else dist.get_process_group_ranks(group)
+        meeting = _meetings[name] = Meeting(topology, ranks, dist.group.WORLD if name is None else group)
+    return meeting

@@ -1,0 +1,114 @@
+"""The process groups one pipeline opens: small, its own, and closed by force when a rank fails.
+
+torch's Gloo groups have no call that closes them while somebody waits on them. A receive that times out does: it fails
+every operation of its group on this rank and closes the connections, so the peers' operations fail as well, within
+milliseconds. `Groups.close` uses that, on purpose, to wake everybody.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.comms.topology import LOOPBACK, Topology
+
+UNUSED_TAG = 2**20  # no message carries it
+NO_TIME = timedelta(milliseconds=1)
+
+
+class Groups:
+    """The process groups of one pipeline, opened under names that all ranks agree on."""
+
+    def __init__(self, topology: Topology, name: str) -> None:
+        self.topology = topology
+        self.store = dist.PrefixStore(name, topology.store)
+        self._open: list[tuple[Any, int]] = []  # each group, and a peer in it
+        self._closers: list[Callable[[], None]] = []
+
+    def gloo(self, name: str, rank: int, size: int) -> Any:
+        """This process as `rank` of a new Gloo group of `size`; returns when all of them are connected."""
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._threads, options._timeout = [_gloo_device()], 1, self.topology.timeout
+        group = dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, options)
+        self._open.append((group, (rank + 1) % size))
+        return group
+
+    def nccl(self, name: str, rank: int, size: int) -> Any:
+        """This process as `rank` of a new NCCL group of `size`: a communicator and streams of its own."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.topology.timeout
+        group = dist.ProcessGroupNCCL(dist.PrefixStore(name, self.store), rank, size, options)
+        self._open.append((group, (rank + 1) % size))
+        return group
+
+    def at_close(self, close: Callable[[], None]) -> None:
+        """Have `close` called when the groups are closed."""
+        self._closers.append(close)
+
+    def close(self) -> None:
+        """Close all groups now, whoever waits on them."""
+        for close in self._closers:
+            close()
+        self._closers.clear()
+        for group, peer in self._open:
+            _break_off(group, peer)
+        self._open.clear()
+
+
+def break_off(group: dist.ProcessGroup) -> None:
+    """End all that this rank waits for in `group`, and with it what others wait for from this rank."""
+    for kind in group._device_types:
+        _break_off(group._get_backend(kind), (group.rank() + 1) % group.size())
+
+
+@contextmanager
+def broken_off(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
+    """If this rank fails inside, nobody waits for it in `groups` any more; that is their end."""
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            break_off(group)
+        raise
+
+
+def _break_off(backend: Any, peer: int) -> None:
+    with suppress(RuntimeError):
+        if backend.name() == "gloo":
+            backend.recv([torch.empty(1)], peer, UNUSED_TAG).wait(NO_TIME)
+        else:
+            backend.abort()
+
+
+_device: Any = None
+
+
+def _gloo_device() -> Any:
+    """The Gloo device, one event loop thread for all groups of this process.
+
+    The thread competes with the compute for a core. As a batch thread (Linux's SCHED_BATCH) it does not preempt the main
+    thread each time it wakes up, which makes small messages faster; it inherits the policy of the thread that starts it.
+    """
+    global _device
+    if _device is None:
+        policy = os.sched_getscheduler(0) if hasattr(os, "SCHED_BATCH") else None
+        try:
+            if policy == os.SCHED_OTHER:
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            _device = _new_gloo_device()
+        finally:
+            if policy == os.SCHED_OTHER:
+                os.sched_setscheduler(0, policy, os.sched_param(0))
+    return _device
+
+
+def _new_gloo_device() -> Any:
+    if os.environ.get("MASTER_ADDR") in LOOPBACK:
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    return dist.ProcessGroupGloo.create_default_device()

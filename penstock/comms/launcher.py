@@ -1,0 +1,234 @@
+"""Start ranks on this machine for a function: a small torchrun inside the program, up in a tenth of a second.
+
+Ranks are forked from a server process that has imported torch once, and runs nothing else (a plain fork of a program that
+has run a backward may hang). Where torch sees a GPU they are spawned instead. They get the environment torchrun would give
+them, and join through a store that this process holds.
+"""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+from penstock.errors import LostRankError, PenstockError
+
+T = TypeVar("T")
+# The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
+PRELOAD = ["__main__", "penstock.pipeline", "penstock.checkpoint", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
+LAST_WORDS = 1.5  # seconds the other ranks have to tell what they know once one has failed
+
+
+Outcome = tuple[bool, Any, str]
+
+
+class _Died(LostRankError):
+    """A rank's process ended without an outcome."""
+
+
+class RankTraceback(Exception):
+    """The cause of an error re-raised by `launch`: the traceback of the rank it happened on, as text."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
+    """Run `function(*args)` on `ranks` processes of this machine at once; returns their results, by rank.
+
+    Function, arguments and results must pickle, so the function stands at the top level of a module, and a script that
+    launches does so under `if __name__ == "__main__":`. Each rank computes on one thread unless OMP_NUM_THREADS says
+    otherwise, so that bits do not depend on the number of ranks. The first error of any rank is raised here, its own
+    traceback as the cause; LostRankError if a rank died. No rank outlives the call.
+    """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise PenstockError(f"cannot launch {ranks!r} ranks: use a whole number of 1 or more")
+    job = _pickled(function, args)
+    with _store() as port, _started(job, ranks, port) as (processes, results):
+        outcomes = _outcomes(processes, results)
+    return _results(outcomes, ranks)
+
+
+def start_ahead() -> None:
+    """Start the server that ranks are forked from, which imports torch while this process does: `launch` is up sooner.
+
+    To be called before torch is imported, when it is clear that ranks will be launched. Does nothing under torchrun, which has
+    ranks, and where there may be a GPU.
+    """
+    if (
+        "RANK" not in os.environ
+        and not any(map(os.path.exists, GPUS))
+        and "forkserver" in multiprocessing.get_all_start_methods()
+    ):
+        _server_context()
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _context() -> Any:
+    if _sees_gpu():
+        return multiprocessing.get_context("spawn")
+    return _server_context()
+
+
+def _server_context() -> Any:
+    """Processes forked from the server, which runs from now on. Ctrl-C never reaches it: it ends with this process."""
+    from multiprocessing import forkserver, resource_tracker
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # the server starts it too, and that would let signals through again
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return context
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise PenstockError(
+            f"cannot send {name} to other processes ({error}): "
+            "define it at the top level of a module, and pass arguments that pickle"
+        ) from error
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """The store the ranks meet at, in this process; its port."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+@contextmanager
+def _started(job: bytes, ranks: int, port: int) -> Iterator[tuple[list[Any], list[Connection]]]:
+    """The processes of all ranks and where their outcomes come from; they are gone afterwards, whatever happens."""
+    context = _context()
+    processes, results = [], []
+    try:
+        for rank in range(ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(job, rank, ranks, port, sender), name=f"rank {rank}", daemon=False
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            results.append(receiver)
+        yield processes, results
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for receiver in results:
+            receiver.close()
+
+
+def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[int, Outcome]:
+    """What each rank came to: (went well, result or error, traceback). A rank that never ended is absent.
+
+    Once one rank has failed or died, the others have a short while to say why they did.
+    """
+    outcomes: dict[int, Outcome] = {}
+    pending: dict[Any, int] = {receiver: rank for rank, receiver in enumerate(results)}
+    deadline: float | None = None
+    while pending:
+        ready = wait(list(pending), None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for receiver in ready:
+            rank = pending.pop(receiver)
+            try:
+                outcomes[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                processes[rank].join()
+                outcomes[rank] = (False, _Died(f"rank {rank} {_death(processes[rank].exitcode)}"), "")
+            if not outcomes[rank][0]:
+                deadline = deadline or time.monotonic() + LAST_WORDS
+    return outcomes
+
+
+def _results(outcomes: dict[int, Outcome], ranks: int) -> list[Any]:
+    """The results by rank, or the error to raise: a rank's own before those that only lost a peer."""
+    failed = [(error, text) for _, (well, error, text) in sorted(outcomes.items()) if not well]
+    deaths = [str(error) for error, _ in failed if isinstance(error, _Died)]
+    told = [each for each in failed if not isinstance(each[0], _Died)]
+    own = [each for each in told if not isinstance(each[0], LostRankError)]
+    for error, text in own or told:
+        if deaths and not own:
+            error = LostRankError("; ".join([str(error), *deaths]))
+        raise error from RankTraceback(text)
+    if deaths:
+        raise LostRankError("; ".join(deaths))
+    return [outcomes[rank][1] for rank in range(ranks)]
+
+
+def _death(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"was killed by {signal.Signals(-exitcode).name}"
+    return f"ended with exit code {exitcode} before it was done"
+
+
+def _rank_main(job: bytes, rank: int, ranks: int, port: int, sender: Connection) -> None:
+    """One rank: torchrun's environment, the function, the outcome sent home."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    import torch
+
+    from penstock import comms
+
+    gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        function, args = pickle.loads(job)
+        outcome = (True, function(*args), "")
+        data = pickle.dumps(outcome)
+    except BaseException as error:
+        data = _pickled_error(error, rank)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    sender.send_bytes(data)  # from now on the launching process may end this one
+    comms.shutdown()
+
+
+def _pickled_error(error: BaseException, rank: int) -> bytes:
+    text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
+    try:
+        data = pickle.dumps((False, error, text))
+        pickle.loads(data)
+        return data
+    except Exception:
+        return pickle.dumps((False, PenstockError(f"rank {rank}: {type(error).__name__}: {error}"), text))
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

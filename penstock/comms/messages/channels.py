@@ -1,0 +1,134 @@
+"""Channels: the transfers from one rank to a neighbour, in order, sent without waiting and received ahead.
+
+There is one channel for each direction between two ranks, over a line of its own (see `schedule/program.py` for its order
+and `schedule/verify.py` for why it cannot hang). The first step of a new batch signature sends a description before every
+message; both ends remember them, and every later step with that signature sends bare memory into receives posted ahead.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.comms.control import WaitFailed
+from penstock.comms.groups import Groups
+from penstock.comms.messages import wire
+from penstock.comms.messages.lines import Outbox, ReceivingLine, SendingLine, receiving_line, sending_line
+from penstock.comms.messages.wire import MessageSpec
+from penstock.comms.topology import Topology
+from penstock.errors import MismatchError
+from penstock.schedule.program import Program, Transfer
+
+Specs = dict[Transfer, MessageSpec]
+
+
+class Channels:
+    """All channels of one rank, for one pipeline."""
+
+    def __init__(self, program: Program, topology: Topology, groups: Groups | None) -> None:
+        self.outgoing: dict[int, Outgoing] = {}
+        self.incoming: dict[int, Incoming] = {}
+        self._outbox = Outbox()
+        if groups is None:
+            return
+        for source, destination in sorted(program.channels):  # the same order everywhere: opening one waits for its peer
+            name = f"{topology.of_job(source)}-{topology.of_job(destination)}"
+            if topology.rank == source:
+                self.outgoing[destination] = Outgoing(sending_line(groups, name, self._outbox))
+            elif topology.rank == destination:
+                self.incoming[source] = Incoming(receiving_line(groups, name), topology.of_job(source))
+
+    def begin(self, specs: Specs, known: bool) -> None:
+        """Start a step whose messages are described in `specs`, or will be by the time it ends."""
+        for outgoing in self.outgoing.values():
+            outgoing.specs, outgoing.known = specs, known
+        for incoming in self.incoming.values():
+            incoming.specs, incoming.known = specs, known
+
+    def end(self) -> None:
+        """The step is over on all ranks, so everything that was sent has been received."""
+        self._outbox.empty()
+
+
+class Outgoing:
+    """The sending end of a channel."""
+
+    def __init__(self, line: SendingLine) -> None:
+        self.line = line
+        self.specs: Specs = {}
+        self.known = False
+
+    def send(self, transfer: Transfer, value: Any) -> None:
+        """Send `value` as `transfer` without waiting. Raises MismatchError if it is not what was agreed."""
+        if self.known and isinstance(value, Tensor) and self.specs[transfer].describes(value):  # the common case
+            self._send(value, self.specs[transfer].leaves[0])
+            return
+        leaves, tree = wire.flatten(value)
+        spec = wire.describe(leaves, tree)
+        if not self.known:
+            self.specs[transfer] = spec
+            self.line.describe(wire.pack(spec))
+        elif spec != (agreed := self.specs[transfer]):
+            leaves, spec = _fit(transfer, leaves, spec, agreed), agreed
+        for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
+            self._send(leaf, leaf_spec)
+
+    def _send(self, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
+        if isinstance(spec, wire.TensorSpec) and spec.bytes:
+            self.line.send(leaf.to(self.line.carrier), spec)
+
+
+def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:
+    """`leaves` as `agreed` describes them, where only the layout differs or a gradient is absent; else MismatchError."""
+    fitted = []
+    for leaf, leaf_spec, wanted in zip(leaves, spec.leaves, agreed.leaves, strict=False):
+        if isinstance(wanted, wire.TensorSpec) and leaf is None:
+            leaf = torch.zeros(wanted.shape, dtype=wanted.dtype)
+        elif not isinstance(wanted, wire.TensorSpec) or not isinstance(leaf_spec, wire.TensorSpec):
+            if leaf_spec != wanted:
+                break
+        elif leaf_spec._replace(stride=wanted.stride) != wanted:
+            break
+        fitted.append(leaf)
+    if len(fitted) != len(agreed.leaves) or len(leaves) != len(agreed.leaves) or spec.tree != agreed.tree:
+        raise MismatchError(
+            f"the {transfer} is ({spec}), but in an earlier step with the same batch shapes it was ({agreed}): "
+            "what passes between stages may depend on the shapes of the batch, not on its values"
+        )
+    return fitted
+
+
+class Incoming:
+    """The receiving end of a channel."""
+
+    def __init__(self, line: ReceivingLine, source: int) -> None:
+        self.line, self.source = line, source
+        self.specs: Specs = {}
+        self.known = False
+        self.posted: deque[tuple[Transfer, list[Any]]] = deque()
+        self.early: dict[Transfer, Any] = {}  # arrived, to be consumed later
+
+    def post(self, transfer: Transfer) -> None:
+        """Post the receives of `transfer`, the next of this channel."""
+        self.posted.append((transfer, self._post(self.specs[transfer]) if self.known else []))
+
+    def take(self, transfer: Transfer, device: torch.device) -> Any:
+        """Wait for `transfer` and return its message on `device`. Raises WaitFailed if the peer is lost or silent."""
+        while transfer not in self.early:
+            arriving, posted = self.posted.popleft()
+            try:
+                if not self.known:
+                    self.specs[arriving] = wire.unpack(self.line.description())
+                    posted = self._post(self.specs[arriving])
+                spec = self.specs[arriving]
+                tensors = [self.line.wait(each, leaf) for each, leaf in zip(posted, spec.tensors, strict=True)]
+            except (RuntimeError, OSError) as error:
+                raise WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error) from error
+            if device != self.line.carrier:
+                tensors = [tensor.to(device) for tensor in tensors]
+            self.early[arriving] = wire.rebuild(spec, tensors)
+        return self.early.pop(transfer)
+
+    def _post(self, spec: MessageSpec) -> list[Any]:
+        return [self.line.post(leaf) for leaf in spec.tensors]

@@ -1,0 +1,73 @@
+"""A tensor from one rank to another, checked on arrival."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from penstock.comms.topology import Topology, current_topology, waiting_for_ranks
+from penstock.errors import MismatchError, PenstockError
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+MAX_DIMENSIONS = 14
+
+
+def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
+    """Send `tensor`, of any shape, to rank `dest`; returns when it has been received.
+
+    Raises PenstockError if there is no such rank, LostRankError if it does not receive within the timeout.
+    """
+    topology = current_topology()
+    _check_peer(topology, dest, "send to", "next")
+    if tensor.dim() > MAX_DIMENSIONS or tensor.dtype not in DTYPES:
+        raise MismatchError(f"cannot send a tensor of {tensor.dim()} dimensions and {tensor.dtype}")
+    header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    with waiting_for_ranks(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}"):
+        dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header))), dest)
+        dist.send(_carried(tensor.detach(), topology).contiguous(), dest)
+
+
+def recv_tensor(
+    shape: Sequence[int], src: int | None, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Receive a tensor of `shape` and `dtype` from rank `src`, onto `device` (this rank's by default).
+
+    Raises MismatchError if the sender's shape or dtype is another (the message is taken off the wire, so that the next one
+    arrives whole), PenstockError if there is no such rank, LostRankError if nothing comes within the timeout.
+    """
+    topology = current_topology()
+    _check_peer(topology, src, "receive from", "previous")
+    header = torch.empty(MAX_DIMENSIONS + 2, dtype=torch.int64)
+    with waiting_for_ranks(topology, f"for a {_words(shape, dtype)} from rank {src}"):
+        dist.recv(header, src)
+        index, dimensions, *sizes = header.tolist()
+        sent_shape, sent_dtype = tuple(sizes[:dimensions]), DTYPES[index]
+        tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.device if topology.backend == "nccl" else "cpu")
+        dist.recv(tensor, src)
+    if sent_shape != tuple(shape) or sent_dtype != dtype:
+        raise MismatchError(
+            f"rank {topology.rank} expected a {_words(shape, dtype)} from rank {src}, "
+            f"which sent a {_words(sent_shape, sent_dtype)}"
+        )
+    return tensor.to(topology.device if device is None else device)
+
+
+def _carried(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
+    """`tensor` where the backend can take it from."""
+    return tensor.to(topology.device) if topology.backend == "nccl" else tensor.cpu()
+
+
+def _check_peer(topology: Topology, peer: int | None, verb: str, side: str) -> None:
+    if peer is None:
+        raise PenstockError(f"rank {topology.rank} has nobody to {verb}: there is no {side} rank at this end")
+    if not 0 <= peer < topology.world_size or peer == topology.rank:
+        raise PenstockError(
+            f"rank {topology.rank} cannot {verb} rank {peer}: the other ranks are among 0 to {topology.world_size - 1}"
+        )
+
+
+def _words(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} tensor"

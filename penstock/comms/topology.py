@@ -1,0 +1,188 @@
+"""Which rank this process is, among how many, on which device; and the mesh of all of them."""
+
+import atexit
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.comms.allocator import keep_freed_memory
+from penstock.comms.interface import interface_to
+from penstock.comms.start import name_of_start
+from penstock.errors import LostRankError, MismatchError, PenstockError
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are long to look at a stopped job
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this process stands: its rank among `world_size` ranks that form one pipeline, and its device."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = CPU
+    backend: str = "gloo"  # what carries tensors between ranks
+    timeout: timedelta = DEFAULT_TIMEOUT
+    store: Any = field(default=None, repr=False, compare=False)  # torch.distributed's key-value store, None when alone
+    ranks: tuple[int, ...] = ()  # where the pipeline is one of several: its ranks, in order, as the job numbers them
+
+    def get_next_rank(self) -> int | None:
+        """The rank after this one, None on the last."""
+        return self.rank + 1 if self.rank + 1 < self.world_size else None
+
+    def get_prev_rank(self) -> int | None:
+        """The rank before this one, None on the first."""
+        return self.rank - 1 if self.rank > 0 else None
+
+    def of_job(self, rank: int) -> int:
+        """The number that a rank of the pipeline has in the whole job, by which errors call it."""
+        return self.ranks[rank] if self.ranks else rank
+
+
+_current: Topology | None = None
+
+
+def init_distributed(
+    backend: str | None = None, timeout: float | timedelta | None = None, device: str | torch.device | None = None
+) -> Topology:
+    """Join the ranks that torchrun or `penstock.launch` started; without their environment, be a world of one.
+
+    `backend` is `gloo` or `nccl`; by default NCCL when every rank of this machine has a GPU of its own, else Gloo (through
+    host memory for tensors that are not on the CPU, so several ranks may share one GPU). `timeout`, in seconds, is how
+    long a rank waits for another before it gives up. `device` is where the stages live: by default this rank's GPU if
+    there is one and the backend is not asked to be Gloo, else the CPU. A second call returns the first one's topology.
+    From here on the process keeps the memory it frees (`allocator.py`).
+    """
+    global _current
+    if _current is None:
+        keep_freed_memory()
+        _current = _join(backend, timeout, device)
+        atexit.register(shutdown)  # a process that ends with its groups open may abort
+    return _current
+
+
+def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
+    """All ranks as a mesh with the axes `pp`, `dp` and `tp`, for `Pipeline(.., mesh=mesh)`; joins them if nobody has yet.
+
+    `pp` is the number of ranks of a pipeline (None: all that the other axes leave), `dp` of its replicas, `tp` of ranks that
+    share the products of each stage. Ranks along `tp`, which talk the most, are numbered next to each other, then those along
+    `dp`. Raises MismatchError if the axes do not make the number of ranks that are running.
+    """
+    topology = current_topology()
+    given = {"pp": pp, "dp": dp, "tp": tp}
+    for axis, size in given.items():
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise MismatchError(f"the mesh's axis {axis} cannot have {size!r} ranks: use a whole number of 1 or more")
+    pp = max(1, topology.world_size // (dp * tp)) if pp is None else pp
+    if pp * dp * tp != topology.world_size:
+        raise MismatchError(
+            f"a mesh of pp={pp}, dp={dp}, tp={tp} has {pp * dp * tp} ranks, but {topology.world_size} are running: "
+            "start that many, or give other numbers"
+        )
+    if not dist.is_initialized():  # a world of one
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    everyone: list[Any] = [None] * topology.world_size
+    with waiting_for_ranks(topology, "for the other ranks to make a mesh"):
+        dist.all_gather_object(everyone, (pp, dp, tp))
+    for rank, sizes in enumerate(everyone):
+        if sizes != everyone[0]:
+            raise MismatchError(f"rank 0 makes a mesh of (pp, dp, tp) {everyone[0]}, rank {rank} one of {sizes}: make the same")
+    return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+
+
+def current_topology() -> Topology:
+    """The topology `init_distributed` found, joining now if nobody has yet."""
+    return init_distributed()
+
+
+def shutdown() -> None:
+    """Leave the ranks: end the process group, forget the topology."""
+    global _current
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _current = None
+
+
+def get_next_rank() -> int | None:
+    """The rank after this one, None on the last."""
+    return current_topology().get_next_rank()
+
+
+def get_prev_rank() -> int | None:
+    """The rank before this one, None on the first."""
+    return current_topology().get_prev_rank()
+
+
+def _join(backend: str | None, timeout: float | timedelta | None, device: str | torch.device | None) -> Topology:
+    if backend not in (None, "gloo", "nccl"):
+        raise PenstockError(
+            f"backend {backend!r} is not known: use 'gloo' (CPU, any device through host memory) or 'nccl' (GPUs)"
+        )
+    if timeout is None:
+        timeout = DEFAULT_TIMEOUT
+    elif not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = _choose_device(backend, device, local_rank)
+    if backend is None:
+        own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
+        backend = "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ and not dist.is_initialized():
+        return Topology(device=device, backend=backend, timeout=timeout)
+    if not dist.is_initialized():
+        _init_process_group(backend, timeout)
+    store = dist.distributed_c10d._get_default_store()
+    return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, store)
+
+
+def _choose_device(backend: str | None, device: str | torch.device | None, local_rank: int) -> torch.device:
+    chosen = torch.device(device or ("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise PenstockError("device 'cuda' was asked for, but torch finds no GPU here: use device='cpu'")
+        return torch.device("cuda", local_rank % torch.cuda.device_count() if chosen.index is None else chosen.index)
+    return chosen
+
+
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    _choose_interface(os.environ.get("MASTER_ADDR", ""))
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
+    name = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _choose_interface(master: str) -> None:
+    """Tell Gloo which network leads to the rank at `master`, unless the user has."""
+    elsewhere = os.environ.get("LOCAL_WORLD_SIZE") not in (None, os.environ.get("WORLD_SIZE"))
+    interface = interface_to("127.0.0.1" if master in LOOPBACK else master, elsewhere)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+@contextmanager
+def waiting_for_ranks(topology: Topology, what: str) -> Iterator[None]:
+    """Tell a lost or silent peer in words instead of the transport's."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            f"rank {topology.rank} waited {what} and gave up: {lost_or_silent(error, topology.timeout)}"
+        ) from error
+
+
+def lost_or_silent(error: BaseException, timeout: timedelta) -> str:
+    """The two ways a wait ends badly, told apart by the transport's text."""
+    silent = "timed out" in str(error).lower()
+    return f"no answer within {timeout.total_seconds():g} s" if silent else "the connection is closed"

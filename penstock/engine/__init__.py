@@ -1,0 +1,1 @@
+"""One step of one rank, from the batch to the loss."""

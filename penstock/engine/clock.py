@@ -1,0 +1,135 @@
+"""When each action of a step ran on this rank, on a clock that all ranks share.
+
+Processes of one machine share its monotonic clock. Between machines the difference is estimated by ping-pong with rank 0,
+as in NTP (Mills 1991): of many messages there and back, the fastest of each direction, which waited the least.
+"""
+
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from penstock.comms.control import Control
+
+ROUNDS = 32  # messages there and back
+
+
+class Skew(NamedTuple):
+    """How this rank's clock differs from rank 0's."""
+
+    offset: float = 0.0  # seconds to add to this rank's times
+    error: float = 0.0  # seconds by which that may be wrong: half of the fastest way there and back
+
+
+def machine() -> str:
+    """The same for processes that share a monotonic clock: this boot of the kernel, else the machine's name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else platform.node()
+
+
+def skew(control: Control, machines: Sequence[str]) -> Skew:
+    """This rank's skew; `machines` is what every rank's `machine()` says. All ranks call it; on one machine it is 0."""
+    rank = control.topology.rank
+    for peer in [peer for peer, other in enumerate(machines) if other != machines[0]]:
+        if rank == 0:
+            _answer(control, peer)
+        elif rank == peer:
+            return _ask(control)
+    return Skew()
+
+
+def _answer(control: Control, peer: int) -> None:
+    for _ in range(ROUNDS):
+        control.send(time.perf_counter(), peer)
+        control.receive(peer)
+        control.send(time.perf_counter(), peer)
+
+
+def _ask(control: Control) -> Skew:
+    there, back = [], []
+    for _ in range(ROUNDS):
+        sent = control.receive(0)
+        received = time.perf_counter()
+        control.send(received, 0)
+        there.append(received - sent)  # the way there, and what this clock is ahead
+        back.append(control.receive(0) - received)  # the way back, less that
+    return Skew((min(back) - min(there)) / 2, (min(back) + min(there)) / 2)
+
+
+Interval = tuple[float, float, float]  # start and end of an action, and when what it made was sent
+
+
+class Clock:
+    """Start and end of every action, and when what it made was sent, in seconds of this machine's monotonic clock."""
+
+    offset = 0.0  # seconds that are added to every time told
+    ahead = 0  # actions that ran before the ranks had agreed to send: how long sending them took is not known
+
+    def __init__(self, actions: int) -> None:
+        self._times = [0.0] * (3 * actions)
+        self._next = 0
+
+    def start(self) -> None:
+        """An action starts."""
+        self._times[self._next] = time.perf_counter()
+        self._next += 1
+
+    stop = sent = start
+
+    def intervals(self) -> list[Interval]:
+        """(start, end, sent) of every action so far, in order."""
+        return self._intervals(self._times[: self._next], self.offset)
+
+    def summary(self) -> tuple[float, float, float]:
+        """First start, last end, and the time spent in actions."""
+        times = self._times[: self._next]
+        if not times:
+            return 0.0, 0.0, 0.0
+        return times[0] + self.offset, times[-2] + self.offset, sum(times[1::3]) - sum(times[::3])
+
+    def _intervals(self, times: Sequence[float], offset: float) -> list[Interval]:
+        starts, ends, sent = ([time + offset for time in times[mark::3]] for mark in range(3))
+        return list(zip(starts, ends, ends[: self.ahead] + sent[self.ahead :], strict=True))
+
+
+class CudaClock(Clock):
+    """The same on a GPU: events in its stream, read when the step is over, so that timing never waits for the device."""
+
+    def __init__(self, actions: int) -> None:
+        super().__init__(actions)
+        self._events: list[torch.cuda.Event] = []
+        torch.cuda.synchronize()
+        self._zero = self._mark()
+        self._zero_time = time.perf_counter()
+
+    def start(self) -> None:
+        """An action starts."""
+        self._events.append(self._mark())
+
+    stop = sent = start
+
+    def intervals(self) -> list[Interval]:
+        """(start, end, sent) of every action so far, in order; `sent` is the stream's time too."""
+        torch.cuda.synchronize()
+        return self._intervals([self._zero.elapsed_time(event) / 1e3 for event in self._events], self._zero_time + self.offset)
+
+    def summary(self) -> tuple[float, float, float]:
+        """First start, last end, and the time spent in actions."""
+        intervals = self.intervals()
+        if not intervals:
+            return 0.0, 0.0, 0.0
+        return intervals[0][0], intervals[-1][1], sum(end - start for start, end, _ in intervals)
+
+    @staticmethod
+    def _mark() -> "torch.cuda.Event":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def clock_for(device: torch.device, actions: int) -> Clock:
+    """The clock for stages on `device`."""
+    return CudaClock(actions) if device.type == "cuda" else Clock(actions)

@@ -1,0 +1,112 @@
+"""What a step came to: its loss and its times, put together from all ranks."""
+
+import math
+import resource
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.comms.control import Control
+from penstock.engine.clock import Clock
+from penstock.engine.engine import Work
+from penstock.mesh.place import Place
+from penstock.schedule import Border, Event, Schedule, Size, Timeline
+from penstock.schedule.table import Skip
+
+NOTHING = -1
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class StepReport(NamedTuple):
+    """What a step took, the same on every rank."""
+
+    makespan: float  # seconds, first action to last over all ranks
+    busy: tuple[float, ...]  # seconds each rank spent in actions
+    peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far (on a GPU: its tensors)
+    between: tuple[float, ...] = ()  # seconds since each rank's step before: optimizer, next batch; 0 before the first
+    averaging: tuple[float, ...] = ()  # seconds after each rank's last action until its gradients were the replicas' mean
+
+    @property
+    def bubble(self) -> float:
+        """The idle share: (makespan - the busiest rank's work) / makespan."""
+        return (self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
+
+
+def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
+    """What a step came to: times in seconds, memory in bytes, waits as shares of (ranks x makespan)."""
+    return {
+        "makespan_seconds": report.makespan,
+        "bubble": report.bubble,
+        **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
+        **{f"between_steps_seconds/rank{rank}": time for rank, time in enumerate(report.between)},
+        **{f"averaging_seconds/rank{rank}": time for rank, time in enumerate(timeline.averaging)},
+        **{f"busy_seconds/rank{rank}": busy for rank, busy in enumerate(report.busy)},
+        **{f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(report.peak_memory)},
+    }
+
+
+def measured(
+    schedule: Schedule,
+    rows: Sequence[tuple[Event, ...]],
+    sizes: Sequence[Mapping[int, Size]],
+    report: StepReport,
+    place: Place,
+    skips: Iterable[Skip],
+) -> Timeline:
+    """The timeline of a step from what the ranks of this pipeline tell, each in one place: events, sizes of its stages."""
+    ranks = [place.pipeline.of_job(rank) for rank in range(len(rows))]
+    by_stage = {stage: size for each in sizes for stage, size in each.items()}
+    known = len(by_stage) == schedule.stages
+    return Timeline(
+        f"{schedule.name}, measured",
+        tuple(rows),
+        sizes=tuple(by_stage[stage] for stage in range(schedule.stages)) if known else (),
+        memory_unit="bytes" if known else "",
+        between=tuple([report.between[rank] for rank in ranks]),
+        averaging=tuple([report.averaging[rank] for rank in ranks]) if place.copies > 1 else (),
+        skips=dict.fromkeys(skips, Border()),
+    )
+
+
+def concluded(
+    control: Control, place: Place, work: Work, clock: Clock, last_rank: int, what: str, between: float, averaging: float
+) -> tuple[Tensor, StepReport]:
+    """The end of a step, reached by all ranks together: the loss and the times, the same on every rank.
+
+    `last_rank`, of every pipeline, has the loss; `between` and `averaging` are this rank's times, see StepReport.
+    """
+    device = control.topology.device
+    mine = work.auxiliary.items() if work.weights else ()
+    auxiliary = [value.item() * work.weights[piece] for (_, piece), values in mine for value in values]
+    row = [*_loss(work), *clock.summary(), peak_memory(device), len(auxiliary), between, averaging]
+    everyone = control.gather(row, what)
+    ran = [each for each in everyone if each[3]]  # a rank may have no stage
+    makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
+    losses = [everyone[ranks[last_rank]][:2] for ranks in place.counted]
+    value = losses[0][0] if len(losses) == 1 else math.fsum(each for each, _ in losses)
+    kind = next((kind for _, kind in losses if kind != NOTHING), 0)  # a replica may have nothing that counts
+    if any(each[6] for each in everyone):  # summed exactly, so that it does not matter which rank has which
+        told = control.gather_objects(auxiliary, what)
+        value = math.fsum([value, *(term for ranks in place.counted for rank in ranks for term in told[rank])])
+    report = StepReport(makespan, *(tuple(each[column] for each in everyone) for column in (4, 5, 7, 8)))
+    return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
+
+
+def _loss(work: Work) -> tuple[float, int]:
+    """What this rank's microbatches add to the loss, and the number of its dtype; (0, NOTHING) where none ended here."""
+    terms = [work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)]
+    if not terms:
+        return 0.0, NOTHING
+    loss = sum(terms[1:], terms[0])
+    return loss.item(), _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else NOTHING
+
+
+def peak_memory(device: torch.device) -> float:
+    """Bytes: the most this process has held; on a GPU, the most its tensors have."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

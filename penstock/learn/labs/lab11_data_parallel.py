@@ -1,0 +1,312 @@
+"""Lab 11: data parallel from one all-reduce.
+
+The other way to use several ranks: each has the whole model, and its share of the batch. The gradient of a batch is a sum
+over its rows, so the ranks' gradients add up to it: one all-reduce, and every rank takes the same optimizer step. Only the
+weights of that sum need care: rows count, not ranks. Then torch's DistributedDataParallel, which is this in two lines, and
+what it does beside: it does not wait for the end of the backward.
+
+    penstock lab 11
+    python -m penstock.learn.labs.lab11_data_parallel
+    torchrun --nproc-per-node 2 -m penstock.learn.labs.lab11_data_parallel
+
+Try: another seed on each rank before the model is built. What does the all-reduce not mend? What does DDP do about it?
+"""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock as ps
+from penstock.learn.emulated import EmulatedLayer
+from penstock.learn.story import check, on_ranks, percent, ranks_here, say
+
+RANKS, STEPS = 4, 20
+DIM, LAYERS, CLASSES, ROWS = 16, 4, 4, 3  # rank r has (r + 1) x ROWS rows
+EXACT = 1e-12  # of float64 sums in another order
+
+DEEP, BACKWARD = 8, 0.008  # emulated layers, and the seconds of the backward of one
+LATENCY, TRANSFER = 0.006, 0.006  # seconds of an all-reduce, and for each layer's gradients in it
+BUCKETS = (1, 2, 4, 8)
+
+
+def main() -> None:
+    """The gradient of a batch from shares of it, the steps of replicas, DDP; then buckets."""
+    ranks = ranks_here(RANKS)
+    say(f"Lab 11: {ranks} replicas, each with its share of the batch\n")
+    replicas = on_ranks(shares_and_steps, ranks)
+    wrong = the_gradient(replicas)
+    the_steps(replicas)
+    one, best, count = overlap(ranks)
+    say(
+        f"\nMeasured: weighted by rows the gradient of {ranks} shares is the batch's to {replicas[0].weighted:.0e}, a mean of "
+        f"means is {percent(wrong)} off; after {STEPS} steps the replicas are equal bit by bit; a backward and its "
+        f"all-reduce take {1e3 * best:.0f} ms in {count} buckets, {1e3 * one:.0f} in one."
+    )
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What one rank has found: errors of gradients relative to the largest of the whole batch's; parameters in the end."""
+
+    rows: int
+    loss: float
+    mean_of_means: float
+    weighted: float
+    ddp: float
+    trained: Tensor  # (parameters,)
+    alone: Tensor  # the same, trained by one process on the whole batches
+
+
+def shares_and_steps() -> Replica:
+    """One rank's part of all that is compared."""
+    topology = ps.comms.init_distributed(backend="gloo")
+    rank, ranks = topology.rank, topology.world_size
+    inputs, targets = batch(0, ranks)
+    mine = share(rank)
+    rows, total = mine.stop - mine.start, len(inputs)
+
+    expected = gradient(model(), inputs, targets)
+    replica = model()
+    loss = cross_entropy(replica(inputs[mine]), targets[mine])  # the mean over this rank's rows
+    loss.backward()
+    local = flat(replica)
+    means = summed(local) / ranks
+    weighted = summed(local * (rows / total))
+
+    parallel = DistributedDataParallel(model())  # sums the gradients and divides by the number of ranks
+    (cross_entropy(parallel(inputs[mine]), targets[mine]) * (rows * ranks / total)).backward()
+    off = [((each - expected).abs().max() / expected.abs().max()).item() for each in (means, weighted, flat(parallel))]
+    return Replica(rows, loss.item(), off[0], off[1], off[2], train(rank, ranks), train_alone(ranks))
+
+
+def model() -> nn.Module:
+    """The same on every rank, in float64."""
+    torch.manual_seed(0)
+    return ps.model.mlp(DIM, LAYERS, CLASSES).double()
+
+
+def batch(step: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """The whole batch of a step: (rows, dim) inputs, (rows,) targets."""
+    generator, rows = torch.Generator().manual_seed(step), share(ranks - 1).stop
+    inputs = torch.randn(rows, DIM, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def share(rank: int) -> slice:
+    """The rows of a rank: ROWS, 2 x ROWS, and so on."""
+    return slice(ROWS * rank * (rank + 1) // 2, ROWS * (rank + 1) * (rank + 2) // 2)
+
+
+def flat(module: nn.Module) -> Tensor:
+    """All gradients in one piece, so that one all-reduce takes them all."""
+    return torch.cat([each.grad.flatten() for each in module.parameters() if each.grad is not None])
+
+
+def gradient(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Of the mean loss over all rows, in one process."""
+    cross_entropy(module(inputs), targets).backward()
+    return flat(module)
+
+
+def summed(mine: Tensor) -> Tensor:
+    """The sum of all ranks' tensors."""
+    total = mine.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def train(rank: int, ranks: int) -> Tensor:
+    """The parameters after some steps as one of the replicas."""
+    replica = model()
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        inputs, targets = batch(step, ranks)
+        mine = share(rank)
+        loss = cross_entropy(replica(inputs[mine]), targets[mine], reduction="sum") / len(inputs)  # so the shares add up
+        loss.backward()
+        give(replica, summed(flat(replica)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return nn.utils.parameters_to_vector(replica.parameters()).detach()
+
+
+def give(module: nn.Module, gradients: Tensor) -> None:
+    """The other way of `flat`."""
+    pieces = gradients.split([each.numel() for each in module.parameters()])
+    for parameter, piece in zip(module.parameters(), pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+
+
+def train_alone(ranks: int) -> Tensor:
+    """The parameters after the same steps of one process on the whole batches."""
+    whole = model()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        gradient(whole, *batch(step, ranks))
+        optimizer.step()
+        optimizer.zero_grad()
+    return nn.utils.parameters_to_vector(whole.parameters()).detach()
+
+
+def the_gradient(replicas: list[Replica]) -> float:
+    """Three ways to the whole batch's gradient. Returns how far off a mean of means is."""
+    total = sum(each.rows for each in replicas)
+    for rank, each in enumerate(replicas):
+        say(f"  rank {rank}: {each.rows:2} of {total} rows, their mean loss {each.loss:.4f}, weight {each.rows}/{total}")
+    first = replicas[0]
+    say("\nThe gradients after one all-reduce, against one process with the whole batch:")
+    say(f"  a mean of the ranks' means           {percent(first.mean_of_means):>7} off")
+    say(f"  each weighted by its rows            {first.weighted:7.0e} off")
+    say(f"  DDP, the loss weighted by its rows   {first.ddp:7.0e} off")
+    check(
+        max(each.weighted for each in replicas) < EXACT,
+        "weighted by rows, the sum of the ranks' gradients is the gradient of the batch",
+        f"the weighted sum of the gradients is {first.weighted:.0e} off",
+    )
+    check(
+        first.mean_of_means > 0.01,
+        "a mean of means is another gradient: it counts a row of rank 0 more than a row of the others",
+        f"a mean of means is only {first.mean_of_means:.0e} off: do the ranks have equal shares?",
+    )
+    check(
+        max(each.ddp for each in replicas) < EXACT,
+        "DDP takes the mean of the ranks: right for equal shares, for others weight the loss by rows x ranks / all rows",
+        f"DDP's gradient is {first.ddp:.0e} off",
+    )
+    say("DDP, in two lines:")
+    say("  replica = DistributedDataParallel(model)  # sends rank 0's weights to all, and sums in every backward")
+    say("  (loss(replica(inputs), targets) * rows * ranks / all_rows).backward()")
+    return first.mean_of_means
+
+
+def the_steps(replicas: list[Replica]) -> None:
+    """What training leaves on the ranks."""
+    say(f"\n{STEPS} steps, each rank its own optimizer, one all-reduce of {replicas[0].trained.numel()} numbers a step:")
+    off = (replicas[0].trained - replicas[0].alone).abs().max().item()
+    same = sum(torch.equal(each.trained, replicas[0].trained) for each in replicas)
+    say(f"  rank 0's weights are {off:.0e} off those of one process")
+    check(
+        same == len(replicas),
+        "all replicas' weights are equal bit by bit: the same start, the same sum, the same step",
+        f"only {same} of {len(replicas)} replicas have the weights of rank 0",
+    )
+    check(off < EXACT, "and those of one process, to rounding", f"the weights are {off:.0e} off those of one process")
+
+
+def overlap(ranks: int) -> tuple[float, float, int]:
+    """The backward with its all-reduces in one bucket and in more. Returns the seconds of one, the fewest, in how many."""
+    backward, network = (f"{1e3 * seconds:.0f} ms" for seconds in (DEEP * BACKWARD, wire(DEEP)))
+    say(f"\nThe backward of {DEEP} layers takes {backward}, an all-reduce of all their gradients {network} (emulated).")
+    say("It need not wait for the end: the last layers' gradients are there first. They go in buckets, in so many ms:\n")
+    say("  buckets   simulated   measured")
+    plans, real, sums = {count: planned(count) for count in BUCKETS}, {}, {}
+    for count, plan in plans.items():
+        seconds, totals = zip(*on_ranks(measured, ranks, count), strict=True)
+        real[count], sums[count] = max(seconds), totals[0]
+        say(f"  {count:7} {1e3 * plan[-1].end:11.0f} {1e3 * real[count]:10.0f}")
+    best = min(plans, key=lambda count: plans[count][-1].end)
+    say("".join(f"\n{drawn(plans[count])}" for count in (1, best)))
+    say("\nFew buckets begin late, many pay the latency each time. DDP's are of 25 MB (bucket_cap_mb).")
+    check(
+        all(real[count] >= plan[-1].end for count, plan in plans.items()) and real[best] < real[1],
+        f"no number of buckets beats the arithmetic, and {best} of them hide most of the all-reduce behind the backward",
+        f"the backward should take {[round(1e3 * plan[-1].end) for plan in plans.values()]} ms or little more, it took "
+        f"{[round(1e3 * each) for each in real.values()]}; a very busy machine? run it again",
+    )
+    check(
+        all((total - sums[1]).abs().max() < EXACT for total in sums.values()),
+        "the gradients are the same in any number of buckets",
+        "the gradients depend on the number of buckets",
+    )
+    return real[1], real[best], best
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work of the backward or of the network."""
+
+    what: str
+    start: float  # seconds
+    end: float
+    on_wire: bool
+
+
+def wire(layers: int) -> float:
+    """The seconds of an all-reduce of these layers' gradients."""
+    return LATENCY + layers * TRANSFER
+
+
+def planned(count: int) -> list[Span]:
+    """The backward in `count` buckets, by arithmetic: a bucket is sent when it is full, and the one before is through."""
+    spans, free, size = [], 0.0, DEEP // count
+    for done in range(1, DEEP + 1):
+        spans.append(Span(str(DEEP - done), (done - 1) * BACKWARD, done * BACKWARD, on_wire=False))
+        if done % size == 0:
+            start = max(free, done * BACKWARD)
+            free = start + wire(size)
+            spans.append(Span(str(done // size - 1), start, free, on_wire=True))
+    return spans
+
+
+def drawn(spans: list[Span]) -> str:
+    """The backward's layers in one line, the network's buckets in the other."""
+    unit, lines = 0.002, []
+    for name in ("backward", "network"):
+        line = ["."] * round(spans[-1].end / unit)
+        for span in spans:
+            if span.on_wire is (name == "network"):
+                start, end = round(span.start / unit), round(span.end / unit)
+                line[start:end] = span.what.ljust(end - start, "=")
+        lines.append(f"  {name:9}|{''.join(line)}")
+    return "\n".join(lines)
+
+
+def measured(count: int) -> tuple[float, Tensor]:
+    """The seconds of the least disturbed backward in `count` buckets, and the summed gradients."""
+    topology = ps.comms.init_distributed(backend="gloo")
+    layers = [EmulatedLayer(DIM, 0.0, BACKWARD).double() for _ in range(DEEP)]
+    generator, size = torch.Generator().manual_seed(topology.rank), DEEP // count
+    inputs = torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
+    times = []
+    with ThreadPoolExecutor(1) as network:  # one wire: it carries one bucket after the other
+        sending: list[Future[None]] = []
+
+        def ready(number: int, weight: Tensor) -> None:
+            """Layer `number` has its gradient; where it is the first of a bucket, the bucket is full."""
+            if number % size == 0:
+                sending.append(network.submit(all_reduce, layers[number : number + size]))
+
+        for number, layer in enumerate(layers):
+            layer.weight.register_post_accumulate_grad_hook(partial(ready, number))
+        for _ in range(3):
+            loss = nn.Sequential(*layers)(inputs).square().mean()
+            for layer in layers:
+                layer.weight.grad = None
+            sending.clear()
+            dist.barrier()
+            start = time.perf_counter()
+            loss.backward()
+            for each in sending:
+                each.result()
+            times.append(time.perf_counter() - start)
+    return min(times), torch.cat([flat(layer) for layer in layers])
+
+
+def all_reduce(layers: list[EmulatedLayer]) -> None:
+    """One all-reduce of a bucket, which takes as long as the emulated network."""
+    until = time.perf_counter() + wire(len(layers))
+    totals = summed(torch.cat([flat(layer) for layer in layers])).split(DIM)
+    for layer, total in zip(layers, totals, strict=True):
+        give(layer, total)
+    time.sleep(max(0.0, until - time.perf_counter()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Lab 4: a cut model without a schedule. One rank works, the others wait.
+
+The model of lab 2, over P ranks, one microbatch at a time all the way down and back up: the schedule `naive`. It fits, at
+the price of (P-1) M T idle time on every rank, T the forward and backward of one microbatch on one rank: a share of
+(P-1)/P. Emulated devices first (a layer that sleeps), since P ranks would compete for the cores of this machine; then
+real work, watched from outside.
+
+    penstock lab 4
+    python -m penstock.learn.labs.lab4_naive
+    torchrun --nproc-per-node 2 -m penstock.learn.labs.lab4_naive
+
+Try: more MICROBATCHES. Does it help?
+"""
+
+import time
+
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.learn.emulated import emulated_step
+from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say
+
+RANKS, MICROBATCHES = 4, 3
+FORWARD, BACKWARD = 0.010, 0.020  # seconds of one microbatch on one rank
+WIDE = 512  # of the model that really computes
+
+
+def main() -> None:
+    """The naive schedule on emulated devices, then the CPU shares of ranks that really compute."""
+    ranks = ranks_here(RANKS)
+    say(f"Lab 4: {ranks} ranks without a schedule\n")
+    table = ps.schedule.build("naive", ranks=ranks, microbatches=MICROBATCHES)
+    timeline = on_ranks(emulated_step, ranks, table, FORWARD, BACKWARD)[0]
+    say(picture(timeline))
+    utilisation = [busy / timeline.makespan for busy in timeline.busy]
+    for rank, share in enumerate(utilisation):
+        say(f"  rank {rank} works {percent(share)} of the step")
+    mean = sum(utilisation) / ranks
+    planned = MICROBATCHES * ranks * (FORWARD + BACKWARD)
+    say(f"  (P-1) M T says 1/P = {percent(1 / ranks)}, and a step of M P T = {1e3 * planned:.0f} ms")
+    check(
+        0.7 / ranks < mean <= 1 / ranks + 1e-6,
+        f"each of {ranks} ranks works about 1/{ranks} of the time, and never two at once",
+        f"the ranks work {percent(mean)} of the step, expected about {percent(1 / ranks)}; a very busy machine? run it again",
+    )
+
+    say("\nThe same with real work, as the system sees it:")
+    shares, gpu = zip(*on_ranks(real_steps, ranks), strict=True)
+    for rank, share in enumerate(shares):
+        watched = "" if gpu[rank] is None else f", its GPU {gpu[rank]} % (NVML)"
+        say(f"  rank {rank}: {percent(share)} of one core{watched}")
+    say(
+        f"\nMeasured: with {ranks} ranks each works {percent(mean)} of a step of {1e3 * timeline.makespan:.0f} ms, and the "
+        f"processes that really compute use {sum(shares):.2f} cores together: {ranks} devices, the speed of one."
+    )
+
+
+def real_steps() -> tuple[float, int | None]:
+    """The share of a core this process used during some steps of a real model, and its GPU's utilisation if it has one."""
+    topology = ps.comms.init_distributed()
+    torch.manual_seed(0)
+    pipe = ps.Pipeline(ps.model.mlp(WIDE), nn.CrossEntropyLoss(), schedule="naive", microbatches=MICROBATCHES)
+    inputs, target = torch.randn(256 * MICROBATCHES, WIDE), torch.randint(2, (256 * MICROBATCHES,))
+    pipe.step(inputs, target=target)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(4):
+        pipe.step(inputs, target=target)
+    share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    return share, gpu_utilisation(topology.device)
+
+
+def gpu_utilisation(device: torch.device) -> int | None:
+    """What NVML says of `device`, in percent; None on the CPU, or without the nvidia-ml-py package."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device)
+    except (ModuleNotFoundError, RuntimeError):
+        return None
+
+
+if __name__ == "__main__":
+    main()

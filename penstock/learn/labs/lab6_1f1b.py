@@ -1,0 +1,122 @@
+"""Lab 6: the same bubble with less memory, and a new way to stop for ever.
+
+GPipe keeps the activations of all M microbatches until the first backward. 1F1B lets a microbatch go back as soon as it
+can: one forward, one backward. The bubble is the same, but rank r keeps at most P-r microbatches in flight. What autograd
+really keeps is counted here, tensor by tensor. The price: neighbours now send to each other at the same time, and with
+sends that block, that is the mistake of lab 3 again.
+
+    penstock lab 6
+    python -m penstock.learn.labs.lab6_1f1b
+    torchrun --nproc-per-node 2 -m penstock.learn.labs.lab6_1f1b
+
+Try: twice the MICROBATCHES. Which of the two peaks grows?
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import mse_loss
+
+import penstock as ps
+from penstock.learn.emulated import DIM, EmulatedLayer, fastest_step
+from penstock.learn.story import check, in_lines, on_ranks, percent, picture, ranks_here, say
+from penstock.schedule import Timeline
+
+RANKS, MICROBATCHES = 4, 8
+FORWARD, BACKWARD = 0.005, 0.010  # seconds of one microbatch on one rank
+TOLERANCE = 0.12  # of the step
+
+
+def main() -> None:
+    """Both schedules measured side by side, then both under sends that block."""
+    ranks = ranks_here(RANKS)
+    say(f"Lab 6: 1F1B against GPipe, {ranks} ranks, {MICROBATCHES} microbatches\n")
+    bubbles, peaks = {}, {}
+    for name in ("gpipe", "1f1b"):
+        timelines, peaks[name] = zip(*on_ranks(watched_step, ranks, name), strict=True)
+        timeline, bubbles[name] = timelines[0], timelines[0].bubble
+        say(f"{name}, measured: {1e3 * timeline.makespan:.0f} ms, bubble {percent(timeline.bubble)}\n{picture(timeline)}")
+        say(f"  most microbatches in flight, rank by rank: {peaks[name]} counted, {timeline.peak_in_flight} by the table")
+        check(
+            peaks[name] == timeline.peak_in_flight,
+            "autograd keeps what the table says, and nothing longer",
+            f"{name} kept {peaks[name]} microbatches on its ranks, the table says {timeline.peak_in_flight}",
+        )
+    check(
+        abs(bubbles["gpipe"] - bubbles["1f1b"]) < TOLERANCE,
+        "the bubbles are about the same",
+        f"the bubbles differ: gpipe {percent(bubbles['gpipe'])}, 1f1b {percent(bubbles['1f1b'])}; "
+        "a very busy machine? run it again",
+    )
+
+    say("\nWith sends that block until they are received, as in lab 3:")
+    say(f"  {ps.schedule.verify(build('gpipe', ranks), sends='blocking')}")
+    circle = blocking_circle(ranks)
+    say(f"  {in_lines(circle)}")
+    check(bool(circle), "1f1b deadlocks, gpipe does not", "1f1b was proved with blocking sends, which it must not be")
+    say("Penstock does not wait for its sends, and posts receives ahead:")
+    say(f"  {ps.schedule.verify(build('1f1b', ranks))}")
+    most = {name: max(counted) for name, counted in peaks.items()}
+    say(
+        f"\nMeasured: gpipe keeps {most['gpipe']} microbatches in flight at a bubble of {percent(bubbles['gpipe'])}, "
+        f"1f1b {most['1f1b']} at {percent(bubbles['1f1b'])}; "
+        f"on the last rank it is {peaks['gpipe'][-1]} against {peaks['1f1b'][-1]}."
+    )
+
+
+def build(name: str, ranks: int) -> ps.schedule.Schedule:
+    """The table of schedule `name`."""
+    return ps.schedule.build(name, ranks=ranks, microbatches=MICROBATCHES)
+
+
+def blocking_circle(ranks: int) -> str:
+    """How 1F1B stops when sends block: who waits for whom. Empty if it does not stop."""
+    try:
+        ps.schedule.verify(build("1f1b", ranks), sends="blocking")
+    except ps.ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def watched_step(name: str) -> tuple[Timeline, int]:
+    """The timeline of a step, measured, and the most microbatches autograd kept on this rank at once."""
+    topology = ps.comms.init_distributed(backend="gloo")
+    stages = [Watched(EmulatedLayer(DIM, FORWARD, BACKWARD)) for _ in range(topology.world_size)]
+    timeline = fastest_step(ps.Pipeline(stages, mse_loss, schedule=name, microbatches=MICROBATCHES))
+    return timeline, stages[topology.rank].peak
+
+
+class Watched(nn.Module):
+    """A layer that counts the activations autograd keeps for its backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.alive = self.peak = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(rows, dim) -> the same."""
+        with saved_tensors_hooks(partial(Kept, self), lambda kept: kept.tensor):
+            return self.layer(hidden)
+
+    def count(self, change: int) -> None:
+        """One activation more, or one less."""
+        self.alive += change
+        self.peak = max(self.peak, self.alive)
+
+
+class Kept:
+    """What the autograd graph holds in place of a saved tensor: gone when the graph lets it go."""
+
+    def __init__(self, watched: Watched, tensor: Tensor) -> None:
+        self.watched, self.tensor = watched, tensor
+        self.activations = 0 if isinstance(tensor, nn.Parameter) else 1  # the layer also saves its weight
+        watched.count(self.activations)
+
+    def __del__(self) -> None:
+        self.watched.count(-self.activations)
+
+
+if __name__ == "__main__":
+    main()

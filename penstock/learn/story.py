@@ -1,0 +1,84 @@
+"""What every lab needs: ranks to run on, a voice that speaks once, checks that can fail."""
+
+import atexit
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from textwrap import indent
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+import penstock as ps
+from penstock.schedule import Timeline
+from penstock.view.terminal import draw
+
+T = TypeVar("T")
+
+
+def ranks_here(default: int) -> int:
+    """How many ranks the lab runs on: as many as torchrun has started, else `default`."""
+    return int(os.environ.get("WORLD_SIZE", default))
+
+
+def is_narrator() -> bool:
+    """Whether this process tells the story: the only one there is, or rank 0 of torchrun's."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def on_ranks(function: Callable[..., T], ranks: int, *args: object) -> list[T]:
+    """The results of `function(*args)` on every rank. Under torchrun this process is already one of them.
+
+    Raises SystemExit if torchrun has started another number of ranks.
+    """
+    if "RANK" not in os.environ:
+        return ps.launch(function, ranks, *args)
+    if ranks_here(ranks) != ranks:
+        raise SystemExit(f"this lab runs on {ranks} ranks, torchrun started {ranks_here(ranks)}: use --nproc-per-node {ranks}")
+    atexit.register(ps.comms.shutdown)  # a process that ends in the middle of its group may abort
+    mine = function(*args)
+    ps.comms.init_distributed()
+    everyone: list[Any] = [None] * ranks
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def say(text: str = "") -> None:
+    """Print `text`, once however many processes tell the story."""
+    if is_narrator():
+        print(text, flush=True)
+
+
+def check(holds: bool, fact: str, otherwise: str) -> None:
+    """Say that `fact` was checked. Raises SystemExit with `otherwise` if it does not hold."""
+    if not holds:
+        stop(f"This lab's check failed: {otherwise}")
+    say(f"  checked: {fact}")
+
+
+def stop(reason: str) -> NoReturn:
+    """End the lab here, with `reason` told once. Raises SystemExit."""
+    raise SystemExit(reason if is_narrator() else 1)
+
+
+def in_lines(refusal: str) -> str:
+    """What `verify` says of a deadlock, a line for each rank of the circle; anything else as it is."""
+    name, deadlocks, circle = refusal.partition(" deadlocks: ")
+    return "\n    ".join([f"{name} deadlocks:", *circle.split("; ")]) if deadlocks else refusal
+
+
+def percent(share: float) -> str:
+    """0.256 -> `25.6 %`."""
+    return f"{share:.1%}".replace("%", " %")
+
+
+def megabytes(size: float) -> str:
+    """Bytes in MB of 10^6, as devices are sold."""
+    return f"{size / 1e6:.1f} MB"
+
+
+def picture(timeline: Timeline) -> str:
+    """`timeline` drawn for the terminal, if there is one, else for a text file."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    return indent(draw(timeline, width - 2, color=sys.stdout.isatty()), "  ")

@@ -1,0 +1,1 @@
+"""Pipelines side by side: replicas, sharded parameters, tensor parallel."""

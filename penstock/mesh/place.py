@@ -1,0 +1,107 @@
+"""The mesh: where this rank stands when several pipelines run side by side.
+
+A `DeviceMesh` has up to three axes. Along `pp` lie the ranks of one pipeline. Along `dp` lie its replicas, each with rows of
+its own; gradients are averaged over them once a step. Along `tp` lie ranks that share the products inside every stage.
+
+The ranks of `init_mesh(pp=2, dp=2, tp=2)`, those of a pipeline in a row:
+
+    dp 0   tp 0   0 --- 4
+           tp 1   1 --- 5
+    dp 1   tp 0   2 --- 6
+           tp 1   3 --- 7
+
+Ranks 0 to 3 have stage 0: 0 and 1 share its products, and so do 2 and 3; 0 and 2 average gradients, and so do 1 and 3.
+All pipelines run the same table, so actions that wait for each other along `tp` stand in the same place of every row: side
+by side they are one action, and a table that is proved for one pipeline is proved for all of them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.comms.topology import Topology
+from penstock.errors import MismatchError
+
+AXES = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands."""
+
+    world: Topology  # all ranks of the mesh
+    pipeline: Topology  # those of this rank's pipeline
+    pipelines: tuple[tuple[tuple[int, ...], ...], ...]  # by replica and `tp`: the ranks of a pipeline
+    replica: int = 0  # this rank's place along `dp`
+    shard: int = 0  # along `tp`
+    mesh: DeviceMesh | None = None
+
+    @property
+    def replicas(self) -> int:
+        """The size of `dp`."""
+        return len(self.pipelines)
+
+    @property
+    def counted(self) -> list[tuple[int, ...]]:
+        """Of each replica, the ranks of one pipeline: those beside it along `tp` say the same."""
+        return [shards[0] for shards in self.pipelines]
+
+    @property
+    def copies(self) -> int:
+        """How many ranks have a stage of this rank's."""
+        return self.replicas * len(self.pipelines[0])
+
+    @property
+    def copy(self) -> int:
+        """Which of them this rank is."""
+        return self.replica * len(self.pipelines[0]) + self.shard
+
+    @property
+    def dp(self) -> DeviceMesh | None:
+        """The axis, if it has more than one rank."""
+        return self.mesh["dp"] if self.mesh is not None and self.replicas > 1 else None
+
+    @property
+    def tp(self) -> DeviceMesh | None:
+        """The axis, if it has more than one rank."""
+        return self.mesh["tp"] if self.mesh is not None and len(self.pipelines[0]) > 1 else None
+
+    @property
+    def stages(self) -> list[tuple[int, ...]]:
+        """For each place in a pipeline, the ranks that stand there: they have the same stages."""
+        return list(zip(*[ranks for shards in self.pipelines for ranks in shards], strict=True))
+
+    @property
+    def beside(self) -> list[Any]:
+        """The process groups that this rank's pipeline shares with those beside it."""
+        return [mesh.get_group() for mesh in (self.dp, self.tp) if mesh is not None]
+
+
+def place_of(mesh: DeviceMesh | None, topology: Topology) -> Place:
+    """Where this rank stands in `mesh`; without one, all ranks are one pipeline.
+
+    Raises MismatchError for axes of other names, and for a mesh that is not made of all ranks.
+    """
+    if mesh is None:
+        return Place(topology, topology, ((tuple(range(topology.world_size)),),))
+    names = mesh.mesh_dim_names or ()
+    if not names or set(names) - set(AXES):
+        raise MismatchError(f"the mesh has axes {names or 'without names'}: use any of 'pp', 'dp' and 'tp', or init_mesh")
+    if mesh.mesh.numel() != topology.world_size:
+        raise MismatchError(f"the mesh has {mesh.mesh.numel()} ranks, but {topology.world_size} are running: use all of them")
+    ranks = mesh.mesh.permute([names.index(axis) for axis in ("dp", "tp", "pp") if axis in names])
+    for dimension, axis in enumerate(("dp", "tp", "pp")):
+        ranks = ranks if axis in names else ranks.unsqueeze(dimension)
+    replica, shard, rank = (torch.nonzero(ranks == topology.rank)[0]).tolist()
+    pipelines = tuple(tuple(tuple(row) for row in shards) for shards in ranks.tolist())
+    mine = pipelines[replica][shard]
+    return Place(
+        topology,
+        replace(topology, rank=rank, world_size=len(mine), ranks=mine),
+        pipelines,
+        replica,
+        shard,
+        mesh,
+    )

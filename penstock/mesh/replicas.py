@@ -1,0 +1,173 @@
+"""A stage that other processes have too, each for rows of its own: gradients are averaged over them once, at a step's end."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.stage.backward.uses import run_backward
+
+
+class Alone:
+    """A stage that nobody else has. What the other kinds do more has its place here, and does nothing."""
+
+    ready = True  # whether the parameters are here to be used
+    alike = True  # whether the replicas' backwards are alike in this step: if not, gradients are averaged at its end only
+    hooked = False  # whether it must see each gradient reach its parameter
+    next: "Alone | None" = None  # the stage of this rank that comes into use after it
+
+    def begin(self) -> None:
+        """Before a step."""
+
+    def gather(self) -> None:
+        """Begin to fetch what of the parameters is elsewhere."""
+
+    def get_ready(self) -> None:
+        """Before the first forward: wait for it."""
+
+    def expect(self, ends: Sequence[Tensor] = ()) -> None:
+        """Before the backward with which the gradients of this step are complete; `ends` of its graph, from `ends_of`."""
+
+    def complete(self) -> None:
+        """After it: begin to average them."""
+
+    def end(self, training: bool) -> None:
+        """At the end of a step: wait until they are averaged."""
+
+    def ends_of(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What `expect` must know of the graph of `outputs`, without their memory."""
+        return ()
+
+
+class Replicas(Alone):
+    """A stage that DistributedDataParallel holds equal; `parallel` is None as long as there is nothing to be averaged.
+
+    Its forward is not called, since it would take the backward of each for the last of the step: this tells it which one is.
+    With `wrap`, which makes it, sums travel while the rank goes on, until `end`; unless it has a hook of its own for them, or
+    copies them into the gradients. Without, the replicas are pipelines that know nothing of each other.
+    """
+
+    hooked = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parallel: DistributedDataParallel | None,
+        group: dist.ProcessGroup | None = None,
+        wrap: Callable[[], Any] | None = None,
+    ) -> None:
+        self._module, self._group, self._wrap = module, group, wrap
+        self._expected = False
+        self._hooks: list[Any] = []
+        self._arrived: set[int] = set()  # ids of parameters that have got their gradient in the last backward
+        self._used: tuple[Tensor, Any] | None = None  # which parameters have a gradient on any replica, and when that is known
+        self._summing: list[tuple[Any, Tensor]] = []
+        self._take(parallel)
+
+    def _take(self, parallel: DistributedDataParallel | None) -> None:
+        self._parallel = parallel
+        self._trainable = self._found()
+        own = parallel is None or self._wrap is None or parallel._comm_hooks or not parallel.gradient_as_bucket_view
+        if parallel is not None and not own:
+            parallel.register_comm_hook(None, self._sum)
+
+    def _found(self) -> list[nn.Parameter]:
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())  # where DistributedDataParallel looks
+        return [each for name, each in self._module.named_parameters() if each.requires_grad and name not in ignored]
+
+    def _sum(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to average `bucket`, of which the gradients are views; says that it is done, which `end` makes true."""
+        assert self._parallel is not None
+        buffer, group = bucket.buffer(), self._parallel.process_group
+        buffer.div_(group.size())
+        self._summing.append((dist.all_reduce(buffer, group=group, async_op=True), buffer))
+        done = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        done.set_result(buffer)
+        return done
+
+    def begin(self) -> None:
+        """Look whether other parameters are frozen now: DistributedDataParallel asks that only when it is made."""
+        if self._wrap is not None and list(map(id, self._found())) != list(map(id, self._trainable)):
+            self._take(self._wrap() if self._found() else None)
+
+    def expect(self, ends: Sequence[Tensor] = ()) -> None:
+        """The next backward makes the gradients complete, sum them.
+
+        With `find_unused_parameters`, those that the graph's `ends` do not depend on are not waited for.
+        """
+        if self.alike:
+            self._expect(ends)
+
+    def _expect(self, ends: Sequence[Tensor]) -> None:
+        if self._parallel is not None:
+            reducer = self._parallel.reducer
+            reducer._rebuild_buckets()  # once: in the order in which the first step's gradients came
+            reducer.prepare_for_backward(list(self.ends_of(ends)))
+            if not self._parallel.find_unused_parameters:
+                arrived = self._arrived
+                self._hooks = [
+                    each.register_post_accumulate_grad_hook(lambda each: arrived.add(id(each))) for each in self._trainable
+                ]
+        self._expected = True
+
+    def complete(self) -> None:
+        """What the last backward did not reach gets zeros, since DistributedDataParallel waits for all of it."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        used = torch.tensor([each.grad is not None for each in self._trainable], dtype=torch.uint8)
+        late = [each for each in self._trainable if id(each) not in self._arrived]
+        self._hooks, self._arrived = [], set()
+        _add_zeros(late)
+        if self._group is not None:
+            used = used.to(self._trainable[0].device)
+            self._used = used, dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def end(self, training: bool) -> None:
+        """Wait for the sums; where the last backwards were not alike, sum only now."""
+        if training and not self._expected and not (self._wrap is not None and self.alike):
+            self._expect(self._trainable)
+            if self._hooks:
+                self.complete()
+            else:
+                _add_zeros(self._trainable)
+        self._expected = False
+        for work, _ in self._summing:
+            work.wait()
+        self._summing.clear()
+        if self._used is not None:
+            used, work = self._used
+            work.wait()
+            self._used = None
+            for parameter, anywhere in zip(self._trainable, used.tolist(), strict=True):
+                if not anywhere:
+                    parameter.grad = None
+
+    def ends_of(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """An empty tensor that depends on all of `outputs`, if that is needed."""
+        wanted = self._parallel is not None and self._parallel.find_unused_parameters and len(outputs) > 0
+        with torch.enable_grad():
+            return (_End.apply(*outputs),) if wanted else ()  # of a parameter, too, which by itself has no graph
+
+
+def _add_zeros(parameters: Sequence[nn.Parameter]) -> None:
+    """Add zeros to their gradients, by their ends of the graph, where DistributedDataParallel listens."""
+    if parameters:
+        run_backward(list(map(get_gradient_edge, parameters)), list(map(torch.zeros_like, parameters)))
+
+
+class _End(torch.autograd.Function):
+    """An empty tensor that depends on others."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise AssertionError("nothing goes back from here")

@@ -1,0 +1,1 @@
+"""Families of schedules: one rule a file, its docstring the rule and its source."""

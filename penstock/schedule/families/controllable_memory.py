@@ -1,0 +1,137 @@
+"""V-Half and V-Min: two stages on each rank, down and back up, for a half or a third of 1F1B's memory.
+
+Both are made alike (Qi et al. 2024, arXiv 2405.15362). First every microbatch gets the same pattern of unit slots, six
+slots after the one before, in which no two actions meet; each W falls into the first free slot after its I. That is the
+steady state. Then the ends are tightened: the actions before the first microbatch has come back and after the last one
+has entered move to the earliest free slot that raises no memory. At last every rank runs its forwards and backwards in
+the order of the slots as soon as they can run, and a W whenever none can.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from penstock.schedule.table import Action, Kind, dependencies
+from penstock.schedule.timing.timeline import peaks_in_flight
+
+PERIOD = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
+
+Slots = dict[int, Action]  # of one rank
+
+
+def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Half of 1F1B's memory, a bubble in between (Qi et al. 2024, arXiv 2405.15362).
+
+    Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
+    o = 3 where P is even: 2r, 3P-2-r, 3P+o+2r-1, 6P+o-2-r. floor((P+2)/2) microbatches in flight. Bubble at F = I = W, in
+    actions: 5 for P = 4, 17 for P = 8 (1F1B: 9 and 21 of the same unit).
+    """
+    late = 0 if ranks % 2 else 3
+    first = [(2 * r, 3 * ranks - 2 - r, 3 * ranks + late + 2 * r - 1, 6 * ranks + late - 2 - r) for r in range(ranks)]
+    return _tightened(first, microbatches)
+
+
+def v_min(ranks: int, microbatches: int) -> list[list[Action]]:
+    """A third of 1F1B's memory, the least there is in a V (Qi et al. 2024, arXiv 2405.15362).
+
+    Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
+    o = 2 where 3 divides P: r, 2P-1-r, 2P+o+r, 4P+o-1-r. floor((P+4)/3) microbatches in flight. Bubble at F = I = W, in
+    actions: 11 for P = 4, 27 for P = 8; where they differ it grows with M.
+    """
+    late = 0 if ranks % 3 else 2
+    first = [(r, 2 * ranks - 1 - r, 2 * ranks + late + r, 4 * ranks + late - 1 - r) for r in range(ranks)]
+    return _tightened(first, microbatches)
+
+
+def _tightened(first: Sequence[tuple[int, int, int, int]], microbatches: int) -> list[list[Action]]:
+    slots = [_periodic(rank, len(first), offsets, microbatches) for rank, offsets in enumerate(first)]
+    bound = max(peaks_in_flight([_in_order(row) for row in slots]))
+    steady = range(first[0][3], PERIOD * (microbatches - 1))  # from the first microbatch's return to the last one's entry
+    _move_ends(slots, steady, bound)
+    return _list_schedule(slots, bound)
+
+
+def _periodic(rank: int, ranks: int, offsets: tuple[int, int, int, int], microbatches: int) -> Slots:
+    """The steady pattern of one rank: F0, F1, I1, I0 at `offsets`, the W of each I in the first free slot after it."""
+    stages = rank, 2 * ranks - 1 - rank
+    pattern = zip(offsets, (Kind.F, Kind.F, Kind.I, Kind.I), (stages[0], stages[1], stages[1], stages[0]), strict=True)
+    slots = {at + PERIOD * m: Action(kind, stage, m) for at, kind, stage in pattern for m in range(microbatches)}
+    free = 0
+    for at in sorted(at for at, action in slots.items() if action.kind is Kind.I):
+        free = max(free, at + 1)
+        while free in slots:
+            free += 1
+        slots[free] = slots[at]._replace(kind=Kind.W)
+    return slots
+
+
+def _in_order(slots: Slots) -> list[Action]:
+    return [slots[at] for at in sorted(slots)]
+
+
+def _move_ends(slots: list[Slots], steady: range, bound: int) -> None:
+    """Move the actions outside `steady` to the earliest free slot that raises no rank's memory above `bound`."""
+    at = {action: slot for row in slots for slot, action in row.items()}
+    home = {action: rank for rank, row in enumerate(slots) for action in row.values()}
+    stages = 2 * len(slots)
+    held = [0] * len(slots)  # in flight on every rank before the slot looked at
+    for action in sorted(at, key=lambda action: (at[action], home[action])):
+        slot, rank = at[action], home[action]
+        if slot not in steady:
+            needs = [at[needed] for options in dependencies(action, stages) for needed in options if needed in at]
+            target = _earliest(slots[rank], action, max(needs, default=-1) + 1, slot, held[rank], bound)
+            slots[rank][target] = slots[rank].pop(slot)
+            at[action] = target
+        held[rank] += _raises(action)
+
+
+def _earliest(row: Slots, action: Action, begin: int, slot: int, held: int, bound: int) -> int:
+    """The first free slot from `begin` on to which `action` can move from `slot`, `held` activations in flight before it."""
+    if action.kind is not Kind.F:
+        return next((target for target in range(begin, slot) if target not in row), slot)
+    best = slot
+    for target in range(slot - 1, begin - 1, -1):  # backwards: the forward is in flight from its new slot on
+        if held >= bound:
+            break
+        if target in row:
+            held -= _raises(row[target])
+        else:
+            best = target
+    return best
+
+
+def _raises(action: Action) -> int:
+    """What `action` adds to the activations in flight on its rank."""
+    return (action.kind is Kind.F) - (action.kind is Kind.W)
+
+
+def _list_schedule(slots: list[Slots], bound: int) -> list[list[Action]]:
+    """In unit time: every rank its next F or I if it can run, within `bound` activations, else the oldest W."""
+    stages = 2 * len(slots)
+    waiting = [deque(action for action in _in_order(row) if action.kind is not Kind.W) for row in slots]
+    put_off: list[deque[Action]] = [deque() for _ in slots]
+    held = [0] * len(slots)
+    done: set[Action] = set()
+    table: list[list[Action]] = [[] for _ in slots]
+
+    def can_run(rank: int) -> bool:
+        action = waiting[rank][0]
+        if action.kind is Kind.F and held[rank] == bound:
+            return False
+        return all(any(option in done for option in options) for options in dependencies(action, stages))
+
+    while any(waiting) or any(put_off):
+        now = []
+        for rank, row in enumerate(table):
+            if waiting[rank] and can_run(rank):
+                action = waiting[rank].popleft()
+            elif put_off[rank]:
+                action = put_off[rank].popleft()
+            else:
+                continue
+            if action.kind is Kind.I:
+                put_off[rank].append(action._replace(kind=Kind.W))
+            held[rank] += _raises(action)
+            row.append(action)
+            now.append(action)
+        done.update(now)
+    return table

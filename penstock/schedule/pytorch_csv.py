@@ -1,0 +1,102 @@
+"""PyTorch's lowered tables, which say themselves what is sent and received when, as scripts that can be proved.
+
+Besides the cells of a table (`0F0`, `1I0`, `(0F1;3B0)OVERLAP_F_B`) a rank's row has `0SEND_F0`, the output of 0F0, with
+`1RECV_F0` on the rank of stage 1; and `3SEND_B1`, the gradient of 3B1 or 3I1, with `2RECV_B1` on the rank of stage 2.
+What concerns sharded weights only is passed over. `prove(script, shared=True)` then tells whether such a table can stop
+where both directions between two ranks share one queue, as on NCCL; `prove(script)`, with a queue for each direction as
+on Gloo, whether something that is sent lands in the place of something else.
+"""
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from os import PathLike
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.schedule.complete import check_table
+from penstock.schedule.program import Instruction, Run, Script, Transfer, Transfers, actions_of, travelling
+from penstock.schedule.table import Action, Cell, Schedule, from_rows, parsed
+
+_POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
+
+
+class _Post(NamedTuple):
+    """A cell that sends or receives what `stage` makes or takes."""
+
+    text: str
+    sends: bool
+    forward: bool
+    stage: int
+    microbatch: int
+
+
+def from_lowered_csv(path: str | PathLike[str], name: str | None = None) -> Script:
+    """Read a CSV in PyTorch's `compute_comms` form, a line for each rank. Raises ScheduleError as `from_lowered_rows`."""
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        return from_lowered_rows(name or str(path), list(csv.reader(file)))
+
+
+def from_lowered_rows(name: str, rows: Sequence[Iterable[str]]) -> Script:
+    """The script that the texts of a lowered table's cells describe, a row for each rank.
+
+    Raises ScheduleError for a cell that cannot be read, a table that is not complete, a send before there is anything to
+    send, an action before its receive, and for a send, a receive or a partner that is missing or there twice. It is not
+    proved yet.
+    """
+    parsed = [[cell for text in row for cell in _cells(text)] for row in rows]
+    table = [[cell for cell in row if not isinstance(cell, _Post)] for row in parsed]
+    schedule = from_rows(name, table)
+    check_table(schedule)
+    transfers = Transfers(schedule)
+    script = Script(schedule, tuple(tuple(_row(rank, row, schedule, transfers)) for rank, row in enumerate(parsed)))
+    sent = {each for rank, row in enumerate(script.rows) for each in row if isinstance(each, Transfer) and each.source == rank}
+    for transfer in chain.from_iterable(transfers.channels.values()):
+        if transfer not in sent:
+            raise ScheduleError(f"rank {transfer.source} never sends the {transfer}, which rank {transfer.destination} needs")
+    return script
+
+
+def _cells(text: str) -> Iterator[Cell | _Post]:
+    if post := _POST.fullmatch(text.strip()):
+        stage, end, direction, microbatch = post.groups()
+        yield _Post(text.strip(), end == "SEND", direction == "F", int(stage), int(microbatch))
+    else:
+        yield from parsed(text)
+
+
+def _row(rank: int, cells: Iterable[Cell | _Post], schedule: Schedule, transfers: Transfers) -> Iterator[Instruction]:
+    done: set[Action] = set()
+    posted: set[Transfer] = set()
+    for cell in cells:
+        if isinstance(cell, _Post):
+            transfer = _transfer(rank, cell, schedule, transfers)
+            if transfer in posted:
+                raise ScheduleError(f"rank {rank} has {cell.text} twice")
+            if cell.sends and transfer.action not in done:
+                raise ScheduleError(f"rank {rank} has {cell.text} before {transfer.action}, which makes what is sent")
+            posted.add(transfer)
+            yield transfer
+        else:
+            needs = []
+            for action in actions_of(cell):
+                for arriving in travelling(transfers.needed_by(action)):
+                    if arriving not in posted:
+                        raise ScheduleError(f"rank {rank} has {action}, but before it no receive of the {arriving}")
+                    needs.append(arriving)
+            done.update(actions_of(cell))
+            yield Run(cell, tuple(needs))
+
+
+def _transfer(rank: int, post: _Post, schedule: Schedule, transfers: Transfers) -> Transfer:
+    """The transfer whose send or receive `post` is."""
+    if not post.stage < schedule.stages or schedule.placement[post.stage] != rank:
+        raise ScheduleError(f"rank {rank} has {post.text}, but not stage {post.stage}")
+    onward = 1 if post.forward else -1
+    maker = post.stage if post.sends else post.stage - onward
+    made = (transfers.outputs if post.forward else transfers.gradients).get((maker, maker + onward), {})
+    transfer = made.get(post.microbatch)
+    if transfer is None or not transfer.travels:
+        raise ScheduleError(f"rank {rank} has {post.text}, but no other rank makes or needs that")
+    return transfer

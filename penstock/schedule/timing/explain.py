@@ -1,0 +1,168 @@
+"""A measured step in words: where its time went, who holds it up, and what would make it shorter.
+
+Every `what if` is the simulator's answer for the costs that were measured, set against its answer for the table that ran, so
+that what the simulator does not know cancels out. How far it is from the measured step is told too.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+
+from penstock.errors import ScheduleError
+from penstock.schedule.catalog import FAMILIES, build, names
+from penstock.schedule.table import Kind, Schedule
+from penstock.schedule.timing.causes import Cause
+from penstock.schedule.timing.explanation import ENGINE, NOTABLE, Alternative, Explanation, Straggler
+from penstock.schedule.timing.measured import Measured, gaps_of
+from penstock.schedule.timing.timeline import Timeline
+from penstock.schedule.transform import with_full_backwards
+
+STRAGGLES = 0.05  # of its planned time: what a rank may be slower by without being named
+
+
+def explain(timeline: Timeline, measured: Measured | None = None) -> Explanation:
+    """Explain a measured step of training.
+
+    `measured`: the costs, by default `Measured.of(timeline)`, which expects every stage to take the same; it can be told how
+    many layers each has, and be given more steps. Raises ScheduleError where a stage ran no forward or no backward.
+    """
+    here = measured or Measured.of(timeline)
+    table = here.schedule
+    predicted = here.predict(table)
+    held, now = _held(table, predicted), predicted.makespan
+    even = replace(here, seconds={kind: (fmean(times),) * len(times) for kind, times in here.seconds.items()})
+    others = [other for other in _others(here) if other.seconds < (1 - NOTABLE) * now]
+    faster = _best(others)
+    frugal = _best([other for other in others if other.held <= held])
+    return Explanation(
+        schedule=table,
+        step=timeline.makespan,
+        shares=shares(timeline, here),
+        between=max(timeline.between, default=0.0),
+        averaging=max(timeline.averaging, default=0.0),
+        predicted=now,
+        held=held,
+        bytes=_bytes(predicted),
+        straggler=_straggler(here, now),
+        even=even.predict(table).makespan,
+        more=_more(here),
+        faster=faster,
+        frugal=None if frugal is faster else frugal,
+    )
+
+
+def shares(timeline: Timeline, measured: Measured) -> dict[str, float]:
+    """The share of (ranks x makespan) that each kind of action, each cause of idle time and the engine took; they add up to 1.
+
+    Idle time between two actions is the engine's where the second had all it needs when the first ended; else it is what
+    `penstock.schedule.timing.causes` says.
+    """
+    taken = dict.fromkeys([*(kind.value for kind in Kind), *(cause.value for cause in Cause), ENGINE], 0.0)
+    engine = {(gap.after.rank, gap.after.start) for gap in gaps_of(timeline) if gap.before and not measured.waits(gap)}
+    for rank, row in enumerate(timeline.idle):
+        for start, end, cause in row:
+            taken[ENGINE if (rank, end) in engine and cause is not Cause.SENDING else cause.value] += end - start
+        for cell in timeline.cells(rank):
+            for event in cell:
+                taken[event.action.kind.value] += (event.end - event.start) / len(cell)
+    total = timeline.ranks * timeline.makespan
+    return {name: time / total if total else 0.0 for name, time in taken.items()}
+
+
+def _bytes(timeline: Timeline) -> tuple[float, ...]:
+    """For every rank, the most its activations take at once; nothing if that is not known in bytes."""
+    return timeline.peak_memory if timeline.memory_unit == "bytes" else ()
+
+
+# ---- who holds it up
+
+
+def _straggler(here: Measured, now: float) -> Straggler | None:
+    """The rank that takes longest against its share, if it takes notably longer and the step would be notably shorter."""
+    found = [_against_share(here, rank, now) for rank in range(here.schedule.ranks) if here.schedule.actions[rank]]
+    slow = [each for each in found if each and each.loss > NOTABLE * now]
+    return max(slow, key=lambda each: each.longer, default=None)
+
+
+def _against_share(here: Measured, rank: int, now: float) -> Straggler | None:
+    """How `rank` compares with the others, stage for stage by the layers they have; None if it is not slower."""
+    mine = here.schedule.stages_of(rank)
+    others = [stage for stage in range(here.schedule.stages) if stage not in mine]
+    if not others or not mine:
+        return None
+    layers = here.layers
+    fair = {
+        kind: [
+            layers[stage] * median(times[other] / layers[other] for other in others) if stage in mine else time
+            for stage, time in enumerate(times)
+        ]
+        for kind, times in here.seconds.items()
+    }
+    actions = here.schedule.actions[rank]
+    planned = sum(fair[action.kind][action.stage] for action in actions)
+    excess = sum(here.seconds[action.kind][action.stage] for action in actions) - planned
+    if excess <= STRAGGLES * planned:
+        return None
+    ran = dict.fromkeys(action.kind for action in actions)
+    times = {
+        kind: (fmean(here.seconds[kind][stage] for stage in mine), fmean(fair[kind][stage] for stage in mine)) for kind in ran
+    }
+    repaired = replace(here, seconds={kind: tuple(each) for kind, each in fair.items()})
+    return Straggler(rank, excess / len(actions), times, now - repaired.predict(here.schedule).makespan)
+
+
+# ---- what would make it shorter
+
+
+def _held(table: Schedule, timeline: Timeline) -> float:
+    """Microbatches in flight on the fullest rank; an activation of one of its V stages is a V-th."""
+    return max(timeline.peak_in_flight) * table.ranks / table.stages
+
+
+def _others(here: Measured) -> Iterator[Alternative]:
+    """The other schedules of the catalog at this P and M, of V stages a rank or as many as they are made for."""
+    table = here.schedule
+    for name in names():
+        for stages_per_rank in {None, table.stages // table.ranks}:
+            other = _built(name, table.ranks, table.microbatches, stages_per_rank)
+            if other and other.actions != table.actions:
+                yield _alternative(here, other)
+
+
+def _best(others: Sequence[Alternative]) -> Alternative | None:
+    """The fastest; of those about as fast the one that holds the least."""
+    fastest = min((other.seconds for other in others), default=0.0)
+    return min((other for other in others if other.seconds <= (1 + NOTABLE) * fastest), key=_burden, default=None)
+
+
+def _burden(other: Alternative) -> tuple[float, float]:
+    return other.held, other.seconds
+
+
+def _more(here: Measured) -> Alternative | None:
+    """The same schedule with twice the microbatches; None for a table that is not the catalog's."""
+    table = here.schedule
+    size = table.ranks, table.microbatches, table.stages // table.ranks
+    same = _built(table.name, *size)
+    other = _built(table.name, size[0], 2 * size[1], size[2])
+    if not same or not other or same.actions != table.actions:
+        return None
+    return _alternative(here, other)
+
+
+def _alternative(here: Measured, other: Schedule) -> Alternative:
+    timeline, split = here.predict(other), any(action.kind is Kind.W for row in other.actions for action in row)
+    return Alternative(
+        other, timeline.makespan, _held(other, timeline), here.halved and split, max(_bytes(timeline), default=0.0)
+    )
+
+
+def _built(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule | None:
+    """A table of the catalog as the engine runs it; None if there is none of that size."""
+    if name not in FAMILIES:
+        return None
+    try:
+        built = build(name, ranks, microbatches, stages_per_rank or None)
+    except ScheduleError:
+        return None
+    return replace(with_full_backwards(built), overlaps=frozenset())

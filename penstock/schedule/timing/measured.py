@@ -1,0 +1,257 @@
+"""What the actions of a measured step cost, and what any other step takes at these costs.
+
+A rank that ends an action sends what it made, takes what it needs, and starts the next: that is the engine's time between two
+actions, which `Costs` has no word for. It is folded into the cost of the action before it, and is the first part of a
+message's way: `simulate` then delays the rank and its messages alike. What a message takes beyond that is `send`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from statistics import fmean, median
+from typing import NamedTuple
+
+from penstock.errors import ScheduleError
+from penstock.schedule.table import Kind, Schedule, Skip, dependencies, from_rows
+from penstock.schedule.timing.simulate import Costs, simulate
+from penstock.schedule.timing.timeline import Border, Event, Size, Timeline
+from penstock.schedule.transform import with_full_backwards
+
+Times = dict[Kind, tuple[float, ...]]  # kind -> seconds, of every stage
+Samples = dict[tuple[Kind, int], list[float]]  # kind, stage -> seconds, each time it was seen
+
+
+@dataclass(frozen=True)
+class MeasuredCosts(Costs):
+    """`Costs` that say what a full backward takes where it is not what I and W take one after the other."""
+
+    backward: tuple[float, ...] = ()  # of B, on every stage
+
+    def table(self, stages: int) -> dict[Kind, list[float]]:
+        """Kind -> cost of every stage. Raises ScheduleError as `Costs.table`, and unless B has a cost for each stage."""
+        if len(self.backward) != stages:
+            raise ScheduleError(f"backward has {len(self.backward)} costs for {stages} stages: use Measured.predict")
+        return super().table(stages) | {Kind.B: list(self.backward)}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a cut model on its ranks: `Measured.of(timeline)`. Times in seconds."""
+
+    schedule: Schedule  # the table that ran
+    seconds: Times  # of an action
+    between: Times  # of the engine, from the end of such an action to the start of the next, if that waits for nothing
+    send: tuple[float, ...]  # of a message beyond that, over each border between two stages
+    around: float = 0.0  # of a step, before its first action and after its last
+    layers: tuple[float, ...] = ()  # how much of the model each stage has, in layers or any unit
+    sizes: tuple[Size, ...] = ()  # what an activation of each stage takes, in bytes; empty if that was not measured
+
+    @property
+    def halved(self) -> bool:
+        """Whether no I and no W was measured, so that each counts as half of B."""
+        return not any(action.kind is Kind.W for row in self.schedule.actions for action in row)
+
+    @classmethod
+    def of(cls, *timelines: Timeline, layers: Sequence[float] = (), around: float = 0.0) -> "Measured":
+        """From one step or several of the same table. `layers`: of each stage, by default the same.
+
+        An action of a stage costs the median over its microbatches and steps; W the mean, since the last of several may have
+        done the work of all. Where a stage never ran a kind, B is I and W together, and I is the share of B that it is on the
+        other stages, or half if no stage ran one. A message is seen where its receiver was idle when it was sent; over a
+        border where none was, it takes what is usual.
+        Raises ScheduleError for timelines of different tables, and where a stage ran no forward or no backward.
+        """
+        tables = [table_of(timeline) for timeline in timelines]
+        if not tables or any(table.actions != tables[0].actions for table in tables):
+            raise ScheduleError("costs are measured on one table: give one timeline, or several of the same table")
+        if not tables[0].stages:
+            raise ScheduleError("nothing ran in this timeline: measure a step")
+        table, gaps = tables[0], [gap for timeline in timelines for gap in gaps_of(timeline)]
+        waits = [gap for gap in gaps if gap.waited]
+        whole = _by_border(((gap, gap.message) for gap in waits), table)
+        engine: Samples = defaultdict(list)
+        for gap in gaps:
+            if gap.before and not gap.waits(whole.get(gap.border, 0.0)):
+                engine[gap.before.action[:2]].append(max(0.0, gap.after.start - gap.before.end))
+        between = _between(engine, table.stages)
+        sends = _by_border(((gap, gap.message - _of(between, gap.needed)) for gap in waits), table)
+        seconds = _seconds(timelines, table)
+        sizes = next((timeline.sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
+        return cls(table, seconds, between, tuple(sends.values()), around, _checked(layers, table.stages), sizes)
+
+    @property
+    def costs(self) -> MeasuredCosts:
+        """For `simulate`, of tables with the same stages. Each action contains the engine's time after it."""
+        forward, backward, inputs, weights = (
+            tuple(map(sum, zip(self.seconds[kind], self.between[kind], strict=True))) for kind in Kind
+        )
+        act, keep = zip(*self.sizes, strict=True) if self.sizes else (1, None)
+        return MeasuredCosts(forward, inputs, weights, self.send, act=act, keep=keep, backward=backward)
+
+    def predict(self, schedule: Schedule, layers: Sequence[float] = ()) -> Timeline:
+        """When every action of `schedule` would run on such ranks, with as many rows in a microbatch.
+
+        `layers`: how much of the model each of its stages has, in the unit of those measured; by default the same as measured
+        where there are as many stages, else even. As in the engine, pairs run one action after the other, and I and W as one
+        B where nothing is lost. A step takes the timeline's makespan and `around`.
+        """
+        table = replace(with_full_backwards(schedule), overlaps=frozenset())
+        here = self.cut(table.stages, layers)
+        timeline = simulate(table, here.costs)
+        rows = [[event._replace(end=event.end - _of(here.between, event)) for event in row] for row in timeline.rows]
+        borders = [Border(latency=send + after) for send, after in zip(here.send, here.between[Kind.F], strict=False)]
+        name, unit = f"{schedule.name}, predicted", "bytes" if here.sizes else ""
+        return replace(timeline, name=name, rows=tuple(map(tuple, rows)), borders=tuple(borders), memory_unit=unit)
+
+    def waits(self, gap: "Gap") -> bool:
+        """Whether the rank was idle before its message came; else the engine alone took the time."""
+        low, high = gap.border
+        return gap.waits(self.send[low] + _of(self.between, gap.needed) if high == low + 1 else 0.0)
+
+    def cut(self, stages: int, layers: Sequence[float] = ()) -> "Measured":
+        """The same model cut into so many stages: every layer takes along its part of what its stage took.
+
+        What a stage took for another reason, a slow rank or the loss, moves with its layers too, and so does memory. Where the
+        number of stages differs, the engine's time and that of a message are what is usual.
+        """
+        same = stages == self.schedule.stages
+        layers = self.layers if same and not layers else _checked(layers, stages)
+        if same and layers == self.layers:
+            return self
+        seconds = {kind: _divided(times, self.layers, layers) for kind, times in self.seconds.items()}
+        parts = [_divided(amounts, self.layers, layers) for amounts in zip(*self.sizes, strict=True)]
+        moved = replace(self, seconds=seconds, layers=layers, sizes=tuple(map(Size, *parts)) if parts else ())
+        if same:
+            return moved
+        between = {kind: (median(times),) * stages for kind, times in self.between.items()}
+        crossing = [send for send, ends in zip(self.send, pairwise(self.schedule.placement), strict=True) if len({*ends}) > 1]
+        send = (median(crossing or [0.0]),) * (stages - 1)
+        return replace(moved, between=between, send=send)
+
+
+def table_of(timeline: Timeline) -> Schedule:
+    """The table whose actions `timeline` has, under its name."""
+    rows = [[tuple(event.action for event in cell) for cell in timeline.cells(rank)] for rank in range(timeline.ranks)]
+    cells = [[actions[0] if len(actions) == 1 else (actions[0], actions[1]) for actions in row] for row in rows]
+    return from_rows(timeline.name.removesuffix(", measured").removesuffix(", predicted"), cells)
+
+
+def _of(times: Times, event: Event | None) -> float:
+    return times[event.action.kind][event.action.stage] if event else 0.0
+
+
+def _checked(layers: Sequence[float], stages: int) -> tuple[float, ...]:
+    layers = tuple(layers) or (1.0,) * stages
+    if len(layers) != stages or min(layers) <= 0:
+        raise ScheduleError(f"layers is {list(layers)} for {stages} stages: give a number above 0 for each stage")
+    return layers
+
+
+def _divided(times: Sequence[float], old: Sequence[float], new: Sequence[float]) -> tuple[float, ...]:
+    """What each of the `new` stages takes if each of the `old` takes `times`, spread evenly over its part of the model."""
+    ends = [0.0, *(end / sum(old) for end in accumulate(old))]
+    cuts = [0.0, *(end / sum(new) for end in accumulate(new))]
+    spans = list(zip(pairwise(ends), times, strict=True))
+    return tuple(
+        sum(time * max(0.0, min(high, end) - max(low, start)) / (end - start) for (start, end), time in spans)
+        for low, high in pairwise(cuts)
+    )
+
+
+# ---- from events to costs
+
+
+class Gap(NamedTuple):
+    """From the end of what a rank ran `before` to the start of what it ran `after`."""
+
+    before: Event | None  # None: `after` is the first of its rank
+    after: Event
+    needed: Event | None  # of all that `after` needs from other ranks, what ended last
+
+    @property
+    def border(self) -> Skip:
+        """The two stages between which the message went that was needed last; the same stage twice if none was."""
+        here, there = self.after.action.stage, (self.needed or self.after).action.stage
+        return min(here, there), max(here, there)
+
+    @property
+    def waited(self) -> bool:
+        """Whether the rank was idle already when what it needed was computed."""
+        return self.needed is not None and (self.before is None or self.needed.end >= self.before.end)
+
+    @property
+    def message(self) -> float:
+        """Seconds from the end of what was needed to the start of what needed it."""
+        return self.after.start - self.needed.end if self.needed else 0.0
+
+    def waits(self, message: float) -> bool:
+        """Whether the rank was idle before its message came, which takes so many seconds."""
+        if self.needed is None or self.before is None:
+            return self.before is None
+        return self.needed.end + message > self.before.end
+
+
+def gaps_of(timeline: Timeline) -> Iterator[Gap]:
+    """What lies before every action, or pair of actions, rank by rank."""
+    at = {event.action: event for event in timeline.events}
+    stages = 1 + max((action.stage for action in at), default=-1)
+
+    def needs(event: Event) -> Iterator[Event]:
+        for options in dependencies(event.action, stages, timeline.skips):
+            yield from (at[option] for option in options if option in at and at[option].rank != event.rank)
+
+    for rank in range(timeline.ranks):
+        before: Event | None = None
+        for cell in timeline.cells(rank):
+            needed = (each for event in cell for each in needs(event))
+            yield Gap(before, cell[0], max(needed, key=lambda event: event.end, default=None))
+            before = cell[0]
+
+
+def _seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
+    """What every action costs, on every stage."""
+    seen: Samples = defaultdict(list)
+    for timeline in timelines:
+        for cell in (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)):
+            for event in cell:
+                seen[event.action[:2]].append((event.end - event.start) / len(cell))
+    taken = {key: fmean(times) if key[0] is Kind.W else median(times) for key, times in seen.items()}
+    split = [stage for stage in range(table.stages) if (Kind.I, stage) in taken and (Kind.W, stage) in taken]
+    parts = [(taken[Kind.I, stage], taken[Kind.W, stage]) for stage in split]
+    share = median([inputs / (inputs + weights) if inputs + weights else 0.5 for inputs, weights in parts] or [0.5])
+    times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    for stage in range(table.stages):
+        if (Kind.F, stage) not in taken or (stage not in split and (Kind.B, stage) not in taken):
+            raise ScheduleError(f"stage {stage} ran no {'backward' if (Kind.F, stage) in taken else 'forward'}: measure a step")
+        both = taken[Kind.I, stage] + taken[Kind.W, stage] if stage in split else taken[Kind.B, stage]
+        times[Kind.F].append(taken[Kind.F, stage])
+        times[Kind.B].append(taken.get((Kind.B, stage), both))
+        times[Kind.I].append(taken[Kind.I, stage] if stage in split else share * both)
+        times[Kind.W].append(taken[Kind.W, stage] if stage in split else both - share * both)
+    return {kind: tuple(each) for kind, each in times.items()}
+
+
+def _between(engine: Samples, stages: int) -> Times:
+    """The engine's time after every action: the median, where it was not seen that of its kind, or of all."""
+    usual = median([time for times in engine.values() for time in times] or [0.0])
+    found = {}
+    for kind in Kind:
+        of_kind = median([time for (which, _), times in engine.items() if which is kind for time in times] or [usual])
+        found[kind] = tuple(median(engine.get((kind, stage)) or [of_kind]) for stage in range(stages))
+    return found
+
+
+def _by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Skip, float]:
+    """The median over each border between two neighbouring stages, never below 0: else of the two ranks, else of all."""
+    seen: dict[Skip | frozenset[int] | None, list[float]] = defaultdict(list)
+    for gap, seconds in samples:
+        for key in (gap.border, _ends(gap.border, table), None):
+            seen[key].append(max(0.0, seconds))
+    borders = pairwise(range(table.stages))
+    return {each: median(seen.get(each) or seen.get(_ends(each, table)) or seen.get(None) or [0.0]) for each in borders}
+
+
+def _ends(border: Skip, table: Schedule) -> frozenset[int]:
+    """The ranks on the two sides of `border`."""
+    return frozenset(table.placement[stage] for stage in border)

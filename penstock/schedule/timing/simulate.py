@@ -1,0 +1,241 @@
+"""The simulator: what every action costs -> when every action runs."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from penstock.errors import ScheduleError
+from penstock.schedule.program import checked_skips, collector_paused
+from penstock.schedule.table import Action, Kind, Schedule, Skip
+from penstock.schedule.timing.timeline import Border, Channel, Event, Size, Timeline
+
+Cost = float | Sequence[float]  # one number for all stages (or all borders between stages), or one for each
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What actions, messages and activations cost: a number for all stages, or a sequence with one for each stage.
+
+    Times are in any one unit. A full backward `B` costs `backward_input` + `backward_weight`. A pair of overlapping actions
+    costs both less `overlap`, the share (0 to 1) of the shorter one that the longer one hides.
+
+    A message between two ranks occupies its channel for `size` / `bandwidth` and then travels for `send`. There is one
+    channel for each ordered pair of ranks: first in, first out, in the order of the sender's table. These three are a number
+    for all borders between stages, or a sequence with one for each; border s lies between stage s and s+1, and one inside a
+    rank costs nothing. `size` is in bytes, `bandwidth` in bytes per unit of time. `skips` has the bytes of what goes from a
+    stage straight to a later one, past those in between, at the latency and bandwidth of the border where it starts.
+
+    An activation takes `act` from the start of its forward to the end of its backward, in bytes or any unit. Of a backward
+    in halves, I lets go all but `keep`, which W still needs (None: all of `act`).
+    """
+
+    forward: Cost = 1
+    backward_input: Cost = 1
+    backward_weight: Cost = 1
+    send: Cost = 0
+    size: Cost = 0
+    bandwidth: Cost = float("inf")
+    act: Cost = 1
+    keep: Cost | None = None
+    overlap: float = 0
+    skips: Mapping[Skip, float] = field(default_factory=dict)
+
+    def table(self, stages: int) -> dict[Kind, list[float]]:
+        """Kind -> cost of every stage.
+
+        Raises ScheduleError if a sequence does not have one cost for each stage, or a cost is negative or no finite number.
+        """
+        forward, inputs, weights = (
+            _costs(name, getattr(self, name), stages) for name in ("forward", "backward_input", "backward_weight")
+        )
+        full = [i + w for i, w in zip(inputs, weights, strict=True)]
+        return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
+
+    def borders(self, stages: int) -> tuple[Border, ...]:
+        """What a message over each border between stages costs. Raises ScheduleError as `table` does."""
+        count = max(0, stages - 1)
+        sends = _costs("send", self.send, count, "border")
+        sizes = _costs("size", self.size, count, "border", "a number of bytes")
+        bandwidths = _listed("bandwidth", self.bandwidth, count, "border")
+        for bandwidth in bandwidths:
+            if not bandwidth > 0:
+                raise ScheduleError(f"bandwidth has {bandwidth}: give bytes per unit of time, more than 0")
+        return tuple(Border(size / bandwidth, send) for send, size, bandwidth in zip(sends, sizes, bandwidths, strict=True))
+
+    def skipping(self, stages: int) -> dict[Skip, Border]:
+        """What a message of each skip costs. Raises ScheduleError as `table` does, and for a skip between no such stages."""
+        checked_skips(self.skips, stages)
+        count = max(0, stages - 1)
+        sends, bandwidths = (_listed(name, getattr(self, name), count, "border") for name in ("send", "bandwidth"))
+        sizes = _costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
+        return {skip: Border(size / bandwidths[skip[0]], sends[skip[0]]) for skip, size in zip(self.skips, sizes, strict=True)}
+
+    def sizes(self, stages: int) -> tuple[Size, ...]:
+        """What an activation of every stage takes. Raises ScheduleError as `table` does."""
+        acts = _costs("act", self.act, stages, what="an amount of memory")
+        keeps = acts if self.keep is None else _costs("keep", self.keep, stages, what="an amount of memory")
+        return tuple(map(Size, acts, keeps))
+
+    def checked_overlap(self) -> float:
+        """`overlap`. Raises ScheduleError if it is no share."""
+        if not 0 <= self.overlap <= 1:
+            raise ScheduleError(f"overlap is {self.overlap}: give the share of the shorter action that is hidden, 0 to 1")
+        return float(self.overlap)
+
+
+def _costs(name: str, cost: Cost, count: int, each: str = "stage", what: str = "a time") -> list[float]:
+    costs = _listed(name, cost, count, each)
+    for value in costs:
+        if not 0 <= value < float("inf"):
+            raise ScheduleError(f"{name} has the cost {value}: a cost is {what}, 0 or more")
+    return costs
+
+
+def _listed(name: str, cost: Cost, count: int, each: str) -> list[float]:
+    costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * count
+    if len(costs) != count:
+        raise ScheduleError(f"{name} has {len(costs)} costs for {count} {each}s: give one number, or one for each {each}")
+    return costs
+
+
+def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
+    """Time `schedule`: an action starts when its rank is free and what it depends on has ended (and has arrived).
+
+    A pair of overlapping actions starts when that holds for both, and both end together.
+
+    Raises ScheduleError when actions wait for each other in a circle, for an action that is not in the table or stands on
+    the wrong rank, and for costs that are none.
+    """
+    timeline = until_it_stops(schedule, costs)
+    for rank, (row, actions) in enumerate(zip(timeline.rows, schedule.actions, strict=True)):
+        if len(row) < len(actions):
+            raise ScheduleError(f"{schedule.name} stops: rank {rank} waits for ever before {actions[len(row)]} (see verify)")
+    return timeline
+
+
+def until_it_stops(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
+    """The same as far as it comes: of a table whose actions wait for each other in a circle, those that run before that.
+
+    Raises ScheduleError as `simulate`, but not for a circle.
+    """
+    _check_places(schedule)
+    machine = _Machine(schedule, costs)
+    with collector_paused():
+        machine.run()
+    rows, stages = tuple(map(tuple, machine.rows)), schedule.stages
+    return Timeline(schedule.name, rows, costs.borders(stages), costs.sizes(stages), schedule.overlaps, costs.skipping(stages))
+
+
+def _check_places(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.actions):
+        stages, microbatches = set(schedule.stages_of(rank)), range(schedule.microbatches)
+        for action in row:
+            if action.stage not in stages or action.microbatch not in microbatches:
+                raise ScheduleError(f"{schedule.name} cannot be timed: rank {rank} has {action} (see verify)")
+
+
+Times = list[float | None]  # microbatch -> when what an action needs is there; None while it is not
+
+
+@dataclass(slots=True)
+class _Route:
+    """What the actions of one kind on one stage send to another rank."""
+
+    times: Times
+    receiver: int
+    channel: Channel
+    border: Border
+
+
+@dataclass(slots=True)
+class _Work:
+    """What the actions of one kind on one stage need, cost and leave behind."""
+
+    needs: tuple[Times, ...]
+    cost: float
+    leaves: tuple[Times, ...] = ()  # for the same rank
+    sends: tuple[_Route, ...] = ()
+
+
+class _Machine:
+    """Ranks that run their rows: each as far as it can, and again when what it waits for has come."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.overlap = schedule, costs.checked_overlap()
+        self.works = _works(schedule, costs)
+        self.rows: list[list[Event]] = [[] for _ in schedule.actions]
+        self.waits_for: list[Times | None] = [None] * schedule.ranks
+        self.ready = list(reversed(range(schedule.ranks)))
+
+    def run(self) -> None:
+        """Run until nothing can run any more."""
+        ranks = [self._run(rank) for rank in range(self.schedule.ranks)]
+        while self.ready:
+            rank = self.ready.pop()  # the one just woken: what it needs is in the processor's cache
+            self.waits_for[rank] = next(ranks[rank], None)
+
+    def _run(self, rank: int) -> Iterator[Times]:
+        """Run the row of `rank`; yields the times it waits for an entry of, whenever it cannot go on without.
+
+        The one loop that runs for every action, millions of times: hence no functions in it.
+        """
+        row, works, waits_for, free = self.rows[rank], self.works, self.waits_for, 0.0
+        for cell in self.schedule.cells(rank):
+            actions = (cell,) if isinstance(cell, Action) else cell
+            start, cost = free, 0.0
+            for kind, stage, microbatch in actions:
+                work = works[kind][stage]
+                for times in work.needs:
+                    while (there := times[microbatch]) is None:
+                        yield times
+                    if there > start:
+                        start = there
+                cost += work.cost
+            if len(actions) > 1:
+                cost -= self.overlap * min(works[kind][stage].cost for kind, stage, _ in actions)
+            free = start + cost
+            for action in actions:
+                row.append(Event(rank, action, start, free))
+                work, microbatch = works[action.kind][action.stage], action.microbatch
+                for times in work.leaves:
+                    times[microbatch] = free
+                for route in work.sends:
+                    route.times[microbatch] = route.channel.carry(free, route.border)
+                    if waits_for[route.receiver] is route.times:
+                        waits_for[route.receiver] = None
+                        self.ready.append(route.receiver)
+
+
+def _works(schedule: Schedule, costs: Costs) -> dict[Kind, list[_Work]]:
+    """Kind -> the work of every stage, with the times that connect them."""
+    stages, cost = range(schedule.stages), costs.table(schedule.stages)
+    saved, owed = ([_times(schedule) for _ in stages] for _ in range(2))  # stage -> times
+    works = {
+        Kind.F: [_Work((), cost[Kind.F][stage], (saved[stage],)) for stage in stages],
+        Kind.B: [_Work((saved[stage],), cost[Kind.B][stage]) for stage in stages],
+        Kind.I: [_Work((saved[stage],), cost[Kind.I][stage], (owed[stage],)) for stage in stages],
+        Kind.W: [_Work((owed[stage],), cost[Kind.W][stage]) for stage in stages],
+    }
+    borders, home = dict(zip(pairwise(stages), costs.borders(schedule.stages), strict=True)), schedule.placement
+    channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+
+    def connect(kinds: Sequence[Kind], source: int, receiver: int, border: Border) -> None:
+        """Have what actions of `kinds` make on stage `source` go to `receiver`, over `border` if that is on another rank."""
+        times, ends = _times(schedule), (home[source], home[receiver])
+        for kind in kinds:
+            work = works[kind][source]
+            if ends[0] == ends[1]:
+                work.leaves += (times,)
+            else:
+                work.sends += (_Route(times, ends[1], channels[ends], border),)
+            works[kind][receiver].needs += (times,)
+
+    for (start, end), border in sorted((borders | costs.skipping(schedule.stages)).items()):  # the order of a step's `gives`
+        connect((Kind.F,), start, end, border)
+        connect((Kind.B, Kind.I), end, start, border)
+    return works
+
+
+def _times(schedule: Schedule) -> Times:
+    return [None] * schedule.microbatches

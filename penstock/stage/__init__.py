@@ -1,0 +1,1 @@
+"""One stage: its forward and backward, layer by layer, and its parameters."""

@@ -1,0 +1,119 @@
+"""One truth for names: this rank's parameters and buffers, under their names in the uncut model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import MismatchError
+from penstock.stage.dtensor import Piece, local, piece_of, placed_as
+
+
+class Parameters:
+    """The parameters of a rank's stages.
+
+    `modules`: stage -> module, this rank's. `names`: for every stage of the model, its own name of each entry -> the name in
+    the uncut model. `shared`: further names of parameters that stages share -> the first, whose owner counts it in the norm.
+    `order`: of all names in the uncut model, by default that of the stages.
+    """
+
+    def __init__(
+        self,
+        modules: dict[int, nn.Module],
+        names: Sequence[Mapping[str, str]],
+        shared: Mapping[str, str] | None = None,
+        order: Sequence[str] | None = None,
+    ) -> None:
+        self.modules, self.names, self.shared = modules, names, dict(shared or {})
+        self.order = order or [name for stage in names for name in stage.values()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names in the uncut model, parameters."""
+        for stage, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                yield self.names[stage][name], parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Each parameter once."""
+        return iter({id(parameter): parameter for _, parameter in self.named_parameters()}.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers by their names in the uncut model."""
+        return {
+            self.names[stage][name]: value
+            for stage, module in self.modules.items()
+            for name, value in module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Load what is this rank's, once all of it is known to fit."""
+        self.check({name: _shape(value) for name, value in state.items()}, strict)
+        for stage, module in self.modules.items():
+            own = module.state_dict()
+            part = {key: placed_as(state[name], own[key]) for key, name in self.names[stage].items() if name in state}
+            module.load_state_dict(part, strict=strict)
+
+    def check(self, shapes: Mapping[str, Any], strict: bool) -> None:
+        """Raises MismatchError unless a state of these names and shapes (None: no tensor) can be loaded."""
+        mine, known = self.state_dict(), {name for names in self.names for name in names.values()}
+        unfit = {
+            "missing": [name for name in mine if name not in shapes] if strict else [],
+            "unknown": [name for name in shapes if name not in known] if strict else [],
+            "of another shape": [name for name in mine if name in shapes and _shape(mine[name]) != shapes[name]],
+        }
+        if any(unfit.values()):
+            told = [f"{len(names)} {what} ({_few(names)})" for what, names in unfit.items() if names]
+            raise MismatchError(f"the state does not fit this model: {'; '.join(told)}")
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tensors that several names stand for, on this rank or over the ranks -> the first."""
+        states = {stage: module.state_dict(keep_vars=True) for stage, module in self.modules.items()}
+        named = [(self.names[stage][own], value) for stage, state in states.items() for own, value in state.items()]
+        first: dict[int, str] = {}
+        for name, value in named:
+            first.setdefault(id(value), name)
+        here = {name: first[id(value)] for name, value in named if isinstance(value, Tensor) and first[id(value)] != name}
+        return {**here, **self.shared}
+
+    def gradient_norms(self, norm_type: float) -> dict[Piece, Tensor]:
+        """The norm of each gradient that this rank counts, or of its piece of one."""
+        return {
+            (name, piece_of(parameter.grad)): torch.linalg.vector_norm(local(parameter.grad), norm_type).cpu()
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None and name not in self.shared and local(parameter.grad).numel()
+        }
+
+    def joined(self, parts: Sequence[Mapping[Piece, Tensor]], norm_type: float) -> list[Tensor]:
+        """The norms of whole gradients, in the uncut model's order, from what all ranks say of theirs."""
+        pieces: dict[str, dict[tuple[int, ...], Tensor]] = {}
+        for part in parts:
+            for (name, piece), norm in part.items():  # replicas say the same of the same piece
+                pieces.setdefault(name, {})[piece] = norm
+        found = [[each for _, each in sorted(pieces[name].items())] for name in self.order if name in pieces]
+        return [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]
+
+    def clip(self, norms: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale this rank's gradients by what `norms`, of the whole model, ask for; returns their norm."""
+        total = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type) if norms else torch.zeros(())
+        parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
+        total = total.to(parameters[0].device) if parameters else total
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return total
+
+
+def _here(parameter: nn.Parameter) -> Tensor:
+    """`parameter`, or a tensor with this rank's piece of it and of its gradient."""
+    if (piece := local(parameter)) is parameter:
+        return parameter
+    piece = piece.detach().requires_grad_()
+    piece.grad = local(parameter.grad)
+    return piece
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", None)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", .." if len(names) > 3 else "")

@@ -1,0 +1,102 @@
+"""Parameters shared by several stages: found by identity, kept equal over the ranks (see `links.py` for their gradients)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from penstock.comms.point_to_point import recv_tensor, send_tensor
+from penstock.comms.topology import Topology
+from penstock.stage.links import Name
+
+
+def find(stages: Sequence[nn.Module]) -> list[list[Name]]:
+    """The groups of names that are one parameter object in several stages, in stage order."""
+    places: dict[int, list[Name]] = {}
+    for stage, module in enumerate(stages):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((stage, name))
+    return [names for names in places.values() if len({stage for stage, _ in names}) > 1]
+
+
+def aliases(groups: Sequence[Sequence[Name]], names: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """For the shared parameters, every further name in the uncut model -> the first; `names` as in `Parameters`."""
+    whole = [[names[stage][name] for stage, name in group] for group in groups]
+    return {name: group[0] for group in whole for name in group[1:] if name != group[0]}
+
+
+def owned(
+    groups: Sequence[Sequence[Name]], placement: Sequence[int], modules: Mapping[int, nn.Module], topology: Topology
+) -> list["TiedParameter"]:
+    """This rank's copies of the tied parameters, in the order all ranks go through them; `modules` are its stages."""
+    copies = []
+    for group in groups:
+        owners = list(dict.fromkeys(placement[stage] for stage, _ in group))
+        if topology.rank in owners and len(owners) > 1:
+            stage, name = next(each for each in group if each[0] in modules)
+            copies.append(TiedParameter(modules[stage].get_parameter(name), owners, topology))
+    return copies
+
+
+class StandIn:
+    """What takes the place of a parameter, wherever a stage's module has it, while a microbatch is worked on."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.parameter = module.get_parameter(name)
+        self._places = [
+            (owner._parameters, key)
+            for owner in module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is self.parameter
+        ]
+
+    def value(self) -> torch.Tensor:
+        """The parameter's value, to be admitted like one that has come from another stage."""
+        return self.parameter.detach().requires_grad_(self.parameter.requires_grad)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put `tensor` in the parameter's place, or the parameter back."""
+        for parameters, key in self._places:
+            parameters[key] = tensor  # type: ignore[assignment]
+
+
+@contextmanager
+def installed(standins: Sequence[StandIn], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """`tensors` in the places of the parameters."""
+    try:
+        for standin, tensor in zip(standins, tensors, strict=True):
+            standin.put(tensor)
+        yield
+    finally:
+        for standin in standins:
+            standin.put(standin.parameter)
+
+
+class TiedParameter:
+    """This rank's copy of one parameter, and the ranks that own one. The first owner's holds the whole gradient."""
+
+    def __init__(self, parameter: nn.Parameter, owners: Sequence[int], topology: Topology) -> None:
+        self.parameter, self.owners, self.topology = parameter, list(owners), topology
+
+    def share_value(self) -> None:
+        """Give every owner the value of the first."""
+        with torch.no_grad():
+            self.parameter.copy_(self._from_first(self.parameter.detach()))
+
+    def share_gradient(self) -> None:
+        """At the end of a step: give every owner the gradient of the first."""
+        parameter = self.parameter
+        if parameter.requires_grad:
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self._from_first(mine)
+
+    def _from_first(self, mine: torch.Tensor) -> torch.Tensor:
+        if self.topology.rank != self.owners[0]:
+            return self._receive(self.owners[0])
+        for owner in self.owners[1:]:
+            send_tensor(mine, self.topology.of_job(owner))
+        return mine
+
+    def _receive(self, owner: int) -> torch.Tensor:
+        return recv_tensor(self.parameter.shape, self.topology.of_job(owner), self.parameter.dtype, self.parameter.device)

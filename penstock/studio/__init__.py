@@ -1,8 +1,0 @@
-"""The playground: one local page on which schedules are chosen, priced, edited, proved and timed.
-
-`answers` turns what the page asks into what it shows, `server` carries both over HTTP, `page/` is what the browser runs.
-"""
-
-from penstock.studio.answers import answer
-
-__all__ = ["answer"]

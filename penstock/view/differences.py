@@ -1,0 +1,53 @@
+"""Two timelines in numbers, side by side."""
+
+from penstock.errors import PenstockError
+from penstock.schedule import Timeline
+from penstock.view.record import Record
+from penstock.view.terminal import held, told, told_causes
+
+
+def differences(first: Record, second: Record) -> str:
+    """Two records in numbers, side by side, and what the second has more or less.
+
+    Raises PenstockError where one is in seconds and the other is not.
+    """
+    if first.unit != second.unit:
+        told_of = (f"{each.name} is {'measured, in seconds' if each.unit else 'simulated'}" for each in (first, second))
+        raise PenstockError(f"{', and '.join(told_of)}: compare two runs, or two schedules")
+    one, other = first.steps[-1], second.steps[-1]
+    rows = [
+        ("", first.name, second.name, "difference"),
+        ("makespan", told(one.makespan, first.unit), told(other.makespan, first.unit), _more(one.makespan, other.makespan)),
+        ("bubble", f"{one.bubble:.1%}", f"{other.bubble:.1%}", _points(one.bubble, other.bubble)),
+        ("memory, most on a rank", *(held(_peak(each), each.memory_unit) for each in (one, other)), _more_memory(one, other)),
+    ]
+    rows += [
+        (f"idle by {cause}", f"{share:.1%}", f"{other.causes[cause]:.1%}", _points(share, other.causes[cause]))
+        for cause, share in one.causes.items()
+        if cause in told_causes(one) or cause in told_causes(other)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))) for row in rows
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _peak(timeline: Timeline) -> float:
+    return max(timeline.peak_memory, default=0.0)
+
+
+def _more_memory(one: Timeline, other: Timeline) -> str:
+    return _more(_peak(one), _peak(other)) if one.memory_unit == other.memory_unit else ""
+
+
+def _more(one: float, other: float) -> str:
+    return _signed(other / one - 1, "%") if one else ""
+
+
+def _points(one: float, other: float) -> str:
+    return _signed(other - one, " points")
+
+
+def _signed(share: float, unit: str) -> str:
+    return "same" if abs(share) < 5e-4 else f"{100 * share:+.1f}{unit}"

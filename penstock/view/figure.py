@@ -1,0 +1,169 @@
+"""A timeline as a figure for a paper: shapes with places and colours, which `svg` and `png` put on paper.
+
+A row for each rank, the planned one below it if there is one, memory where it is known in bytes, an axis and a legend.
+Colours differ in lightness too, so that they can be told apart in print.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from penstock.view.record import Data, Record
+from penstock.view.terminal import held
+
+INK, MUTED, LINE = "#1c2330", "#5b6472", "#c9ccd2"
+KINDS = {"F": "#8fb4e3", "B": "#5da583", "I": "#8accd1", "W": "#ecd58a"}
+CAUSES = {"fill": "#dfe3ea", "imbalance": "#f2c6a8", "drain": "#ddd0ec", "communication": "#ecb7d3", "sending": "#c9dcae"}
+NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weights)"}
+LABEL, ROW, PLANNED, GAP, TEXT, PAD = 58.0, 20.0, 12.0, 7.0, 10.0, 8.0
+MEMORY, SHADE = 14.0, "#b3bac4"  # the curve of what a rank's activations take, where that is known in bytes
+
+
+class Box(NamedTuple):
+    """A rectangle."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    color: str
+    outline: str = ""
+
+
+class Text(NamedTuple):
+    """A line of text; `anchor` (start, middle, end) is what stands at x, and y is its middle."""
+
+    x: float
+    y: float
+    text: str
+    size: float = TEXT
+    anchor: str = "start"
+    color: str = INK
+
+
+class Line(NamedTuple):
+    """A straight line."""
+
+    x: float
+    y: float
+    to_x: float
+    to_y: float
+    color: str = MUTED
+
+
+Shape = Box | Text | Line
+
+
+class Figure(NamedTuple):
+    """What is on the paper, back to front, and how large that is, in pixels of CSS."""
+
+    title: str
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
+
+
+def figure(record: Record, width: float = 720.0) -> Figure:
+    """The last step of `record`, `width` wide and as high as it needs."""
+    data = record.data()
+    timeline, planned = data["steps"][-1]["timeline"], data["planned"]
+    whole = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1
+    scale = (width - LABEL - PAD) / whole
+    shapes: list[Shape] = []
+    y = PAD
+    several = any(len({_stage(event) for event in row["events"]}) > 1 for row in timeline["ranks"])
+    for rank, row in enumerate(timeline["ranks"]):
+        shapes.append(Text(LABEL - 8, y + ROW / 2, f"rank {rank}", anchor="end"))
+        shapes += _row(row, timeline, scale, y, ROW, several)
+        y += ROW
+        if planned and rank < len(planned["ranks"]):
+            shapes.append(Text(LABEL - 8, y + 2 + PLANNED / 2, "planned", TEXT - 2.5, "end", MUTED))
+            shapes += _row(planned["ranks"][rank], planned, scale, y + 2, PLANNED, several, named=False)
+            y += 2 + PLANNED
+        if timeline["memory_unit"]:
+            peak = held(timeline["peak_memory"][rank], timeline["memory_unit"])
+            shapes.append(Text(LABEL - 8, y + 2 + MEMORY / 2, peak, TEXT - 2.5, "end", MUTED))
+            shapes += _memory(row["memory"], timeline, scale, y + 2)
+            y += 2 + MEMORY
+        y += GAP
+    shapes += _axis(whole, scale, y, record.unit)
+    legend = list(_legend(timeline, planned, width, y + 34))
+    height = max((shape.y for shape in legend), default=y + 34) + 14
+    return Figure(record.name, width, height, (*shapes, *legend))
+
+
+def _stage(event: Data) -> str:
+    return event["action"].partition(_kind(event))[0]
+
+
+def _kind(event: Data) -> str:
+    return next(kind for kind in KINDS if kind in event["action"])
+
+
+def _row(
+    row: Data, timeline: Data, scale: float, y: float, height: float, several: bool, named: bool = True
+) -> Iterator[Shape]:
+    halves = {action: half for pair in timeline["overlaps"] for half, action in enumerate(pair)}
+    for start, end, cause in row["idle"]:
+        yield Box(LABEL + start * scale, y, (end - start) * scale, height, CAUSES[cause])
+    for event in row["events"]:
+        x, wide = LABEL + event["start"] * scale, (event["end"] - event["start"]) * scale
+        half = halves.get(event["action"])
+        top, high = (y, height) if half is None else (y + half * height / 2, height / 2)
+        yield Box(x, top, wide, high, KINDS[_kind(event)], "#ffffff" if wide > 3 else "")
+        size = min(TEXT - 1.5, high - 1)
+        text = next((text for text in _names(event["action"], several) if len(text) * size * 0.6 + 2 < wide), None)
+        if named and text is not None:
+            yield Text(x + wide / 2, top + high / 2, text, size, "middle")
+
+
+def _memory(curve: list[list[float]], timeline: Data, scale: float, y: float) -> Iterator[Shape]:
+    """What is held from each change to the next; the fullest rank reaches the top."""
+    most = max(timeline["peak_memory"]) or 1
+    for (start, amount), (end, _) in pairwise([*curve, [timeline["makespan"], 0]]):
+        if high := MEMORY * amount / most:
+            yield Box(LABEL + start * scale, y + MEMORY - high, (end - start) * scale, high, SHADE)
+
+
+def _names(action: str, several: bool) -> list[str]:
+    kind = _kind({"action": action})
+    microbatch = action.partition(kind)[2]
+    return [action] * several + [kind + microbatch, microbatch]
+
+
+def _axis(whole: float, scale: float, y: float, unit: str) -> Iterator[Shape]:
+    """A line with ticks at round numbers, about 80 pixels apart."""
+    factor, unit = _unit(whole) if unit == "s" else (1.0, unit)
+    rough = whole * factor / max(2, whole * scale / 80)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(round_one * power for round_one in (1, 2, 5, 10) if round_one * power >= rough * 0.999)
+    yield Line(LABEL, y, LABEL + whole * scale, y)
+    for count in range(int(whole * factor / step + 1e-9) + 1):
+        x = LABEL + count * step / factor * scale
+        yield Line(x, y, x, y + 4)
+        yield Text(x, y + 12, f"{count * step:.10g}", TEXT - 1, "middle", MUTED)
+    yield Text(LABEL - 8, y + 12, f"time ({unit})" if unit else "time", TEXT - 1, "end", MUTED)
+
+
+def _unit(whole: float) -> tuple[float, str]:
+    return (1.0, "s") if whole >= 1 else (1e3, "ms") if whole >= 1e-3 else (1e6, "µs")
+
+
+def _legend(timeline: Data, planned: Data | None, width: float, y: float) -> Iterator[Box | Text]:
+    """What is there of kinds and of causes of idle time, in as many lines as are needed."""
+    drawn = [timeline, *([planned] if planned else [])]
+    kinds = {_kind(event) for each in drawn for row in each["ranks"] for event in row["events"]}
+    causes = {idle[2] for each in drawn for row in each["ranks"] for idle in row["idle"]}
+    items = [(color, NAMES[kind]) for kind, color in KINDS.items() if kind in kinds]
+    items += [(color, f"idle: {cause}") for cause, color in CAUSES.items() if cause in causes]
+    if timeline["memory_unit"]:
+        items.append((SHADE, "memory of activations, and its peak"))
+    x = LABEL
+    for color, text in items:
+        wide = 16 + 5.4 * len(text) + 14
+        if x + wide > width and x > LABEL:
+            x, y = LABEL, y + 16
+        yield Box(x, y - 5, 10, 10, color)
+        yield Text(x + 15, y, text, TEXT - 0.5)
+        x += wide

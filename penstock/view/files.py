@@ -1,0 +1,39 @@
+"""Pictures of timelines, each written to the file it is asked for."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.view.record import Record
+
+
+def write(
+    records: list[Record],
+    html: Path | None = None,
+    perfetto: Path | None = None,
+    svg: Path | None = None,
+    png: Path | None = None,
+) -> Iterator[Path]:
+    """Write `records` to those files that are given, and yield each once it is there; all but the page take the last record.
+
+    Raises PenstockError where a file cannot be written.
+    """
+    from penstock.view.figure import figure
+    from penstock.view.html import page
+    from penstock.view.perfetto import trace
+    from penstock.view.png import save_png
+    from penstock.view.svg import svg as drawn
+
+    writers: tuple[tuple[Path | None, Callable[[Path], object]], ...] = (
+        (html, lambda path: path.write_text(page(records), encoding="utf-8")),
+        (perfetto, lambda path: path.write_text(trace(records[-1]), encoding="utf-8")),
+        (svg, lambda path: path.write_text(drawn(figure(records[-1])), encoding="utf-8")),
+        (png, lambda path: save_png(figure(records[-1]), path)),
+    )
+    for path, writer in writers:
+        if path is not None:
+            try:
+                writer(path)
+            except OSError as error:
+                raise PenstockError(f"{path} cannot be written: {error.strerror or error}") from error
+            yield path

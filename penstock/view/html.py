@@ -1,0 +1,39 @@
+"""Timelines as one HTML file that needs nothing else: no network, no other file."""
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from string import Template
+
+from penstock.view.record import Record
+
+SCRIPTS = ("data.js", "strip.js", "chart.js", "input.js", "figures.js", "page.js")  # in the order they build on each other
+
+
+def page(records: Sequence[Record]) -> str:
+    """The page that shows one record, or several one above the other on one time axis.
+
+    What is inside is all that the page may use: its content security policy allows only its own script and style.
+    """
+    script, style = "\n".join(map(_part, SCRIPTS)), _part("page.css")
+    data = json.dumps([record.data() for record in records], separators=(",", ":"))
+    return Template(_part("page.html")).substitute(
+        title=html.escape(" and ".join(record.name for record in records)),
+        style=style,
+        style_hash=_allowed(style),
+        script=script,
+        script_hash=_allowed(script),
+        records=data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
+    )
+
+
+def _part(name: str) -> str:
+    return (files("penstock.view") / "page" / name).read_text(encoding="utf-8")
+
+
+def _allowed(text: str) -> str:
+    """How a content security policy names an inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,139 @@
+"""A timeline as text: a row for each rank, time from left to right."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from penstock.schedule import Event, Kind, Timeline
+from penstock.schedule.timing.causes import Cause
+from penstock.schedule.timing.explanation import bytes_told
+
+FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "=", Kind.W: "~", None: "="}  # None: an overlapped pair
+COLOR = {
+    Kind.F: "\033[30;44m",
+    Kind.B: "\033[30;42m",
+    Kind.I: "\033[30;46m",
+    Kind.W: "\033[30;43m",
+    None: "\033[30;45m",
+}
+RESET = "\033[0m"
+IDLE = "."
+
+
+def draw(timeline: Timeline, width: int = 80, color: bool = False, beside: Sequence[Timeline] = ()) -> str:
+    """`timeline` in at most `width` columns: each action its kind and microbatch as far as there is room, idle time dots.
+
+    Where a rank has several stages, the stage stands in front: `2F3`. An overlapped pair is one block in braces, `{F3B1}`,
+    or `&` where there is no room. With `color`, ANSI colours tell the kinds apart. It has the scale at which those `beside`
+    it fit too, so that they can stand one above the other.
+    """
+    together = (timeline, *beside)
+    label = max(len(f"rank {each.ranks - 1} |") for each in together)
+    columns = max(width - label, 10)
+    scale = _scale(together, columns)
+    columns = round(scale * timeline.makespan)
+    several = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
+    lines = []
+    for rank in range(timeline.ranks):
+        pieces = "".join(_pieces(timeline, rank, scale, columns, several, color))
+        lines.append(f"rank {rank}".ljust(label - 1) + "|" + pieces)
+    return "\n".join(lines)
+
+
+def _scale(timelines: Sequence[Timeline], columns: int) -> float:
+    """Columns for a unit of time: whole ones for the shortest action where that does not waste much room."""
+    times = (event.end - event.start for timeline in timelines for event in timeline.events)
+    shortest = min((time for time in times if time > 0), default=0.0)
+    if not shortest:
+        return 0.0
+    fits = columns / max(timeline.makespan for timeline in timelines)
+    whole = int(fits * shortest) / shortest
+    return whole if whole > 0.6 * fits else fits
+
+
+def _pieces(timeline: Timeline, rank: int, scale: float, columns: int, several: bool, color: bool) -> list[str]:
+    """The pieces of one row: idle time and actions in turn, `columns` wide together."""
+    pieces, at = [], 0
+    for cell in timeline.cells(rank):
+        times = cell[0].start, cell[-1].end
+        start, end = (min(columns, round((time - timeline.start) * scale)) for time in times)
+        start = max(start, at)
+        pieces.append(IDLE * (start - at))
+        pieces.append(_block(cell, max(end - start, 0), several, color))
+        at = max(end, start)
+    return [*pieces, IDLE * (columns - at)]
+
+
+def _block(cell: tuple[Event, ...], width: int, several: bool, color: bool) -> str:
+    if not width:
+        return ""
+    kind = cell[0].action.kind if len(cell) == 1 else None
+    text = next(text for text in _texts(cell, several) if len(text) <= width)
+    if not color:
+        return _filled(text, width, FILL[kind])
+    gap = " " * (width > len(text))
+    return f"{COLOR[kind]}{_filled(text, width - len(gap), ' ')}{RESET}{gap}"
+
+
+def _texts(cell: tuple[Event, ...], several: bool) -> Iterator[str]:
+    """The names of a cell, from the longest to a single character."""
+    actions = [event.action for event in cell]
+    kinds, places = "".join(a.kind.value for a in actions), "".join(f"{a.kind.value}{a.microbatch}" for a in actions)
+    names = [" ".join(map(str, actions))] * several + [places, kinds]
+    if len(cell) == 1:
+        yield from names
+    else:
+        yield from (f"{{{name}}}" for name in (*names, ""))
+        yield "&"
+
+
+def _filled(text: str, width: int, fill: str) -> str:
+    """`text` filled up to `width`, within its braces if it has them."""
+    brace = "}" * text.endswith("}")
+    return text.removesuffix("}").ljust(width - len(brace), fill) + brace
+
+
+def summary(timeline: Timeline, unit: str = "") -> str:
+    """What the picture shows, in numbers: time, bubble both ways, memory; and where the time of all ranks went.
+
+    `unit` is that of time: `s`, or none where it is whatever the costs were in.
+    """
+    flights = "/".join(map(str, timeline.peak_in_flight))
+    busy = sum(timeline.busy) / (timeline.ranks * timeline.makespan) if timeline.makespan else 0.0
+    peaks = "/".join(held(peak, timeline.memory_unit) for peak in timeline.peak_memory)
+    memory = f", which take {peaks}" if timeline.memory_unit else ""
+    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in told_causes(timeline).items())
+    return (
+        f"makespan {told(timeline.makespan, unit)}, bubble {timeline.bubble:.1%}"
+        f" (longest rank's span {told(timeline.span, unit)}, bubble {timeline.bubble_by_span:.1%}),"
+        f" activations in flight {flights}{memory}\n"
+        f"time of all ranks: busy {busy:.1%}, idle by {causes}"
+    )
+
+
+def told_causes(timeline: Timeline) -> dict[Cause, float]:
+    """The shares of the causes of idle time; without those that only measured steps have where there are none."""
+    return {cause: share for cause, share in timeline.causes.items() if share or cause is not Cause.SENDING}
+
+
+def told(time: float, unit: str = "") -> str:
+    """`time` as people read it: 12.3 ms where the unit is `s`, else the bare number."""
+    if unit != "s":
+        return f"{time:g}{unit and ' '}{unit}"
+    factor, unit = (1.0, "s") if time >= 1 else (1e3, "ms") if time >= 1e-3 else (1e6, "µs")
+    return f"{time * factor:.4g} {unit}"
+
+
+def held(amount: float, unit: str = "") -> str:
+    """Memory as people read it: 12.3 MB where the unit is `bytes`, else the bare number."""
+    return bytes_told(amount) if unit == "bytes" else f"{amount:g}"
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, 100 when there is none."""
+    return os.get_terminal_size().columns if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 100))
+
+
+def colors() -> bool:
+    """Whether to colour: on a terminal, unless NO_COLOR says otherwise."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

@@ -1,0 +1,71 @@
+"""One safetensors file: the uncut model's, out of any cut and into any."""
+
+import pytest
+import torch
+from reference import assert_same, merged
+from safetensors.torch import load_file, save_file
+from test_checkpoint import holds, pipeline
+from torch import nn
+
+import penstock as ps
+from penstock import checkpoint
+
+
+def rank_export(path):
+    pipe = pipeline()
+    for number, parameter in enumerate(pipe.parameters()):
+        nn.init.normal_(parameter, std=1 + number + 10 * pipe.topology.rank)
+    checkpoint.export(pipe, path)
+    return pipe.state_dict()
+
+
+def rank_import(path):
+    from penstock.checkpoint import weights
+
+    names = []
+
+    class Counting:
+        def __init__(self, opened):
+            self.opened = opened
+
+        def __enter__(self):
+            self.file = self.opened.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            self.opened.__exit__(*args)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name):
+            names.append(name)
+            return self.file.get_tensor(name)
+
+    opening = weights.safe_open
+    weights.safe_open = lambda *args, **kwargs: Counting(opening(*args, **kwargs))
+    pipe = pipeline()
+    checkpoint.import_weights(pipe, path)
+    return pipe.state_dict(), names
+
+
+def test_one_file_holds_the_uncut_model_and_each_rank_reads_its_own_part_of_one(tmp_path):
+    path = tmp_path / "deep" / "model.safetensors"
+    path.parent.mkdir()
+    whole = merged(ps.launch(rank_export, 2, path))
+    assert [each.name for each in path.parent.iterdir()] == ["model.safetensors"]
+    loaded = load_file(path)
+    assert_same(loaded, whole)
+    nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2)).load_state_dict(loaded)
+    parts = ps.launch(rank_import, 3, path)
+    assert_same(merged([state for state, _ in parts]), whole)
+    assert [names for _, names in parts] == [list(state) for state, _ in parts]
+    assert sum(len(names) for _, names in parts) == len(whole)
+
+    save_file({"0.weight": torch.zeros(2), "surplus": torch.zeros(1)}, path)
+    pipe = pipeline(0.5)
+    with pytest.raises(ps.MismatchError, match=r"10 missing .*1 unknown \(surplus\); 1 of another shape \(0\.weight\)"):
+        checkpoint.import_weights(pipe, path)
+    assert holds(pipe, 0.5)
+    with pytest.raises(ps.MismatchError, match="nowhere"):
+        checkpoint.import_weights(pipe, tmp_path / "nowhere.safetensors")

@@ -1,0 +1,163 @@
+"""The commands, run as a person would."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from penstock.model import GPT, GPTConfig
+from penstock.schedule import Action, Event, Kind, Timeline
+from penstock.view.terminal import draw
+
+SMALL = ["--steps", "3", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--microbatches", "4"]
+
+
+def penstock(*words, launcher=("-m", "penstock")):
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    return subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, env=environment, timeout=100)
+
+
+def test_train_compares_bit_for_bit_and_leaves_metrics_and_weights_of_the_uncut_model(tmp_path):
+    done = penstock("train", "--ranks", "2", "--compare", "--dropout", "0.1", "--out", str(tmp_path), *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "equal to the last bit, all steps" in done.stdout
+    assert done.stdout.count("equal to the last bit") == 2
+    (folder,) = tmp_path.iterdir()
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert f"{records[-1]['loss']:.4f}" in done.stdout
+    model = GPT(GPTConfig(context=16, width=16, layers=3, heads=4))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    assert json.loads((folder / "run.json").read_text())["losses"] == [record["loss"] for record in records]
+
+
+def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("to be or not to be, " * 200)
+    (text / "b.txt").write_text("that is the question. " * 200)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "penstock")
+    done = penstock("train", "--data", str(text), "--out", str(tmp_path / "runs"), *SMALL, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks  step 3/3" in done.stdout
+    assert "cut by measured times of a microbatch:\nstage 0  embedding" in done.stdout
+    assert "1f1b, 2 ranks, 2 stages, 4 microbatches: " in done.stdout  # where the time went
+    assert "timeline.html in a browser" in done.stdout
+    assert [path.name for path in sorted(next((tmp_path / "runs").iterdir()).iterdir())] == [
+        "metrics.jsonl",
+        "model.safetensors",
+        "run.json",
+        "step-00000003",
+        *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
+        "timeline.html",
+        "timeline.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "--schedule", "1f1"], "unknown schedule '1f1' (did you mean 1f1b?)"),
+        (["train", "--ranks", "0"], "--ranks 0 is too small: use 1 or more"),
+        (["train", "--ranks", "50"], "use --ranks 11 or fewer"),
+        (["train", "--data", "READM.md"], "did you mean README.md?"),
+        (["train", "--width", "30"], "--width 30 does not divide by 4 heads: use 28"),
+        (["train", "--model", "gtp"], "'gpt'"),
+        (["train", "--microbatch", "3"], "--microbatches"),
+        (["train", "--checkpoint-every", "-1"], "--checkpoint-every -1 is no number of steps: use 0 (at the end) or more"),
+        (["train", "--keep", "0"], "--keep 0 is too small: use 1 or more"),
+        (["train", "--resume", "test"], "--resume test is no run, it has no run.json (did you mean tests?)"),
+        (["show", "gpip"], "did you mean gpipe?"),
+        (["show", "zb-h1", "--weights", "3"], "--weights 3 is a part of --backward 2: give no more than that"),
+        (
+            ["show", "dualpipe-v", "--overlap", "2"],
+            "overlap is 2.0: give the share of the shorter action that is hidden, 0 to 1",
+        ),
+        (["show", "my.csv", "--group-size", "2"], "the table my.csv is read as it stands: leave out group_size"),
+        (["lab", "77"], "there is no lab 77"),
+    ],
+)
+def test_a_wrong_option_fails_in_two_seconds_with_the_nearest_that_works(words, told):
+    begin = time.monotonic()
+    done = penstock(*words)
+    assert time.monotonic() - begin < 2
+    assert done.returncode != 0
+    assert told in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_show_draws_the_table_with_its_bubble_and_memory(tmp_path):
+    done = penstock("show", "1f1b", "--ranks", "2", "--microbatches", "3", "--csv", str(tmp_path / "table.csv"))
+    picture = done.stdout.splitlines()[1:5]
+    assert picture == [
+        "rank 0 |F0-------F1-------..................B0================F2-------B1================.........B2================",
+        "rank 1 |.........F0-------B0================F1-------B1================F2-------B2================..................",
+        "makespan 12, bubble 25.0% (longest rank's span 12, bubble 25.0%), activations in flight 2/1",
+        "time of all ranks: busy 75.0%, idle by fill 12.5%, imbalance 0.0%, drain 12.5%, communication 0.0%",
+    ]
+    again = penstock("show", str(tmp_path / "table.csv"))
+    assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1]
+
+
+def test_show_takes_the_schedules_options_and_what_everything_costs():
+    table = ["--ranks", "2", "--microbatches", "2", "--stages-per-rank", "2", "--group-size", "1"]
+    costs = ["--forward", "1", "--backward", "4", "--weights", "1", "--send", "1"]
+    assert penstock("show", "interleaved-zb", *table, *costs).stdout.splitlines()[1:] == [
+        "rank 0 |0F0.........2F00F1...............2I0======2W02F1.........0I0======0W0...2I1======2W1............0I1======0W1",
+        "rank 1 |......1F0.........3F03I0======1F1............1I0======3W03F13I1======1W0............1I1======3W11W1.........",
+        "makespan 36, bubble 44.4% (longest rank's span 36, bubble 44.4%), activations in flight 3/3",
+        "time of all ranks: busy 55.6%, idle by fill 12.5%, imbalance 4.2%, drain 15.3%, communication 12.5%",
+    ]
+
+
+def test_show_draws_an_overlapped_pair_as_one_block():
+    done = penstock("show", "dualpipe-v", "--ranks", "1", "--microbatches", "3", "--overlap", "1")
+    assert done.stdout.splitlines()[1:3] == [
+        "rank 0 |0F0----1F0----0F1----1B0==========={1F1 0B0=====}{0F2 1B1=====}{1F2 0B1=====}1B2===========0I2====0W2~~~~",
+        "makespan 15, bubble 0.0% (longest rank's span 15, bubble 0.0%), activations in flight 3",
+    ]
+
+
+@pytest.mark.parametrize("block", ["{2F5 1B3==}", "{2F5 1B3}", "{F5B3==}", "{F5B3}", "{FB=}", "{FB}", "{=}", "{}", "&"])
+def test_a_pair_is_named_as_far_as_there_is_room(block):
+    pair = Action(Kind.F, 2, 5), Action(Kind.B, 1, 3)
+    rows = tuple(Event(0, action, 0, len(block)) for action in pair), (Event(1, Action(Kind.F, 0, 0), 0, 20),)
+    assert draw(Timeline("one", rows, overlaps=frozenset({pair})), width=28).splitlines()[0] == f"rank 0 |{block:.<20}"
+
+
+def test_a_pair_has_a_colour_of_its_own():
+    pair = Action(Kind.F, 2, 5), Action(Kind.B, 1, 3)
+    row = tuple(Event(0, action, 0, 10) for action in pair)
+    assert draw(Timeline("one", (row,), overlaps=frozenset({pair})), 18, color=True) == ("rank 0 |\033[30;45m{2F5 1B3}\033[0m ")
+
+
+def test_schedules_lists_them_all():
+    from penstock.schedule import names
+
+    listed = [line.split()[0] for line in penstock("schedules").stdout.splitlines()[1:] if line]
+    assert listed[: len(names())] == names()
+
+
+def test_bench_and_doctor_say_what_they_measured():
+    steps = ("bench", "--ranks", "2", "--forward", "2", "--steps", "2", "--microbatches")
+    commands = [(*steps, "2"), (*steps, "3", "--schedule", "zb-v"), ("doctor",)]
+    with ThreadPoolExecutor() as at_once:
+        whole, halves, doctor = at_once.map(lambda words: penstock(*words), commands)
+    assert "the table, at nominal costs" in whole.stdout, whole.stderr
+    assert "the table, at the actions' own costs" in halves.stdout, halves.stderr
+    messages = [line for line in doctor.stdout.splitlines() if line.startswith("+ a message")]
+    assert len(messages) == 6, doctor.stderr  # of three sizes: the pipeline's way, and by Gloo
+    assert all(re.search(r", +[\d,]+ bytes take +\d+ us, [\d.]+ GB/s$", line) for line in messages), messages
+    assert all(("by Gloo" in line) == (number >= 3) for number, line in enumerate(messages))
+
+
+def test_the_package_ships_its_types():
+    assert (Path(__file__).parents[2] / "penstock" / "py.typed").exists()

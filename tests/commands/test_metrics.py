@@ -1,0 +1,95 @@
+"""What a run records of its steps."""
+
+import json
+import sys
+import time
+import types
+
+import pytest
+import torch
+from reference import data, make
+
+import penstock as ps
+from penstock.commands.metrics import Metrics, recorded
+from penstock.commands.train import crowding
+
+PAUSE = 0.05  # seconds between two steps
+
+
+def rank_metrics():
+    model, loss_fn = make("gpt")
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", 4)
+    inputs, target = data("gpt", 8)
+    pipe.step(inputs, target=target)
+    assert pipe.report.between == (0, 0)
+    time.sleep(PAUSE)
+    pipe.step(inputs, target=target)
+    return pipe.metrics(), pipe.timeline(), pipe.report
+
+
+def test_a_step_tells_its_waits_by_cause_and_every_ranks_memory_the_same_on_all_ranks():
+    everyone = ps.launch(rank_metrics, 2)
+    found, timeline, report = everyone[0]
+    assert all(each[0] == found for each in everyone)
+    waits = {name: value for name, value in found.items() if name.startswith("wait/")}
+    assert waits == {f"wait/{cause}": share for cause, share in timeline.causes.items()}
+    assert waits["wait/sending"] > 0
+    busy = sum(found[f"busy_seconds/rank{rank}"] for rank in range(2)) / (2 * found["makespan_seconds"])
+    assert busy + sum(waits.values()) == pytest.approx(1, abs=1e-6)
+    assert [found[f"peak_memory_bytes/rank{rank}"] for rank in range(2)] == list(report.peak_memory)
+    assert [found[f"between_steps_seconds/rank{rank}"] for rank in range(2)] == list(report.between) == list(timeline.between)
+    assert all(PAUSE <= between < PAUSE + 10 for between in report.between)
+    assert found["bubble"] == report.bubble
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_metrics_are_lines_of_json_and_go_on_without_doubled_steps(tmp_path):
+    with Metrics(tmp_path / "run", 0) as metrics:
+        for step in (1, 2, 3):
+            metrics.write({"step": step, "loss": 1 / step})
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # as a kill leaves it
+    with Metrics(tmp_path / "run", 2) as metrics:
+        metrics.write({"step": 3, "loss": 0.25})
+    assert recorded(tmp_path / "run", 9) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.25}]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_tensorboard_gets_them_where_it_is_installed(tmp_path, monkeypatch, installed):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def close(self):
+            written.append("closed")
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    if installed:
+        module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(torch.utils, "tensorboard", module, raising=False)
+    with Metrics(tmp_path, 4) as metrics:
+        metrics.write({"step": 5, "loss": 2.0})
+    expected = [(str(tmp_path / "tensorboard"), 5), ("loss", 2.0, 5), "closed"]
+    assert written == (expected if installed else [])
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Metrics(tmp_path, 0) as metrics:
+        metrics.write({"step": 1, "loss": 2.0, "wait/fill": 0.5})
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert found.Tags()["scalars"] == ["loss", "wait/fill"]
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 2.0)]
+
+
+def test_ranks_that_share_cores_are_told_so():
+    assert crowding(2, 2) == ""
+    assert crowding(4, 2) == "\n4 ranks share 2 cores: an action's time contains waiting for a core, which no table can shorten"

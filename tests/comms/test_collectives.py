@@ -1,0 +1,434 @@
+"""Collectives: every operation against its definition, ranks that disagree, groups, a world of one, and their bench."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import math
+import os
+import signal
+import sys
+import time
+import types
+from datetime import timedelta
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import penstock as ps
+from penstock.commands import bench_collectives, cli, timed_collectives
+from penstock.comms import topology as topology_module
+from penstock.comms.collectives import meeting
+from penstock.comms.collectives.calls import COLLECTIVES
+from penstock.view.curves import curves
+
+comms = ps.comms
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+MOVED_ONLY = (torch.int16, torch.bool, torch.complex64, torch.complex128)
+OPS = {"sum": torch.sum, "product": torch.prod, "min": torch.amin, "max": torch.amax}
+
+
+def mine(rank: int, ranks: int, dtype: torch.dtype) -> Tensor:
+    """Rank's tensor: two rows for each rank, of three numbers; small enough for int8 and exact in bfloat16."""
+    return (torch.arange(ranks * 6).view(ranks * 2, 3) % 5 + rank).to(dtype)
+
+
+def reduced(op: str, everyone: Tensor) -> Tensor:
+    return OPS[op](everyone.double(), dim=0).to(everyone.dtype)
+
+
+def rank_all(way: str) -> int:
+    """Every operation, root, op and dtype; returns how many checks there were."""
+    if way == "headers":
+        meeting.shared_table = lambda *_: None
+    topology = comms.init_distributed(backend="gloo")
+    rank, ranks, done = topology.rank, topology.world_size, 0
+
+    def same(result: Tensor | None, expected: Tensor) -> None:
+        nonlocal done
+        assert result is not None
+        assert result.dtype == expected.dtype
+        assert torch.equal(result, expected), (result, expected)
+        done += 1
+
+    for dtype in (*DTYPES, *MOVED_ONLY) if way == "table" else (torch.float32, torch.int16):
+        everyone = torch.stack([mine(each, ranks, dtype) for each in range(ranks)])  # (ranks, 2 ranks, 3)
+        x = everyone[rank]
+        rows = slice(2 * rank, 2 * rank + 2)
+        for root in range(ranks):
+            whole = x.clone()
+            assert comms.broadcast(whole, root) is whole
+            same(whole, everyone[root])
+            same(comms.scatter(torch.empty(2, 3, dtype=dtype), x if rank == root else None, root), everyone[root, rows])
+            gathered = comms.gather(x, root)
+            if rank == root:
+                same(gathered, everyone.flatten(0, 1))
+            else:
+                assert gathered is None
+        same(comms.all_gather(x), everyone.flatten(0, 1))
+        same(comms.all_to_all(x), everyone[:, rows].flatten(0, 1))
+        for op in OPS if dtype in DTYPES else ():
+            expected = reduced(op, everyone)
+            whole = x.clone()
+            assert comms.all_reduce(whole, op) is whole
+            same(whole, expected)
+            same(comms.reduce_scatter(x, op), expected[rows])
+            for root in range(ranks):
+                added = comms.reduce(x.clone(), root, op)
+                same(added if rank == root else expected, expected)
+            same(comms.all_reduce(x.clone(), op, check=False), expected)
+    return done
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(2, "table"), (3, "table"), (4, "table"), (3, "headers")])
+def test_every_operation_gives_what_its_definition_says(ranks, way):
+    counts = ps.launch(rank_all, ranks, way)
+    assert min(counts) > (200 if way == "table" else 30)
+
+
+def rank_shapes() -> None:
+    """Scalars, empty tensors, tensors that lie in memory otherwise, parameters."""
+    topology = comms.init_distributed(backend="gloo")
+    rank = topology.rank
+    assert comms.all_gather(torch.tensor(rank + 1.0)).tolist() == [1, 2, 3]
+    assert comms.all_reduce(torch.tensor(rank + 1.0)).tolist() == 6
+    assert comms.scatter(torch.tensor(0), torch.tensor([4, 5, 6]) if rank == 0 else None).tolist() == 4 + rank
+    gathered = comms.gather(torch.tensor(rank, dtype=torch.int16), root=2)
+    assert gathered is None if rank != 2 else gathered.tolist() == [0, 1, 2]
+    for turn in range(20):  # nobody waits in them, and yet nobody loses the others
+        assert comms.all_reduce(torch.empty(0, 4)).shape == (0, 4)
+        assert comms.all_gather(torch.empty(0, 4)).shape == (0, 4)
+        assert comms.reduce_scatter(torch.empty(0, 4)).shape == (0, 4)
+        assert comms.broadcast(torch.empty(0), turn % 3).shape == (0,)
+    grid = torch.arange(12.0).view(3, 4) * (rank + 1)
+    across = grid.t()  # (4, 3), not contiguous
+    assert torch.equal(comms.all_gather(grid.t()[:3])[:3], torch.arange(12.0).view(3, 4).t()[:3])
+    assert torch.equal(comms.all_to_all(grid.t()[:3])[2], torch.arange(12.0).view(3, 4).t()[rank] * 3)
+    comms.all_reduce(across)
+    assert torch.equal(grid, torch.arange(12.0).view(3, 4) * 6)  # in place means where it lies
+    wide = torch.zeros(3, 4)
+    comms.scatter(wide[:, 1], torch.arange(9.0) if rank == 0 else None)
+    assert wide[:, 1].tolist() == [3 * rank, 3 * rank + 1, 3 * rank + 2]
+    assert wide[:, [0, 2, 3]].count_nonzero() == 0
+    out = torch.empty(3, 2, dtype=torch.float64).t()  # not contiguous either
+    assert comms.all_to_all(torch.ones(3, 2).double(), out=torch.empty(3, 2).double()).sum() == 6
+    assert comms.reduce_scatter(torch.ones(6, 3).double(), out=out) is out
+    assert out.tolist() == [[3, 3, 3], [3, 3, 3]]
+    waves = torch.zeros(2, 2, dtype=torch.complex64)
+    comms.scatter(waves[:, 1], torch.arange(6) + 1j if rank == 0 else None)
+    assert waves[:, 1].tolist() == [2 * rank + 1j, 2 * rank + 1 + 1j]
+    weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+    assert comms.broadcast(weight, 1) is weight
+    assert weight.requires_grad
+    assert weight.tolist() == [1, 1]
+
+
+def test_scalars_empty_and_non_contiguous_tensors_and_parameters_work():
+    ps.launch(rank_shapes, 3)
+
+
+def rank_groups() -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    topology = comms.init_distributed(backend="gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, columns = mesh.get_group("tp"), mesh.get_group("dp")  # ranks 01, 23 and 02, 13
+    number = torch.tensor([2.0**topology.rank])
+    sums = [comms.all_reduce(number.clone(), group=group).item() for group in (rows, columns, None, dist.group.WORLD)]
+    sums.append(comms.broadcast(number.clone(), root=1, group=columns).item())
+    first = dist.new_group([0, 2, 3])
+    if topology.rank == 1:
+        with pytest.raises(ps.PenstockError, match="rank 1 is not in this group"):
+            comms.all_reduce(number, group=first)
+    else:
+        assert comms.all_reduce(number.clone(), group=first).item() == 13
+        with pytest.raises(ps.PenstockError, match="root 3 is not in this group of 3: its ranks are 0 to 2"):
+            comms.broadcast(number, root=3, group=first)
+        with pytest.raises(ps.MismatchError, match=r"ranks 0, 2 called .*\(1,\).*; rank 3 called .*\(2,\)"):
+            comms.all_gather(number if topology.rank < 3 else number.repeat(2), group=first)
+    return sums
+
+
+def test_a_group_is_ranks_of_a_mesh_and_root_counts_in_it():
+    assert ps.launch(rank_groups, 4) == [[3, 5, 15, 15, 4], [3, 10, 15, 15, 8], [12, 5, 15, 15, 4], [12, 10, 15, 15, 8]]
+
+
+def told(call) -> tuple[str, str]:
+    begin = time.monotonic()
+    with pytest.raises(ps.PenstockError) as caught:
+        call()
+    assert time.monotonic() - begin < 3
+    return type(caught.value).__name__, str(caught.value)
+
+
+def rank_disagrees(way: str) -> list[tuple[str, str]]:
+    """Rank 1 comes late and with something else."""
+    if way == "headers":
+        meeting.shared_table = lambda *_: None
+    rank = comms.init_distributed(backend="gloo").rank
+    odd, large = rank == 1, 1 << 20
+    x = torch.ones(3)
+    calls = [
+        lambda group: comms.all_reduce(torch.ones(4) if odd else x, group=group),
+        lambda group: comms.all_reduce(torch.ones(large) if odd else x, group=group),  # a longer message would end a process
+        lambda group: comms.all_reduce(x if odd else torch.ones(large), group=group),
+        lambda group: comms.broadcast(x.int() if odd else x, root=2, group=group),  # rank 0 could be done
+        lambda group: comms.broadcast(x, root=1 if odd else 0, group=group),
+        lambda group: comms.gather(torch.ones(5) if odd else x, group=group),
+        lambda group: comms.scatter(
+            torch.empty(2) if odd else torch.empty(1), torch.ones(3) if rank == 0 else None, group=group
+        ),
+        lambda group: comms.reduce(x, op="max" if odd else "sum", group=group),
+        lambda group: comms.all_gather(x, group=group) if odd else comms.all_to_all(x, group=group),
+        lambda group: comms.reduce_scatter(torch.ones(3, 2) if odd else torch.ones(6), group=group),
+    ]
+    errors = []
+    for number, call in enumerate(calls):
+        group = dist.new_group([0, 1, 2])
+        assert comms.all_reduce(torch.tensor([rank + 1.0]), group=group).item() == 6
+        if odd and number % 2:
+            time.sleep(0.05)
+        errors.append(told(lambda: in_this_or_the_next(call, group)))  # noqa: B023
+        assert told(lambda: comms.all_reduce(x, group=group)) == (errors[-1][0], f"this group has ended: {errors[-1][1]}")  # noqa: B023
+        assert comms.all_reduce(torch.tensor([rank + 1.0])).item() == 6  # other groups go on
+    return errors
+
+
+def in_this_or_the_next(call, group) -> None:
+    """A rank that was done before the others knew is told at its next call."""
+    call(group)
+    comms.all_reduce(torch.ones(1), group=group)
+
+
+@pytest.mark.parametrize("way", ["table", "headers"])
+def test_ranks_that_disagree_all_raise_the_same_error_and_the_group_has_ended(way):
+    first, *others = ps.launch(rank_disagrees, 3, way)
+    assert others == [first, first]
+    assert {kind for kind, _ in first} == {"MismatchError"}
+    assert first[0][1] == (
+        "the ranks are in different calls: ranks 0, 2 called all_reduce of a (3,) float32 tensor, op sum; "
+        "rank 1 called all_reduce of a (4,) float32 tensor, op sum"
+    )
+    assert first[4][1] == (
+        "the ranks are in different calls: ranks 0, 2 called broadcast of a (3,) float32 tensor, root 0; "
+        "rank 1 called broadcast of a (3,) float32 tensor, root 1"
+    )
+
+
+def rank_alone_at_fault() -> None:
+    """What one rank can see is refused before anything is sent."""
+    x = torch.ones(4)
+    rank, ranks = comms.init_distributed(backend="gloo").rank, comms.init_distributed().world_size
+    faults = [
+        (
+            lambda: comms.broadcast(x, root=ranks),
+            f"root {ranks} is not in this group of {ranks}: its ranks are 0 to {ranks - 1}",
+        ),
+        (lambda: comms.broadcast(x, root=-1), "root -1 is not in this group"),
+        (lambda: comms.all_reduce(x, op="mean"), "all_reduce knows no op 'mean': use sum, product, min, max"),
+        (lambda: comms.all_reduce(x > 0), "all_reduce cannot take the sum of torch.bool: convert it first, as with .float()"),
+        (lambda: comms.all_gather(x.to(torch.float8_e4m3fn)), "cannot carry a tensor of 1 dimensions and torch.float8_e4m3fn"),
+        (lambda: comms.all_gather(torch.ones([1] * 15)), "cannot carry a tensor of 15 dimensions"),
+        (lambda: comms.scatter(x, root=rank), f"rank {rank} is the root of this scatter: give it rows of shape ({4 * ranks},)"),
+        (lambda: comms.scatter(x, torch.ones(5), rank), f"needs rows of shape ({4 * ranks},): these are (5,) torch.float32"),
+    ]
+    short = torch.empty(3)
+    faults.append((lambda: comms.all_gather(x, out=short), f"out is (3,) torch.float32, but the result is ({4 * ranks},)"))
+    if ranks > 1:
+        faults += [
+            (lambda: comms.reduce_scatter(torch.ones(ranks + 1, 2)), f"{ranks + 1} rows do not divide into pieces for {ranks}"),
+            (lambda: comms.all_to_all(torch.tensor(1.0)), "a scalar does not divide into pieces"),
+        ]
+    for call, text in faults:
+        kind, message = told(call)
+        assert kind in ("PenstockError", "MismatchError")
+        assert text in message, message
+    assert comms.all_reduce(x.clone()).tolist() == [ranks] * 4
+
+
+def test_what_one_rank_can_see_is_refused_with_numbers():
+    ps.launch(rank_alone_at_fault, 2)
+    ps.launch(rank_alone_at_fault, 1)
+
+
+def rank_alone() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert comms.broadcast(x) is comms.reduce(x) is comms.all_reduce(x) is x
+    for copy in (comms.gather(x), comms.all_gather(x), comms.reduce_scatter(x), comms.all_to_all(x.t().contiguous().t())):
+        assert torch.equal(copy, x)
+        assert copy.data_ptr() != x.data_ptr()
+    assert torch.equal(comms.scatter(torch.empty(2, 3), x), x)
+    assert comms.all_gather(torch.tensor(7)).tolist() == [7]
+
+
+def test_a_world_of_one_needs_no_process_group():
+    rank_alone()
+    ps.launch(rank_alone, 1)
+
+
+def rank_lost(how: str) -> tuple[str, str]:
+    meeting.GRACE = 0.2
+    topology = comms.init_distributed(backend="gloo")
+    topology_module._current = dataclasses.replace(topology, timeout=timedelta(seconds=30 if how == "dies" else 1))
+    rank = topology.rank
+    comms.all_reduce(torch.ones(1))
+    if rank == 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.5)
+    error = told(lambda: comms.all_reduce(torch.ones(2)))
+    assert told(lambda: comms.all_reduce(torch.ones(2)))[0] == "LostRankError"  # and so from now on
+    if rank == 0 and how == "dies":
+        raise ps.LostRankError(error[1])
+    return error
+
+
+def test_a_lost_rank_is_an_error_on_the_others():
+    with pytest.raises(
+        ps.LostRankError, match=r"rank 0 waited in all_reduce of a \(2,\) float32 tensor, op sum and gave up: .*"
+    ):
+        ps.launch(rank_lost, 3, "dies")
+    errors = ps.launch(rank_lost, 3, "is silent")
+    assert {kind for kind, _ in errors} == {"LostRankError"}
+    assert "no answer within 1 s" in errors[0][1]
+
+
+def rank_bench(plan: bench_collectives.Plan) -> tuple[list[timed_collectives.Row], str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        return bench_collectives.run_plan(plan), said.getvalue()
+
+
+def launch_and_say(_, ranks: int, plan: bench_collectives.Plan) -> list[list[timed_collectives.Row]]:
+    """As `launch`; what rank 0 says is said here, where the test hears it."""
+    (rows, said), *others = ps.launch(rank_bench, ranks, plan)
+    assert {text for _, text in others} == {""}
+    print(said)
+    return [rows]
+
+
+def test_the_bench_prints_every_operation_and_writes_table_and_plot(tmp_path, monkeypatch, capsys):
+    table, plot = tmp_path / "out.csv", tmp_path / "out.svg"
+    words = ["--ranks", "2", "--sizes", "1K", "64KB", "--seconds", "0.01", "--csv", str(table), "--plot", str(plot)]
+    monkeypatch.setattr(bench_collectives, "launch", launch_and_say)
+    monkeypatch.setattr(sys, "argv", ["penstock", "bench", "collectives", "--against-raw", *words])
+    cli.main()
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
+    measured = [line[0] for line in lines if "1,024" in line[1:2]]
+    assert " ".join(measured) == "broadcast scatter gather reduce all-gather reduce-scatter all-reduce all-to-all send"
+    assert [line[1:3] for line in lines if line[:1] == ["1,024"]] == [["equal", "equal"]]
+    assert "2(n-1)/n for all-reduce" in printed
+    assert "\x1b" not in printed
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 2 * (3 * len(COLLECTIVES) + 2)
+    for row in rows:
+        speed = int(row["bytes"]) / float(row["median_s"]) / 1e9
+        assert math.isclose(float(row["algorithm_GBps"]), speed, rel_tol=1e-3)
+        assert math.isclose(float(row["bus_GBps"]), speed * float(row["bus_factor"]), rel_tol=1e-3)
+        assert float(row["p10_s"]) <= float(row["median_s"]) <= float(row["p90_s"])
+    texts = [each.text for each in ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert {"all-reduce", "send", "1 KB", "64 KB", "bus GB/s"} <= set(texts)
+
+
+def test_bandwidth_on_the_bus_is_the_algorithms_times_a_factor():
+    factors = {each: timed_collectives.bus_factor(each, 4) for each in bench_collectives.OPERATIONS}
+    assert factors == {**dict.fromkeys(COLLECTIVES, 0.75), "all_reduce": 1.5, "send": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "1"], "--ranks 1 is too small: a collective takes 2 or more"),
+        (["--operations", "allreduce"], "--operations allreduce is not known: use broadcast, scatter, gather"),
+        (["--sizes", "1X"], "'1X' is no size: write it as 512, 64K or 1MB"),
+        (["--seconds", "0"], "--seconds 0 is too short"),
+        (["--plot", "out.pdf"], "--plot out.pdf: give it a name that ends in .svg or .png"),
+    ],
+)
+def test_a_wrong_option_of_the_bench_is_one_line(words, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["penstock", "bench", "collectives", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert message in str(ended.value)
+
+
+def test_how_gpus_are_connected_is_told_where_there_are_any(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert bench_collectives.connections() == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A GPU")
+    assert bench_collectives.connections()[0] == "cuda:0 A GPU"
+    assert "nvidia-smi" in bench_collectives.connections()[1]
+    (tmp_path / "nvidia-smi").write_text(f"#!{sys.executable}\nprint('\\033[4mGPU0\\033[0m X')\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert bench_collectives.connections()[1] == "GPU0 X"
+
+
+def test_sizes_are_read_and_written():
+    assert [bench_collectives.bytes_of(text) for text in ("512", "1K", "64 kb", "1.5MB", "2G")] == [
+        512,
+        1024,
+        65536,
+        1572864,
+        2**31,
+    ]
+    assert [bench_collectives.text_of(size) for size in (512, 1024, 2**26)] == ["512 B", "1 KB", "64 MB"]
+
+
+def test_curves_are_log_log():
+    figure = curves("t", {"one": [(1, 1), (10, 10), (100, 100)]}, "x", "y", {1: "1", 100: "100"})
+    dots = [shape for shape in figure.shapes if type(shape).__name__ == "Box"][:3]
+    (a, b, c) = [(dot.x, dot.y) for dot in dots]
+    assert math.isclose(b[0] - a[0], c[0] - b[0])
+    assert math.isclose(b[1] - a[1], c[1] - b[1])
+    assert a[1] > b[1]
+
+
+class FakeNvml(types.ModuleType):
+    """A binding that knows one GPU with three links, one of them down."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid != "GPU-one":
+            raise self.NVMLError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, gpu: str) -> int:
+        return 5
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu: str) -> int:
+        return 16
+
+    def nvmlDeviceGetNvLinkState(self, gpu: str, link: int) -> int:
+        if link > 2:
+            raise self.NVMLError("Invalid Argument")
+        return int(link != 1)
+
+
+@pytest.mark.parametrize(
+    ("uuid", "told"), [("one", ", PCIe 5 x16, 2 NVLinks"), ("other", ", of its links NVML says: Not Found")]
+)
+def test_links_of_a_gpu_are_told_as_nvml_says(uuid: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuid))
+    assert bench_collectives._links(0) == told
+    assert nvml.open == 0

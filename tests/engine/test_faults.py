@@ -1,0 +1,325 @@
+"""Every fault ends on every rank within seconds, in one clear line, and leaves nothing running."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from reference import accumulate, assert_same, data, gradients, make, merged
+from torch import nn
+
+import penstock as ps
+
+RANKS = 4
+SOON = 5.0  # seconds
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    assert not multiprocessing.active_children()
+
+
+class Faulty(nn.Module):
+    """Passes its input on, until it is told to fail."""
+
+    fault = None  # what the next forward or backward does
+
+    def forward(self, hidden):
+        if self.fault == "forward":
+            raise ValueError("boom in the\nforward")
+        if self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.fault == "exit":
+            os._exit(3)
+        if self.fault == "shape":
+            return hidden[:, :5]
+        if self.fault == "dtype":
+            return hidden.double()
+        return _Backward.apply(hidden, self) if self.fault == "backward" else hidden
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, faulty):
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("boom in the backward")
+
+
+def model():
+    torch.manual_seed(3)
+    layers = [nn.Linear(12, 12), Faulty(), nn.Linear(12, 12), Faulty(), nn.Linear(12, 12), Faulty(), nn.Linear(12, 3)]
+    return nn.Sequential(*layers)
+
+
+CUTS = ["2", "4", "6"]
+FAULTY = {0: "1", 1: "3", 2: "5"}  # rank -> its layer that can fail
+
+
+def build(loss_fn=nn.functional.cross_entropy, schedule="1f1b", microbatches=8):
+    pipe = ps.Pipeline(model(), loss_fn, schedule=schedule, microbatches=microbatches, cuts=CUTS)
+    faulty = [m for stage in pipe.stages.values() for m in stage if isinstance(m, Faulty)]
+    return pipe, faulty[0] if faulty else Faulty()
+
+
+class Loss:
+    fault = None
+
+    def __call__(self, output, target):
+        if self.fault == "loss":
+            raise KeyError("boom in the loss")
+        return nn.functional.cross_entropy(output, target)
+
+
+def rank_fails_and_goes_on(where, fault):
+    """A good step, one with a fault on rank `where`, and a good one again: the error, the time, the gradients."""
+    loss_fn = Loss()
+    pipe, faulty = build(loss_fn)
+    inputs, target = data("mlp", 16)
+    pipe.step(inputs, target=target)
+    if pipe.topology.rank == where:
+        faulty.fault = loss_fn.fault = fault
+    begin, error = time.monotonic(), None
+    try:
+        pipe.step(inputs, target=target)
+    except ps.PenstockError as caught:
+        error = caught
+    seconds = time.monotonic() - begin
+    faulty.fault = loss_fn.fault = None
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    loss = pipe.step(inputs, target=target)
+    return type(error).__name__, str(error), seconds, loss, gradients(pipe.named_parameters())
+
+
+STEP_FAULTS = [
+    (0, "forward", "StageError", "rank 0, stage 0, action 0F0, microbatch 0: ValueError: boom in the forward"),
+    (2, "forward", "StageError", "rank 2, stage 2, action 2F0, microbatch 0: ValueError: boom in the forward"),
+    (0, "backward", "StageError", "rank 0, stage 0, action 0B0, microbatch 0: RuntimeError: boom in the backward"),
+    (2, "backward", "StageError", "rank 2, stage 2, action 2B0, microbatch 0: RuntimeError: boom in the backward"),
+    (3, "loss", "StageError", "rank 3, stage 3, action 3F0, microbatch 0: KeyError: 'boom in the loss'"),
+    (
+        1, "shape", "MismatchError",
+        "rank 1, stage 1, action 1F0, microbatch 0: the output of 1F0 is ((2, 5) float32), but in an earlier step with the "
+        "same batch shapes it was ((2, 12) float32): what passes between stages may depend on the shapes of the batch, not on "
+        "its values",
+    ),
+    (1, "dtype", "MismatchError", "the output of 1F0 is ((2, 12) float64), but in an earlier step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "fault", "family", "words"), STEP_FAULTS)
+def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is_right(where, fault, family, words):
+    everyone = ps.launch(rank_fails_and_goes_on, RANKS, where, fault)
+    uncut = model()
+    expected = accumulate(uncut, nn.functional.cross_entropy, data("mlp", 16), 8)
+    for name, text, seconds, loss, _ in everyone:
+        assert name == family
+        assert words in text
+        assert "\n" not in text
+        assert seconds < 1
+        assert torch.equal(loss, expected)
+    assert len({text for _, text, *_ in everyone}) == 1
+    assert_same(merged([each[-1] for each in everyone]), gradients(uncut.named_parameters()))
+
+
+def rank_wrong_from_the_start(where, fault):
+    pipe, faulty = build()
+    if pipe.topology.rank == where:
+        faulty.fault = fault
+    inputs, target = data("mlp", 16)
+    pipe.step(inputs, target=target)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("shape", "rank 2, stage 2, action 2F0, microbatch 0: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("dtype", "rank 2, stage 2, action 2F0, microbatch 0: RuntimeError: mat1 and mat2 must have the same dtype"),
+    ],
+)
+def test_what_the_next_stage_cannot_take_is_told_by_that_stage_not_computed_on(fault, words):
+    with pytest.raises(ps.StageError, match=words):
+        ps.launch(rank_wrong_from_the_start, RANKS, 1, fault)
+
+
+def rank_disagrees(options):
+    begin, mine = time.monotonic(), {"schedule": "1f1b", "microbatches": 8}
+    if ps.comms.init_distributed().rank == 2:
+        mine |= options
+    try:
+        build(**mine)
+    except ps.MismatchError as error:
+        return str(error), time.monotonic() - begin
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "theirs"),
+    [
+        ({"microbatches": 4}, "1f1b with 4 microbatches and 4 stages"),
+        ({"schedule": "gpipe"}, "gpipe with 8 microbatches and 4 stages"),
+    ],
+)
+def test_ranks_that_build_different_pipelines_are_told_so_in_a_second(options, theirs):
+    words = f"rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has {theirs}"
+    for text, seconds in ps.launch(rank_disagrees, RANKS, options):
+        assert text == f"the ranks do not build the same pipeline: {words}"
+        assert seconds < 1
+
+
+def rank_different_calls(what):
+    pipe, _ = build()
+    inputs, target = data("mlp", 16)
+    rank = pipe.topology.rank
+    try:
+        if what == "target":
+            pipe.step(inputs, target=target if rank != 3 else target[:9])
+        elif rank == 1:
+            pipe.eval(inputs)
+        else:
+            pipe.step(inputs, target=target)
+    except ps.MismatchError as error:
+        return str(error), pipe.eval(inputs) is None
+    return "no error", None
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("target", "the batch has 16 rows but the target has 9"),
+        ("eval", "the ranks do different things: rank 0 calls step(), rank 1 calls eval()"),
+    ],
+)
+def test_ranks_that_call_different_things_are_told_so_before_data_flows(what, words):
+    everyone = ps.launch(rank_different_calls, RANKS, what)
+    assert [text for text, _ in everyone] == [words] * RANKS
+    assert [nothing for _, nothing in everyone] == [True, True, True, False]
+
+
+def rank_loses_one(where, fault, folder):
+    ps.comms.init_distributed(timeout=3)
+    pipe, faulty = build()
+    inputs, target = data("mlp", 16)
+    pipe.step(inputs, target=target)
+    if pipe.topology.rank == where:
+        faulty.fault = fault
+    begin = time.monotonic()
+    try:
+        pipe.step(inputs, target=target)
+    except ps.PenstockError as error:
+        told = type(error).__name__, str(error), time.monotonic() - begin
+        (Path(folder) / str(pipe.topology.rank)).write_text(json.dumps(told))
+        raise
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("fault", "verb", "least"), [("killed", "is gone", 0), ("exit", "is gone", 0), ("stopped", "does not answer", 3)]
+)
+def test_a_rank_that_dies_or_stops_is_named_by_all_others_with_the_action_waited_for(where, fault, verb, least, tmp_path):
+    begin = time.monotonic()
+    waited = rf"the .* of {where}[FB]. from rank {where}|rank {where} to begin step\(\), before \d[FB]\d"
+    with pytest.raises(ps.LostRankError, match=f"rank {where} {verb}: rank . waited for ({waited}): ") as raised:
+        ps.launch(rank_loses_one, RANKS, where, fault, str(tmp_path))
+    assert time.monotonic() - begin < SOON + 3  # for the start and the good step before
+    told = {int(path.name): json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert told.keys() == set(range(RANKS)) - {where}
+    for family, text, seconds in told.values():
+        assert family == "LostRankError"
+        assert text.startswith(f"rank {where} {verb}: ")
+        assert least <= seconds + 0.5
+        assert seconds < SOON
+    death = {"killed": "was killed by SIGKILL", "exit": "ended with exit code 3"}.get(fault)
+    assert death is None or f"rank {where} {death}" in str(raised.value)
+
+
+def ends(process):
+    """What an interrupted command printed; none of its processes is left a moment later."""
+    output, _ = process.communicate(timeout=SOON)
+    deadline = time.monotonic() + SOON
+    while True:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return output
+        assert time.monotonic() < deadline, "a process is left"
+        time.sleep(0.05)
+
+
+@contextmanager
+def training(folder):
+    """`penstock train`, started in a group of its own, which is killed at the end."""
+    command = [sys.executable, "-m", "penstock", "train", "--steps", "10000", "--out", str(folder)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells which processes a process has started")
+def test_ctrl_c_while_all_of_it_is_still_starting_is_one_line_too(tmp_path):
+    with training(tmp_path) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in children.read_text().split()):
+            time.sleep(0.01)  # until the server that ranks are forked from imports torch
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=60)[0] == "penstock: interrupted\n"
+        assert process.returncode == 130
+
+
+@pytest.mark.parametrize("whom", ["the terminal's whole group", "the command alone"])
+def test_ctrl_c_ends_a_training_with_one_line_and_leaves_no_process(whom, tmp_path):
+    with training(tmp_path) as process:
+        assert process.stdout is not None
+        assert any("step 1/10000" in line for line in process.stdout)
+        send = os.killpg if whom.startswith("the terminal") else os.kill
+        send(process.pid, signal.SIGINT)
+        assert ends(process).strip().splitlines()[-1] == "penstock: interrupted"
+        assert process.returncode == 130
+
+
+def rank_raises_something_odd():
+    if ps.comms.init_distributed().rank == 1:
+        raise Odd(1, 2)
+
+
+class Odd(Exception):
+    """Does not survive pickling."""
+
+    def __init__(self, a, b):
+        super().__init__("odd")
+
+
+def test_launch_raises_the_ranks_own_error_with_its_traceback_as_the_cause():
+    with pytest.raises(ps.PenstockError, match="rank 1: Odd: odd") as raised:
+        ps.launch(rank_raises_something_odd, 2)
+    assert "rank_raises_something_odd" in str(raised.value.__cause__)
+
+
+def test_launch_refuses_what_does_not_pickle_in_words():
+    with pytest.raises(ps.PenstockError, match="define it at the top level"):
+        ps.launch(lambda: None, 2)
+    with pytest.raises(ps.PenstockError, match="cannot launch 0 ranks"):
+        ps.launch(make, 0)

@@ -1,0 +1,28 @@
+"""What the README says is so."""
+
+import re
+from pathlib import Path
+
+from penstock.schedule import Costs, build, names, simulate
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_schedules_is_what_the_simulator_says() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d)[^|]*\| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|", README, re.MULTILINE)
+    assert [name for name, *_ in rows] == names()
+    for name, stages_per_rank, makespan, bubble, in_flight in rows:
+        schedule = build(name, ranks=4, microbatches=8)
+        share = 4 / schedule.stages  # of a rank's time, for each of its stages
+        timeline = simulate(schedule, Costs(share, share, share))
+        assert schedule.stages == 4 * int(stages_per_rank)
+        assert f"{timeline.makespan:g}" == makespan, name
+        assert f"{100 * timeline.bubble:.1f}" == bubble, name
+        assert f"{max(timeline.peak_in_flight) * share:g}" == in_flight, name
+
+
+def test_the_drawn_schedule_is_what_the_command_prints() -> None:
+    from penstock.view.terminal import draw
+
+    picture = draw(simulate(build("1f1b", 4, 8), Costs(1, 1, 1)), 100)
+    assert picture in README

@@ -1,0 +1,401 @@
+"""Every lab runs, says what it measured, and notices when something is off."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock import learn as labs
+from penstock import schedule
+from penstock.learn import story
+from penstock.learn.emulated import EmulatedLayer, emulated_step
+from penstock.learn.labs import (
+    lab1_monolith,
+    lab3_ping_pong,
+    lab5_gpipe,
+    lab6_1f1b,
+    lab7_interleaved,
+    lab8_zero_bubble,
+    lab9_your_schedule,
+    lab10_collectives,
+    lab11_data_parallel,
+    lab12_tensor_parallel,
+    lab13_two_axes,
+    lab14_recompute_store_communicate,
+)
+from penstock.learn.written import table_of
+from penstock.schedule import Costs, Kind
+
+ROOT = Path(__file__).parents[2]
+
+
+def ends_with_a_measurement(output: str) -> bool:
+    last = output.rstrip().splitlines()[-1]
+    return last.startswith("Measured: ") and any(map(str.isdigit, last))
+
+
+def run_python(*args: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+AS_A_SCRIPT, UNDER_TORCHRUN = 6, 3  # the others run in this process, as `penstock lab` runs them
+
+
+@pytest.mark.parametrize("number", [number for number in labs.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)])
+def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys):
+    labs.run(number)
+    output = capsys.readouterr().out
+    assert "checked: " in output
+    assert ends_with_a_measurement(output), output
+
+
+def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
+    output = run_python("-m", labs.LABS[AS_A_SCRIPT].module)
+    assert "checked: " in output
+    assert ends_with_a_measurement(output), output
+    assert "\033" not in output
+
+
+def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
+    output = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", labs.LABS[UNDER_TORCHRUN].module)
+    assert "checked: " in output
+    assert ends_with_a_measurement(output), output
+    assert output.count("Measured: ") == 1
+
+
+def test_labs_are_numbered_from_one_and_have_files_of_their_names():
+    assert list(labs.LABS) == list(range(1, len(labs.LABS) + 1))
+    for number, lab in labs.LABS.items():
+        assert lab.number == number
+        assert lab.module.startswith(f"penstock.learn.lab{number}_")
+        assert (ROOT / (lab.module.replace(".", "/") + ".py")).exists()
+
+
+def test_an_unknown_lab_is_refused_with_the_numbers_there_are():
+    with pytest.raises(ps.PenstockError, match=r"no lab 99: choose one of 1, 2, 3"):
+        labs.run(99)
+
+
+def test_lab_1_fails_when_the_model_learns_nothing(monkeypatch):
+    def noise(centres, rows):
+        return torch.randn(rows, centres.shape[1]), torch.randint(len(centres), (rows,))
+
+    monkeypatch.setattr(lab1_monolith, "batch", noise)
+    with pytest.raises(SystemExit, match="the model learns nothing"):
+        lab1_monolith.main()
+
+
+def test_lab_5_fails_when_the_bubble_is_another_schedules(monkeypatch):
+    def naive_step(ranks, microbatches):
+        return schedule.simulate(schedule.build("naive", ranks=ranks, microbatches=microbatches))
+
+    monkeypatch.setattr(lab5_gpipe, "measured_step", naive_step)
+    with pytest.raises(SystemExit, match=r"with 2 microbatches the bubble should be 60.0 %: .* measured 75.0 %"):
+        lab5_gpipe.main()
+
+
+def test_lab_6_fails_when_an_activation_outlives_its_backward(monkeypatch):
+    def leaking(function, ranks, name):
+        timeline = schedule.simulate(schedule.build(name, ranks=ranks, microbatches=lab6_1f1b.MICROBATCHES), Costs())
+        return [(timeline, 8)] * ranks
+
+    monkeypatch.setattr(lab6_1f1b, "on_ranks", leaking)
+    with pytest.raises(SystemExit, match=r"1f1b kept \(8, 8, 8, 8\) .* the table says \(4, 3, 2, 1\)"):
+        lab6_1f1b.main()
+
+
+def test_lab_7_fails_when_the_bubble_is_not_divided(monkeypatch):
+    def without_interleaving(function, ranks, table, forward, backward):
+        return [lab7_interleaved.timed(lab7_interleaved.build(ranks, 1))] * ranks
+
+    monkeypatch.setattr(lab7_interleaved, "on_ranks", without_interleaving)
+    monkeypatch.setattr(lab7_interleaved, "TOLERANCE", 0.1)
+    with pytest.raises(SystemExit, match=r"bubble of interleaved-1f1b should be 15.8 %: simulated 15.8 %, measured 27.3 %"):
+        lab7_interleaved.main()
+
+
+def test_lab_7_finds_the_send_cost_from_which_interleaving_is_slower():
+    plain, interleaved = lab7_interleaved.build(4, 1), lab7_interleaved.build(4, 2)
+    limit = lab7_interleaved.break_even(plain, interleaved)
+    for send, pays in ((0.99 * limit, True), (1.01 * limit, False)):
+        times = [lab7_interleaved.timed(table, send).makespan for table in (interleaved, plain)]
+        assert (times[0] < times[1]) is pays
+
+
+AS_PLANNED = Costs(0.01, 0.01, 0.01)
+
+
+def lab_8_with(monkeypatch, costs=AS_PLANNED, gradient=lambda name: torch.ones(2)):
+    """Lab 8 on devices and a model that are not there: what `costs` say, and `gradient(name of the schedule)`."""
+
+    def run(function, ranks, table, layers):
+        part = table.ranks / table.stages
+        scaled = Costs(part * costs.forward, part * costs.backward_input, part * costs.backward_weight)
+        return [(schedule.simulate(table, scaled), {"weight": gradient(table.name)})] * ranks
+
+    monkeypatch.setattr(lab8_zero_bubble, "on_ranks", run)
+    lab8_zero_bubble.main()
+
+
+def test_lab_8_fails_when_a_gradient_differs_in_a_bit(monkeypatch):
+    one_bit = torch.tensor([1.0, 1.0 + torch.finfo(torch.float32).eps])
+    with pytest.raises(SystemExit, match="zb-h2 has 1 gradients, of which 0 are those of 1f1b, which has 1"):
+        lab_8_with(monkeypatch, gradient=lambda name: one_bit if name == "zb-h2" else torch.ones(2))
+
+
+def test_lab_8_fails_when_the_backward_is_not_in_two(monkeypatch):
+    monkeypatch.setattr(lab8_zero_bubble, "TOLERANCE", 1.0)
+    with pytest.raises(SystemExit, match=r"an I takes 20.0 ms and a W 0.0 ms, not 10 and 10"):
+        lab_8_with(monkeypatch, Costs(0.01, 0.02, 0))
+
+
+def test_lab_8_fails_when_the_bubble_stays(monkeypatch):
+    with pytest.raises(SystemExit, match=r"zb-h1 should have a bubble of 11.1 %, 11.1 % by span; measured 26.3 % and 26.3 %"):
+        lab_8_with(monkeypatch, Costs(0.02, 0.02, 0.001))
+
+
+def test_two_steps_back_to_back_take_each_rank_its_own_time():
+    table = schedule.build("zb-h2", ranks=4, microbatches=8)
+    once, twice = (schedule.simulate(each) for each in (table, lab8_zero_bubble.back_to_back(table)))
+    assert (once.makespan, once.span, twice.makespan) == (27, 24, 51)
+    schedule.verify(lab8_zero_bubble.back_to_back(table))
+
+
+ZB_H1 = """
+def schedule(rank, ranks, microbatches):
+    forwards = iter(range(microbatches))
+    for _ in range(min(ranks - rank, microbatches)):
+        yield f"{rank}F{next(forwards)}"
+    for backward in range(microbatches):
+        yield f"{rank}I{backward}"
+        if backward >= rank:
+            yield f"{rank}W{backward - rank}"
+        for forward in forwards:
+            yield f"{rank}F{forward}"
+            break
+    for weights in range(microbatches - rank, microbatches):
+        yield f"{rank}W{weights}"
+"""
+
+
+def test_lab_9_judges_the_schedule_of_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(ZB_H1)
+    output = run_python("-m", labs.LABS[9].module, str(file))
+    assert f"{file}: the target is reached" in output
+    assert "checked: all 10 gradients" in output
+    assert ends_with_a_measurement(output), output
+
+
+def test_lab_9_hands_out_a_schedule_that_deadlocks_and_never_overwrites_one(tmp_path, capsys):
+    file = tmp_path / "my_schedule.py"
+    for first in (True, False):
+        with pytest.raises(SystemExit, match=r"my_schedule.py deadlocks:\n    rank 0 waits for .*\n    rank 1 waits for"):
+            lab9_your_schedule.main(str(file))
+        assert ("my_schedule.py is new" in capsys.readouterr().out) is first
+    file.write_text("x = 1")
+    with pytest.raises(SystemExit, match=r"my_schedule.py has no function schedule\(rank, ranks, microbatches\)"):
+        lab9_your_schedule.main(str(file))
+    assert file.read_text() == "x = 1"
+
+
+def test_lab_9_says_how_far_the_target_is(monkeypatch, tmp_path, capsys):
+    def run(function, ranks, table):
+        return [lab9_your_schedule.Trial(lab9_your_schedule.timed(table), 2, ())] * ranks
+
+    monkeypatch.setattr(lab9_your_schedule, "on_ranks", run)
+    file = tmp_path / "gpipe.py"
+    rows = '[f"{rank}F{m}" for m in range(microbatches)] + [f"{rank}B{m}" for m in range(microbatches)]'
+    file.write_text(f"def schedule(rank, ranks, microbatches):\n    return {rows}\n")
+    lab9_your_schedule.main(str(file))
+    assert "gpipe.py: 6 steps too many and 4 in flight too many" in capsys.readouterr().out
+
+
+def test_lab_9_fails_when_a_gradient_differs_from_one_process(monkeypatch):
+    def run(function, ranks, table):
+        return [lab9_your_schedule.Trial(lab9_your_schedule.timed(table), 2, ("0.weight",))] * ranks
+
+    monkeypatch.setattr(lab9_your_schedule, "on_ranks", run)
+    with pytest.raises(SystemExit, match=r"4 of 8 gradients differ from one process: 0.weight, "):
+        lab9_your_schedule.main()
+
+
+def test_lab_9_adds_up_in_the_order_of_the_table():
+    rule = """
+def schedule(rank, ranks, microbatches):
+    yield from (f"{rank}F{m}" for m in range(microbatches))
+    yield from (f"{rank}I{m}" for m in reversed(range(microbatches)))
+    yield from (f"{rank}W{m * (rank + 2) % microbatches}" for m in range(microbatches))
+"""
+    trials = story.on_ranks(lab9_your_schedule.run, 2, table_of("shuffled", rule, 2, 7))
+    assert [(trial.gradients, trial.different) for trial in trials] == [(2, ()), (4, ())]
+
+
+def test_a_written_schedule_places_each_stage_where_its_actions_are():
+    table = schedule.build("zb-v", ranks=3, microbatches=4)
+    rule = f"def schedule(rank, ranks, microbatches): return {table.texts()}[rank]"
+    assert table_of("zb-v", rule, 3, 4) == table
+
+
+def test_the_collectives_by_hand_are_those_of_torch_on_any_number_of_ranks():
+    for seen in story.on_ranks(lab10_collectives.see_all, 3):
+        assert [name for name, (each, backward) in seen.items() if not (each.as_torch and backward)] == []
+    assert [states[-1] for states in story.on_ranks(lab10_collectives.ring_of_ones, 3)] == ["3 3 3"] * 3
+
+
+def backward_of_an_all_gather(claimed: str) -> bool:
+    lab10_collectives.COLLECTIVES["all-gather"] = replace(lab10_collectives.COLLECTIVES["all-gather"], backward=claimed)
+    return lab10_collectives.backward_holds(lab10_collectives.Here.join(), "all-gather")
+
+
+def test_lab_10_tells_a_backward_from_another_collective():
+    for claimed, holds in (("reduce-scatter", True), ("all-to-all", False)):
+        assert story.on_ranks(backward_of_an_all_gather, 3, claimed) == [holds] * 3
+
+
+def test_lab_10_fails_when_torch_makes_something_else(monkeypatch):
+    def run(function, ranks):
+        zeros = torch.zeros(ranks)
+        seen = {name: (lab10_collectives.Seen(zeros, zeros, name != "gather"), True) for name in lab10_collectives.COLLECTIVES}
+        return [seen] * ranks
+
+    monkeypatch.setattr(lab10_collectives, "on_ranks", run)
+    with pytest.raises(SystemExit, match=r"torch makes something else of gather$"):
+        lab10_collectives.main()
+
+
+def test_lab_11_fails_when_the_gradient_or_a_replica_is_another(monkeypatch):
+    def run(function, ranks):
+        return [replace(replica, trained=weights) for weights in trained]
+
+    trained, one_bit = [torch.zeros(2), torch.zeros(2)], torch.tensor([0.0, torch.finfo(torch.float32).tiny])
+    replica = lab11_data_parallel.Replica(3, 1.0, 0.3, 0.02, 0.0, trained[0], trained[0])
+    monkeypatch.setattr(lab11_data_parallel, "on_ranks", run)
+    with pytest.raises(SystemExit, match="the weighted sum of the gradients is 2e-02 off"):
+        lab11_data_parallel.main()
+    replica, trained[1] = replace(replica, weighted=0.0), one_bit
+    with pytest.raises(SystemExit, match="only 1 of 2 replicas have the weights of rank 0"):
+        lab11_data_parallel.main()
+
+
+def test_some_buckets_are_better_than_one_and_than_one_for_each_layer():
+    ends = [lab11_data_parallel.planned(count)[-1].end for count in lab11_data_parallel.BUCKETS]
+    layers, backward = lab11_data_parallel.DEEP, lab11_data_parallel.BACKWARD
+    assert ends[0] == pytest.approx(layers * backward + lab11_data_parallel.wire(layers))
+    assert ends[-1] == pytest.approx(backward + layers * lab11_data_parallel.wire(1))
+    assert min(ends) not in (ends[0], ends[-1])
+
+
+def off_without_sum_gradients() -> list[str]:
+    lab12_tensor_parallel.SumGradients.backward = staticmethod(lambda ctx, gradient: gradient)
+    return [name for name, pair in lab12_tensor_parallel.compare().compared.items() if pair.off[0] > 1e-3]
+
+
+def test_without_the_all_reduce_of_the_backward_only_the_gradient_of_the_input_is_wrong():
+    assert story.on_ranks(off_without_sum_gradients, 2) == [["X.grad"]] * 2
+
+
+def test_lab_12_fails_when_a_gradient_is_off(monkeypatch):
+    def run(function, ranks):
+        pair = lab12_tensor_parallel.Pair((2, 2), (2, 1), (0.5, 0.0))
+        return [lab12_tensor_parallel.Part({"0.weight.grad": pair}, 0, [1, 1], 1)] * ranks
+
+    monkeypatch.setattr(lab12_tensor_parallel, "on_ranks", run)
+    with pytest.raises(SystemExit, match="by hand they are 5e-01 off"):
+        lab12_tensor_parallel.main()
+
+
+def test_lab_13_fails_when_replicas_or_the_weights_of_one_process_are_others():
+    zero, one = torch.zeros(1), torch.ones(1)
+    with pytest.raises(SystemExit, match=r"replicas have different b$"):
+        lab13_two_axes.check_weights([{"a": zero}, {"a": zero}, {"b": zero}, {"b": one}], {"a": zero, "b": zero})
+    with pytest.raises(SystemExit, match=r"the weights are 1e\+00 off"):
+        lab13_two_axes.check_weights([{"a": zero}, {"a": zero}, {"b": one}, {"b": one}], {"a": zero, "b": zero})
+
+
+def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
+    lab = lab14_recompute_store_communicate
+    dim, rows = next(iter(lab.SIZES.items()))
+    size = 4 * dim * rows * lab.BLOCKS
+    held = {lab.STORE: (9 * size, 0), lab.RECOMPUTE: (size, 0), lab.COMMUNICATE: (0, 9 * size)}
+    trial = lab.Trial(held, dict.fromkeys(lab.WAYS, 1.0), equal=True, again=0.5, bandwidth=size)
+    assert [trial.expected(way) for way in lab.WAYS] == [0, 0.5, 18]
+    lab.check_trial(dim, trial)
+    with pytest.raises(SystemExit, match="the gradients depend on the way"):
+        lab.check_trial(dim, replace(trial, equal=False))
+    with pytest.raises(SystemExit, match=r"they hold .*'recompute': \(2.0, 0.0\)"):
+        lab.check_trial(dim, replace(trial, held=held | {lab.RECOMPUTE: (2 * size, 0)}))
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("(", r"mine.py, line 2: '\(' was never closed"),
+        (
+            "import nothing_there",
+            r"mine.py, line 2: ModuleNotFoundError: No module named 'nothing_there', in schedule\(0, 2, 3\)",
+        ),
+        ("yield [][rank]", r"mine.py, line 2: IndexError: list index out of range, in schedule\(0, 2, 3\)"),
+        ("yield f'{rank}X0'", r"mine.py: cannot read '0X0' as an action: .* it is number 1 of what schedule\(0, 2, 3\) yields"),
+        ("yield 3", r"mine.py: cannot read '3' as an action"),
+        ("pass", r"mine.py: schedule\(0, 2, 3\) returns None: let it yield actions"),
+        ("while True: yield '0F0'", r"mine.py: schedule\(0, 2, 3\) yields more than 10000 actions: does it ever end\?"),
+        ("yield f'{2 * rank}F0'", "mine.py: stage 1 is on no rank; number the stages from 0 without a gap"),
+    ],
+)
+def test_what_is_wrong_with_a_written_schedule_is_told_in_one_line(body, told):
+    with pytest.raises(ps.ScheduleError, match=told) as refused:
+        table_of("mine.py", f"def schedule(rank, ranks, microbatches):\n    {body}\n", 2, 3)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_written_schedule_of_other_parameters_is_refused():
+    with pytest.raises(
+        ps.ScheduleError, match=r"mine.py: TypeError: schedule\(\) takes 1 positional argument but 3 were given"
+    ):
+        table_of("mine.py", "def schedule(rank):\n    yield f'{rank}F0'\n", 2, 3)
+
+
+def test_a_lab_for_two_ranks_says_so_when_torchrun_started_three(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit, match="runs on 2 ranks, torchrun started 3: use --nproc-per-node 2"):
+        story.on_ranks(lab3_ping_pong.ping_pong, 2)
+
+
+def test_only_rank_0_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    story.say("hello")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_emulated_layer_takes_its_time_and_multiplies():
+    layer = EmulatedLayer(3, forward_seconds=0.02, backward_seconds=0.04)
+    hidden = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
+    start = time.perf_counter()
+    output = layer(hidden)
+    middle = time.perf_counter()
+    output.sum().backward()
+    assert middle - start >= 0.02
+    assert time.perf_counter() - middle >= 0.04
+    assert torch.equal(output, hidden)
+    assert torch.equal(layer.weight.grad, torch.tensor([5.0, 7.0, 9.0]))
+    assert torch.equal(hidden.grad, torch.ones(2, 3))
+
+
+def test_an_emulated_device_takes_the_time_of_its_weights_in_w():
+    table = schedule.build("zb-h1", ranks=2, microbatches=3)
+    timeline = story.on_ranks(emulated_step, 2, table, 0.01, 0.02, 0.03)[0]
+    least = {Kind.F: 0.01, Kind.I: 0.02, Kind.W: 0.03, Kind.B: 0.05}
+    assert {event.action.kind for event in timeline.events} == set(least)
+    for event in timeline.events:
+        assert event.end - event.start >= least[event.action.kind], event

@@ -1,0 +1,700 @@
+"""Pipelines side by side: every axis of the mesh, against one process that runs the whole batch."""
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import accumulate, assert_same
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import penstock as ps
+from penstock import checkpoint
+from penstock.stage.auxiliary import auxiliary_loss
+from penstock.stage.dtensor import full
+
+Shape = tuple[int, int, int]  # pp, dp, tp
+ROWS, WIDTH = 13, 8
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v")
+MESHES = {"pp2 dp2": (2, 2, 1), "pp2 tp2": (2, 1, 2), "dp2 tp2": (1, 2, 2), "pp2 dp2 tp2": (2, 2, 2)}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.dropout(self.down(torch.tanh(self.up(self.norm(hidden)))))
+
+
+def model(depth: int = 4, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, WIDTH), *[Block(dropout) for _ in range(depth)], nn.Linear(WIDTH, 3)).double()
+
+
+def plan(tp: int) -> dict[str, Any] | None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()} if tp > 1 else None
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 6, generator=generator).double(), torch.randn(rows, 3, generator=generator).double()
+
+
+def share(pipe: ps.Pipeline, tensors: tuple[Tensor, Tensor], sizes: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    """This replica's rows: of `sizes`, or as equal as can be."""
+    place = pipe.place
+    inputs, target = (each.split(sizes) if sizes else each.tensor_split(place.replicas) for each in tensors)
+    return inputs[place.replica], target[place.replica]
+
+
+def gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else full(p.grad).clone() for name, p in pipe.named_parameters()}
+
+
+def built(shape: Shape, whole: nn.Module, schedule: str = "1f1b", pieces: int = 4, **options: Any) -> ps.Pipeline:
+    mesh = ps.comms.init_mesh(*shape)
+    return ps.Pipeline(whole, loss_fn, schedule, pieces, mesh=mesh, tensor_parallel=plan(shape[2]), **options)
+
+
+def close(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
+    for name, value in ours.items():
+        expected = theirs[name]
+        assert (value is None) == (expected is None), name
+        if value is not None and expected is not None:
+            assert (value - expected).abs().max() < 1e-12, (name, (value - expected).abs().max())
+
+
+Record = list[tuple[Tensor, Tensor, dict[str, Tensor | None]]]  # of each step: loss, norm, gradients
+
+
+def trained(shape: Shape, runs: dict[tuple[str, str], int]) -> dict[tuple[str, str], Record]:
+    records = {}
+    for (schedule, way), steps in runs.items():
+        pipe = built(shape, model(), schedule, data_parallel=way)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        record: Record = []
+        for step in range(steps):
+            inputs, target = share(pipe, batch(step))
+            loss = pipe.step(inputs, target=target)
+            norm = pipe.clip_grad_norm_(0.5)
+            record.append((loss, norm, gradients(pipe)))
+            optimizer.step()
+            optimizer.zero_grad()
+        records[schedule, way] = record
+    return records
+
+
+def trained_alone(steps: int) -> Record:
+    whole = model()
+    optimizer, record = torch.optim.AdamW(whole.parameters(), lr=1e-2), []
+    for step in range(steps):
+        inputs, target = batch(step)
+        loss = loss_fn(whole(inputs), target)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        record.append((loss.detach(), norm, {name: p.grad.clone() for name, p in whole.named_parameters()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return record
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_it_has_the_gradients_of_one_process(name: str) -> None:
+    shape = MESHES[name]
+    ways = ("ddp", "fsdp") if shape[1] > 1 else ("ddp",)
+    runs = {(schedule, way): 2 for schedule in SCHEDULES for way in ways}  # to the number of steps
+    if shape[2] == 1:
+        runs |= {("zb-v", way): 20 for way in ways}
+    everyone = ps.launch(trained, shape[0] * shape[1] * shape[2], shape, runs)
+    expected = trained_alone(max(runs.values()))
+    for run, steps in runs.items():
+        for step in range(steps):
+            names = set()
+            for records in everyone:
+                loss, norm, ours = records[run][step]
+                assert abs(loss - expected[step][0]) < 1e-12
+                assert abs(norm - expected[step][1]) < 1e-12
+                close(ours, expected[step][2])
+                names |= ours.keys()
+            assert names == expected[step][2].keys()
+
+
+def replicas(schedule: str, way: str, pieces: int, rows: int, dropout: float, steps: int) -> tuple[list[Tensor], dict]:
+    pipe = built((2, 2, 1), model(dropout=dropout), schedule, pieces, data_parallel=way)
+    losses = []
+    for step in range(steps):
+        inputs, target = share(pipe, batch(step, rows))
+        losses.append(pipe.step(inputs, target=target))
+    return losses, gradients(pipe)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_where_sums_have_the_same_order_the_bits_are_the_same(way: str) -> None:
+    """Two replicas with a microbatch each add what one process adds with two microbatches."""
+    everyone = ps.launch(replicas, 4, "1f1b", way, 1, 6, 0.0, 1)
+    whole = model()
+    loss = accumulate(whole, loss_fn, batch(0, 6), 2)
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for losses, ours in everyone:
+        assert torch.equal(losses[0], loss)
+        assert_same(ours, {name: expected[name] for name in ours})
+
+
+def alone_with_dropout(pieces: int, rows: int, steps: int) -> tuple[list[Tensor], dict]:
+    pipe = ps.Pipeline(model(dropout=0.5), loss_fn, "1f1b", pieces)
+    losses = [pipe.step(inputs, target=target) for inputs, target in (batch(step, rows) for step in range(steps))]
+    return losses, gradients(pipe)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_replicas_draw_random_numbers_as_if_their_microbatches_were_of_one_pipeline(way: str) -> None:
+    everyone = ps.launch(replicas, 4, "zb-h1", way, 2, 8, 0.5, 2)
+    ((losses, expected),) = ps.launch(alone_with_dropout, 1, 4, 8, 2)
+    for ours, mine in everyone:
+        assert all(abs(a - b) < 1e-12 for a, b in zip(ours, losses, strict=True))
+        close(mine, expected)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v"])
+def test_with_split_backwards_replicas_stay_equal_to_the_bit(schedule: str) -> None:
+    everyone = ps.launch(replicas, 4, schedule, "ddp", 4, ROWS, 0.0, 3)
+    for first, second in ((0, 1), (2, 3)):  # ranks 0 and 1 are replicas, as 2 and 3 are
+        assert everyone[first][1]
+        assert_same(everyone[first][1], everyone[second][1])
+
+
+# -- what is not alike on all replicas ----------------------------------------------------------------------------------
+
+
+def uneven(way: Any, schedule: str, sizes: list[int], ignored: slice, steps: int) -> tuple[list[Tensor], dict]:
+    pipe = ps.Pipeline(
+        model(),
+        masked_loss,
+        schedule,
+        4,
+        loss_weight=lambda target: (~target.isnan()).sum(),
+        mesh=ps.comms.init_mesh(2, 2),
+        data_parallel=way,
+    )
+    losses = []
+    for step in range(steps):
+        inputs, target = batch(step)
+        target[ignored] = torch.nan
+        inputs, target = share(pipe, (inputs, target), sizes)
+        losses.append(pipe.step(inputs, target=target))
+    return losses, gradients(pipe)
+
+
+def may_be_unused(module: nn.Module, mesh: Any, views: bool = False) -> nn.Module:
+    group = mesh.get_group()
+    return DistributedDataParallel(module, process_group=group, find_unused_parameters=True, gradient_as_bucket_view=views)
+
+
+def masked_loss(output: Tensor, target: Tensor) -> Tensor:
+    counts = ~target.isnan()
+    return ((output - target.nan_to_num()).square() * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", may_be_unused])
+@pytest.mark.parametrize("case", ["fewer microbatches", "some count nothing", "one replica counts nothing"])
+def test_replicas_may_have_fewer_rows_microbatches_or_targets_than_others(way: Any, case: str) -> None:
+    sizes = [11, 2] if case == "fewer microbatches" else [8, 5]
+    ignored = {"fewer microbatches": slice(0), "some count nothing": slice(4, 6)}.get(case, slice(8, 13))
+    everyone = ps.launch(uneven, 4, way, "interleaved-zb", sizes, ignored, 2)
+    whole = model()
+    expected = []
+    for step in range(2):
+        inputs, target = batch(step)
+        target[ignored] = torch.nan
+        loss = masked_loss(whole(inputs), target)
+        loss.backward()
+        expected.append(loss.detach())
+    for losses, ours in everyone:
+        assert all(abs(a - b) < 1e-12 for a, b in zip(losses, expected, strict=True))
+        close(ours, {name: p.grad for name, p in whole.named_parameters()})
+
+
+def nothing_counts(way: str) -> tuple[Tensor, dict]:
+    pipe = ps.Pipeline(model(), loss_fn, "1f1b", 2, loss_weight=lambda _: 0, mesh=ps.comms.init_mesh(2, 2), data_parallel=way)
+    inputs, target = share(pipe, batch(0))
+    return pipe.step(inputs, target=target), gradients(pipe)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_where_nothing_counts_there_are_no_gradients(way: str) -> None:
+    for loss, ours in ps.launch(nothing_counts, 4, way):
+        assert loss == 0
+        assert set(ours.values()) == {None}
+
+
+# -- everyday use -------------------------------------------------------------------------------------------------------
+
+
+def everyday(way: str, schedule: str, **options: Any) -> dict[str, Any]:
+    """Two steps before the optimizer, an `eval` in between, and the first layer frozen from the third step on."""
+    pipe = built((2, 2, 1), model(), schedule, data_parallel=way, **options)
+    for step in range(2):
+        inputs, target = share(pipe, batch(step))
+        pipe.step(inputs, target=target)
+        before = gradients(pipe)
+        outputs, _ = pipe.eval(inputs, target=target)
+        assert_same(before, gradients(pipe))
+        assert (outputs is None) == (pipe.topology.rank != pipe.last_rank)
+        assert outputs is None or len(outputs) == len(inputs)
+    twice = gradients(pipe)
+    for name, parameter in pipe.named_parameters():
+        parameter.grad = None
+        if name.startswith("0."):
+            parameter.requires_grad_(False)
+    inputs, target = share(pipe, batch(2))
+    pipe.step(inputs, target=target)
+    return {"twice": twice, "frozen": gradients(pipe)}
+
+
+def everyday_alone() -> dict[str, Any]:
+    whole = model()
+    for step in range(2):
+        inputs, target = batch(step)
+        loss_fn(whole(inputs), target).backward()
+    twice = {name: p.grad.clone() for name, p in whole.named_parameters()}
+    whole.zero_grad()
+    whole[0].requires_grad_(False)
+    inputs, target = batch(2)
+    loss_fn(whole(inputs), target).backward()
+    return {"twice": twice, "frozen": {name: p.grad for name, p in whole.named_parameters()}}
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "stage"}, {"recompute": "block"}, {"merge_weight_gradients": True}])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_steps_add_up_eval_changes_nothing_and_layers_can_be_frozen(way: str, options: dict[str, Any]) -> None:
+    expected = everyday_alone()
+    for ours in ps.launch(partial(everyday, **options), 4, way, "zb-v"):
+        close(ours["twice"], expected["twice"])
+        close(ours["frozen"], expected["frozen"])
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.used(hidden)
+
+
+def own_ways(schedule: str) -> list[dict[str, Tensor | None]]:
+    from torch.distributed.fsdp import fully_shard
+
+    def each_layer(module: nn.Module, mesh: Any) -> nn.Module:
+        for layer in module.children():
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(module, mesh=mesh)
+
+    found = []
+    for way in (may_be_unused, partial(may_be_unused, views=True), each_layer):
+        torch.manual_seed(0)
+        whole = nn.Sequential(nn.Linear(6, WIDTH), Unused(), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+        pipe = built((2, 2, 1), whole, schedule, data_parallel=way)
+        for step in range(2):
+            inputs, target = share(pipe, batch(step))
+            pipe.step(inputs, target=target)
+        found.append(gradients(pipe))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_function_may_say_how_replicas_are_held_equal(schedule: str) -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, WIDTH), Unused(), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+    for step in range(2):
+        inputs, target = batch(step)
+        loss_fn(whole(inputs), target).backward()
+    for ways in ps.launch(own_ways, 4, schedule):
+        for ours in ways:
+            close(ours, {name: p.grad for name, p in whole.named_parameters()})
+
+
+class Priced(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        auxiliary_loss(0.1 * hidden.square().mean())
+        return hidden
+
+
+def with_auxiliary(shape: Shape) -> tuple[Tensor, dict]:
+    whole = model()
+    whole.insert(2, Priced())
+    pipe = built(shape, whole, "1f1b", 2)
+    inputs, target = share(pipe, batch(0, 8))
+    return pipe.step(inputs, target=target), gradients(pipe)
+
+
+@pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2"])
+def test_auxiliary_losses_count_once(name: str) -> None:
+    whole, (inputs, target) = model(), batch(0, 8)
+    hidden = whole[1](whole[0](inputs))
+    loss = loss_fn(nn.Sequential(*list(whole)[2:])(hidden), target) + 0.1 * hidden.square().mean()
+    loss.backward()
+    expected = {str(int(name[0]) + (int(name[0]) > 1)) + name[1:]: p.grad for name, p in whole.named_parameters()}
+    for ours, found in ps.launch(with_auxiliary, 4, MESHES[name]):
+        assert abs(ours - loss.detach()) < 1e-12
+        close(found, expected)
+
+
+def normalised() -> tuple[dict[str, Tensor], dict]:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)).double()
+    pipe = built((2, 2, 1), whole, "1f1b", 2)
+    inputs, target = share(pipe, batch(pipe.place.replica, 8))
+    pipe.step(inputs, target=target)
+    return {name: value for name, value in pipe.state_dict().items() if "running" in name}, gradients(pipe)
+
+
+def test_statistics_are_those_of_the_first_replica() -> None:
+    everyone = ps.launch(normalised, 4)
+    assert any(statistics for statistics, _ in everyone)
+    for first, second in ((0, 1), (2, 3)):
+        assert_same(everyone[first][0], everyone[second][0])
+        assert_same(everyone[first][1], everyone[second][1])
+
+
+def tied(way: str, shape: Shape) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5, bias=False)).double()
+    whole[2].weight = whole[0].weight
+    pipe = ps.Pipeline(whole, nn.functional.cross_entropy, "zb-h1", 2, mesh=ps.comms.init_mesh(*shape), data_parallel=way)
+    tokens = torch.arange(8) % 5
+    for _ in range(2):
+        inputs, target = share(pipe, (tokens, tokens.flip(0)))
+        pipe.step(inputs, target=target)
+    return gradients(pipe)
+
+
+def test_tied_parameters_may_be_in_replicas() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5, bias=False)).double()
+    whole[2].weight = whole[0].weight
+    tokens = torch.arange(8) % 5
+    for _ in range(2):
+        nn.functional.cross_entropy(whole(tokens), tokens.flip(0)).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    for ours in ps.launch(tied, 4, "ddp", (2, 2, 1)):
+        close(ours, expected)
+    with pytest.raises(ps.MismatchError, match=r"parameters of several stages \(0.weight, 2.weight\) can be neither sharded"):
+        ps.launch(tied, 4, "fsdp", (2, 2, 1))
+
+
+def times_told(shape: Shape) -> tuple[dict[str, float], tuple[float, ...]]:
+    pipe = built(shape, model(), "zb-v", 4, data_parallel="fsdp")
+    inputs, target = share(pipe, batch(0, 16))
+    for _ in range(2):
+        pipe.step(inputs, target=target)
+    assert "averaging gradients" in str(pipe.timeline().explain()) or shape[1] == 1
+    return pipe.metrics(), pipe.timeline().averaging
+
+
+def test_what_averaging_takes_beyond_the_table_is_told() -> None:
+    for metrics, averaging in ps.launch(times_told, 4, MESHES["pp2 dp2"]):
+        assert len(averaging) == 2
+        assert all(0 < metrics[f"averaging_seconds/rank{rank}"] < 5 for rank in range(2))
+        assert metrics["makespan_seconds"] > 0
+    for metrics, averaging in ps.launch(times_told, 2, (2, 1, 1)):
+        assert averaging == ()
+        assert not any(name.startswith("averaging") for name in metrics)
+
+
+# -- tensor parallel ----------------------------------------------------------------------------------------------------
+
+
+class Sequences(nn.Module):
+    """A residual block over (batch, time, width), all of it but the products on parts of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+def sequences() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, WIDTH), Sequences(), Sequences(), nn.Linear(WIDTH, 3)).double()
+
+
+def sequence_parallel(way: str, dp: int) -> dict[str, Tensor | None]:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    styles = {
+        "*.norm": SequenceParallel(),
+        "*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "0": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+        "3": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True),
+    }
+    mesh = ps.comms.init_mesh(2, dp, 2)
+    pipe = ps.Pipeline(sequences(), loss_fn, "zb-h1", 2, mesh=mesh, data_parallel=way, tensor_parallel=styles)
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(4, 4, 6, generator=generator).double(), torch.randn(4, 4, 3, generator=generator).double()
+    inputs, target = share(pipe, tensors)
+    pipe.step(inputs, target=target)
+    placed = {name: p for name, p in pipe.named_parameters() if "norm" in name}
+    assert all(getattr(p.grad, "placements", None) == getattr(p, "placements", None) for p in placed.values())
+    return gradients(pipe)
+
+
+@pytest.mark.parametrize(("way", "dp"), [("ddp", 1), ("fsdp", 2)])
+def test_norms_may_run_on_parts_of_a_sequence(way: str, dp: int) -> None:
+    whole = sequences()
+    generator = torch.Generator().manual_seed(0)
+    inputs, target = torch.randn(4, 4, 6, generator=generator).double(), torch.randn(4, 4, 3, generator=generator).double()
+    loss_fn(whole(inputs), target).backward()
+    for ours in ps.launch(sequence_parallel, 4 * dp, way, dp):
+        close(ours, {name: p.grad for name, p in whole.named_parameters()})
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def state_of(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    state = {name: full(value).clone() for name, value in pipe.state_dict().items()}
+    for parameter, values in optimizer.state.items():
+        state |= {f"{names[id(parameter)]} {key}": full(value).clone() for key, value in values.items()}
+    return state
+
+
+def saved(folder: Path, shape: Shape, way: str) -> dict[str, Tensor]:
+    pipe = built(shape, model(), data_parallel=way)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    for step in range(2):
+        inputs, target = share(pipe, batch(step, 12))
+        pipe.step(inputs, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint.save(folder, pipe, optimizer, wait=False).wait()
+    checkpoint.export(pipe, folder / "model.safetensors")
+    return state_of(pipe, optimizer)
+
+
+def resumed(folder: Path, shape: Shape, way: str) -> dict[str, Tensor]:
+    pipe = built(shape, model(), data_parallel=way)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    checkpoint.resume(folder, pipe, optimizer)
+    state = state_of(pipe, optimizer)
+    checkpoint.import_weights(pipe, folder / "model.safetensors")
+    assert_same(state_of(pipe, optimizer), state)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "others"),
+    [((2, 2, 1), "fsdp", [(4, 1, 1), (1, 1, 1), (2, 1, 2)]), ((2, 1, 2), "ddp", [(1, 1, 1)])],
+    ids=["fsdp", "tp"],
+)
+def test_checkpoints_move_between_meshes_to_the_bit(shape: Shape, kind: str, others: list[Shape], tmp_path: Path) -> None:
+    expected: dict[str, Tensor] = {}
+    for part in ps.launch(saved, 4, tmp_path, shape, kind):
+        expected |= part
+    assert any("exp_avg" in name for name in expected)
+    for other in [*others, shape]:
+        whole: dict[str, Tensor] = {}
+        for part in ps.launch(resumed, other[0] * other[1] * other[2], tmp_path, other, "fsdp"):
+            whole |= part
+        assert_same(whole, expected)
+
+
+# -- models that are not used alike -------------------------------------------------------------------------------------
+
+
+class Choice(nn.Module):
+    """Two layers, of which the sign of the batch chooses one; a third is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(6, WIDTH), nn.Linear(6, WIDTH), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.a(inputs) if inputs[0, 0] > 0 else self.b(inputs)
+
+
+def choices() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Choice(), nn.Tanh(), nn.Linear(WIDTH, 3)).double()
+
+
+def signed(step: int) -> tuple[Tensor, Tensor]:
+    """The first replica has positive rows, the other one negative ones, and in the last step both the same."""
+    inputs, target = batch(step, 8)
+    signs = torch.tensor([1.0, -1.0] if step < 2 else [1.0, 1.0]).repeat_interleave(4)
+    return inputs.abs() * signs[:, None], target
+
+
+def chosen(way: str, schedule: str) -> list[dict[str, Tensor | None]]:
+    pipe, found = built((2, 2, 1), choices(), schedule, 2, data_parallel=way), []
+    for step in range(3):
+        inputs, target = share(pipe, signed(step))
+        pipe.step(inputs, target=target)
+        found.append(gradients(pipe))
+    return found
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_replicas_need_not_use_the_same_parameters(way: str, schedule: str) -> None:
+    whole, expected = choices(), []
+    for step in range(3):
+        inputs, target = signed(step)
+        (sum(loss_fn(whole(x), y) for x, y in zip(inputs.split(4), target.split(4), strict=True)) / 2).backward()
+        expected.append({name: None if p.grad is None else p.grad.clone() for name, p in whole.named_parameters()})
+    for found in ps.launch(chosen, 4, way, schedule):
+        for ours, theirs in zip(found, expected, strict=True):
+            close(ours, theirs)
+
+
+def without_parameters() -> list[str]:
+    whole = [nn.Linear(6, 3).double(), nn.Tanh()]
+    return [name for name, p in built((2, 2, 1), whole, data_parallel="fsdp").named_parameters() if p.numel()]
+
+
+def test_a_stage_may_have_no_parameters() -> None:
+    everyone = ps.launch(without_parameters, 4)
+    assert [len(names) for names in everyone] == [2, 2, 0, 0]
+
+
+# -- what does not fit, and what fails ----------------------------------------------------------------------------------
+
+
+def refused() -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank, shared = ps.comms.init_distributed().rank, model()
+    shared[2].up.weight = shared[1].up.weight
+
+    def pipeline(**options: Any) -> ps.Pipeline:
+        return ps.Pipeline(model(), loss_fn, **options)
+
+    tries: dict[str, Callable[[], Any]] = {
+        "axes": lambda: pipeline(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("data",))),
+        "size": lambda: ps.comms.init_mesh(pp=3, dp=2),
+        "none": lambda: ps.comms.init_mesh(dp=0),
+        "no plan": lambda: pipeline(mesh=ps.comms.init_mesh(1, 2, 2)),
+        "name": lambda: pipeline(mesh=ps.comms.init_mesh(1, 2, 2), tensor_parallel={"*.upp": None}),
+        "no axis": lambda: pipeline(tensor_parallel=plan(2)),
+        "way": lambda: pipeline(mesh=ps.comms.init_mesh(1, 2, 2), tensor_parallel=plan(2), data_parallel="zero"),
+        "nothing": lambda: pipeline(mesh=ps.comms.init_mesh(2, 2), data_parallel=lambda module, mesh: module),
+        "meshes": lambda: ps.comms.init_mesh(*((2, 2, 1) if rank % 2 else (4, 1, 1))),
+        "ways": lambda: pipeline(mesh=ps.comms.init_mesh(2, 2), data_parallel="fsdp" if rank == 3 else "ddp"),
+        "models": lambda: ps.Pipeline(model().float() if rank == 3 else model(), loss_fn, mesh=ps.comms.init_mesh(2, 2)),
+        "tied": lambda: ps.Pipeline(shared, loss_fn, mesh=ps.comms.init_mesh(1, 2, 2), tensor_parallel=plan(2)),
+    }
+    told = {}
+    for name, attempt in tries.items():
+        with pytest.raises(ps.MismatchError) as caught:
+            attempt()
+        told[name] = str(caught.value)
+    return told
+
+
+def test_what_does_not_fit_is_told_with_what_does() -> None:
+    for told in ps.launch(refused, 4):
+        assert told.pop("models").startswith("stage 1 is not the same on all ranks that have it: ")
+        assert told.pop("name").startswith("tensor_parallel has '*.upp', but the model has no such part; it has ")
+        assert told == {
+            "axes": "the mesh has axes ('data',): use any of 'pp', 'dp' and 'tp', or init_mesh",
+            "size": "a mesh of pp=3, dp=2, tp=1 has 6 ranks, but 4 are running: start that many, or give other numbers",
+            "none": "the mesh's axis dp cannot have 0 ranks: use a whole number of 1 or more",
+            "no plan": "the mesh has 2 ranks along tp: say by tensor_parallel= which products they share",
+            "no axis": "tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)",
+            "way": "data_parallel='zero': use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage",
+            "nothing": told["nothing"],
+            "meshes": "rank 0 makes a mesh of (pp, dp, tp) (4, 1, 1), rank 1 one of (2, 2, 1): make the same",
+            "ways": "the ranks do not build the same pipeline: rank 0 has data_parallel=ddp, rank 3 has data_parallel=fsdp",
+            "tied": told["tied"],
+        }
+        assert told["nothing"].startswith(
+            "data_parallel=<lambda> gave Sequential, no DistributedDataParallel and not sharded: "
+        )
+        assert "make several parameters of one (1.up.weight, 2.up.weight)" in told["tied"]
+
+
+def failing(how: str, shape: Shape) -> tuple[str, str, float]:
+    pipe = built(shape, model(), "1f1b", 4)
+    rank = pipe.place.world.rank
+    inputs, target = share(pipe, batch(0, 16))
+    pipe.step(inputs, target=target)
+    if how == "rows" and rank == 1:
+        inputs, target = inputs[1:], target[1:]
+    if how == "raises" and rank == 3:
+        next(iter(pipe.stages.values()))[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    begin = time.monotonic()
+    if how == "ends" and rank == 3:
+        os._exit(1)
+    with pytest.raises(ps.PenstockError) as caught:
+        pipe.step(inputs, target=target)
+    seconds = time.monotonic() - begin
+    with pytest.raises(ps.PenstockError) as after:
+        pipe.step(inputs, target=target)
+    return str(caught.value), str(after.value), seconds
+
+
+@pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2", "dp2 tp2"])
+def test_an_error_on_one_rank_ends_the_step_on_all_pipelines(name: str) -> None:
+    for told, after, seconds in ps.launch(failing, 4, "raises", MESHES[name]):
+        assert told.startswith("rank 3, stage ")
+        assert told.endswith("ZeroDivisionError: division by zero")
+        assert after == f"this pipeline ended when {told}: start the ranks again"
+        assert seconds < 3
+
+
+@pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2"])
+def test_a_lost_rank_ends_all_pipelines(name: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ps.PenstockError, match="rank 3"):
+        ps.launch(failing, 4, "ends", MESHES[name])
+    assert time.monotonic() - begin < 10
+
+
+def test_ranks_that_share_products_must_have_the_same_rows() -> None:
+    for told, _, _ in ps.launch(failing, 4, "rows", MESHES["pp2 tp2"]):
+        assert told == "the ranks along tp work on one batch, but it has 16 rows at tp 0, 15 at tp 1"
+
+
+# -- a world of one, and the main job -----------------------------------------------------------------------------------
+
+
+def one_of_everything() -> dict[str, Tensor | None]:
+    pipe = ps.Pipeline(model(), loss_fn, "1f1b", 4, mesh=ps.comms.init_mesh())
+    inputs, target = batch(0)
+    pipe.step(inputs, target=target)
+    return gradients(pipe)
+
+
+def test_a_mesh_of_one_is_one_process() -> None:
+    whole = model()
+    accumulate(whole, loss_fn, batch(0), 4)
+    (ours,) = ps.launch(one_of_everything, 1)
+    assert_same(ours, {name: p.grad for name, p in whole.named_parameters()})

@@ -1,0 +1,249 @@
+"""Balance: no cut has a cheaper dearest stage; what units cost is measured on inputs of a real forward, and leaves no trace."""
+
+import random
+import time
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import MismatchError
+from penstock.model import GPT, GPTConfig
+from penstock.partition.balance import PARAMETERS, Balance, starts
+from penstock.partition.materialise import is_meta
+from penstock.partition.measure import Unit, measure, record
+from penstock.stage.microbatch import sizes
+
+# ---- the cut
+
+
+def parts_of(costs, cut):
+    return [sum(costs[start:end]) for start, end in pairwise([*cut, len(costs)])]
+
+
+def worth(costs, cut):
+    """The smaller the better: the dearest part, the squares, and then the longer the earlier parts."""
+    parts = parts_of(costs, cut)
+    return max(parts), sum(part**2 for part in parts), [-start for start in cut]
+
+
+DRAWS = {
+    "whole numbers": lambda draw: draw.randint(0, 9),
+    "many ties": lambda draw: draw.choice([0, 1, 1, 2]),
+    "halves": lambda draw: draw.randint(0, 40) / 2,
+    "a few large ones": lambda draw: draw.choice([1, 1, 1, 1, 25]),
+    "parameter counts": lambda draw: draw.randint(0, 10**12),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_no_other_cut_is_better(kind):
+    draw = random.Random(kind)
+    for _ in range(1000):
+        costs = [DRAWS[kind](draw) for _ in range(draw.randint(1, 9))]
+        parts = draw.randint(1, len(costs))
+        every = ([0, *cuts] for cuts in combinations(range(1, len(costs)), parts - 1))
+        assert starts(costs, parts) == min(every, key=lambda cut: worth(costs, cut)), (costs, parts)
+
+
+STARTS = [
+    # costs                        parts  starts
+    ([1, 1, 1, 1],                   2,   [0, 2]),
+    ([1, 1, 1, 1, 1],                2,   [0, 3]),        # a tie: the earlier part is the longer
+    ([0.1, 0.1, 0.1, 0.1, 0.1],      2,   [0, 3]),        # sums of floats do not blur it
+    ([1, 1, 1, 1, 1],                3,   [0, 2, 4]),
+    ([9, 1, 1, 1, 1],                3,   [0, 1, 3]),     # the first is dearest anyway, the rest is even too
+    ([4, 6, 3, 4, 2, 3],             3,   [0, 1, 3]),     # 4 9 9; the smallest squares alone would be 10 7 5
+    ([4, 4, 4, 9, 1, 1],             3,   [0, 2, 3]),
+    ([5],                            1,   [0]),
+    ([0, 0, 0],                      3,   [0, 1, 2]),
+    ([0, 0, 7, 0],                   2,   [0, 3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("costs", "parts", "expected"), STARTS)
+def test_where_parts_start(costs, parts, expected):
+    assert starts(costs, parts) == expected
+
+
+@pytest.mark.parametrize("heavy", [0.0, 1.0, 1e6])
+def test_two_thousand_units_are_cut_at_once(heavy):
+    draw = random.Random(3)
+    costs = [draw.random() for _ in range(1999)] + [heavy]
+    begin = time.process_time()
+    found = starts(costs, 64)
+    assert time.process_time() - begin < 5  # it takes a fraction of a second
+    assert len(set(found)) == 64
+    assert found == sorted(found)
+
+
+WRONG = [
+    ([1, 2],      3, "cannot cut 2 layers into 3 stages: use 1 to 2 stages"),
+    ([1, 2],      0, "cannot cut 2 layers into 0 stages: use 1 to 2 stages"),
+    ([],          1, "cannot cut 0 layers into 1 stages: use 1 to 0 stages"),
+    ([1, -1.0],   1, "a cost is a finite number of 0 or more, got -1.0"),
+    ([1, float("nan")], 1, "a cost is a finite number of 0 or more, got nan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("costs", "parts", "told"), WRONG)
+def test_what_cannot_be_cut_is_told(costs, parts, told):
+    with pytest.raises(MismatchError) as caught:
+        starts(costs, parts)
+    assert str(caught.value) == told
+
+
+def test_a_balance_of_times_says_what_it_reached():
+    balance = Balance.best(["embedding", "block0", "block1", "norm", "head"], [0.001, 0.002, 0.002, 0.0001, 0.004], 3)
+    assert balance.starts == (0, 2, 4)
+    assert balance.bottleneck == balance.bound == 0.004
+    assert str(balance) == (
+        "stage 0  embedding..block0  3.000 ms\n"
+        "stage 1  block1..norm       2.100 ms\n"
+        "stage 2  head               4.000 ms\n"
+        "slowest stage 4.000 ms, no cut can be below 4.000 ms (100.0% of it)"
+    )
+
+
+def test_a_balance_of_parameters_says_what_it_reached():
+    balance = Balance.best("abc", [1000, 1000, 1000], 2, PARAMETERS)
+    assert str(balance) == (
+        "stage 0  a..b  2,000 parameters\n"
+        "stage 1  c     1,000 parameters\n"
+        "largest stage 2,000 parameters, no cut can be below 1,500 parameters (75.0% of it)"
+    )
+
+
+# ---- recording
+
+
+def test_units_are_recorded_in_the_order_and_with_the_inputs_of_their_first_call():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.blocks = nn.Embedding(5, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, tokens, scale):
+            hidden = self.embedding(tokens)
+            for block in self.blocks:
+                hidden = block(input=hidden * scale)
+            return hidden
+
+    model, tokens, scale = Model(), torch.tensor([[1, 2]]), torch.tensor(2.0)
+    units = {"blocks.1": model.blocks[1], "blocks.0": model.blocks[0], "embedding": model.embedding}
+    found = record(model, units, [tokens], {"scale": scale})
+    assert [unit.name for unit in found] == ["embedding", "blocks.0", "blocks.1"]
+    assert found[0].args[0].data_ptr() == tokens.data_ptr()
+    hidden = model.embedding(tokens) * scale
+    assert torch.equal(found[1].kwargs["input"], hidden)
+    assert torch.equal(found[2].kwargs["input"], model.blocks[0](hidden) * scale)
+    assert all(unit.kwargs["input"].grad_fn is None for unit in found[1:])
+
+
+def test_inputs_require_a_gradient_exactly_if_they_do_in_training():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    found = record(model, dict(model.named_children()), [torch.ones(2, 3)])
+    assert [unit.args[0].requires_grad for unit in found] == [False, False, True]
+
+
+def test_a_unit_that_the_forward_does_not_call_is_told():
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(MismatchError, match="cannot measure other: the forward of Sequential does not call it"):
+        record(model, {"0": model[0], "other": nn.Linear(3, 3)}, [torch.ones(2, 3)])
+
+
+class Undecided(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden) if hidden.sum() > 0 else hidden
+
+
+def test_a_forward_that_cannot_run_on_the_meta_device_is_told():
+    model = nn.Sequential(Undecided(3, 3, device="meta"))
+    with pytest.raises(MismatchError, match=r"forward of Sequential cannot run on the meta device.*name the cuts with cuts="):
+        record(model, {"0": model[0]}, [torch.ones(2, 3)])
+
+
+# ---- measuring
+
+
+class Sleeper(nn.Module):
+    def __init__(self, forward, backward):
+        super().__init__()
+        self.seconds, self.weight = forward, nn.Parameter(torch.ones(()))
+        self.weight.requires_grad_(False)
+        self.backward = backward
+
+    def forward(self, hidden):
+        time.sleep(self.seconds)
+        hidden = hidden * self.weight
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: time.sleep(self.backward))
+        return hidden
+
+
+def test_forward_and_backward_of_each_unit_alone_are_measured():
+    model = nn.Sequential(nn.Linear(2, 2), Sleeper(0.01, 0.02), Sleeper(0.005, 0.0))
+    linear, slow, fast = measure(record(model, dict(model.named_children()), [torch.ones(2, 2)]), rounds=8, seconds=0)
+    assert linear < 0.005 < fast < 0.03 < slow
+
+
+def test_measuring_leaves_no_trace():
+    tied = nn.Linear(4, 4)
+    model = nn.Sequential(
+        tied, nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(0.5), tied, nn.Unflatten(1, (2, 2)), nn.LSTM(2, 2)
+    )
+    model[1].eval()
+    model[0].weight.grad = torch.ones(4, 4)
+    batch, before = torch.randn(3, 4), {name: value.clone() for name, value in model.state_dict().items()}
+    objects, generator = list(model.parameters()), torch.get_rng_state()
+    costs = measure(record(model, dict(model.named_children()), [batch]), rounds=1, seconds=0)
+    assert all(0 < cost < 1 for cost in costs)
+    assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    assert [p.grad is None for p in model.parameters()].count(False) == 1
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert model.training
+    assert not model[1].training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert model[6]._flat_weights[0] is model[6].weight_ih_l0
+
+
+def test_a_model_on_the_meta_device_is_measured_unit_by_unit():
+    model = GPT(GPTConfig(vocabulary=50, context=8, width=16, layers=2, heads=2)).to("meta")
+    tokens = torch.randint(50, (2, 8))
+    units = record(model, dict(model.named_children()), [tokens])
+    assert units[0].args[0].data_ptr() == tokens.data_ptr()
+    assert units[1].args[0].is_meta
+    assert all(0 < cost < 1 for cost in measure(units, rounds=1, seconds=0))
+    assert all(p.is_meta for p in model.parameters())
+    assert is_meta(model)
+
+
+def test_inputs_of_other_kinds_are_run_too():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True, device="meta")
+    mask = torch.zeros(3, 3, dtype=torch.bool, device="meta").expand(2, 3, 3).repeat(2, 1, 1)
+    hidden = torch.empty(2, 3, 8, device="meta", requires_grad=True)
+    unit = Unit("attention", attention, (hidden, hidden, hidden), {"attn_mask": mask, "need_weights": False})
+    assert 0 < measure([unit], rounds=1, seconds=0)[0] < 1
+
+
+def test_the_measured_cut_of_a_gpt_beats_equal_numbers_of_layers_predicted_and_measured():
+    """Embedding and head weigh for what they cost: with a large vocabulary the head costs as much as some blocks."""
+    config = GPTConfig(vocabulary=6000, context=64, width=64, layers=18, heads=2)
+    model, tokens = GPT(config), torch.randint(6000, (4, 64))
+    names = [name for name, _ in model.named_children()]
+    units = record(model, dict(model.named_children()), [tokens])
+    best = Balance.best(names, measure(units, seconds=1), 4)
+    counts = sizes(len(names), 4)
+    uniform = Balance(best.names, best.costs, tuple(sum(counts[:stage]) for stage in range(4)))
+    assert best.bottleneck < 0.9 * uniform.bottleneck, f"{best}\n{uniform}"
+    stages = [
+        Unit(names[start], nn.Sequential(*list(model)[start:end]), units[start].args)
+        for cut in (best, uniform)
+        for start, end in pairwise([*cut.starts, len(names)])
+    ]
+    times = measure(stages, seconds=1)
+    assert max(times[:4]) < max(times[4:]), f"{best}\n{uniform}\n{times}"

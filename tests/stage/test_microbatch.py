@@ -1,0 +1,177 @@
+"""Microbatches: how a batch is cut, weighed and joined."""
+
+import math
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_flatten
+
+from penstock import MismatchError
+from penstock.stage.microbatch import counts, join, rows, shares, sizes, split
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def equal(one, other) -> bool:
+    """Whether two trees have the same structure, types, dtypes and bits."""
+    (ours, tree), (theirs, other_tree) = tree_flatten(one), tree_flatten(other)
+    same = (
+        a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(ours, theirs, strict=True)
+    )
+    return tree == other_tree and all(same)
+
+
+# ---- sizes
+
+SIZES = [
+    # rows pieces  rows of each piece
+    (8,    4,      [2, 2, 2, 2]),
+    (5,    2,      [3, 2]),
+    (7,    3,      [3, 2, 2]),
+    (2,    4,      [1, 1, 0, 0]),
+    (0,    2,      [0, 0]),
+    (3,    1,      [3]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "pieces", "expected"), SIZES)
+def test_pieces_are_as_equal_as_can_be_the_larger_first(count, pieces, expected):
+    assert sizes(count, pieces) == expected
+
+
+@given(st.integers(0, 300), st.integers(1, 40))
+@settings(deadline=None)
+def test_no_row_is_lost_and_pieces_differ_by_one_at_most(count, pieces):
+    found = sizes(count, pieces)
+    assert (len(found), sum(found)) == (pieces, count)
+    assert max(found) - min(found) <= 1
+    assert found == sorted(found, reverse=True)
+
+
+# ---- rows
+
+
+def test_rows_are_the_first_dimension_that_all_tensors_share():
+    batch = {"x": torch.zeros(6, 2), "more": (torch.zeros(6), [torch.zeros(6, 1, 3)]), "flag": True}
+    assert rows(batch) == 6
+
+
+def test_a_batch_without_a_tensor_that_has_rows_has_none():
+    assert rows(None) is None
+    assert rows({"temperature": torch.tensor(0.5), "name": "x", "none": None}) is None
+    assert rows(()) is None
+
+
+def test_zero_rows_are_not_the_same_as_none():
+    assert rows(torch.zeros(0, 3)) == 0
+
+
+def test_tensors_of_different_rows_are_named():
+    batch = {"x": torch.zeros(4, 2), "deep": [torch.zeros(5), torch.zeros(4)]}
+    with pytest.raises(MismatchError) as caught:
+        rows(batch, what="target")
+    assert str(caught.value) == (
+        "the tensors of a batch must have the same number of rows (first dimension): target['x'] has 4, target['deep'][0] has 5"
+    )
+
+
+# ---- split and join
+
+
+def test_pieces_are_views_in_order():
+    batch = torch.arange(10).view(5, 2)
+    first, second = split(batch, [3, 2])
+    assert first.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert second.tolist() == [[6, 7], [8, 9]]
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr()
+
+
+def test_what_has_no_rows_belongs_to_every_piece():
+    scale = torch.tensor(2.0)
+    pieces = split({"x": torch.arange(3), "scale": scale, "mode": "train", "mask": None}, [2, 1])
+    assert [piece["x"].tolist() for piece in pieces] == [[0, 1], [2]]
+    for piece in pieces:
+        assert piece["scale"] is scale
+        assert (piece["mode"], piece["mask"]) == ("train", None)
+
+
+def test_a_piece_may_have_no_rows():
+    assert [piece.shape for piece in split(torch.zeros(1, 4), [1, 0, 0])] == [(1, 4), (0, 4), (0, 4)]
+
+
+TREES = [
+    torch.arange(7.0),
+    (torch.arange(7), torch.randn(7, 2)),
+    {"a": torch.randn(7, 3), "b": [torch.arange(7), {"c": torch.zeros(7, 1, 1, dtype=torch.bool)}], "n": None, "k": 3},
+    Pair(torch.randn(7), (torch.randn(7, 2).to(torch.bfloat16), "text")),
+    torch.randn(3, 7).t(),
+]
+
+
+@pytest.mark.parametrize("batch", TREES)
+@pytest.mark.parametrize("pieces", [1, 2, 3, 7])
+def test_what_is_split_is_joined_again(batch, pieces):
+    assert equal(join(split(batch, sizes(7, pieces))), batch)
+
+
+def test_zero_dimensional_outputs_are_stacked():
+    assert join([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1, 2]
+
+
+def test_outputs_join_in_the_order_of_their_pieces():
+    joined = join([{"y": torch.tensor([0, 1]), "n": "a"}, {"y": torch.tensor([2]), "n": "b"}])
+    assert joined["y"].tolist() == [0, 1, 2]
+    assert joined["n"] == "a"
+
+
+# ---- weights
+
+
+def test_pieces_weigh_their_share_of_the_rows():
+    assert shares([3, 2], 5) == [3 / 5, 2 / 5]
+    assert shares([1, 1, 1, 0], 3) == [1 / 3, 1 / 3, 1 / 3, 0]
+    assert shares([3, 2], 10) == [3 / 10, 2 / 10]  # other replicas have the rest
+
+
+def test_weighted_means_of_uneven_pieces_are_the_mean_of_the_batch():
+    batch = torch.randn(11, dtype=torch.float64)
+    pieces = sizes(11, 4)
+    means = [piece.mean() for piece in split(batch, pieces)]
+    total = sum(weight * mean for weight, mean in zip(shares(pieces, 11), means, strict=True))
+    assert math.isclose(total, batch.mean(), rel_tol=1e-12)
+
+
+def test_weights_count_the_tokens_that_are_not_ignored():
+    target = torch.tensor([[1, 2, -100], [-100, -100, -100], [3, -100, -100]])
+    pieces = split(target, [1, 1, 1])
+    assert counts(pieces, lambda piece: (piece != -100).sum()) == [2, 0, 1]
+
+
+def test_a_loss_weight_sees_each_piece_of_the_target_in_turn():
+    seen = []
+    counts(["a", "b"], lambda target: seen.append(target) or 1)
+    assert seen == ["a", "b"]
+
+
+def test_when_nothing_counts_every_weight_is_zero():
+    assert shares([0, 0, 0], 0) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), torch.tensor(-0.5)])
+def test_a_weight_that_is_no_share_is_refused_with_its_piece(count):
+    told = iter([1, 1, count])
+    with pytest.raises(MismatchError) as caught:
+        counts([None] * 3, lambda target: next(told))
+    assert str(caught.value) == f"loss_weight is {float(count)} for microbatch 2: it must be a finite number, 0 or more"
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_weights_sum_to_one_unless_nothing_counts(counted):
+    found = shares(counted, sum(counted))
+    assert math.isclose(sum(found), 1 if any(counted) else 0, rel_tol=1e-12)
+    assert [weight == 0 for weight in found] == [count == 0 for count in counted]

@@ -1,0 +1,662 @@
+"""I and W together are the full backward, to the bit: for any module, hook and wrapper; and the memory in between."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import penstock as ps
+from penstock.mesh.data_parallel import kind_of
+from penstock.mesh.replicas import Alone
+from penstock.stage.backward import split as split_backward
+from penstock.stage.backward import uses
+from penstock.stage.stage import Stage
+
+CPU = torch.device("cpu")
+
+
+class Lambda(nn.Module):
+    """Parameters and a function of them: `Lambda(lambda self, x: x @ self.w, w=(3, 4))`."""
+
+    def __init__(self, function: Callable[..., Any], **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class CrossAttention(SelfAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x.flip(1), x.flip(1), need_weights=False)[0]
+
+
+class Tied(nn.Module):
+    """One matrix used three times, twice as it is and once transposed, and its bias twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.b.weight, self.b.bias = self.a.weight, self.a.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))) @ self.a.weight
+
+
+class EmbeddingAndHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+
+
+def partly_frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+    module[0].requires_grad_(False)
+    module[2].weight.requires_grad_(False)
+    module[4].bias.requires_grad_(False)
+    return module
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(7, shape)
+
+
+def sequential(*layers: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*[copy.deepcopy(layer) for layer in layers])
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)), lambda: rows(7, 6)),
+    "mlp in place": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(True), nn.Linear(8, 5), nn.ReLU(True)), lambda: rows(7, 6)),
+    "wide mlp": (lambda: nn.Sequential(nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 300)), lambda: rows(33, 300)),
+    "linear of one row": (lambda: nn.Linear(6, 5), lambda: rows(1, 6)),
+    "linear to one feature": (lambda: nn.Linear(6, 1), lambda: rows(7, 6)),
+    "linear from one feature": (lambda: nn.Linear(1, 6), lambda: rows(7, 1)),
+    "linear of a vector": (lambda: Lambda(lambda self, x: F.linear(x[0], self.w), w=(5, 6)), lambda: rows(7, 6)),
+    "linear in 3 dimensions": (lambda: nn.Linear(6, 5), lambda: rows(3, 4, 6)),
+    "linear in 3 dimensions without bias": (lambda: nn.Linear(6, 5, bias=False), lambda: rows(3, 4, 6)),
+    "linear in 4 dimensions": (lambda: nn.Linear(6, 5), lambda: rows(3, 2, 4, 6)),
+    "linear of transposed rows": (lambda: nn.Linear(6, 5), lambda: rows(6, 7).t()),
+    "linear of a transposed batch": (lambda: nn.Linear(60, 50), lambda: rows(4, 33, 60).transpose(0, 1)),
+    "linear of a transposed batch without bias": (
+        lambda: nn.Linear(60, 50, bias=False),
+        lambda: rows(4, 33, 60).transpose(0, 1)),
+    "linear of transposed features": (lambda: nn.Linear(40, 50), lambda: rows(3, 40, 30).transpose(1, 2)),
+    "x @ w": (lambda: Lambda(lambda self, x: x @ self.w + self.b, w=(6, 5), b=(5,)), lambda: rows(7, 6)),
+    "x @ w in 3 dimensions": (lambda: Lambda(lambda self, x: torch.matmul(x, self.w), w=(6, 5)), lambda: rows(3, 4, 6)),
+    "x @ w of a transposed batch": (
+        lambda: Lambda(lambda self, x: x @ self.w, w=(60, 50)),
+        lambda: rows(4, 33, 60).transpose(0, 1)),
+    "x @ w.t()": (lambda: Lambda(lambda self, x: x @ self.w.t(), w=(50, 60)), lambda: rows(33, 60)),
+    "x @ w.T": (lambda: Lambda(lambda self, x: x @ self.w.T, w=(50, 60)), lambda: rows(33, 60)),
+    "x @ w.mT": (lambda: Lambda(lambda self, x: x @ self.w.mT, w=(50, 60)), lambda: rows(2, 33, 60)),
+    "w @ x": (lambda: Lambda(lambda self, x: self.w @ x, w=(5, 7)), lambda: rows(7, 6)),
+    "addmm": (lambda: Lambda(lambda self, x: torch.addmm(self.b, x, self.w), b=(5,), w=(6, 5)), lambda: rows(7, 6)),
+    "addmm, scaled": (
+        lambda: Lambda(lambda self, x: torch.addmm(self.b, x, self.w, beta=2), b=(5,), w=(6, 5)),
+        lambda: rows(7, 6)),
+    "einsum": (lambda: Lambda(lambda self, x: torch.einsum("ij,jk->ik", x, self.w), w=(6, 5)), lambda: rows(7, 6)),
+    "bias from activations": (lambda: Lambda(lambda self, x: F.linear(x, self.w, x.sum(0)), w=(6, 6)), lambda: rows(7, 6)),
+    "bias cut": (lambda: Lambda(lambda self, x: F.linear(x, self.w, self.b[:6]), w=(6, 6), b=(8,)), lambda: rows(7, 6)),
+    "bias scaled": (lambda: Lambda(lambda self, x: F.linear(x, self.w, self.b * 2), w=(5, 6), b=(5,)), lambda: rows(3, 4, 6)),
+    "bias used three times": (
+        lambda: Lambda(lambda self, x: F.linear(F.linear(x, self.w, self.b).relu(), self.w, self.b) + self.b, w=(6, 6), b=(6,)),
+        lambda: rows(3, 4, 6)),
+    "bias a matrix": (
+        lambda: Lambda(lambda self, x: torch.addmm(self.b.t(), x, self.w), w=(6, 5), b=(5, 7)),
+        lambda: rows(7, 6)),
+    "weight from activations": (lambda: Lambda(lambda self, x: F.linear(x @ self.w, x.t() @ x), w=(6, 6)), lambda: rows(7, 6)),
+    "weight cut and scaled": (lambda: Lambda(lambda self, x: F.linear(x, self.w[:4] * 2), w=(6, 6)), lambda: rows(7, 6)),
+    "weight only": (lambda: Lambda(lambda self, x: self.w @ self.v + x.mean(), w=(6, 6), v=(6, 6)), lambda: rows(7, 6)),
+    "no input": (lambda: Lambda(lambda self, x: self.w * 1, w=(6, 6)), lambda: rows(7, 6)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5)), lambda: tokens(3, 4)),
+    "embedding, padded": (lambda: nn.Embedding(7, 6, padding_idx=-2), lambda: tokens(3, 9)),
+    "embedding, by frequency": (lambda: nn.Embedding(7, 6, scale_grad_by_freq=True), lambda: tokens(3, 9)),
+    "embedding, renormalized": (lambda: nn.Embedding(7, 6, max_norm=0.5), lambda: tokens(3, 9)),
+    "embedding = head": (EmbeddingAndHead, lambda: tokens(3, 4)),
+    "conv1d": (
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 4, 2, stride=2)),
+        lambda: rows(3, 4, 8)),
+    "conv2d": (
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 3, bias=False), nn.Tanh(), nn.Conv2d(6, 4, (1, 2), dilation=2, groups=2)),
+        lambda: rows(3, 4, 9, 9)),
+    "conv2d, same": (lambda: nn.Conv2d(4, 6, 3, padding="same"), lambda: rows(3, 4, 9, 9)),
+    "conv2d, circular": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), lambda: rows(3, 4, 9, 9)),
+    "conv2d of one image": (lambda: nn.Conv2d(4, 6, 3), lambda: rows(4, 9, 9)),
+    "conv3d": (lambda: nn.Conv3d(2, 4, 2), lambda: rows(2, 2, 4, 4, 4)),
+    "conv transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose1d(4, 6, 3), nn.ConvTranspose1d(6, 4, 3, 2, 1, 1)),
+        lambda: rows(3, 4, 8)),
+    "conv2d transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), lambda: rows(3, 4, 5, 5)),
+    "norms": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.RMSNorm(6), nn.BatchNorm1d(6)),
+        lambda: rows(7, 6)),
+    "norm of a matrix": (lambda: nn.LayerNorm((4, 6)), lambda: rows(3, 4, 6)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), lambda: rows(3, 4, 6)),
+    "self attention": (lambda: SelfAttention(6), lambda: rows(3, 4, 6)),
+    "cross attention": (lambda: CrossAttention(6), lambda: rows(3, 4, 6)),
+    "attention of other widths": (lambda: CrossAttention(6, kdim=6, vdim=6, bias=False), lambda: rows(3, 4, 6)),
+    "lstm": (lambda: Lambda(lambda self, x: self.lstm(x)[0]), lambda: rows(3, 4, 6)),
+    "bilinear": (lambda: Lambda(lambda self, x: F.bilinear(x, x, self.w), w=(5, 6, 6)), lambda: rows(7, 6)),
+    "tied": (Tied, lambda: rows(7, 6)),
+    "weight norm": (parametrized, lambda: rows(7, 6)),
+    "partly frozen": (partly_frozen, lambda: rows(7, 6)),
+    "several outputs": (
+        lambda: Lambda(lambda self, x: (x @ self.w, {"b": x @ self.v, "n": None}), w=(6, 5), v=(6, 4)),
+        lambda: rows(7, 6)),
+    "unused parameter": (lambda: Lambda(lambda self, x: x @ self.w, w=(6, 5), unused=(3, 3)), lambda: rows(7, 6)),
+    "double": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double(), lambda: rows(7, 6).double()),
+}  # fmt: skip
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    module = MODULES[name][0]()
+    if name == "lstm":
+        module.lstm = nn.LSTM(6, 5, batch_first=True)
+    return module
+
+
+def run(stage: Stage, batches: list[Tensor], split: bool, late: bool = True) -> tuple[list[Any], list[Any]]:
+    """A step: all forwards, all backwards (and all W, `late` or each at once): outputs and input gradients."""
+    stage.forget()
+    outputs, gradients = [], []
+    for m, batch in enumerate(batches):
+        value = batch.clone(memory_format=torch.preserve_format)
+        output = stage.forward(m, [value.requires_grad_(batch.is_floating_point() and m != 1)], split=split)
+        outputs.append([leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+    for m in range(len(batches)):
+        generator = torch.Generator().manual_seed(m)
+        seeds = [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs[m] if out.requires_grad]
+        gradients.append(stage.backward(m, seeds)[0])
+        if split and not late:
+            stage.backward_weight([m])
+    if split and late:
+        for m in range(len(batches)):
+            stage.backward_weight([m])
+    return outputs, gradients
+
+
+def compare(module: nn.Module, batches: list[Tensor], late: bool = True, in_order: bool = False) -> None:
+    """Split against full, from the same weights, three steps without clearing the gradients."""
+    other = copy.deepcopy(module)
+    stage, plain = Stage(0, module, CPU, in_order=in_order), Stage(0, other, CPU)
+    for _ in range(3):
+        ours, theirs = run(stage, batches, split=True, late=late), run(plain, batches, split=False)
+        assert all(torch.equal(a, b) for x, y in zip(ours[0], theirs[0], strict=True) for a, b in zip(x, y, strict=True))
+        for x, y in zip(ours[1], theirs[1], strict=True):
+            for a, b in zip(x, y, strict=True):
+                assert a is b is None or torch.equal(a, b)
+        for (name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_split_backward_has_the_bits_of_a_full_one(name: str, late: bool) -> None:
+    module = make(name)
+    compare(module, [MODULES[name][1]() for _ in range(3)], late)
+
+
+AUTOCAST = [
+    "mlp",
+    "transformer",
+    "self attention",
+    "conv2d",
+    "tied",
+    "x @ w.t()",
+    "embedding = head",
+    "norms",
+    "bias used three times",
+]
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_it_has_them_under_autocast(name: str) -> None:
+    module = make(name)
+    batches = [MODULES[name][1]() for _ in range(2)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compare(module, batches)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_has_them_where_biases_get_their_gradients_in_i(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_backward, "SMALL", 0)  # so that all products are put off
+    module = make(name)
+    compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_it_has_them_there_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_backward, "SMALL", 0)
+    module = make(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
+
+
+# -- what happens when ----------------------------------------------------------------------------------------------
+
+
+def split_stage(module: nn.Module, parallel: Alone | None = None) -> Stage:
+    stage = Stage(1, module, CPU, parallel=parallel)
+    stage.forget()
+    return stage
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(shape).requires_grad_()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "lstm"])
+def test_nothing_reaches_the_parameters_before_w(name: str) -> None:
+    module = make(name)
+    stage = split_stage(module)
+    value = MODULES[name][1]()
+    output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split=True)
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    stage.backward(0, [torch.ones_like(leaf) for leaf in leaves])
+    assert all(parameter.grad is None for parameter in module.parameters())
+    stage.backward_weight([0])
+    assert any(parameter.grad is not None for parameter in module.parameters())
+
+
+PUT_OFF = {
+    "mlp": 2, "linear in 3 dimensions": 1, "linear of a transposed batch": 1,
+    "x @ w": 1, "x @ w.t()": 1, "x @ w.T": 1, "x @ w.mT": 1, "addmm": 1,
+    "embedding": 2, "embedding = head": 2, "conv1d": 2, "conv2d": 2, "conv2d, circular": 1, "conv3d": 1,
+    "conv transposed": 2, "transformer": 4, "self attention": 2, "cross attention": 4, "tied": 3, "partly frozen": 1,
+    "bias from activations": 1, "bias scaled": 1, "bias used three times": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUT_OFF)
+def test_the_weight_gradients_of_products_are_put_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    original = uses.Use.compute
+    monkeypatch.setattr(uses.Use, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
+    stage = split_stage(make(name))
+    value = MODULES[name][1]()
+    output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split=True)
+    stage.backward(0, [torch.ones_like(output)])
+    assert not computed
+    stage.backward_weight([0])
+    assert len(computed) == PUT_OFF[name]
+
+
+def test_hooks_on_parameters_see_each_microbatchs_whole_gradient_once_in_w() -> None:
+    seen: dict[bool, list[Any]] = {True: [], False: []}
+    for split in (True, False):
+        torch.manual_seed(3)
+        module = Tied().double()
+        module.a.weight.register_hook(lambda grad, split=split: seen[split].append(grad.clone()) or grad * 2)
+        module.a.bias.register_post_accumulate_grad_hook(lambda p, split=split: seen[split].append(p.grad.clone()))
+        stage = split_stage(module)
+        for m in range(2):
+            output = stage.forward(m, [batch(7, 6).double().detach().requires_grad_()], split=split)
+            before = len(seen[split])
+            stage.backward(m, [torch.ones_like(output)])
+            if split:
+                assert len(seen[split]) == before
+                stage.backward_weight([m])
+            assert len(seen[split]) == before + 2
+        seen[split].append(module.a.weight.grad)
+    assert sorted(map(str, seen[True])) == sorted(map(str, seen[False]))
+
+
+class Checkpointed(nn.Module):
+    """Two blocks, each recomputed in the backward; counts its forwards."""
+
+    def __init__(self, reentrant: bool, width: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width), nn.LayerNorm(width))
+            for _ in range(2)
+        )
+        self.reentrant, self.forwards = reentrant, 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = checkpoint(self.run, block, hidden, use_reentrant=self.reentrant)
+        return hidden
+
+    def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        self.forwards += 1
+        return block(hidden)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
+    torch.manual_seed(1)
+    module = Checkpointed(reentrant)
+    stage = split_stage(module)
+    output = stage.forward(0, [batch(7, 6)], split=True)
+    assert module.forwards == 2
+    stage.backward(0, [torch.ones_like(output)])
+    assert module.forwards == 4
+    assert all(parameter.grad is None for parameter in module.parameters())
+    stage.backward_weight([0])
+    assert module.forwards == 4
+    torch.manual_seed(1)
+    batches = [torch.randn(7, 6) for _ in range(3)]
+    if reentrant:  # its input must require a gradient
+        other = copy.deepcopy(module)
+        for each, split in ((module, True), (other, False)):
+            each.zero_grad()
+            again = split_stage(each)
+            for m, value in enumerate(batches):
+                output = again.forward(m, [value.clone().requires_grad_()], split=split)
+                again.backward(m, [torch.ones_like(output)])
+                if split:
+                    again.backward_weight([m])
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), other.parameters(), strict=True))
+    else:
+        module.zero_grad()
+        compare(module, batches)
+
+
+def test_a_checkpointed_block_keeps_no_activation_between_forward_and_i() -> None:
+    module, alive = Checkpointed(False, 64), []
+    stage = split_stage(module)
+    for block in module.blocks:
+        block[1].register_forward_hook(lambda _, inputs, output: alive.append(weakref.ref(output)))
+    stage.forward(0, [batch(33, 64)], split=True)
+    gc.collect()
+    assert len(alive) == 2
+    assert all(each() is None for each in alive)
+
+
+def test_activations_no_weight_needs_go_with_i_and_the_rest_with_w() -> None:
+    alive = {}
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.GELU(), nn.Linear(6, 6))
+    for number, layer in enumerate(module):
+        layer.register_forward_hook(lambda _, inputs, out, number=number: alive.update({number: weakref.ref(out)}))
+    stage = split_stage(module)
+    output = stage.forward(0, [batch(7, 6)], split=True)
+    seed = torch.ones_like(output)
+    del output
+    assert [alive[number]() is not None for number in range(4)] == [False, True, True, False]
+    stage.backward(0, [seed])
+    assert [alive[number]() is not None for number in range(4)] == [False, False, True, False]
+    stage.backward_weight([0])
+    assert [alive[number]() is not None for number in range(4)] == [False, False, False, False]
+
+
+def test_an_input_changed_in_place_is_an_error_as_in_a_full_backward() -> None:
+    def spoil(self: Any, x: Tensor) -> Tensor:
+        hidden = x * 1
+        output = F.linear(hidden, self.w)
+        hidden.add_(1)
+        return output
+
+    stage = split_stage(Lambda(spoil, w=(5, 6)))
+    output = stage.forward(0, [batch(7, 6)], split=True)
+    stage.backward(0, [torch.ones_like(output)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stage.backward_weight([0])
+
+
+def test_the_parameters_are_back_in_their_places_whatever_happens() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(5, 6))
+    before = dict(module.named_parameters())
+    stage = split_stage(module)
+    with pytest.raises(RuntimeError):
+        stage.forward(0, [batch(7, 6)], split=True)
+    assert all(parameter is before[name] for name, parameter in module.named_parameters())
+
+
+def test_parameters_may_be_frozen_replaced_and_moved_between_steps() -> None:
+    torch.manual_seed(2)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    changes = [
+        lambda net: net[1].weight.requires_grad_(False),
+        lambda net: setattr(net[0], "weight", nn.Parameter(torch.eye(6))),
+        lambda net: net.double(),
+        lambda net: net[1].weight.requires_grad_(True),
+    ]
+    stage, other = split_stage(module), split_stage(copy.deepcopy(module))
+    value = torch.randn(7, 6)
+    for change in (lambda net: None, *changes):
+        for each, split in ((stage, True), (other, False)):
+            change(each.module)
+            each.module.zero_grad()
+            each.forget()
+            output = each.forward(0, [value.to(each.module[0].weight.dtype)], split=split)
+            each.backward(0, [torch.ones_like(output)])
+            if split:
+                each.backward_weight([0])
+        for p, q in zip(module.parameters(), other.module.parameters(), strict=True):
+            assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
+
+
+def test_a_weight_kept_from_one_microbatch_to_the_next_loses_nothing() -> None:
+    def cached(self: Any, x: Tensor) -> Tensor:
+        if getattr(self, "cache", None) is None:
+            self.cache = self.w.t()
+        return x @ self.cache
+
+    torch.manual_seed(4)
+    sums = []
+    for split in (True, False):
+        torch.manual_seed(4)
+        module = Lambda(cached, w=(5, 6)).double()
+        stage = split_stage(module)
+        values = [torch.randn(7, 6).double() for _ in range(3)]
+        for m, value in enumerate(values):
+            stage.forward(m, [value], split=split)
+        for m in range(3):
+            stage.backward(m, [torch.ones(7, 5).double()])
+            if split:
+                stage.backward_weight([m], last=m == 2)
+        sums.append(module.w.grad)
+    assert torch.allclose(*sums, rtol=1e-12, atol=0)
+
+
+def test_a_compiled_stage_does_all_of_it_in_i() -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
+    compiled, plain = copy.deepcopy(module), copy.deepcopy(module)
+    compiled.compile(backend="eager")
+    batches = [torch.randn(7, 6) for _ in range(2)]
+    run(Stage(0, compiled, CPU), batches, split=True)
+    run(Stage(0, plain, CPU), batches, split=False)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True))
+
+
+# -- several W as one -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "transformer", "conv2d", "conv transposed", "embedding = head", "tied", "x @ w", "norms", "x @ w.t()"]
+)
+def test_merged_weight_gradients_are_exact_to_rounding(name: str) -> None:
+    module = make(name).double()
+    other = copy.deepcopy(module)
+    values = [MODULES[name][1]() for _ in range(4)]
+    values = [value.double() if value.is_floating_point() else value for value in values]
+    merging = Stage(0, module, CPU, merge=True)
+    for _ in range(2):
+        merging.forget()
+        for m, value in enumerate(values):
+            output = merging.forward(m, [value], split=True)
+            merging.backward(m, [torch.ones_like(output)])
+        merging.backward_weight([0])
+        merging.backward_weight([1, 2, 3])
+        for value in values:
+            output = other(value)
+            output.backward(torch.ones_like(output))
+    for (parameter_name, p), q in zip(module.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-12, atol=1e-12), parameter_name
+
+
+def test_merged_weight_gradients_are_one_product() -> None:
+    products = []
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products.append(func.__name__) if "mm" in func.__name__ else None
+            return func(*args, **(kwargs or {}))
+
+    module = nn.Linear(6, 5)
+    module.weight.grad, module.bias.grad = torch.zeros(5, 6), torch.zeros(5)
+    stage = Stage(0, module, CPU, merge=True)
+    stage.forget()
+    for m in range(3):
+        output = stage.forward(m, [torch.randn(7, 6)], split=True)
+        stage.backward(m, [torch.ones_like(output)])
+    with Count():
+        stage.backward_weight([0, 1, 2])
+    assert products == ["addmm_.default"]
+
+
+# -- replicas -------------------------------------------------------------------------------------------------------
+
+
+def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], int]:
+    topology = ps.comms.init_distributed()
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 5)).double()
+    if find_unused:
+        module.register_parameter("unused", nn.Parameter(torch.zeros(1).double()))
+    parallel = nn.parallel.DistributedDataParallel(module, find_unused_parameters=find_unused)
+    sums = 0
+
+    def counted(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+        nonlocal sums
+        sums += 1
+        return allreduce_hook(None, bucket)
+
+    parallel.register_comm_hook(None, counted)
+    stage = split_stage(module, kind_of(module, parallel))
+    generator = torch.Generator().manual_seed(10 + topology.rank)
+    for _ in range(2):
+        stage.forget()
+        for m in range(3):
+            stage.forward(m, [torch.randn(7, 6, generator=generator).double()], split=split)
+        for m in range(3):
+            stage.backward(m, [torch.ones(7, 5).double()], last=m == 2 and not split)
+        if split:
+            for m in range(3):
+                stage.backward_weight([m], last=m == 2)
+        stage.parallel.end(training=True)
+    return {name: p.grad for name, p in module.named_parameters()}, sums
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_replicas_stay_equal_and_sum_once_a_step(find_unused: bool) -> None:
+    split = ps.launch(rank_replicas, 2, True, find_unused)
+    full = ps.launch(rank_replicas, 2, False, find_unused)
+    for (ours, sums), (theirs, expected) in zip(split, full, strict=True):
+        assert sums == expected == 2
+        for name in ours:
+            assert ours[name] is theirs[name] is None or torch.equal(ours[name], theirs[name])
+            assert ours[name] is None or torch.equal(ours[name], split[0][0][name])
+
+
+# -- what is too small to be put off ------------------------------------------------------------------------------------
+
+
+def small_and_large() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 512), nn.LayerNorm(512), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+
+
+def two_steps(stage: Stage, rows: int, order: tuple[int, ...]) -> list[dict[str, Tensor | None]]:
+    """After all `I` of each step, the gradients there are."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(2):
+        stage.forget()
+        for m in range(3):
+            stage.forward(m, [torch.randn(rows, 8, generator=generator).requires_grad_()], split=True)
+        for m in range(3):
+            stage.backward(m, [torch.randn(rows, 8, generator=generator)])
+        found.append({name: None if p.grad is None else p.grad.clone() for name, p in stage.module.named_parameters()})
+        for m in order:
+            stage.backward_weight([m], last=m == order[-1])
+        found.append({name: p.grad.clone() for name, p in stage.module.named_parameters()})
+    return found
+
+
+def test_gradients_too_small_to_be_put_off_come_in_i_from_the_second_step_on() -> None:
+    """With 16 rows: 16 x 512 x 512 products are many, 16 x 8 x 512 are few."""
+    ours, plain = (Stage(1, small_and_large(), CPU, in_order=in_order) for in_order in (True, False))
+    first, _, second, last = two_steps(ours, 16, (0, 1, 2))
+    expected = two_steps(plain, 16, (0, 1, 2))
+    assert set(first.values()) == {None}
+    changed = {name for name in second if not torch.equal(second[name], expected[1][name])}
+    assert changed == {"0.weight", "0.bias", "1.weight", "1.bias", "2.bias", "4.weight", "4.bias"}
+    for name, gradient in last.items():
+        assert torch.equal(gradient, expected[3][name]), name
+
+
+def test_hooks_run_in_w_however_small_their_parameter_is() -> None:
+    stage = Stage(1, small_and_large(), CPU, in_order=True)
+    seen = []
+    stage.module[0].bias.register_hook(lambda _: seen.append("hook"))
+    stage.module[4].bias.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
+    _, before, second, _ = two_steps(stage, 16, (0, 1, 2))
+    assert torch.equal(before["0.bias"], second["0.bias"])
+    assert torch.equal(before["4.bias"], second["4.bias"])
+    assert not torch.equal(before["0.weight"], second["0.weight"])
+    assert sorted(seen) == 6 * ["after"] + 6 * ["hook"]
+
+
+def test_where_w_comes_in_another_order_all_are_put_off() -> None:
+    stage = Stage(1, small_and_large(), CPU)
+    _, before, second, _ = two_steps(stage, 16, (2, 1, 0))
+    for name in before:
+        assert torch.equal(before[name], second[name])
+
+
+def test_with_many_rows_small_weights_are_put_off_as_well() -> None:
+    stage = Stage(1, small_and_large(), CPU, in_order=True)
+    _, before, second, _ = two_steps(stage, 128, (0, 1, 2))
+    assert {name for name in before if torch.equal(before[name], second[name])} == {"0.weight", "2.weight", "4.weight"}
+
+
+def test_a_stage_with_small_weights_only_leaves_nothing_to_w() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+    other = copy.deepcopy(module)
+    stage = Stage(1, module, CPU, in_order=True)
+    values = [torch.randn(4, 6) for _ in range(3)]
+    for _ in range(3):
+        stage.forget()
+        for m, value in enumerate(values):
+            stage.forward(m, [value], split=True)
+            stage.backward(m, [torch.ones(4, 5)])
+            stage.backward_weight([m], last=m == 2)
+            other(value).backward(torch.ones(4, 5))
+    assert not stage._put_off
+    for p, q in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

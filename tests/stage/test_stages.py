@@ -1,0 +1,295 @@
+"""What stages may be, and what may pass between them."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from reference import accumulate, assert_same, data, gradients, merged, same
+from torch import nn
+
+import penstock as ps
+from penstock.commands.train import token_loss
+from penstock.errors import MismatchError
+
+# -- a rank's own slice ---------------------------------------------------------------------------------------------
+
+
+def rank_slices():
+    topology = ps.comms.init_distributed()
+    torch.manual_seed(5)
+    own = ps.ShardedMLP(12, 7, topology.rank, topology.world_size, classes=3)
+    pipe = ps.Pipeline(own, nn.functional.cross_entropy, microbatches=3)
+    inputs, target = data("mlp", 8)
+    first, last = topology.get_prev_rank() is None, topology.get_next_rank() is None
+    loss = pipe.step(inputs if first else None, target=target if last else None)
+    return loss, gradients(pipe.named_parameters()), pipe.state_dict()
+
+
+def test_slices_built_by_each_rank_train_as_the_monolith_and_only_the_ends_need_the_batch():
+    everyone = ps.launch(rank_slices, 3)
+    torch.manual_seed(5)
+    model = ps.model.mlp(12, 7, classes=3)
+    loss = accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 3)
+    assert all(torch.equal(each[0], loss) for each in everyone)
+    assert_same(merged([each[1] for each in everyone]), gradients(model.named_parameters()))
+    assert_same(merged([each[2] for each in everyone]), model.state_dict())
+
+
+# -- what passes ----------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    hidden: torch.Tensor
+    scale: torch.Tensor
+
+
+class ToDict(nn.Module):
+    """A dict with a tensor not contiguous, integers, None, a number, a scalar tensor, and one nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.unused = nn.Linear(12, 12), nn.Linear(12, 2)
+
+    def forward(self, batch, *, offset):
+        hidden = self.linear(batch["x"]) + offset
+        return {
+            "turned": hidden.t(), "ids": batch["ids"], "nothing": None, "factor": 2, "mask": batch["ids"] > 1,
+            "scalar": hidden.mean(), "unused": self.unused(hidden), "half": hidden.to(torch.bfloat16),
+        }  # fmt: skip
+
+
+class ToTuple(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.embedding = nn.Linear(12, 12), nn.Embedding(4, 12)
+
+    def forward(self, turned, ids, nothing, factor, mask, scalar, unused, half):
+        assert nothing is None
+        assert mask.dtype == torch.bool
+        hidden = self.linear(turned.t() * factor) + self.embedding(ids) * mask[:, None] + half.float()
+        return hidden[:, ::2], Pair(hidden.tanh(), scalar)
+
+
+class FromTuple(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.only_parameters = nn.Parameter(torch.ones(3))
+
+    def forward(self, every_other, pair):
+        return [self.linear(every_other) + pair.hidden[:, :3] * pair.scale, self.only_parameters * 2]
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, parts):
+        return self.linear(parts[0]) + parts[1]
+
+
+def structured():
+    torch.manual_seed(1)
+    return [ToDict(), ToTuple(), FromTuple(), Sum()]
+
+
+def nested_batch(rows):
+    inputs, target = data("mlp", rows)
+    return {"x": inputs, "ids": torch.arange(rows) % 4}, {"classes": target, "more": [inputs[:, 0]]}
+
+
+def nested_loss(output, target):
+    return nn.functional.cross_entropy(output, target["classes"]) + (output[:, 0] - target["more"][0]).square().mean()
+
+
+def run_structured(pieces):
+    stages, total = structured(), 0
+    batch, target = nested_batch(7)
+    for piece in range(pieces):
+        rows = torch.arange(7).tensor_split(pieces)[piece]
+        made = stages[0]({name: value[rows] for name, value in batch.items()}, offset=0.5)
+        made = stages[3](stages[2](*stages[1](**made)))
+        loss = nested_loss(made, {"classes": target["classes"][rows], "more": [target["more"][0][rows]]})
+        loss.backward(torch.tensor(len(rows) / 7))
+        total = total + loss.detach() * (len(rows) / 7)
+    return total, gradients(nn.Sequential(*stages).named_parameters())
+
+
+def rank_structured(schedule):
+    pipe = ps.Pipeline(structured(), nested_loss, schedule=schedule, microbatches=3)
+    batch, target = nested_batch(7)
+    first = pipe.step(batch, target=target, offset=0.5)
+    before = gradients(pipe.named_parameters())
+    second = pipe.step(batch, target=target, offset=0.5)  # now with everything agreed, receives posted ahead
+    return first, before, second
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_any_tree_of_tensors_numbers_and_none_passes_between_stages(ranks):
+    schedule = "1f1b" if ranks == 4 else one_rank_table(4, 3)
+    everyone = ps.launch(rank_structured, ranks, schedule)
+    loss, grads = run_structured(3)
+    for first, _, second in everyone:
+        assert torch.equal(first, loss)
+        assert torch.equal(second, loss)
+    ours = merged([before for _, before, _ in everyone])
+    assert ours.keys() == grads.keys()
+    for name, expected in grads.items():
+        if name.startswith("0.unused"):
+            assert expected is None
+            assert ours[name] is None or not ours[name].any()
+        else:
+            assert same(ours[name], expected), name
+
+
+def one_rank_table(stages, microbatches):
+    """All stages on one rank, one microbatch after the other."""
+    Action, Kind = ps.schedule.Action, ps.schedule.Kind
+    row = []
+    for m in range(microbatches):
+        row += [Action(Kind.F, s, m) for s in range(stages)] + [Action(Kind.B, s, m) for s in reversed(range(stages))]
+    return ps.schedule.from_rows("one after the other", [row], "loop")
+
+
+# -- parts that need no gradient, parts that change in place, parts that are shared --------------------------------
+
+
+def frozen(which):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    for layer in which:
+        model[layer].requires_grad_(False)
+    return model
+
+
+FROZEN = ([], [0], [2], [4], [0, 2], [0, 2, 4])
+
+
+def rank_frozen():
+    results = []
+    for which in FROZEN:
+        pipe = ps.Pipeline(frozen(which), nn.functional.cross_entropy, microbatches=2, cuts=["1", "3"])
+        inputs, target = data("mlp", 6)
+        results.append((pipe.step(inputs, target=target), gradients(pipe.named_parameters())))
+    return results
+
+
+def test_frozen_parts_and_layers_that_change_their_input_in_place_right_after_a_cut():
+    everyone = ps.launch(rank_frozen, 3)
+    for number, which in enumerate(FROZEN):
+        model, (inputs, target) = frozen(which), data("mlp", 6)
+        if len(which) < 3:
+            expected = accumulate(model, nn.functional.cross_entropy, (inputs, target), 2)
+        else:
+            expected = sum(
+                nn.functional.cross_entropy(model(i), t) * 0.5 for i, t in zip(inputs.chunk(2), target.chunk(2), strict=True)
+            )
+        assert all(torch.equal(each[number][0], expected) for each in everyone)
+        assert_same(merged([each[number][1] for each in everyone]), gradients(model.named_parameters()))
+
+
+def tied(microbatches):
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Embedding(17, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 17, bias=False)).double()
+    model[3].weight = model[0].weight
+    return model
+
+
+def rank_tied(microbatches):
+    pipe = ps.Pipeline(tied(microbatches), token_loss, microbatches=microbatches)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    tokens, target = data("gpt", 6)
+    losses, norms = [], []
+    for _ in range(3):
+        pipe.step(tokens, target=target)
+        losses.append(pipe.step(tokens, target=target))
+        norms.append(pipe.clip_grad_norm_(0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    pipe.step(tokens, target=target)
+    return losses, norms, gradients(pipe.named_parameters()), pipe.state_dict()
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3)])
+def test_tied_weights_get_the_sum_of_their_owners_gradients_and_stay_equal(ranks, microbatches):
+    everyone = ps.launch(rank_tied, ranks, microbatches)
+    model, batch = tied(microbatches), data("gpt", 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        accumulate(model, token_loss, batch, microbatches)
+        expected = accumulate(model, token_loss, batch, microbatches)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for losses, norms, *_ in everyone:
+            torch.testing.assert_close(losses[step], expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(norms[step], norm, rtol=1e-12, atol=1e-12)
+        optimizer.step()
+        optimizer.zero_grad()
+    accumulate(model, token_loss, batch, microbatches)
+    grads, state = merged([each[2] for each in everyone]), merged([each[3] for each in everyone])
+    assert torch.equal(grads["0.weight"], grads["3.weight"])
+    assert torch.equal(state["0.weight"], state["3.weight"])
+    for name, parameter in model.named_parameters():  # the two uses' gradients are summed in another order
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def rank_state(schedule, state):
+    model, loss_fn = ps.model.mlp(12, 5, 3), nn.functional.cross_entropy
+    pipe = ps.Pipeline(model, loss_fn, schedule=schedule, microbatches=4)
+    if state is not None:
+        pipe.load_state_dict(state)
+    inputs, target = data("mlp", 8)
+    return pipe.step(inputs, target=target), pipe.state_dict()
+
+
+def test_a_state_moves_between_any_number_of_ranks_and_the_uncut_model():
+    torch.manual_seed(9)
+    model = ps.model.mlp(12, 5, 3)
+    loss = accumulate(model, nn.functional.cross_entropy, data("mlp", 8), 4)
+    state = model.state_dict()
+    for ranks, schedule in ((4, "1f1b"), (2, "gpipe"), (1, "naive")):
+        everyone = ps.launch(rank_state, ranks, schedule, state)
+        assert all(torch.equal(each[0], loss) for each in everyone)
+        state = merged([each[1] for each in everyone])
+        assert_same(state, model.state_dict())
+    model.load_state_dict(state)
+
+
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_loaded():
+    pipe = ps.Pipeline(ps.model.mlp(12, 3, 3), topology=ps.Topology())
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    state = {name: torch.zeros_like(value) for name, value in before.items()}
+    wrong = {name: value for name, value in state.items() if name != "2.bias"} | {
+        "9.weight": torch.ones(1),
+        "0.bias": torch.ones(5),
+    }
+    with pytest.raises(MismatchError, match=r"1 missing \(2.bias\); 1 unknown \(9.weight\); 1 of another shape \(0.bias\)"):
+        pipe.load_state_dict(wrong)
+    assert_same(pipe.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    ("batch", "target", "words"),
+    [
+        ((torch.ones(4, 12), torch.ones(3, 2)), torch.zeros(4), r"\[0\]\[0\] has 4, .*\[1\] has 3"),
+        ((torch.ones(4, 12),), torch.zeros(5).long(), "the batch has 4 rows but the target has 5"),
+        ((torch.ones(4, 12),), None, "needs target="),
+        ((3,), torch.zeros(4), "the batch has no tensor with rows"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_in_words(batch, target, words):
+    pipe = ps.Pipeline(ps.model.mlp(12, 3, 3), nn.functional.cross_entropy, microbatches=2, topology=ps.Topology())
+    with pytest.raises(MismatchError, match=words):
+        pipe.step(*batch, target=target)
+    pipe.step(torch.ones(4, 12), target=torch.zeros(4).long())
+
+
+def test_a_loss_that_is_no_scalar_is_refused_with_its_shape():
+    pipe = ps.Pipeline(ps.model.mlp(12, 3, 3), lambda output, target: output, microbatches=2, topology=ps.Topology())
+    with pytest.raises(
+        ps.StageError, match=r"loss_fn must return a floating-point scalar tensor, got torch.float32 of shape \(2, 3\)"
+    ):
+        pipe.step(torch.ones(4, 12), target=torch.zeros(4).long())

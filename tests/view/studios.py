@@ -1,0 +1,34 @@
+"""A studio that is served, and a run to show in it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from penstock.schedule import Costs, Timeline, build, simulate
+from penstock.view.record import Record
+
+
+@contextmanager
+def served() -> Iterator[int]:
+    """The port at which the studio answers meanwhile."""
+    pytest.importorskip("werkzeug")
+    from penstock.view.studio.server import server
+
+    serving = server()
+    thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield serving.port
+    finally:
+        serving.shutdown()
+        thread.join()
+
+
+def run_of(name="1f1b", unit="s"):
+    """A timeline.json as a training run leaves it."""
+    table = build(name, ranks=2, microbatches=4)
+    timeline = simulate(table, Costs([0.010, 0.020], 0.010, 0.010, send=0.001))
+    return json.dumps(Record((Timeline(f"{name}, measured", timeline.rows),), None, unit, ("step 7",)).data())

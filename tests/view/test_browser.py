@@ -1,0 +1,328 @@
+"""The page in a browser, used by mouse and keyboard. Needs Chromium and its driver; skipped where there are none."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+from timelines import COSTS, measured
+
+from penstock.schedule import Costs, Size, Timeline, build, simulate
+from penstock.view.html import page
+from penstock.view.record import Record
+
+webdriver = pytest.importorskip("selenium.webdriver")
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver")
+QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1300,1000"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The pages under test."""
+    folder = tmp_path_factory.mktemp("pages")
+    schedule = build("1f1b", ranks=4, microbatches=8)
+    steps, planned = tuple(measured(schedule, seed) for seed in range(3)), simulate(schedule, COSTS)
+    (folder / "measured.html").write_text(page([Record(steps, planned, "s")]))
+    step = steps[0]
+    rows = tuple(tuple(event._replace(sent=event.end + 1e-4) for event in row) for row in step.rows)
+    known = replace(step, rows=rows, sizes=(Size(1.5e6, 1e6),) * 4, memory_unit="bytes", between=(0.02, 0.01, 0.01, 0.01))
+    weighed = replace(planned, sizes=known.sizes, memory_unit="bytes")
+    (folder / "weighed.html").write_text(page([Record((known,), weighed, "s")]))
+    (folder / "weighed_or_not.html").write_text(page([Record((known,)), Record((step,))]))
+    plan = simulate(schedule)
+    (folder / "planned.html").write_text(page([Record((plan,))]))
+    (folder / "pair.html").write_text(page([Record((simulate(build("dualpipe-v", ranks=2, microbatches=6)),))]))
+    other = simulate(build("zb-h1", ranks=4, microbatches=8))
+    (folder / "compare.html").write_text(page([Record((plan,)), Record((other,))]))
+    hostile = "</script><img src=x onerror=\"document.title='broken'\">"
+    named = Timeline(hostile, plan.rows, plan.borders)
+    (folder / "hostile.html").write_text(page([Record((named, named), labels=(hostile, hostile))]))
+    large = build("interleaved-1f1b", ranks=16, microbatches=156, stages_per_rank=4)
+    (folder / "large.html").write_text(page([Record((simulate(large, Costs(send=0.1)),))]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in [*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.get("about:blank")  # the page Chromium begins with asks for files of its own
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def visit(browser, folder):
+    """Open a page; afterwards the console must be empty, and nothing but the file asked for."""
+    browser.get_log("performance")
+
+    def open_page(name):
+        browser.get((folder / name).as_uri())
+        drawn(browser)
+        return browser
+
+    yield open_page
+    assert browser.get_log("browser") == []
+    messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert asked
+    assert all(url.startswith(folder.as_uri()) or url.startswith("data:") for url in asked), asked
+
+
+def drawn(browser):
+    """Wait until what was done is drawn."""
+    wait = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));"
+    browser.execute_async_script(wait)
+
+
+def view(browser):
+    drawn(browser)
+    return browser.execute_script("return [page.view.from, page.view.to]")
+
+
+def place(browser, action, of="timeline"):
+    """The middle of an action from the middle of its chart, in pixels."""
+    return browser.execute_script(
+        "const c = page.charts[0], b = c.record[arguments[1]].blocks.get(arguments[0]), r = c.rows[b.rank];"
+        "const y = arguments[1] === 'planned' ? r.planned + PLANNED / 2 : c.topOf(b) + c.heightOf(b) / 2;"
+        "c.host.scrollIntoView({block: 'center'});"
+        "return [Math.round(c.x((b.start + b.end) / 2) - c.host.offsetWidth / 2), Math.round(y - c.host.offsetHeight / 2)]",
+        action,
+        of,
+    )
+
+
+def move_to(browser, x, y):
+    chart = browser.find_element(By.CLASS_NAME, "chart")
+    return ActionChains(browser, duration=20).move_to_element_with_offset(chart, x, y)
+
+
+def tip(browser):
+    drawn(browser)
+    found = browser.find_element(By.ID, "tip")
+    return found.text if found.is_displayed() else ""
+
+
+def test_hovering_over_an_action_tells_its_times_and_what_it_waited_for(visit):
+    browser = visit("measured.html")
+    move_to(browser, *place(browser, "1B0")).perform()
+    text = tip(browser)
+    assert text.startswith("1B0 backward\nstage 1, microbatch 0, rank 1\nmeasured\n")
+    assert "planned\n20 ms, from 82 ms to 102 ms\ndifference\n" in text
+    assert "longer, starts" in text
+    assert "of rank 2" in text.split("waited\n")[1]
+    move_to(browser, *place(browser, "1B0", "planned")).perform()
+    assert tip(browser) == text  # the same action
+    move_to(browser, -600, 0).perform()
+    assert tip(browser) == ""
+
+
+def test_hovering_over_idle_time_tells_its_cause(visit):
+    browser = visit("planned.html")
+    x, y = place(browser, "3F0")
+    ahead = browser.execute_script("const c = page.charts[0]; return c.x(1.5) - c.x(3.5)")
+    move_to(browser, round(x + ahead), y).perform()
+    assert tip(browser).startswith("idle by fill\nbefore the rank's first backward")
+    assert "3, from 0 to 3" in tip(browser)
+
+
+def test_both_actions_of_a_pair_can_be_pointed_at(visit):
+    browser = visit("pair.html")
+    pair = browser.execute_script("return page.charts[0].record.timeline.data.overlaps[0]")
+    for action in pair:
+        move_to(browser, *place(browser, action)).perform()
+        assert tip(browser).startswith(action)
+
+
+def test_buttons_wheel_drag_and_double_click_zoom_and_pan(visit):
+    browser = visit("planned.html")
+    whole = view(browser)
+    assert whole == [0, 33]
+    browser.find_element(By.CSS_SELECTOR, "[aria-label='Zoom in']").click()
+    zoomed = view(browser)
+    assert zoomed[1] - zoomed[0] == pytest.approx(0.6 * 33)
+    chart = browser.find_element(By.CLASS_NAME, "chart")
+    ActionChains(browser, duration=20).drag_and_drop_by_offset(chart, 200, 0).perform()
+    panned = view(browser)
+    assert panned[0] < zoomed[0] - 1
+    assert panned[1] - panned[0] == pytest.approx(zoomed[1] - zoomed[0])
+    wheel = webdriver.common.actions.wheel_input.ScrollOrigin.from_element(chart)
+    ActionChains(browser, duration=20).key_down(Keys.CONTROL).scroll_from_origin(wheel, 0, -200).key_up(Keys.CONTROL).perform()
+    closer = view(browser)
+    assert closer[1] - closer[0] < 0.9 * (panned[1] - panned[0])
+    ActionChains(browser, duration=20).double_click(chart).perform()
+    closest = view(browser)
+    assert closest[1] - closest[0] < 0.6 * (closer[1] - closer[0])
+    browser.find_element(By.CSS_SELECTOR, "[aria-label='Show all']").click()
+    assert view(browser) == [0, 33]
+
+
+def test_the_wheel_alone_scrolls_the_page_until_the_chart_is_clicked(visit):
+    browser = visit("planned.html")
+    chart = browser.find_element(By.CLASS_NAME, "chart")
+    wheel = webdriver.common.actions.wheel_input.ScrollOrigin.from_element(chart)
+    ActionChains(browser, duration=20).scroll_from_origin(wheel, 0, -200).perform()
+    assert view(browser) == [0, 33]
+    chart.click()
+    ActionChains(browser, duration=20).scroll_from_origin(wheel, 0, -200).perform()
+    assert view(browser)[1] - view(browser)[0] < 30
+
+
+def test_the_keyboard_walks_zooms_and_is_told_in_words(visit):
+    browser = visit("planned.html")
+    said = lambda: browser.find_element(By.ID, "said").get_attribute("textContent")  # noqa: E731
+
+    def press(*keys):
+        ActionChains(browser, duration=20).send_keys(*keys).perform()
+        drawn(browser)
+        return said().split(" ")[0]
+
+    for _ in range(12):
+        ActionChains(browser, duration=20).send_keys(Keys.TAB).perform()
+        if browser.switch_to.active_element.get_attribute("role") == "application":
+            break
+    assert browser.switch_to.active_element.get_attribute("class") == "chart"
+    outline = browser.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    assert press(Keys.ARROW_RIGHT) == "0F0"
+    assert press(Keys.ARROW_RIGHT) == "0F1"
+    assert press(Keys.END) == "0B7"
+    assert "waited 1 for 1B7 of rank 1" in said()
+    assert press(Keys.ENTER) == "1B7"
+    assert press(Keys.ARROW_DOWN, Keys.ARROW_DOWN) == "3B7"
+    assert press(Keys.HOME) == "3F0"
+    assert said() == (
+        "3F0 forward, stage 3, microbatch 0, rank 3, planned 1, from 3 to 4, waited 3 for 2F0 of rank 2, critical path yes"
+    )
+    press("+")
+    assert view(browser)[1] - view(browser)[0] == pytest.approx(0.7 * 33)
+    press(Keys.PAGE_DOWN)
+    assert view(browser)[1] == 33
+    assert press(Keys.ARROW_LEFT) == "3F0"
+    assert view(browser)[0] <= 3 <= 4 <= view(browser)[1]
+    press("0")
+    assert view(browser) == [0, 33]
+    press(Keys.ESCAPE)
+    assert tip(browser) == ""
+
+
+def test_the_slider_goes_through_the_steps(visit):
+    browser = visit("measured.html")
+    slider = browser.find_element(By.ID, "step-0")
+    makespan = lambda: browser.find_element(By.CSS_SELECTOR, ".figures dd").text  # noqa: E731
+    before = makespan()
+    assert browser.find_element(By.TAG_NAME, "output").text == "step 3"
+    slider.send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    assert browser.find_element(By.TAG_NAME, "output").text == "step 1"
+    assert slider.get_attribute("aria-valuetext") == "step 1"
+    assert makespan() != before
+
+
+def test_the_table_has_the_largest_deviations_and_leads_to_them(visit):
+    browser = visit("measured.html")
+    rows = browser.find_elements(By.CSS_SELECTOR, "tbody tr")
+    longer = [float(row.find_elements(By.TAG_NAME, "td")[4].text.split()[0]) for row in rows]
+    assert len(rows) == 12
+    assert longer == sorted(longer, reverse=True)
+    button = rows[0].find_element(By.TAG_NAME, "button")
+    action = button.text
+    button.click()
+    assert tip(browser).startswith(action)
+
+
+def test_lanes_can_be_left_out_and_the_theme_changed(visit):
+    browser = visit("measured.html")
+    height = lambda: browser.execute_script("return page.charts[0].height")  # noqa: E731
+    whole = height()
+    browser.find_element(By.ID, "show-memory").click()
+    assert height() == whole - 4 * 33
+    browser.find_element(By.ID, "show-planned").click()
+    assert height() == whole - 4 * (33 + 17)
+    color = lambda: browser.execute_script("return [getComputedStyle(document.body).backgroundColor, page.colors.panel]")  # noqa: E731
+    light = color()
+    browser.find_element(By.ID, "theme").click()
+    assert all(one != other for one, other in zip(light, color(), strict=True))
+
+
+def test_two_records_share_one_time_axis_and_their_differences_are_listed(visit):
+    browser = visit("compare.html")
+    assert [heading.text for heading in browser.find_elements(By.TAG_NAME, "h2")] == ["1f1b", "zb-h1"]
+    rows = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "tbody tr")]
+    assert rows[:3] == ["makespan 33 27 −18.2 %", "bubble 27.3 % 11.1 % −16.2 points", "memory, most on a rank 4 4 same"]
+    browser.execute_script("page.zoom(0.5)")
+    drawn(browser)
+    assert browser.execute_script("return page.charts.map((chart) => chart.x(20)).every((x, _, all) => x === all[0])")
+
+
+def test_a_hostile_name_is_a_name(visit):
+    browser = visit("hostile.html")
+    assert browser.find_elements(By.TAG_NAME, "img") == []
+    assert "broken" not in browser.title.split("'")[0]
+    assert browser.find_element(By.TAG_NAME, "h1").text.startswith("</script><img src=x")
+    assert browser.find_element(By.TAG_NAME, "output").text.startswith("</script><img")
+
+
+@pytest.mark.parametrize("width", [400, 1300])
+def test_nothing_is_wider_than_the_window(visit, width):
+    browser = visit("measured.html")
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    drawn(browser)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script("return page.charts[0].width") < width
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_twenty_thousand_actions_are_there_within_a_second_and_move_at_thirty_frames_a_second(visit):
+    first, frames = [], []
+    for _ in range(3):  # the best of three: other work goes on on this machine
+        browser = visit("large.html")
+        assert browser.execute_script("return page.charts[0].record.timeline.blocks.size") == 19968
+        first.append(browser.execute_script("return performance.getEntriesByName('drawn')[0].startTime"))
+        browser.execute_script("page.zoom(0.5)")
+        drawn(browser)
+        pan = (
+            "const done = arguments[0], times = []; const next = (now) => { times.push(now); page.pan(page.view.to * 2e-3);"
+            "if (times.length < 41) requestAnimationFrame(next); else done(times.at(-1) - times[0]); };"
+            "requestAnimationFrame(next);"
+        )
+        frames.append(browser.execute_async_script(pan) / 40)
+        time.sleep(0.1)
+    assert min(first) < 1000  # ms
+    assert min(frames) < 1000 / 30
+
+
+def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):
+    browser = visit("weighed.html")
+    figures = dict(
+        zip(
+            *[[e.text for e in browser.find_elements(By.CSS_SELECTOR, f".figures {tag}")] for tag in ("dt", "dd:not(.beside)")],
+            strict=True,
+        )
+    )
+    assert (figures["memory of activations, at most"], figures["between steps, before this one"]) == ("6 MB", "20 ms")
+    legend = [each.text for each in browser.find_elements(By.CSS_SELECTOR, ".legend li")]
+    assert any(each.startswith("between steps, of all time") for each in legend)
+    assert legend[-1] == "memory of activations (dashed: planned)"
+    assert any(each.startswith("idle by sending") for each in legend)
+    ActionChains(browser, duration=20).click(browser.find_element(By.CSS_SELECTOR, ".chart")).send_keys(
+        Keys.ARROW_RIGHT
+    ).perform()
+    drawn(browser)
+    assert "memory held 1.5 MB once it has ended" in browser.find_element(By.ID, "said").get_attribute("textContent")
+    browser = visit("planned.html")
+    assert "sending" not in browser.find_element(By.CSS_SELECTOR, ".legend").text
+    rows = visit("weighed_or_not.html").find_element(By.CSS_SELECTOR, "table").text.splitlines()
+    assert "memory, most on a rank 6 MB 4 –" in rows
+    assert any(row.startswith("idle by sending") for row in rows)

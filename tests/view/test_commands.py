@@ -1,0 +1,114 @@
+"""`penstock show` and `penstock compare`, run as a person would."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from timelines import COSTS, measured
+
+from penstock.schedule import build, simulate
+from penstock.view.record import save
+
+LOWERED = ["0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1", "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"]
+
+
+def penstock(*words):
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "penstock", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run, with the timelines of two of its steps."""
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    steps = [measured(schedule, 1), measured(schedule, 2)]
+    save(steps, simulate(schedule, COSTS), folder / "timeline.json", ["step 10", "step 20"])
+    return folder
+
+
+def test_show_writes_every_picture_it_is_asked_for(tmp_path):
+    pytest.importorskip("PIL")
+    files = [tmp_path / name for name in ("a.html", "a.json", "a.svg", "a.png")]
+    options = [
+        word for name, file in zip(("html", "perfetto", "svg", "png"), files, strict=True) for word in (f"--{name}", file)
+    ]
+    done = penstock("show", "zb-h1", "--ranks", "2", *options)
+    assert done.stdout.splitlines()[-4:] == [f"wrote {file}" for file in files], done.stderr
+    assert [file.read_bytes()[:9] for file in files] == [b"<!doctype", b'{"display', b"<svg xmln", b"\x89PNG\r\n\x1a\n\x00"]
+
+
+def test_show_draws_a_run_as_it_was_measured_and_planned_at_one_scale(run, tmp_path):
+    done = penstock("show", run, "--html", tmp_path / "run.html")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "1f1b, measured, step 20", done.stderr
+    assert lines[1].startswith("rank 0 |F0")
+    assert lines[3].startswith("makespan 16")
+    assert " ms, bubble " in lines[3]
+    assert lines[5] == "planned"
+    assert len(lines[6]) < len(lines[1])  # it is shorter
+    assert "step 10" in (tmp_path / "run.html").read_text()
+    again = penstock("show", run / "timeline.json")
+    assert again.stdout.splitlines() == lines[:-1]
+
+
+def test_show_reads_a_lowered_table_of_pytorch(tmp_path):
+    (tmp_path / "lowered.csv").write_text("\n".join(LOWERED))
+    done = penstock("show", tmp_path / "lowered.csv", "--perfetto", tmp_path / "trace.json")
+    assert done.stdout.splitlines()[1] == "proved: its own sends and receives, in their order, as well", done.stderr
+    assert done.stdout.splitlines()[2].startswith("rank 0 |F0")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "s" for event in trace) == 4
+
+
+def test_compare_draws_both_at_one_scale_and_lists_the_differences(tmp_path):
+    done = penstock("compare", "1f1b", "zb-v", "--html", tmp_path / "both.html")
+    assert done.stdout.splitlines() == [
+        "1f1b",
+        "rank 0 |F0F1F2F3............B0==F4B1==F5B2==F6B3==F7B4==..B5==..B6==..B7==",
+        "rank 1 |..F0F1F2........B0==F3B1==F4B2==F5B3==F6B4==F7B5==..B6==..B7==....",
+        "rank 2 |....F0F1....B0==F2B1==F3B2==F4B3==F5B4==F6B5==F7B6==..B7==........",
+        "rank 3 |......F0B0==F1B1==F2B2==F3B3==F4B4==F5B5==F6B6==F7B7==............",
+        "zb-v",
+        "rank 0 |FFFFFFFFIWFIWFIWFIWFIWFIWIWFIWIWFIWIWFIWIWIWIWIW...",
+        "rank 1 |.FFFFFFFFIWFIWFIWFIWFIWFIWFIWIWFIWIWFIWIIIWIWIWWW..",
+        "rank 2 |..FFFFFFFFIWFIWFIWFIWFIWFIWFIWFIWIWFIWIIIIIWIWWWWW.",
+        "rank 3 |...FFFFFFFFIWFIWFIWFIWFIWFIWFIWFIWFIWIIIIIIIWWWWWWW",
+        "                         1f1b  zb-v    difference",
+        "makespan                   33  25.5        -22.7%",
+        "bubble                  27.3%  5.9%  -21.4 points",
+        "memory, most on a rank      4     4          same",
+        "idle by fill            13.6%  2.9%  -10.7 points",
+        "idle by imbalance        0.0%  0.0%          same",
+        "idle by drain           13.6%  2.9%  -10.7 points",
+        "idle by communication    0.0%  0.0%          same",
+        f"wrote {tmp_path / 'both.html'}",
+    ]
+
+
+def test_compare_takes_two_runs(run):
+    done = penstock("compare", run, run)
+    assert done.stdout.count("same") == 7, done.stderr
+    assert "ms" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["show", "1f1b", "--html", "nowhere/a.html"], "nowhere/a.html cannot be written: No such file or directory"),
+        (["show", "tests"], "tests has no timeline: there is no file tests/timeline.json"),
+        (["show", "x.json"], "x.json has no timeline: there is no file x.json"),
+        (["show", "RUN", "--table"], "is a timeline, not a table: leave out --table and --csv"),
+        (["compare", "1f1b", "RUN"], "1f1b is simulated, and 1f1b, measured is measured, in seconds: compare two runs"),
+        (["compare", "1f1b", "gpip"], "did you mean gpipe?"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_sentence(words, told, run):
+    done = penstock(*(run if word == "RUN" else word for word in words))
+    assert done.returncode == 1
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

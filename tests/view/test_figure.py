@@ -1,0 +1,99 @@
+"""The figure for a paper: SVG and PNG."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from timelines import COSTS, measured, two_ranks
+
+from penstock.errors import PenstockError
+from penstock.schedule import Size, Timeline, build, simulate
+from penstock.view.figure import CAUSES, KINDS, LABEL, MEMORY, SHADE, Box, Line, Text, figure
+from penstock.view.png import save_png
+from penstock.view.record import Record
+from penstock.view.svg import svg
+
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_figure_has_each_action_at_its_time_idle_time_in_its_colour_and_an_axis():
+    drawn = figure(Record((two_ranks(),)), width=LABEL + 8 + 110)  # 10 pixels a unit of time
+    boxes = [(round((s.x - LABEL) / 10, 6), round(s.width / 10, 6), s.color) for s in drawn.shapes if isinstance(s, Box)]
+    fill, drain, wire = CAUSES["fill"], CAUSES["drain"], CAUSES["communication"]
+    forward, backward = KINDS["F"], KINDS["B"]
+    assert boxes[:7] == [
+        (2, 3, fill),
+        (5, 1, wire),
+        (8, 1, wire),
+        (0, 1, forward),
+        (1, 1, forward),
+        (6, 2, backward),
+        (9, 2, backward),
+    ]
+    assert boxes[7:14] == [
+        (0, 1, fill),
+        (1, 1, wire),
+        (8, 3, drain),
+        (2, 1, forward),
+        (3, 2, backward),
+        (5, 1, forward),
+        (6, 2, backward),
+    ]
+    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+    assert texts[:13] == ["rank 0", "0", "1", "B0", "B1", "rank 1", "0", "B0", "1", "B1", "0", "10", "time"]
+    assert texts[13:] == ["forward", "backward", "idle: fill", "idle: drain", "idle: communication"]
+    assert sum(isinstance(shape, Line) for shape in drawn.shapes) == 3
+
+
+def test_memory_that_is_known_in_bytes_is_a_curve_below_each_rank():
+    known = replace(two_ranks(), sizes=(Size(3e6, 3e6), Size(2e6, 2e6)), memory_unit="bytes")
+    drawn = figure(Record((known,)), width=LABEL + 8 + 110)  # 10 pixels a unit of time
+    curve = [s for s in drawn.shapes if isinstance(s, Box) and s.color == SHADE][:-1]  # the last stands in the legend
+    heights = [(round((s.x - LABEL) / 10), round(s.width / 10), round(s.height / MEMORY * 6)) for s in curve]
+    assert heights == [(0, 1, 3), (1, 7, 6), (8, 3, 3), (2, 3, 2), (5, 3, 2)]
+    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+    assert texts.count("6 MB") == texts.count("2 MB") == 1
+    assert texts[-1] == "memory of activations, and its peak"
+
+
+def test_the_planned_row_stands_below_the_measured_one_on_the_same_axis():
+    schedule = build("1f1b", ranks=4, microbatches=8)
+    drawn = figure(Record((measured(schedule, 1),), simulate(schedule, COSTS), "s"))
+    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+    assert texts.count("planned") == 4
+    assert "time (ms)" in texts
+    assert all(shape.x + shape.width <= drawn.width for shape in drawn.shapes if isinstance(shape, Box))
+
+
+def test_the_svg_is_well_formed_whatever_the_name_and_says_the_same_each_time():
+    timeline = two_ranks()
+    named = Timeline("<script>&\"'", timeline.rows, timeline.borders)
+    text = svg(figure(Record((named,))))
+    root = ElementTree.fromstring(text)
+    assert root.find(f"{SPACE}title").text == "<script>&\"'"
+    assert {element.tag.removeprefix(SPACE) for element in root.iter()} == {"svg", "title", "rect", "text", "line"}
+    assert text == svg(figure(Record((named,))))
+
+
+def test_the_png_is_the_figure_painted(tmp_path):
+    image_module = pytest.importorskip("PIL.Image")
+    drawn = figure(Record((two_ranks(),)))
+    save_png(drawn, tmp_path / "a.png")
+    image = image_module.open(tmp_path / "a.png")
+    assert image.size == (round(drawn.width * 3), round(drawn.height * 3))
+    first = next(shape for shape in drawn.shapes if isinstance(shape, Box) and shape.color == KINDS["F"])
+    pixel = image.getpixel((round(3 * first.x) + 4, round(3 * first.y) + 4))
+    assert "#{:02x}{:02x}{:02x}".format(*pixel) == KINDS["F"]
+
+
+def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(PenstockError, match=r"pip install 'penstock\[png\]'"):
+        save_png(figure(Record((two_ranks(),))), tmp_path / "a.png")
+
+
+def test_pictures_need_no_torch():
+    code = "import sys, penstock.commands.show, penstock.view.files, penstock.view.html; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

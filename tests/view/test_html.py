@@ -1,0 +1,73 @@
+"""The page: what is in the file."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+from timelines import COSTS, measured, two_ranks
+
+from penstock.schedule import Timeline, build, simulate
+from penstock.view.html import page
+from penstock.view.record import Record
+
+EMPTY = {"meta", "link"}  # elements without an end
+
+
+class Outline(HTMLParser):
+    """Elements in order; checks that they close in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.seen, self.texts = [], [], {}
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+def test_the_page_is_one_well_formed_file_that_points_nowhere():
+    text = page([Record((two_ranks(),))])
+    outline = Outline(text)
+    assert [tag for tag, _ in outline.seen][:2] == ["html", "head"]
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|\bfetch\(|XMLHttpRequest|WebSocket|\beval\(|innerHTML", text)
+    for tag, attributes in outline.seen:
+        assert "src" not in attributes
+        assert attributes.get("href", "data:,") == "data:,", tag
+
+
+def test_its_policy_allows_its_own_script_and_style_and_nothing_else():
+    outline = Outline(page([Record((two_ranks(),))]))
+    policy = next(attributes["content"] for _, attributes in outline.seen if "http-equiv" in attributes)
+    allowed = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    script, style = outline.texts["script"][-1], outline.texts["style"][0]
+    for directive, text in (("script-src", script), ("style-src", style)):
+        assert allowed[directive] == f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    assert (allowed["default-src"], allowed["img-src"]) == ("'none'", "data:")
+
+
+def test_the_records_are_in_it_whole_and_cannot_break_out():
+    timeline = two_ranks()
+    name = "</script><script>alert(1)</script><!--&"
+    record = Record((Timeline(name, timeline.rows, timeline.borders),), labels=("<b>\u2028",))
+    text = page([record])
+    outline = Outline(text)
+    assert text.count("<script") == 2
+    assert json.loads(outline.texts["script"][0]) == json.loads(json.dumps([record.data()]))
+    assert "".join(outline.texts["h1"]) == name
+
+
+def test_the_same_records_make_the_same_text():
+    schedule = build("1f1b", ranks=4, microbatches=8)
+    made = [page([Record((measured(schedule, 1),), simulate(schedule, COSTS), "s")]) for _ in range(2)]
+    assert made[0] == made[1]

@@ -1,0 +1,260 @@
+"""The studio: its answers, and its server."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from http.client import HTTPConnection
+
+import pytest
+from studios import run_of, served
+
+from penstock import PenstockError
+from penstock.schedule import Costs, Size, build, simulate, verify
+from penstock.view.record import Record, read
+from penstock.view.studio import answer
+
+CIRCLE = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+
+
+def asked(name="1f1b", ranks=4, microbatches=8, **more):
+    return answer({"schedule": name, "ranks": ranks, "microbatches": microbatches, **more})
+
+
+# ---- answers
+
+
+def test_an_answer_is_what_verify_and_simulate_say():
+    found, table = asked("zb-v", 4, 8), build("zb-v", ranks=4, microbatches=8)
+    assert found["proof"]["text"] == str(verify(table))
+    assert found["timeline"]["makespan"] == simulate(table).makespan
+    assert found["rows"] == table.texts()
+    assert not found["stopped"]
+    json.dumps(found)
+
+
+def test_costs_are_those_of_all_stages_but_where_a_stage_has_its_own():
+    found = asked(costs={"forward": 2, "send": 0.5, "stages": {"1": {"backward_weight": 3}, "9": {"forward": 7}}})
+    costs = Costs([2] * 4, [1] * 4, [1, 3, 1, 1], send=0.5)
+    assert found["timeline"]["makespan"] == simulate(build("1f1b", ranks=4, microbatches=8), costs).makespan
+
+
+def test_a_memory_limit_that_is_passed_fails_the_proof_and_leaves_the_picture():
+    found = asked(max_in_flight=3)
+    assert found["proof"]["text"] == "rank 0 holds 4 activations in flight, max_in_flight allows 3"
+    assert not found["proof"]["holds"]
+    assert found["timeline"]["makespan"] == 33
+
+
+def test_a_circle_is_told_with_its_actions_and_drawn_as_far_as_it_runs():
+    found = answer({"rows": CIRCLE, "placement": [0, 1], "name": "mine"})
+    assert not found["proof"]["holds"]
+    assert found["proof"]["text"].startswith("mine deadlocks: rank 0 waits for the gradient of 1B0 from rank 1, before 0B0")
+    assert sorted(found["proof"]["actions"]) == ["0B0", "0F1", "1B0", "1F1"]
+    assert found["proof"]["waits"] == [("1B0", "0B0"), ("0F1", "1F1")]
+    assert found["stopped"]
+    assert [event["action"] for row in found["timeline"]["ranks"] for event in row["events"]] == ["0F0", "1F0"]
+
+
+def test_a_rank_that_needs_its_own_later_action_is_told():
+    found = answer({"rows": [["0B0", "0F0"]], "placement": [0]})
+    assert found["proof"]["waits"] == [("0F0", "0B0")]
+    assert found["timeline"]["makespan"] == 0
+
+
+def test_csv_goes_out_and_comes_back_the_same():
+    for name in ("zb-v", "dualpipe-v"):  # the second with pairs
+        before = asked(name)
+        after = answer({"csv": before["csv"], "file": "mine.csv"})
+        assert after["rows"] == before["rows"]
+        assert after["name"] == "mine.csv"
+        assert list(csv.reader(io.StringIO(after["csv"]))) == before["rows"]
+
+
+def test_an_incomplete_table_is_shown_and_said_to_be():
+    found = answer({"csv": "0F0,0B0\n1F0\n"})
+    assert found["proof"]["text"] == "table is not complete: rank 1 lacks 1B0"
+    assert found["rows"] == [["0F0", "0B0"], ["1F0"]]
+
+
+def test_a_run_brings_its_table_and_its_costs_in_milliseconds():
+    found = answer({"run": run_of(), "file": "timeline.json"})
+    assert found["rows"] == build("1f1b", ranks=2, microbatches=4).texts()
+    assert found["costs"]["stages"]["0"]["forward"] == pytest.approx(10, rel=0.01)
+    assert found["costs"]["stages"]["1"]["forward"] == pytest.approx(20, rel=0.01)
+    assert found["costs"]["send"] == pytest.approx(1, rel=0.01)
+    assert found["measured"]["steps"][0]["label"] == "step 7"
+    assert found["timeline"]["makespan"] == pytest.approx(found["measured"]["steps"][0]["timeline"]["makespan"], rel=0.02)
+    planned = answer({"rows": found["rows"], "placement": found["placement"], "costs": found["costs"], "unit": "ms"})
+    assert planned["timeline"] == found["timeline"]
+
+
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [
+        ([], "the question is .*: give an object"),
+        ({}, "schedule is None: give a text"),
+        ({"schedule": "1f1", "ranks": 4, "microbatches": 8}, "did you mean 1f1b"),
+        ({"schedule": "1f1b", "ranks": 17, "microbatches": 8}, "ranks is 17: the studio takes a whole number from 1 to 16"),
+        ({"schedule": "1f1b", "ranks": 4, "microbatches": "8"}, "microbatches is '8'"),
+        ({"schedule": "1f1b", "ranks": True, "microbatches": 8}, "ranks is True"),
+        ({"schedule": "1f1b", "ranks": 4, "microbatches": 8, "stages_per_rank": 2}, "1f1b has one stage on each rank"),
+        ({"schedule": "looped-bfs", "ranks": 16, "microbatches": 64, "stages_per_rank": 4}, "use 32 microbatches or fewer"),
+        ({"rows": CIRCLE, "costs": {"send": -1}}, "send is -1: a cost is a number from 0"),
+        ({"rows": CIRCLE, "costs": {"forward": float("nan")}}, "forward of stage 0 is nan"),
+        ({"rows": CIRCLE, "costs": {"stages": {"0": 3}}}, "the cost of stage 0 is 3: give an object"),
+        ({"rows": CIRCLE, "max_in_flight": 0}, "max_in_flight is 0"),
+        ({"rows": CIRCLE, "unit": "h"}, "unit is 'h'"),
+        ({"rows": CIRCLE, "placement": [0, 2]}, "placement has 2: give the rank of every stage, 0 to 1"),
+        ({"rows": [["0F999999999", "0B0"]]}, "has a number of"),
+        ({"rows": [["0F٩٩٩٩٩٩٩٩٩"]]}, "has a number of"),
+        ({"rows": [["0F0"] * 7000]}, "7000 actions: the studio takes up to 6144"),
+        ({"rows": [[1]]}, "a cell is 1: give a text"),
+        ({"csv": "0F0,0X0"}, "cannot read '0X0' as an action"),
+        ({"run": "{}"}, "timeline.json is not a timeline that Penstock wrote"),
+        ({"run": "[" * 100_000}, "timeline.json is not a timeline that Penstock wrote"),
+        ({"run": run_of(unit="")}, "was planned, not measured"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_a_sentence(question, sentence):
+    with pytest.raises(PenstockError, match=sentence):
+        answer(question)
+
+
+def test_the_largest_question_is_answered_soon():
+    start = time.perf_counter()
+    asked("interleaved-zb", 16, 32, stages_per_rank=4)
+    assert time.perf_counter() - start < 3  # a fifth of a second on an idle machine
+
+
+# ---- over HTTP
+
+
+@pytest.fixture(scope="module")
+def port():
+    with served() as number:
+        yield number
+
+
+def request(port, method="GET", path="/", body=None, **headers):
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response, text
+
+
+def post(port, question, **headers):
+    body = question if isinstance(question, str) else json.dumps(question)
+    return request(port, "POST", "/answer", body, **{"Content_Type": "application/json", **headers})
+
+
+def test_the_page_and_its_parts_are_served_with_a_policy_that_allows_only_them(port):
+    response, text = request(port)
+    assert response.status == 200
+    assert "default-src 'none'; script-src 'self'" in response.headers["Content-Security-Policy"]
+    parts = [
+        line.split('"')[3 if "stylesheet" in line else 1] for line in text.splitlines() if 'src="/' in line or 'href="/' in line
+    ]
+    assert len(parts) >= 9
+    assert {request(port, path=part)[0].status for part in parts} == {200}
+
+
+def test_a_question_is_answered_and_a_refusal_is_a_sentence(port):
+    response, text = post(port, {"schedule": "1f1b", "ranks": 4, "microbatches": 8})
+    assert response.status == 200
+    assert json.loads(text)["timeline"]["makespan"] == 33
+    response, text = post(port, {"schedule": "1f1b", "ranks": 99, "microbatches": 8})
+    assert json.loads(text) == {"error": "ranks is 99: the studio takes a whole number from 1 to 16"}
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "10.0.0.1", "localhost.", "", "0.0.0.0"])
+def test_another_host_is_refused(port, host):
+    for method, path in (("GET", "/"), ("POST", "/answer"), ("GET", "/studio.js")):
+        response, text = request(port, method, path, Host=host)
+        assert response.status in (400, 403)
+        assert "records" not in text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8080"])
+def test_this_machine_by_its_names_is_answered(port, host):
+    assert request(port, Host=host)[0].status == 200
+
+
+def test_bad_requests_get_a_line_and_the_server_goes_on(port):
+    assert post(port, "{")[0].status == 400
+    assert post(port, "[" * 200_000)[0].status == 400
+    assert post(port, "{}", Content_Type="text/plain")[0].status == 415
+    assert request(port, path="/../../etc/passwd")[0].status == 404
+    assert request(port, path="/answer")[0].status == 404
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.putrequest("POST", "/answer")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Content-Length", str(10**9))
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+    assert request(port)[0].status == 200
+
+
+def test_only_this_machine_can_connect(port):
+    from penstock.view.studio.server import server
+
+    with server() as serving:
+        assert serving.socket.getsockname() == ("127.0.0.1", serving.port)
+
+
+def test_a_port_that_is_taken_is_told(port):
+    from penstock.view.studio.server import server
+
+    with pytest.raises(PenstockError, match=f"--port {port} cannot be used: .*leave it out"):
+        server(port)
+
+
+def test_without_werkzeug_one_line_says_what_to_install():
+    code = "import sys; sys.modules['werkzeug'] = None; sys.modules['werkzeug.exceptions'] = None\n"
+    code += "sys.argv = ['penstock', 'studio', '--no-browser']\nfrom penstock.commands.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    told = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
+    assert done.stderr.strip() == told
+
+
+def test_what_never_runs_is_laid_out_where_its_rank_would_come_to_it():
+    table = {"rows": [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], "placement": [0, 1]}
+    found = answer({**table, "costs": {"forward": 2, "backward_input": 1, "backward_weight": 3}})
+    assert found["stopped"]
+    assert sorted(found["proof"]["actions"]) == ["0B0", "0F1", "1B0", "1F1"]
+    laid = [(each["rank"], each["action"], each["start"], each["end"]) for each in found["stuck"]]
+    assert laid[:3] == [(0, "0B0", 2, 6), (0, "0F1", 6, 8), (0, "0B1", 8, 12)]
+    assert laid[3:] == [(1, "1F1", 4, 6), (1, "1B0", 6, 10), (1, "1B1", 10, 14)]
+    assert answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2})["stuck"] == []
+
+
+def test_a_pair_that_never_runs_is_laid_out_as_one():
+    rows = [["0F0", "(0B0;0F1)OVERLAP_F_B", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    found = answer({"rows": rows, "placement": [0, 1]})
+    assert [(each["action"], each["start"], each.get("half")) for each in found["stuck"]][:3] == [
+        ("0B0", 1, 0),
+        ("0F1", 1, 1),
+        ("0B1", 4, None),
+    ]
+
+
+def test_a_run_whose_memory_was_measured_is_planned_in_bytes():
+    record = read(run_of(), "run")
+    step = replace(record.steps[0], sizes=(Size(3000, 1000), Size(2000, 2000)), memory_unit="bytes")
+    found = answer({"run": json.dumps(Record((step,), None, "s", ("step 7",)).data()), "file": "timeline.json"})
+    assert found["costs"]["sizes"] == [[3000, 1000], [2000, 2000]]
+    assert (found["timeline"]["memory_unit"], found["timeline"]["peak_memory"]) == ("bytes", (6000, 2000))
+    assert found["measured"]["steps"][0]["timeline"]["peak_memory"] == (6000, 2000)
+    again = answer({"schedule": "gpipe", "ranks": 2, "microbatches": 4, "costs": found["costs"], "unit": "ms"})
+    assert again["timeline"]["peak_memory"] == (12000, 8000)
+    other = answer({"schedule": "gpipe", "ranks": 3, "microbatches": 4, "costs": found["costs"], "unit": "ms"})
+    assert (other["timeline"]["memory_unit"], other["timeline"]["peak_memory"]) == ("", (4, 4, 4))
+    with pytest.raises(PenstockError, match="sizes has other than two numbers for each stage"):
+        answer({"schedule": "gpipe", "ranks": 2, "microbatches": 4, "costs": {"sizes": [[1], [2]]}})

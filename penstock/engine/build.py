@@ -14,13 +14,13 @@ from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.fully_sharded import is_mixed
 from penstock.mesh.place import Place
-from penstock.mesh.replicas import Alone
 from penstock.partition.balance import Balance
 from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.partition.pieces import on, skips_of
 from penstock.schedule import Schedule, Skip, build, from_rows
 from penstock.schedule.table import Cell
 from penstock.stage import tied
+from penstock.stage.copies import StageCopies
 from penstock.stage.keywords import takes
 from penstock.stage.links import links_of, skips_of_tied
 from penstock.stage.stage import Stage
@@ -36,7 +36,7 @@ class Cut:
     numbers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model
     tied: list[list[tied.Name]]  # parameters that several stages share
     skips: frozenset[Skip] = frozenset()  # between which stages values, or gradients of shared parameters, go past others
-    parallel: dict[int, Alone] = field(default_factory=dict)  # stage -> what other processes have of it
+    parallel: dict[int, StageCopies] = field(default_factory=dict)  # stage -> what other processes have of it
     whole: nn.Module | None = None  # the uncut model, if that is what was cut
     balance: Balance | None = None  # how even the cut is, on the rank that chose it
 
@@ -95,7 +95,7 @@ def _bare(modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
     return {stage: each.module if isinstance(each, DistributedDataParallel) else each for stage, each in modules.items()}
 
 
-def _parallel(modules: Mapping[int, nn.Module]) -> dict[int, Alone]:
+def _parallel(modules: Mapping[int, nn.Module]) -> dict[int, StageCopies]:
     return {stage: data_parallel.kind_of(bare, modules[stage]) for stage, bare in _bare(modules).items()}
 
 
@@ -193,7 +193,7 @@ def side_by_side(
     place: Place,
     plan: tensor_parallel.Plan | None,
     way: str | data_parallel.Way,
-) -> dict[int, Alone]:
+) -> dict[int, StageCopies]:
     """What other pipelines of the mesh have of this rank's stages: products shared by `plan`, replicas held equal by `way`.
 
     Raises MismatchError for a plan without an axis `tp` or one that does not fit, and for tied parameters that would be cut.
@@ -215,11 +215,11 @@ def side_by_side(
             data_parallel.share((*module.parameters(), *module.buffers()), place.tp.get_group())
             tensor_parallel.apply(plan, module, names[stage], place.tp)
         if place.dp is not None:
-            if type(parallel[stage]) is not Alone:
+            if type(parallel[stage]) is not StageCopies:
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             borrowed = [name for group in cut.tied for owner, name in group if owner == stage != group[0][0]]
             parallel[stage] = data_parallel.over(module, place, way, borrowed)
-    if len({type(each) for each in parallel.values() if type(each) is not Alone}) > 1:
+    if len({type(each) for each in parallel.values() if type(each) is not StageCopies}) > 1:
         raise MismatchError(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
         )
@@ -236,7 +236,7 @@ def stages(
     everyone: Sequence[Description],
     loss_fn: Callable[[Any, Any], Tensor] | None,
     device: torch.device,
-    parallel: Mapping[int, Alone],
+    parallel: Mapping[int, StageCopies],
     table: Schedule,
     settings: Mapping[str, Any],
 ) -> dict[int, Stage]:

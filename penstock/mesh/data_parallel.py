@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import MismatchError
 from penstock.mesh.fully_sharded import Shards, is_sharded
 from penstock.mesh.place import Place
-from penstock.mesh.replicas import Alone, Replicas
+from penstock.mesh.replicas import Replicas
+from penstock.stage.copies import StageCopies
 from penstock.stage.dtensor import local
 
 BROADCAST_BYTES = 1 << 25  # of one message
@@ -41,7 +42,7 @@ def fsdp(module: nn.Module, mesh: DeviceMesh) -> Any:
 WAYS: dict[str, Way] = {"ddp": ddp, "fsdp": fsdp}
 
 
-def over(module: nn.Module, place: Place, way: Way, borrowed: Sequence[str]) -> Alone:
+def over(module: nn.Module, place: Place, way: Way, borrowed: Sequence[str]) -> StageCopies:
     """`module` in a copy on every rank along `dp`, all with the first one's values, and from now on held equal by `way`.
 
     `borrowed`: names of parameters whose gradients go to another stage. Raises MismatchError if `way` holds nothing equal.
@@ -50,14 +51,16 @@ def over(module: nn.Module, place: Place, way: Way, borrowed: Sequence[str]) -> 
     assert mesh is not None
     share((*module.parameters(), *module.buffers()), mesh.get_group())
     if not any(True for _ in module.parameters()):
-        return Alone()
+        return StageCopies()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(borrowed))
     way = replicated if way is ddp and place.tp is not None else way
     if way is ddp and not any(each.requires_grad and name not in borrowed for name, each in module.named_parameters()):
         return Replicas(module, None, mesh.get_group(), partial(ddp, module, mesh))
     made = way(module, mesh)
-    parallel = kind_of(module, made, mesh.get_group(), partial(way, module, mesh)) if isinstance(made, nn.Module) else Alone()
-    if type(parallel) is Alone:
+    parallel = (
+        kind_of(module, made, mesh.get_group(), partial(way, module, mesh)) if isinstance(made, nn.Module) else StageCopies()
+    )
+    if type(parallel) is StageCopies:
         told = getattr(way, "__name__", repr(way))
         raise MismatchError(
             f"data_parallel={told} gave {type(made).__name__}, no DistributedDataParallel and not sharded: return what it makes"
@@ -67,11 +70,11 @@ def over(module: nn.Module, place: Place, way: Way, borrowed: Sequence[str]) -> 
 
 def kind_of(
     module: nn.Module, parallel: nn.Module, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
-) -> Alone:
+) -> StageCopies:
     """What runs `module`, of which DistributedDataParallel or `fully_shard` has made `parallel`; perhaps nobody has."""
     if isinstance(parallel, DistributedDataParallel):
         return Replicas(module, parallel, group, wrap)
-    return Shards(parallel, group) if is_sharded(parallel) else Alone()
+    return Shards(parallel, group) if is_sharded(parallel) else StageCopies()
 
 
 def share_state(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.mesh.replicas import Alone
+from penstock.stage.copies import StageCopies
 
 _beside = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives keep who calls them
 
 
-class Shards(Alone):
+class Shards(StageCopies):
     """A stage that `fully_shard` was applied to, or to submodules of; or `replicate`, which is made of the same."""
 
     ready = False
@@ -120,9 +120,9 @@ def is_mixed(module: nn.Module) -> bool:
     return policy is not None and policy.param_dtype is not None
 
 
-def begin(stages: list[Alone]) -> None:
+def begin(stages: list[StageCopies]) -> None:
     """Before a step: tell each of a rank's stages which comes into use after it, and fetch the first one's parameters."""
-    for stage, after in pairwise([*stages, Alone()]):
+    for stage, after in pairwise([*stages, StageCopies()]):
         stage.begin()
         stage.next = after
     for stage in stages[:1]:

@@ -10,40 +10,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.stage.backward.uses import run_backward
+from penstock.stage.copies import StageCopies
 
 
-class Alone:
-    """A stage that nobody else has. What the other kinds do more has its place here, and does nothing."""
-
-    ready = True  # whether the parameters are here to be used
-    alike = True  # whether the replicas' backwards are alike in this step: if not, gradients are averaged at its end only
-    hooked = False  # whether it must see each gradient reach its parameter
-    next: "Alone | None" = None  # the stage of this rank that comes into use after it
-
-    def begin(self) -> None:
-        """Before a step."""
-
-    def gather(self) -> None:
-        """Begin to fetch what of the parameters is elsewhere."""
-
-    def get_ready(self) -> None:
-        """Before the first forward: wait for it."""
-
-    def expect(self, ends: Sequence[Tensor] = ()) -> None:
-        """Before the backward with which the gradients of this step are complete; `ends` of its graph, from `ends_of`."""
-
-    def complete(self) -> None:
-        """After it: begin to average them."""
-
-    def end(self, training: bool) -> None:
-        """At the end of a step: wait until they are averaged."""
-
-    def ends_of(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What `expect` must know of the graph of `outputs`, without their memory."""
-        return ()
-
-
-class Replicas(Alone):
+class Replicas(StageCopies):
     """A stage that DistributedDataParallel holds equal; `parallel` is None as long as there is nothing to be averaged.
 
     Its forward is not called, since it would take the backward of each for the last of the step: this tells it which one is.

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.comms.messages import wire
-from penstock.mesh.replicas import Alone
 from penstock.partition.pieces import Piece
 from penstock.randomness import advance
 from penstock.stage.auxiliary import Collected
 from penstock.stage.backward.split import Splitter
 from penstock.stage.backward.standins import PutOff
 from penstock.stage.backward.uses import edge_of, run_backward
+from penstock.stage.copies import StageCopies
 from penstock.stage.entry import Entry
 from penstock.stage.keywords import Carried, Keywords, bare
 from penstock.stage.layers import Layers, Recompute
@@ -69,12 +69,12 @@ class Stage:
         links: Links | None = None,
         later: frozenset[str] = frozenset(),
         merge: bool = False,
-        parallel: Alone | None = None,
+        parallel: StageCopies | None = None,
         in_order: bool = False,
         first: int = 0,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
-        self.parallel, self._first = parallel or Alone(), first
+        self.parallel, self._first = parallel or StageCopies(), first
         self.links = links or Links.of_chain(index)
         piece = module.penstock if isinstance(module, Piece) else None  # of a graph
         self._from, self._to = (tuple(piece.sources), piece.takers) if piece else ((index - 1,), (index + 1,))

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.mesh.data_parallel import kind_of
-from penstock.mesh.replicas import Alone
 from penstock.stage.backward import split as split_backward
 from penstock.stage.backward import uses
+from penstock.stage.copies import StageCopies
 from penstock.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -269,7 +269,7 @@ def test_it_has_them_there_under_autocast(name: str, monkeypatch: pytest.MonkeyP
 # -- what happens when ----------------------------------------------------------------------------------------------
 
 
-def split_stage(module: nn.Module, parallel: Alone | None = None) -> Stage:
+def split_stage(module: nn.Module, parallel: StageCopies | None = None) -> Stage:
     stage = Stage(1, module, CPU, parallel=parallel)
     stage.forget()
     return stage

@@ -187,7 +187,7 @@ class Pipeline:
             work.part = self._parts.of(training, agreed.pieces, agreed.without_backward)
             engine.channels.begin(agreed.specs, agreed.known)
             for stage in self._stages.values():
-                stage.parallel.alike = agreed.alike
+                stage.copies.alike = agreed.alike
             if agreed.known or not training:
                 engine.run(work, clock)
             else:  # a step of a new kind
@@ -211,13 +211,13 @@ class Pipeline:
     def _begin(self, work: Work) -> None:
         """Before the first action: what stages that others have as well need to begin with."""
         with waiting("for the replicas to begin the step"):
-            shards.begin([self._stages[index].parallel for index in work.part.stages])
+            shards.begin([self._stages[index].copies for index in work.part.stages])
 
     def _end(self, work: Work) -> None:
         """After the last action: the gradients become those of the whole batch, on all who have them."""
         with waiting("for the replicas to average the gradients"):
             for stage in self._stages.values():
-                stage.parallel.end(work.training)
+                stage.copies.end(work.training)
             if self.place.tp is not None and work.training:
                 tensor_parallel.complete(self.parameters())
             if self.place.dp is not None and work.training:

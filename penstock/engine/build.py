@@ -22,7 +22,7 @@ from penstock.schedule.table import Cell
 from penstock.stage import tied
 from penstock.stage.copies import StageCopies
 from penstock.stage.keywords import takes
-from penstock.stage.links import links_of, skips_of_tied
+from penstock.stage.neighbours import neighbours_of, skips_of_tied
 from penstock.stage.stage import Stage
 
 Description = Mapping[str, Any]  # what one rank says of itself when the pipeline is built
@@ -242,7 +242,7 @@ def stages(
 ) -> dict[int, Stage]:
     """This rank's stages, ready to run `table`; `settings` are further ones of `Stage`."""
     later = taken_later(everyone)
-    links = links_of(len(later), cut.skips, cut.tied)
+    neighbours = neighbours_of(len(later), cut.skips, cut.tied)
     return {
         index: Stage(
             index,
@@ -250,9 +250,9 @@ def stages(
             device,
             loss_fn if index == len(later) - 1 else None,
             numbers=None if is_mixed(module) else cut.numbers[index],
-            links=links[index],
+            neighbours=neighbours[index],
             later=later[index],
-            parallel=parallel[index],
+            copies=parallel[index],
             in_order=table.weights_in_order(index),
             **settings,
         )

@@ -15,8 +15,8 @@ from penstock.errors import PenstockError, StageError
 from penstock.schedule.program import Transfer
 from penstock.schedule.rank_program import Part
 from penstock.schedule.table import Action, Kind
-from penstock.stage.entry import handed_over
 from penstock.stage.stage import Stage
+from penstock.stage.stage_input import handed_over
 
 Acts = dict[Kind, Callable[..., Sequence[Any]]]  # what is done for an action: (action, values, work) -> what it makes
 
@@ -65,7 +65,7 @@ class Engine:
         WaitFailed when a peer is lost.
         """
         incoming, outgoing, ahead, handed = self.channels.incoming, self.channels.outgoing, self._ahead, self._handed
-        acts, spread = self._acts(weighing), not all(stage.parallel.ready for stage in self.stages.values())
+        acts, spread = self._acts(weighing), not all(stage.copies.ready for stage in self.stages.values())
         try:
             made: Any
             for action, receives, needs, gives in work.part.steps:
@@ -111,7 +111,7 @@ class Engine:
         if stage.auxiliary:
             work.auxiliary[index, microbatch] = stage.auxiliary
         if index < self.last:
-            return output if len(stage.links.takers) > 1 else (output,)
+            return output if len(stage.neighbours.takers) > 1 else (output,)
         if not work.training:
             work.outputs[microbatch] = output
         if work.targets and microbatch not in work.without_backward:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.stage.backward.uses import run_backward
+from penstock.stage.backward.weight_use import run_backward
 from penstock.stage.copies import StageCopies
 
 

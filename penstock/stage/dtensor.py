@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-Piece = tuple[str, tuple[int, ...]]  # a name, and which piece of it
+ShardKey = tuple[str, tuple[int, ...]]  # a name, and which piece of it
 
 
 def local(value: Any) -> Any:

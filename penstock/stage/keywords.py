@@ -14,7 +14,7 @@ from penstock.errors import MismatchError
 from penstock.partition.pieces import Piece
 
 
-class Carried(NamedTuple):
+class WithKeywords(NamedTuple):
     """What a stage hands on, and the keywords that ride along."""
 
     value: Any
@@ -46,7 +46,7 @@ class Keywords:
     def hand_on(self, output: Any, kwargs: Mapping[str, Any]) -> Any:
         """What goes to the next stage."""
         onward = {name: value for name, value in kwargs.items() if name in self.later}
-        return Carried(output, onward) if onward else output
+        return WithKeywords(output, onward) if onward else output
 
 
 def bare(module: nn.Module) -> nn.Module:

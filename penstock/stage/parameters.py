@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
-from penstock.stage.dtensor import Piece, local, piece_of, placed_as
+from penstock.stage.dtensor import ShardKey, local, piece_of, placed_as
 
 
 class Parameters:
@@ -76,7 +76,7 @@ class Parameters:
         here = {name: first[id(value)] for name, value in named if isinstance(value, Tensor) and first[id(value)] != name}
         return {**here, **self.shared}
 
-    def gradient_norms(self, norm_type: float) -> dict[Piece, Tensor]:
+    def gradient_norms(self, norm_type: float) -> dict[ShardKey, Tensor]:
         """The norm of each gradient that this rank counts, or of its piece of one."""
         return {
             (name, piece_of(parameter.grad)): torch.linalg.vector_norm(local(parameter.grad), norm_type).cpu()
@@ -84,7 +84,7 @@ class Parameters:
             if parameter.grad is not None and name not in self.shared and local(parameter.grad).numel()
         }
 
-    def joined(self, parts: Sequence[Mapping[Piece, Tensor]], norm_type: float) -> list[Tensor]:
+    def joined(self, parts: Sequence[Mapping[ShardKey, Tensor]], norm_type: float) -> list[Tensor]:
         """The norms of whole gradients, in the uncut model's order, from what all ranks say of theirs."""
         pieces: dict[str, dict[tuple[int, ...], Tensor]] = {}
         for part in parts:

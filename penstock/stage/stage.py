@@ -14,14 +14,14 @@ from penstock.partition.pieces import Piece
 from penstock.randomness import advance
 from penstock.stage.auxiliary import Collected
 from penstock.stage.backward.split import Splitter
-from penstock.stage.backward.standins import PutOff
-from penstock.stage.backward.uses import edge_of, run_backward
+from penstock.stage.backward.standins import DeferredGradients
+from penstock.stage.backward.weight_use import edge_of, run_backward
 from penstock.stage.copies import StageCopies
-from penstock.stage.entry import Entry
-from penstock.stage.keywords import Carried, Keywords, bare
+from penstock.stage.keywords import Keywords, WithKeywords, bare
 from penstock.stage.layers import Layers, Recompute
-from penstock.stage.links import Links
-from penstock.stage.tied import StandIn, installed
+from penstock.stage.neighbours import Neighbours
+from penstock.stage.stage_input import StageInput
+from penstock.stage.tied import BorrowedParameter, installed
 
 
 class Given(NamedTuple):
@@ -30,17 +30,17 @@ class Given(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     carried: Mapping[str, Any] = {}  # keywords that ride along
-    entries: tuple[Entry, ...] = ()  # one for each message that came in
+    entries: tuple[StageInput, ...] = ()  # one for each message that came in
     borrowed: tuple[Tensor, ...] = ()  # stand-ins for parameters of earlier stages
 
 
 class Kept(NamedTuple):
     """What a microbatch in flight keeps alive on a stage, besides what its graph saved."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[StageInput, ...]
     borrowed: tuple[Tensor, ...]
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself goes as soon as it is sent
-    put_off: PutOff | None  # if the backward is split
+    put_off: DeferredGradients | None  # if the backward is split
     ends: tuple[Tensor, ...]  # what replicas must know of the graph
     auxiliary: tuple[tuple[GradientEdge, Tensor], ...]  # losses that arose in the forward
 
@@ -49,10 +49,10 @@ class Stage:
     """A stage of the model on this rank.
 
     `numbers` are those of its layers, `recompute` says what is run again in the backward: see `layers.py`.
-    `links` are its connections to other stages, by default those of a chain.
-    `later`: keywords that stages after this one take (`carried.py`).
-    `merge`: weights' gradients that were put off may be summed in another order (see `split_backward.py`).
-    `parallel`: what other processes have of the stage (see `replicas.py`).
+    `neighbours` are the stages it is connected to, by default those of a chain.
+    `later`: keywords that stages after this one take (`keywords.py`).
+    `merge`: weights' gradients that were put off may be summed in another order (see `backward/split.py`).
+    `copies`: what other processes have of the stage (see `copies.py`).
     `in_order`: microbatches' W come in the order of their I.
     `first`: the number that random numbers take microbatch 0 for; a replica counts on where the one before it ends.
     """
@@ -66,34 +66,36 @@ class Stage:
         *,
         numbers: Sequence[int] | None = None,
         recompute: Recompute | None = None,
-        links: Links | None = None,
+        neighbours: Neighbours | None = None,
         later: frozenset[str] = frozenset(),
         merge: bool = False,
-        parallel: StageCopies | None = None,
+        copies: StageCopies | None = None,
         in_order: bool = False,
         first: int = 0,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
-        self.parallel, self._first = parallel or StageCopies(), first
-        self.links = links or Links.of_chain(index)
+        self.copies, self._first = copies or StageCopies(), first
+        self.neighbours = neighbours or Neighbours.of_chain(index)
         piece = module.penstock if isinstance(module, Piece) else None  # of a graph
         self._from, self._to = (tuple(piece.sources), piece.takers) if piece else ((index - 1,), (index + 1,))
-        self._borrowed = {to: [StandIn(module, name) for name in names] for to, names in self.links.borrowed.items()}
+        self._borrowed = {
+            to: [BorrowedParameter(module, name) for name in names] for to, names in self.neighbours.borrowed.items()
+        }
         self._standins = [each for group in self._borrowed.values() for each in group]
         self.kept: dict[int, Kept] = {}
         self._layers = Layers(index, module, device, numbers, recompute)
         self._keywords = None if piece else Keywords(module, later)
         self._spread = frozenset() if piece else _takes_several(module)
-        shared = {id(module.get_parameter(name)) for names in self.links.lent.values() for name in names}
+        shared = {id(module.get_parameter(name)) for names in self.neighbours.lent.values() for name in names}
         shared |= {id(standin.parameter) for standin in self._standins}
-        hooked = self.parallel.hooked
+        hooked = self.copies.hooked
         self._splitter = Splitter(module, merge and not hooked, shared, in_order and not hooked)
-        self._put_off: dict[int, PutOff] = {}  # microbatch -> what its W will do
+        self._put_off: dict[int, DeferredGradients] = {}  # microbatch -> what its W will do
 
     def get_ready(self) -> None:
         """Before the step's first action: wait for parameters that are elsewhere."""
-        if not self.parallel.ready:
-            self.parallel.get_ready()
+        if not self.copies.ready:
+            self.copies.get_ready()
             self._splitter.refresh()
 
     def forward(
@@ -105,25 +107,25 @@ class Stage:
         depend on it, the microbatch and the layer alone. Seeding moves the device's generator; whoever calls puts it back.
         A stage with several takers gives a sequence, one message for each.
         """
-        entries = tuple([Entry() for _ in values])
+        entries = tuple([StageInput() for _ in values])
         with _grad_mode(keep):
             if self._standins and keep:
                 values, borrowed = self._admit_shared(entries, values)
             else:
                 values, borrowed = [entry.admit(value) for entry, value in zip(entries, values, strict=True)], ()
             if len(values) > len(self._from):
-                values = [value for source, value in zip(self.links.sources, values, strict=True) if source in self._from]
+                values = [value for source, value in zip(self.neighbours.sources, values, strict=True) if source in self._from]
             args, kwargs, carried = self._arguments(values)
         return self._forward(microbatch, Given(args, kwargs, carried, entries, borrowed), seed, keep, split)
 
-    def _admit_shared(self, entries: Sequence[Entry], values: Sequence[Any]) -> tuple[list[Any], tuple[Tensor, ...]]:
+    def _admit_shared(self, entries: Sequence[StageInput], values: Sequence[Any]) -> tuple[list[Any], tuple[Tensor, ...]]:
         """The values, and the borrowed parameters as if they had come with them."""
         shared = {source: [each.value() for each in group] for source, group in self._borrowed.items()}
         admitted = [
             entry.admit((value, shared.get(source, [])))
-            for source, entry, value in zip(self.links.sources, entries, values, strict=True)
+            for source, entry, value in zip(self.neighbours.sources, entries, values, strict=True)
         ]
-        by_source = dict(zip(self.links.sources, admitted, strict=True))
+        by_source = dict(zip(self.neighbours.sources, admitted, strict=True))
         return [value for value, _ in admitted], tuple([each for source in shared for each in by_source[source][1]])
 
     def first_forward(
@@ -141,7 +143,7 @@ class Stage:
             output = self._layers.run(seed, given.args, given.kwargs)
         if given.carried and self._keywords:
             output = self._keywords.hand_on(output, given.carried)
-        if len(self.links.takers) > 1:
+        if len(self.neighbours.takers) > 1:
             output = self._messages(output)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
@@ -152,10 +154,10 @@ class Stage:
     def _messages(self, output: Any) -> list[Any]:
         """One for each taker; those that only share parameters get an empty one."""
         messages = dict(zip(self._to, output if len(self._to) > 1 else (output,), strict=True))
-        return [messages.get(taker, ()) for taker in self.links.takers]
+        return [messages.get(taker, ()) for taker in self.neighbours.takers]
 
     @contextmanager
-    def _installed(self, put_off: PutOff | None, borrowed: Sequence[Tensor]) -> Iterator[None]:
+    def _installed(self, put_off: DeferredGradients | None, borrowed: Sequence[Tensor]) -> Iterator[None]:
         """What stands in for parameters in a microbatch's forward, and in its backward, which may run the forward again."""
         with put_off.installed() if put_off else _NOTHING, installed(self._standins, borrowed) if borrowed else _NOTHING:
             yield
@@ -187,20 +189,20 @@ class Stage:
         if put_off is not None:
             self._put_off[microbatch] = put_off
         if last:
-            self.parallel.expect(ends)
+            self.copies.expect(ends)
         if pairs:
             with self._installed(put_off, borrowed) if put_off or borrowed else _NOTHING:
                 run_backward(*zip(*pairs, strict=True))
         if last:
-            self.parallel.complete()
+            self.copies.complete()
         return [entry.gradients for entry in entries]
 
     def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
         put_off = [self._put_off.pop(microbatch) for microbatch in microbatches if microbatch in self._put_off]
-        self._splitter.end(put_off, last, self.parallel.expect if last and self.parallel.hooked else None)
+        self._splitter.end(put_off, last, self.copies.expect if last and self.copies.hooked else None)
         if last:
-            self.parallel.complete()
+            self.copies.complete()
 
     def owed(self, microbatch: int) -> list[Tensor | None]:
         """What `backward_weight` still needs of `microbatch`, besides parameters."""
@@ -214,19 +216,21 @@ class Stage:
 
     def _keep(self, microbatch: int, output: Any, kept: Kept) -> None:
         """Keep `kept`, with the backward starting at `output`."""
-        leaves = self._with_lent(output, kept.borrowed) if self.links.lent else wire.flatten(output)[0]
+        leaves = self._with_lent(output, kept.borrowed) if self.neighbours.lent else wire.flatten(output)[0]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         edges = tuple([edge_of(tensor) for tensor in tensors])
-        ends = self.parallel.ends_of(tensors)
+        ends = self.copies.ends_of(tensors)
         self.kept[microbatch] = Kept(kept.entries, kept.borrowed, edges, kept.put_off, ends, kept.auxiliary)
 
     def _with_lent(self, output: Any, borrowed: Sequence[Tensor]) -> list[Any]:
         """The leaves of the messages to all takers, each with the parameters lent to that taker behind it."""
         mine = {id(each.parameter): tensor for each, tensor in zip(self._standins, borrowed, strict=False)}
         leaves: list[Any] = []
-        for taker, message in zip(self.links.takers, output if len(self.links.takers) > 1 else (output,), strict=True):
+        for taker, message in zip(
+            self.neighbours.takers, output if len(self.neighbours.takers) > 1 else (output,), strict=True
+        ):
             leaves += wire.flatten(message)[0]
-            lent = [self.module.get_parameter(name) for name in self.links.lent.get(taker, ())]
+            lent = [self.module.get_parameter(name) for name in self.neighbours.lent.get(taker, ())]
             leaves += [mine.get(id(parameter), parameter) for parameter in lent]
         return leaves
 
@@ -236,7 +240,7 @@ class Stage:
         A forward of several parameters gets a tuple or list spread over them, a dict by name; else the value is one.
         """
         carried: dict[str, Any] = {}
-        if type(values[0]) is Carried:
+        if type(values[0]) is WithKeywords:
             values, carried = [values[0].value], values[0].kwargs
         args: Sequence[Any] = values
         kwargs: dict[str, Any] = {}

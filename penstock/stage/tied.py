@@ -1,4 +1,4 @@
-"""Parameters shared by several stages: found by identity, kept equal over the ranks (see `links.py` for their gradients)."""
+"""Parameters that several stages share: found by identity, kept equal over the ranks; `neighbours.py` has their gradients."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.comms.point_to_point import recv_tensor, send_tensor
 from penstock.comms.topology import Topology
-from penstock.stage.links import Name
+from penstock.stage.neighbours import Name
 
 
 def find(stages: Sequence[nn.Module]) -> list[list[Name]]:
@@ -39,7 +39,7 @@ def owned(
     return copies
 
 
-class StandIn:
+class BorrowedParameter:
     """What takes the place of a parameter, wherever a stage's module has it, while a microbatch is worked on."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -62,7 +62,7 @@ class StandIn:
 
 
 @contextmanager
-def installed(standins: Sequence[StandIn], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def installed(standins: Sequence[BorrowedParameter], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """`tensors` in the places of the parameters."""
     try:
         for standin, tensor in zip(standins, tensors, strict=True):

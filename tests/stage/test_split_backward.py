@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 from penstock.mesh.data_parallel import kind_of
 from penstock.stage.backward import split as split_backward
-from penstock.stage.backward import uses
+from penstock.stage.backward import weight_use
 from penstock.stage.copies import StageCopies
 from penstock.stage.stage import Stage
 
@@ -269,8 +269,8 @@ def test_it_has_them_there_under_autocast(name: str, monkeypatch: pytest.MonkeyP
 # -- what happens when ----------------------------------------------------------------------------------------------
 
 
-def split_stage(module: nn.Module, parallel: StageCopies | None = None) -> Stage:
-    stage = Stage(1, module, CPU, parallel=parallel)
+def split_stage(module: nn.Module, copies: StageCopies | None = None) -> Stage:
+    stage = Stage(1, module, CPU, copies=copies)
     stage.forget()
     return stage
 
@@ -304,8 +304,8 @@ PUT_OFF = {
 @pytest.mark.parametrize("name", PUT_OFF)
 def test_the_weight_gradients_of_products_are_put_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    original = uses.Use.compute
-    monkeypatch.setattr(uses.Use, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
+    original = weight_use.WeightUse.compute
+    monkeypatch.setattr(weight_use.WeightUse, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
     stage = split_stage(make(name))
     value = MODULES[name][1]()
     output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split=True)
@@ -568,7 +568,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
         if split:
             for m in range(3):
                 stage.backward_weight([m], last=m == 2)
-        stage.parallel.end(training=True)
+        stage.copies.end(training=True)
     return {name: p.grad for name, p in module.named_parameters()}, sums
 
 

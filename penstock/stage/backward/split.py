@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.stage.backward.rules import PRODUCTS
-from penstock.stage.backward.standins import Place, PutOff, identity, places_of
-from penstock.stage.backward.uses import Owed, Use, run_backward
+from penstock.stage.backward.standins import DeferredGradients, ParameterSlot, identity, places_of
+from penstock.stage.backward.weight_use import Owed, WeightUse, run_backward
 
 SMALL = 1 << 18  # products in a weight's gradient; to put off one takes about as long as so many
 TOGETHER = 1 << 21  # bytes of gradients that are handed over at once; more would only take memory
@@ -36,8 +36,8 @@ class Splitter:
 
     def __init__(self, module: nn.Module, merge: bool = False, shared: Collection[int] = (), in_order: bool = False) -> None:
         self.module, self.merge, self.shared, self.in_order = module, merge, shared, in_order
-        self._places: list[Place] = []
-        self._stock: list[PutOff] = []
+        self._places: list[ParameterSlot] = []
+        self._stock: list[DeferredGradients] = []
         self._groups: dict[Any, list[_Group]] = {}  # for uses of the same places in the same order
         self._active: Sequence[int] = ()  # those that get stand-ins
         self._worth: Sequence[int] | None = ()  # those that get them from the next step on; None until that is known
@@ -52,14 +52,14 @@ class Splitter:
         elif self._worth is not None and len(self._worth) < len(self._active):
             self._active, self._stock = self._worth, []
 
-    def begin(self) -> PutOff | None:
+    def begin(self) -> DeferredGradients | None:
         """For one microbatch; None if nothing of it is to be put off."""
         if self._stock:
             return self._stock.pop()
-        return PutOff(self._places, self._active) if self._active else None
+        return DeferredGradients(self._places, self._active) if self._active else None
 
     def end(
-        self, put_off: Sequence[PutOff], last: bool = False, expect: Callable[[Sequence[Tensor]], None] | None = None
+        self, put_off: Sequence[DeferredGradients], last: bool = False, expect: Callable[[Sequence[Tensor]], None] | None = None
     ) -> None:
         """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
 
@@ -74,7 +74,9 @@ class Splitter:
         self._hand_over(nodes, expect)
         self._stock += put_off
 
-    def _due(self, put_off: Sequence[PutOff], others: Sequence[PutOff]) -> tuple[list[Owed], dict[int, Tensor]]:
+    def _due(
+        self, put_off: Sequence[DeferredGradients], others: Sequence[DeferredGradients]
+    ) -> tuple[list[Owed], dict[int, Tensor]]:
         """Uses whose gradients are to be computed, and what `I` left; `others` may still have some that a module kept."""
         owed = [each.taken() for each in put_off]
         if self._worth is None and put_off:
@@ -86,7 +88,7 @@ class Splitter:
             uses = [pair for pair in uses if not self._added_to_sum(*pair)]
         return uses, left
 
-    def _judged(self, put_off: PutOff, owed: Sequence[Owed]) -> Sequence[int]:
+    def _judged(self, put_off: DeferredGradients, owed: Sequence[Owed]) -> Sequence[int]:
         """The places whose gradients are worth being put off, by what the `W` of one microbatch finds.
 
         Those with hooks of the user's are: what they do belongs to `W`.
@@ -123,7 +125,7 @@ class Splitter:
         if ends:
             run_backward([get_gradient_edge(end) for end in ends], gradients)
 
-    def _added_to_sum(self, use: Use, gradient: Tensor) -> bool:
+    def _added_to_sum(self, use: WeightUse, gradient: Tensor) -> bool:
         """Whether the weight's gradient could be, and so was, added in the product itself."""
         place, _ = use.targets
         product = PRODUCTS.get(use.formula)
@@ -148,7 +150,7 @@ def _hooks(parameter: nn.Parameter) -> bool:
 
 
 def added(gradients: Sequence[dict[int, Tensor]]) -> dict[int, Tensor]:
-    """Place -> the sum over several microbatches."""
+    """ParameterSlot -> the sum over several microbatches."""
     sums: dict[int, Tensor] = {}
     for more in gradients:
         for place, gradient in more.items():
@@ -174,7 +176,7 @@ def _join(group: Sequence[Owed]) -> Owed:
 class _Group:
     """Parameters that are handed their gradients together; `summed` if those may have several sources."""
 
-    def __init__(self, owed: Sequence[Owed], uses: Sequence[int], left: Sequence[int], places: Sequence[Place]) -> None:
+    def __init__(self, owed: Sequence[Owed], uses: Sequence[int], left: Sequence[int], places: Sequence[ParameterSlot]) -> None:
         self.uses = uses  # by their index
         targets = [place for index in uses for place in owed[index][0].targets]
         self.wanted = [place is not None for place in targets]  # of what the uses compute
@@ -185,7 +187,7 @@ class _Group:
         self.large = [places[place].parameter for place in self.places if places[place].parameter.nbytes >= COPIED]
 
 
-def _grouped(owed: Sequence[Owed], left: Sequence[int], places: Sequence[Place]) -> Iterator[_Group]:
+def _grouped(owed: Sequence[Owed], left: Sequence[int], places: Sequence[ParameterSlot]) -> Iterator[_Group]:
     """Groups of about `TOGETHER` bytes; one of them has all the parameters whose gradients have several sources."""
     sources = Counter(itertools.chain(left, *[use.targets for use, _ in owed]))
     summed, uses, size = list[int](), list[int](), 0

@@ -23,7 +23,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.stage.backward.rules import RULES, Formula
-from penstock.stage.backward.uses import NO_VIEWS, Owed, Use, bare_of, run_backward
+from penstock.stage.backward.weight_use import NO_VIEWS, Owed, WeightUse, bare_of, run_backward
 
 # What makes views of a weight whose products with an input are still a weight's.
 VIEWS = frozenset(
@@ -34,7 +34,7 @@ VIEWS = frozenset(
 class Weight(Tensor):
     """The stand-in of a matrix, an embedding or a kernel, or a view of one: operations that take it go through the rules."""
 
-    later: "PutOff"
+    later: "DeferredGradients"
     place: int | None  # of the parameter it stands for; None for a view of one
     bare: Tensor | None  # the same memory, outside the graph
 
@@ -60,17 +60,17 @@ class Weight(Tensor):
 _running: set[FunctionType] = set()  # functions made of others that are being looked into
 
 
-class PutOff:
+class DeferredGradients:
     """What one microbatch on one stage has put off: stand-ins for its forward and `I`, gradients for its `W`.
 
     `active`: those of the `places` that get a stand-in.
     """
 
-    def __init__(self, places: Sequence["Place"], active: Iterable[int]) -> None:
+    def __init__(self, places: Sequence["ParameterSlot"], active: Iterable[int]) -> None:
         self.places = places
         self.standins = {index: places[index].stand_in(self, index) for index in active}
         self.views = False  # whether a use of a weight was ever through a view of it
-        self.gradients: dict[Use, tuple[Tensor | None]] = {}  # in the order in which the backward came by
+        self.gradients: dict[WeightUse, tuple[Tensor | None]] = {}  # in the order in which the backward came by
         self._uses = itertools.count()
         self._casts: dict[int, Tensor] = {}  # place -> what autocast makes of the weight
 
@@ -128,7 +128,7 @@ class PutOff:
 
     def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`output`, connected so that `I` keeps its gradient for `formula`."""
-        use = Use(next(self._uses), formula, value, weight, bias)
+        use = WeightUse(next(self._uses), formula, value, weight, bias)
         self.views = self.views or use.views != NO_VIEWS
         keep: Any = partial(self.gradients.__setitem__, use)  # no Python runs when the backward calls this
         if use.saved is not None:
@@ -171,7 +171,7 @@ class PutOff:
         return [*left, *self._casts.values(), *(each for use, (grad,) in self.gradients.items() for each in (use.value, grad))]
 
     def left(self) -> dict[int, Tensor]:
-        """Place -> the gradient that `I` left on its stand-in; taken from there."""
+        """ParameterSlot -> the gradient that `I` left on its stand-in; taken from there."""
         left = {}
         with DisableTorchFunctionSubclass():
             for place, standin in self.standins.items():
@@ -214,7 +214,7 @@ class _Arrival(torch.autograd.Function):
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
-class Place:
+class ParameterSlot:
     """A trainable parameter of a stage, and every module that has it under some name."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -223,7 +223,7 @@ class Place:
         self.memory = parameter.data_ptr()
         self.end = get_gradient_edge(parameter)  # of the graph, where gradients become the parameter's
 
-    def stand_in(self, later: PutOff, index: int) -> Tensor:
+    def stand_in(self, later: DeferredGradients, index: int) -> Tensor:
         """A leaf that shares the parameter's memory."""
         kind: type[Tensor] = Weight if self.parameter.dim() > 1 else nn.Parameter
         bare = self.parameter.detach()
@@ -233,18 +233,18 @@ class Place:
         return standin
 
 
-def places_of(module: nn.Module) -> list[Place]:
+def places_of(module: nn.Module) -> list[ParameterSlot]:
     """Of the trainable parameters; none if the module is compiled, whose graph is bound to the parameters themselves."""
-    places: dict[int, Place] = {}
+    places: dict[int, ParameterSlot] = {}
     for each in module.modules():
         if each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule":
             return []
         for name, parameter in each._parameters.items():
             if type(parameter) is nn.Parameter and parameter.requires_grad:
-                places.setdefault(id(parameter), Place(parameter)).owners.append((each._parameters, name))
+                places.setdefault(id(parameter), ParameterSlot(parameter)).owners.append((each._parameters, name))
     return list(places.values())
 
 
-def identity(place: Place) -> tuple[int, int, list[tuple[int, str]]]:
+def identity(place: ParameterSlot) -> tuple[int, int, list[tuple[int, str]]]:
     """Equal as long as stand-ins made for `place` can be used."""
     return id(place.parameter), place.memory, [(id(owner), name) for owner, name in place.owners]

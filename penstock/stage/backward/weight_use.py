@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from penstock.stage.backward.rules import Formula, Gradients
 
 
-class Use:
+class WeightUse:
     """One use of a weight: what its gradient will be computed from."""
 
     __slots__ = ("formula", "number", "saved", "targets", "value", "version", "views", "weight")
@@ -61,7 +61,7 @@ class Use:
         return self.formula(gradient, self.unpack(), self.weight)
 
 
-Owed = tuple[Use, Tensor]  # a use of a weight, and the gradient of its output
+Owed = tuple[WeightUse, Tensor]  # a use of a weight, and the gradient of its output
 
 
 NO_VIEWS = (None, None)

@@ -11,7 +11,7 @@ Name = tuple[int, str]  # a stage, and a parameter's name in it
 
 
 @dataclass
-class Links:
+class Neighbours:
     """The stages at the other ends, in order, and the parameters shared with each.
 
     A parameter of several stages belongs to the first of them. Each later one borrows it from the one before, as if its value
@@ -25,23 +25,23 @@ class Links:
     lent: dict[int, list[str]] = field(default_factory=dict)  # taker -> own names
 
     @classmethod
-    def of_chain(cls, index: int) -> "Links":
+    def of_chain(cls, index: int) -> "Neighbours":
         """Of a stage that has a neighbour on each side and nothing else."""
         return cls((index - 1,), (index + 1,))
 
 
-def links_of(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[Name]]) -> list[Links]:
-    """The links of every stage."""
+def neighbours_of(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[Name]]) -> list[Neighbours]:
+    """The neighbours of every stage."""
     ways = edges(stages, skips)
-    links = [
-        Links(tuple(start for start, end in ways if end == stage), tuple(end for start, end in ways if start == stage))
+    found = [
+        Neighbours(tuple(start for start, end in ways if end == stage), tuple(end for start, end in ways if start == stage))
         for stage in range(stages)
     ]
     for group in tied:
         for (start, name), (end, further) in _hops(group):
-            links[start].lent.setdefault(end, []).append(name)
-            links[end].borrowed.setdefault(start, []).append(further)
-    return links
+            found[start].lent.setdefault(end, []).append(name)
+            found[end].borrowed.setdefault(start, []).append(further)
+    return found
 
 
 def skips_of_tied(tied: Sequence[Sequence[Name]]) -> frozenset[Skip]:

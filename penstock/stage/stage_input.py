@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.comms.messages import wire
 
 
-class Entry:
+class StageInput:
     """A stage's input: where the gradients of its tensors are put when the backward reaches them."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Admit(torch.autograd.Function):
     """Turns received memory into tensors of the graph. They are not leaves: a layer may change them in place."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entry: Entry) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, entry: StageInput) -> tuple[Tensor, ...]:
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         tensors, entry.tensors = entry.tensors, ()

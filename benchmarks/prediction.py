@@ -23,7 +23,7 @@ from tables import Row, show
 from torch import nn
 
 import penstock as ps
-from penstock.learn.emulated import DIM, EmulatedLayer
+from penstock.learn.devices import DIM, EmulatedLayer
 from penstock.schedule import Schedule, Timeline
 from penstock.schedule.timing.measured import Measured
 

@@ -18,7 +18,7 @@ from torch import nn
 import penstock as ps
 from penstock import pipeline
 from penstock.engine.clock import Clock, clock_for
-from penstock.learn.emulated import DIM, EmulatedLayer
+from penstock.learn.devices import DIM, EmulatedLayer
 
 CALLS = 100_000  # of the clock alone
 WARM_UP = 5  # steps

@@ -145,13 +145,13 @@ class Lab:
 
     def run(self) -> None:
         """List the labs, or run one."""
-        from penstock import labs
+        from penstock.learn import catalog
 
         if self.number is None:
-            for number, lab in labs.LABS.items():
+            for number, lab in catalog.LABS.items():
                 print(f"{number:2}  {lab.title}")
         else:
-            labs.run(self.number, self.file)
+            catalog.run(self.number, self.file)
 
 
 @dataclass(frozen=True)

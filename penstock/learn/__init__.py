@@ -1,57 +1,9 @@
-"""The labs: from one process to a schedule of your own, and to all axes a training has; a script each, which checks itself."""
+"""A pipeline made by hand, one step a lab: from one process to a schedule of your own, and to all axes a training has.
 
-import importlib
-from dataclasses import dataclass
-from pathlib import Path
-
-from penstock.comms.launcher import start_ahead
-from penstock.errors import PenstockError
-
-
-@dataclass(frozen=True)
-class Lab:
-    """One lab: a module whose `main()` tells it, and what it is about."""
-
-    number: int
-    module: str
-    title: str
-
-    def run(self, *files: str) -> None:
-        """Tell this lab, about `files`. Raises SystemExit, with the reason, when one of its checks fails."""
-        importlib.import_module(self.module).main(*files)
-
-
-_TITLES = {
-    "lab1_monolith": "one process, the whole model",
-    "lab2_cut_by_hand": "two halves, the gradient carried over by hand, and the memory wall",
-    "lab3_ping_pong": "two processes, a message, and how two ranks stop for ever",
-    "lab4_naive": "a cut model without a schedule: one rank works, the others wait",
-    "lab5_gpipe": "microbatches fill the pipeline",
-    "lab6_1f1b": "the same bubble with less memory, and a new way to stop for ever",
-    "lab7_interleaved": "several stages on each rank: a smaller bubble, more messages",
-    "lab8_zero_bubble": "backward in two: where the bubble went, by two clocks",
-    "lab9_your_schedule": "a schedule of your own: proved, scored, run",
-    "lab10_collectives": "collectives by hand on four ranks, and who sends how much",
-    "lab11_data_parallel": "data parallel from one all-reduce, and how to hide it",
-    "lab12_tensor_parallel": "tensor parallel with its backward, by hand and declared",
-    "lab13_two_axes": "two axes: 2 x 2, pipeline x data",
-    "lab14_recompute_store_communicate": "recompute, store or communicate: three ways to have an activation",
-}
-
-LABS: dict[int, Lab] = {
-    number: Lab(number, f"penstock.learn.{name}", title) for number, (name, title) in enumerate(_TITLES.items(), start=1)
-}
-
-
-ALONE, YOURS = 1, 9  # the lab that needs no ranks, and the one that looks at a file of the learner's
-
-
-def run(number: int, file: Path | None = None) -> None:
-    """Tell lab `number`. Raises PenstockError if there is none, SystemExit when one of its checks fails."""
-    if number not in LABS:
-        raise PenstockError(f"there is no lab {number}: choose one of {', '.join(map(str, LABS))}")
-    if file is not None and number != YOURS:
-        raise PenstockError(f"lab {number} takes no file: leave {file} out, or choose lab {YOURS}")
-    if number != ALONE:
-        start_ahead()
-    LABS[number].run(*[str(file)] if file else [])
+`catalog`   which labs there are, and how one is told
+`labs/`     a script for each, which checks itself and ends with what it measured
+`story`     what every lab needs: ranks to run on, a voice that speaks once, checks that can fail
+`devices`   devices that are not there: compute that sleeps, memory with a limit
+`by_hand`   the collectives, from sends and receives
+`written`   a schedule somebody wrote as a Python function, read into a table
+"""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.learn.emulated import DIM, EmulatedLayer
+from penstock.learn.devices import DIM, EmulatedLayer
 from penstock.schedule import Kind, Measured, Schedule, Timeline
 
 SECONDS = 0.012, 0.012, 0.008  # of F, I and W of a layer

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock import learn as labs
 from penstock import schedule
-from penstock.learn import story
-from penstock.learn.emulated import EmulatedLayer, emulated_step
+from penstock.learn import catalog, story
+from penstock.learn.devices import EmulatedLayer, emulated_step
 from penstock.learn.labs import (
     lab1_monolith,
     lab3_ping_pong,
@@ -50,39 +49,39 @@ def run_python(*args: str) -> str:
 AS_A_SCRIPT, UNDER_TORCHRUN = 6, 3  # the others run in this process, as `penstock lab` runs them
 
 
-@pytest.mark.parametrize("number", [number for number in labs.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)])
+@pytest.mark.parametrize("number", [number for number in catalog.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)])
 def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys):
-    labs.run(number)
+    catalog.run(number)
     output = capsys.readouterr().out
     assert "checked: " in output
     assert ends_with_a_measurement(output), output
 
 
 def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
-    output = run_python("-m", labs.LABS[AS_A_SCRIPT].module)
+    output = run_python("-m", catalog.LABS[AS_A_SCRIPT].module)
     assert "checked: " in output
     assert ends_with_a_measurement(output), output
     assert "\033" not in output
 
 
 def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
-    output = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", labs.LABS[UNDER_TORCHRUN].module)
+    output = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", catalog.LABS[UNDER_TORCHRUN].module)
     assert "checked: " in output
     assert ends_with_a_measurement(output), output
     assert output.count("Measured: ") == 1
 
 
 def test_labs_are_numbered_from_one_and_have_files_of_their_names():
-    assert list(labs.LABS) == list(range(1, len(labs.LABS) + 1))
-    for number, lab in labs.LABS.items():
+    assert list(catalog.LABS) == list(range(1, len(catalog.LABS) + 1))
+    for number, lab in catalog.LABS.items():
         assert lab.number == number
-        assert lab.module.startswith(f"penstock.learn.lab{number}_")
+        assert lab.module.startswith(f"penstock.learn.labs.lab{number}_")
         assert (ROOT / (lab.module.replace(".", "/") + ".py")).exists()
 
 
 def test_an_unknown_lab_is_refused_with_the_numbers_there_are():
     with pytest.raises(ps.PenstockError, match=r"no lab 99: choose one of 1, 2, 3"):
-        labs.run(99)
+        catalog.run(99)
 
 
 def test_lab_1_fails_when_the_model_learns_nothing(monkeypatch):
@@ -190,7 +189,7 @@ def schedule(rank, ranks, microbatches):
 def test_lab_9_judges_the_schedule_of_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(ZB_H1)
-    output = run_python("-m", labs.LABS[9].module, str(file))
+    output = run_python("-m", catalog.LABS[9].module, str(file))
     assert f"{file}: the target is reached" in output
     assert "checked: all 10 gradients" in output
     assert ends_with_a_measurement(output), output

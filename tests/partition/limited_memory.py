@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.learn.emulated import CAN_LIMIT_MEMORY, limit_memory, warm_up
+from penstock.learn.devices import CAN_LIMIT_MEMORY, limit_memory, warm_up
 from penstock.partition.materialise import materialise
 
 LIMIT = 400_000_000  # bytes; the threads that carry messages take 50 MB of it, for their stacks

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from penstock.learn.emulated import EmulatedLayer
+from penstock.learn.devices import EmulatedLayer
 from penstock.learn.story import check, on_ranks, percent, ranks_here, say
 
 RANKS, STEPS = 4, 20

@@ -24,7 +24,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.learn.emulated import DIM, EmulatedLayer, fastest_step
+from penstock.learn.devices import DIM, EmulatedLayer, fastest_step
 from penstock.learn.story import check, is_narrator, megabytes, say
 from penstock.schedule import Costs
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import penstock as ps
-from penstock.learn.emulated import CAN_LIMIT_MEMORY, limit_memory, warm_up
+from penstock.learn.devices import CAN_LIMIT_MEMORY, limit_memory, warm_up
 from penstock.learn.story import check, is_narrator, megabytes, say
 
 LAYERS, CLASSES, ROWS, STEPS = 16, 4, 8, 2

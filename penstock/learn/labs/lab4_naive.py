@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.learn.emulated import emulated_step
+from penstock.learn.devices import emulated_step
 from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say
 
 RANKS, MICROBATCHES = 4, 3

@@ -12,7 +12,7 @@ Try: 24 microbatches. The simulated step goes on getting shorter; what keeps the
 """
 
 from penstock import schedule
-from penstock.learn.emulated import emulated_step
+from penstock.learn.devices import emulated_step
 from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say
 from penstock.schedule import Costs, Timeline
 

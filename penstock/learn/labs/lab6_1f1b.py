@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import mse_loss
 
 import penstock as ps
-from penstock.learn.emulated import DIM, EmulatedLayer, fastest_step
+from penstock.learn.devices import DIM, EmulatedLayer, fastest_step
 from penstock.learn.story import check, in_lines, on_ranks, percent, picture, ranks_here, say
 from penstock.schedule import Timeline
 

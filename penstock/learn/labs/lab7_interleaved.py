@@ -12,7 +12,7 @@ Try: four times the GROUPS. Does a longer batch bear slower messages?
 """
 
 from penstock import schedule
-from penstock.learn.emulated import emulated_step
+from penstock.learn.devices import emulated_step
 from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say
 from penstock.schedule import Costs, Schedule, Timeline
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import penstock as ps
-from penstock.learn.emulated import emulated_step
+from penstock.learn.devices import emulated_step
 from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say
 from penstock.schedule import Action, Cause, Costs, Kind, Schedule, Timeline
 

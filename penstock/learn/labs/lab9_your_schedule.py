@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import penstock as ps
-from penstock.learn.emulated import emulated_step
+from penstock.learn.devices import emulated_step
 from penstock.learn.labs.lab8_zero_bubble import CLASSES, DIM, batch, gradients_of
 from penstock.learn.story import check, in_lines, on_ranks, percent, picture, ranks_here, say, stop
 from penstock.learn.written import table_of

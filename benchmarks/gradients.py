@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from two_hosts import results_of
 
 import penstock as ps
-from penstock.mesh.place import Place, place_of
+from penstock.mesh.position import MeshPosition, position_in
 from penstock.schedule import Costs, Schedule, averaged, simulate
 
 PIPELINE = 2  # ranks of a replica
@@ -81,9 +81,9 @@ def work(options: Options) -> None:
     """What every rank runs: measures the link, then every configuration. Rank 0 writes down what came out."""
     topology = ps.comms.init_distributed(timeout=60)
     mesh = init_device_mesh("cpu", (2, PIPELINE), mesh_dim_names=("dp", "pp"))  # a replica on each host
-    place = place_of(mesh, topology)
+    position = position_in(mesh, topology)
     bandwidth = _bandwidth(mesh, options.kilobytes)
-    rows = [_measured(options, name, mesh, place, bandwidth) for name in options.schedules]
+    rows = [_measured(options, name, mesh, position, bandwidth) for name in options.schedules]
     if topology.rank == 0 and options.results is not None:
         options.results.write_text(json.dumps({"bandwidth": bandwidth, "rows": rows}))
 
@@ -102,13 +102,13 @@ def _bandwidth(mesh: DeviceMesh, kilobytes: int) -> float:
     return found.item()
 
 
-def _measured(options: Options, name: str, mesh: DeviceMesh, place: Place, bandwidth: float) -> Row:
+def _measured(options: Options, name: str, mesh: DeviceMesh, position: MeshPosition, bandwidth: float) -> Row:
     """One configuration: its steps both ways, in turns, and what is predicted of both."""
     table = ps.schedule.build(name, ranks=PIPELINE, microbatches=options.microbatches)
     share, floats = PIPELINE / table.stages, 256 * options.kilobytes * 4 // table.stages
     seconds = share * options.milliseconds / 1e3
     stages = partial(_stages, table, seconds, floats)
-    alone = replace(place.pipeline, store=dist.PrefixStore(f"replica {place.replica}", place.world.store))
+    alone = replace(position.pipeline, store=dist.PrefixStore(f"replica {position.replica}", position.world.store))
     settings: dict[str, Any] = {"loss_fn": _loss, "schedule": table, "seed": None}
     beside = ps.Pipeline(stages(), mesh=mesh, **settings)
     after = ps.Pipeline(stages(), topology=alone, **settings)

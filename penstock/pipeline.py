@@ -22,10 +22,9 @@ from penstock.engine.memory import Weighing
 from penstock.engine.report import StepReport, concluded, measured, numbers
 from penstock.engine.scaling import scale_of
 from penstock.errors import MismatchError, PenstockError
-from penstock.mesh import fully_sharded as shards
-from penstock.mesh import tensor_parallel
-from penstock.mesh.data_parallel import Way, share_state
-from penstock.mesh.place import place_of
+from penstock.mesh import fsdp, tensor_parallel
+from penstock.mesh.data_parallel import ApplyDataParallel, share_state
+from penstock.mesh.position import position_in
 from penstock.randomness import aside, mix
 from penstock.schedule import Event, Schedule, Size, Timeline, verify
 from penstock.schedule.rank_program import Parts
@@ -89,29 +88,31 @@ class Pipeline:
         scaler: torch.amp.GradScaler | None = None,
         init: Callable[[nn.Module], Any] | None = None,
         mesh: DeviceMesh | None = None,
-        data_parallel: str | Way = "ddp",
+        data_parallel: str | ApplyDataParallel = "ddp",
         tensor_parallel: tensor_parallel.Plan | None = None,
         **options: Any,
     ) -> None:
-        self.place = place_of(mesh, topology or comms.init_distributed())
-        self.topology = self.place.pipeline  # this rank's place in its pipeline
+        self.position = position_in(mesh, topology or comms.init_distributed())
+        self.topology = self.position.pipeline  # this rank's place in its pipeline
         self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.report: StepReport | None = None  # of the last step
         self.clock_error = 0.0  # seconds by which times of different machines may be off
-        self._control = Control(self.place.world, f"penstock/{next(_count)}", self.place.beside)
+        self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
         self._control.connect()
         with self._together():
             self.schedule = assembly.table(schedule, self.topology.world_size, microbatches, options)
             self._program = verify(self.schedule).program
             whole = partition.whole(model, cuts, example_args, example_kwargs)
-            starts = [] if whole is None or (whole.measures and self.place.world.rank) else whole.starts(self.schedule.stages)
+            starts = (
+                [] if whole is None or (whole.measures and self.position.world.rank) else whole.starts(self.schedule.stages)
+            )
             starts = self._control.gather_objects(starts, "to agree on the cut")[0]
             cut = assembly.cut(model, whole, starts, self.schedule, self.topology.rank)
             table = with_full_backwards(self.schedule)  # what runs
             if cut.skips or table is not self.schedule:
                 self._program = verify(table, skips=cut.skips).program
-            mine = assembly.describe(self.schedule, cut, seed, self.place, tensor_parallel, data_parallel)
+            mine = assembly.describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel)
             everyone = self._control.gather_objects(mine, "to build the pipeline")
             assembly.check(everyone)
             self._machines = [each["machine"] for each in everyone]
@@ -119,9 +120,9 @@ class Pipeline:
             names = assembly.names(everyone, cut)
             modules = assembly.placed(cut, names, self.topology.device, seed, init)
             with waiting("for the ranks beside it to build the pipeline"):
-                parallel = assembly.side_by_side(cut, modules, names, self.place, tensor_parallel, data_parallel)
+                parallel = assembly.side_by_side(cut, modules, names, self.position, tensor_parallel, data_parallel)
             self._control.gather_objects(None, "to build the pipeline")
-            first = self.place.replica * self.schedule.microbatches
+            first = self.position.replica * self.schedule.microbatches
             settings = {"recompute": recompute, "merge": merge_weight_gradients, "first": first}
             self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, parallel, table, settings)
             order = None if cut.whole is None else list(cut.whole.state_dict())
@@ -132,7 +133,7 @@ class Pipeline:
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         self._parts = Parts(self._program, self.topology.rank, merge_weight_gradients)
-        self._agreement = Agreement(self._control, self.place, self.schedule.microbatches)
+        self._agreement = Agreement(self._control, self.position, self.schedule.microbatches)
         self._engine: Engine | None = None
         self._connected_at = 0  # the control's generation the engine's channels belong to
         self._ran: tuple[Sequence[Any], Clock] | None = None  # the last step's actions, and when they ran
@@ -200,7 +201,7 @@ class Pipeline:
             actions = [step.action for step in work.part.steps]
             self._ran, self._sizes = (actions, clock), agreed.sizes
             end = f"to end the step, after {actions[-1] if actions else 'nothing'}"
-            loss, self.report = concluded(self._control, self.place, work, clock, self.last_rank, end, between, averaging)
+            loss, self.report = concluded(self._control, self.position, work, clock, self.last_rank, end, between, averaging)
             engine.channels.end()
             self._agreement.keep(agreed)
             self.step_count += training
@@ -211,18 +212,18 @@ class Pipeline:
     def _begin(self, work: Work) -> None:
         """Before the first action: what stages that others have as well need to begin with."""
         with waiting("for the replicas to begin the step"):
-            shards.begin([self._stages[index].copies for index in work.part.stages])
+            fsdp.begin([self._stages[index].copies for index in work.part.stages])
 
     def _end(self, work: Work) -> None:
         """After the last action: the gradients become those of the whole batch, on all who have them."""
         with waiting("for the replicas to average the gradients"):
             for stage in self._stages.values():
                 stage.copies.end(work.training)
-            if self.place.tp is not None and work.training:
+            if self.position.tp is not None and work.training:
                 tensor_parallel.complete(self.parameters())
-            if self.place.dp is not None and work.training:
+            if self.position.dp is not None and work.training:
                 for stage in self._stages.values():
-                    share_state(stage.module, self.place.dp.get_group())
+                    share_state(stage.module, self.position.dp.get_group())
         for parameter in self._tied if work.training else ():
             parameter.share_gradient()
 
@@ -231,7 +232,7 @@ class Pipeline:
         mine = self._program.schedule.actions[self.topology.rank]
         if (
             self.schedule.stages > 1
-            and self.place.tp is None
+            and self.position.tp is None
             and mine
             and mine[0].stage == 0
             and mine[0].microbatch < len(work.inputs)
@@ -244,8 +245,8 @@ class Pipeline:
         seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
         work, vote = Work(training, self._parts.of(training), seed), Vote(training, self.step_count)
         if training and self.scaler is not None:
-            work.scale = scale_of(self.scaler, self.place.world)
-        work.scale *= self.place.replicas  # which are averaged
+            work.scale = scale_of(self.scaler, self.position.world)
+        work.scale *= self.position.replicas  # which are averaged
         if rank == self.first_rank:
             work.inputs, vote.rows = microbatch.split_inputs(args, kwargs, pieces, self.topology.device)
             vote.signature = microbatch.signature((args, kwargs))
@@ -273,7 +274,7 @@ class Pipeline:
             self._connected_at = self._control.generation
             channels = Channels(self._program, self.topology, groups)
             last = self.schedule.stages - 1
-            self._engine = Engine(self.place.world.rank, self.topology.device, self._stages, last, channels)
+            self._engine = Engine(self.position.world.rank, self.topology.device, self._stages, last, channels)
         return self._engine
 
     @contextmanager
@@ -360,7 +361,7 @@ class Pipeline:
             rows, errors, sizes = zip(*[everyone[rank] for rank in ranks], strict=True)
         self.clock_error = max(errors)
         assert self.report is not None
-        return measured(self.schedule, rows, sizes, self.report, self.place, self._program.skips)
+        return measured(self.schedule, rows, sizes, self.report, self.position, self._program.skips)
 
     def _events(self) -> tuple[Event, ...]:
         """This rank's part of the timeline. Raises PenstockError before the first step."""

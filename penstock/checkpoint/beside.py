@@ -74,7 +74,7 @@ _beside: "WeakKeyDictionary[Pipeline, _Beside]" = WeakKeyDictionary()
 def settled(pipe: Pipeline) -> _Beside:
     """What the checkpoints of `pipe` share, the save before having ended. Raises what went wrong with that."""
     if pipe not in _beside:
-        _beside[pipe] = _Beside(pipe.place.world)
+        _beside[pipe] = _Beside(pipe.position.world)
     beside = _beside[pipe]
     saving, beside.saving = beside.saving, None
     if saving is not None:
@@ -87,11 +87,11 @@ def own_state(pipe: Pipeline) -> dict[str, Any]:
 
     Ranks that have the same stage, along the mesh's axes `dp` and `tp`, share the work.
     """
-    aliases, place = pipe.aliases, pipe.place
+    aliases, position = pipe.aliases, pipe.position
     state: dict[str, Any] = {}
     for number, (name, value) in enumerate(pipe.state_dict().items()):
         whole = full(value)  # all who have a piece of it ask for it
-        if number % place.copies == place.copy and name not in aliases:
+        if number % position.copies == position.copy and name not in aliases:
             state[name] = whole
     return state
 

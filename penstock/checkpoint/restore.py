@@ -66,7 +66,7 @@ class Restore:
 
     def run(self) -> dict[str, Any]:
         """Read this rank's tensors, restore everything, return `extra`."""
-        content, rank = self.content, self.pipe.place.world.rank
+        content, rank = self.content, self.pipe.position.world.rank
         model = {name: content["model"].get(kept, {"tensor": MODEL + kept}) for name, kept in self.kept.items()}
         state = content["optimizer"] if self.optimizer is not None else {"state": {}, "groups": []}
         mine = set(self.kept.values())

@@ -44,7 +44,7 @@ def save(
     beside = settled(pipe)
     final = Path(folder) / manifest.folder_of(pipe.step_count)
     tensors: dict[str, Tensor] = {}
-    with together(beside.control, f"collect what goes into {final}"), broken_off(pipe.place.beside):
+    with together(beside.control, f"collect what goes into {final}"), broken_off(pipe.position.beside):
         state = own_state(pipe)
         part = {"step": pipe.step_count, "aliases": pipe.aliases, "model": _packed_model(state, tensors)}
         part |= _packed_training(pipe, optimizer, scheduler, extra, state, tensors)
@@ -70,7 +70,7 @@ def _packed_training(
     tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
     """This rank's part of everything else; of the schedules, which are alike, the first is kept."""
-    rank, aliases = pipe.place.world.rank, pipe.aliases
+    rank, aliases = pipe.position.world.rank, pipe.aliases
     names = {id(parameter): aliases.get(name, name) for name, parameter in pipe.named_parameters()}
 
     def name_of(parameter: Tensor) -> str | None:

@@ -27,7 +27,7 @@ def export(pipe: Pipeline, path: str | Path) -> None:
     rank cannot write.
     """
     path, control = Path(path), settled(pipe).control
-    rank, aliases = pipe.place.world.rank, pipe.aliases
+    rank, aliases = pipe.position.world.rank, pipe.aliases
     parts = path.with_name(f".{path.name}.parts")
     with together(control, f"export to {path}"):
         state = {MODEL + name: value for name, value in own_state(pipe).items()}

@@ -106,7 +106,7 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    run = Run(topology.world_size, pipe.place.copies > 1)
+    run = Run(topology.world_size, pipe.position.copies > 1)
     run.rows_per_step, run.tokens_per_step = config.batch, config.batch * _tokens(config)
     run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
     if config.resume is not None:
@@ -264,7 +264,7 @@ def _validate(pipe: Pipeline, source: Any, config: TrainConfig) -> float:
 
 def _share(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The rows of this rank's replica."""
-    inputs, target = (part.tensor_split(pipe.place.replicas)[pipe.place.replica] for part in batch)
+    inputs, target = (part.tensor_split(pipe.position.replicas)[pipe.position.replica] for part in batch)
     return inputs, target
 
 
@@ -280,8 +280,8 @@ def _sample(pipe: Pipeline, source: data.Text, seed: int) -> tuple[str, str]:
         if logits is not None:
             likely = torch.softmax(logits[0, -1].float().cpu() / 0.7, 0)
             token = torch.multinomial(likely, 1, generator=generator)
-        if pipe.place.world.world_size > 1:
-            dist.broadcast(token, src=pipe.place.counted[0][pipe.last_rank])
+        if pipe.position.world.world_size > 1:
+            dist.broadcast(token, src=pipe.position.counted[0][pipe.last_rank])
         window = torch.cat([window[:, 1:], token[None]], 1)
         drawn.append(int(token))
     return prompt, drawn.decode(errors="replace")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from penstock.comms.control import Control
 from penstock.comms.messages.channels import Specs
 from penstock.errors import MismatchError
-from penstock.mesh.place import Place
+from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
 from penstock.stage.microbatch import shares, sizes
 
@@ -49,8 +49,8 @@ class Agreed:
 class Agreement:
     """The votes of one pipeline, and of those beside it, and the messages' descriptions for every vote that was run before."""
 
-    def __init__(self, control: Control, place: Place, microbatches: int) -> None:
-        self.control, self.place, self.microbatches = control, place, microbatches
+    def __init__(self, control: Control, position: MeshPosition, microbatches: int) -> None:
+        self.control, self.position, self.microbatches = control, position, microbatches
         self._known: dict[tuple[object, ...], Agreed] = {}
         self._votes: set[tuple[float, ...]] = set()  # of this rank, in steps that ended well
 
@@ -69,18 +69,18 @@ class Agreement:
         vote, what = self._vote, self._what
         rows = self.control.hear(what)
         self._check(rows)
-        batches = [_most(rows, ranks, 2) for ranks in self.place.counted]
+        batches = [_most(rows, ranks, 2) for ranks in self.position.counted]
         pieces = [sizes(batch, min(batch, self.microbatches)) for batch in batches]
         weights: list[list[float]] = [[] for _ in batches]
         if any(row[3] != NOTHING for row in rows):
             counts: Sequence[Sequence[float]] = pieces
             if any(row[4] for row in rows):
                 told = self.control.gather_objects(vote.counts, what)
-                counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.place.counted]
+                counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.counted]
             total = sum(map(sum, counts))
             weights = [shares(each, total) for each in counts]
         skipped = [frozenset(piece for piece, weight in enumerate(each) if not weight) for each in weights]
-        mine = self.place.replica
+        mine = self.position.replica
         alike = len({(len(each), skips) for each, skips in zip(pieces, skipped, strict=True)}) == 1
         key = (self.control.generation, skipped[mine], *map(_kind, rows))
         before = self._known.get(key)
@@ -99,8 +99,8 @@ class Agreement:
                 raise MismatchError(f"the ranks do different things: rank 0 calls {calls[0]}, rank {rank} calls {calls[1]}")
             if step != rows[0][1]:
                 raise MismatchError(f"the ranks are apart: rank 0 is at step {rows[0][1]:.0f}, rank {rank} at step {step:.0f}")
-        for replica, shards in enumerate(self.place.pipelines):
-            where = f"replica {replica}: " if self.place.replicas > 1 else ""
+        for replica, shards in enumerate(self.position.pipelines):
+            where = f"replica {replica}: " if self.position.replicas > 1 else ""
             batches = [(_most(rows, ranks, 2), _most(rows, ranks, 3)) for ranks in shards]
             batch, target = batches[0]
             if target not in (NOTHING, batch):
@@ -112,13 +112,13 @@ class Agreement:
                 if other != batches[0]:
                     told = f"{batch} rows at tp 0, {other[0]} at tp {shard}"
                     raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
-        for copies in self.place.stages:
+        for copies in self.position.stages:
             if len({rows[rank][6] for rank in copies}) > 1:
                 told = f"ranks {', '.join(map(str, copies))} have the same stages, but not the same parameters"
                 raise MismatchError(f"{told} frozen, or not the same autocast: they must be alike")
-        if len({_most(rows, ranks, 4) > 0 for ranks in self.place.counted}) > 1:
+        if len({_most(rows, ranks, 4) > 0 for ranks in self.position.counted}) > 1:
             raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
-        if len({_most(rows, ranks, 3) == NOTHING for ranks in self.place.counted}) > 1:
+        if len({_most(rows, ranks, 3) == NOTHING for ranks in self.position.counted}) > 1:
             raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
 
 

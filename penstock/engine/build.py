@@ -12,8 +12,8 @@ from penstock import partition
 from penstock.engine.clock import machine
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
-from penstock.mesh.fully_sharded import is_mixed
-from penstock.mesh.place import Place
+from penstock.mesh.fsdp import is_mixed
+from penstock.mesh.position import MeshPosition
 from penstock.partition.balance import Balance
 from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.partition.pieces import on, skips_of
@@ -114,9 +114,9 @@ def describe(
     table: Schedule,
     cut: Cut,
     seed: int | None,
-    place: Place,
+    position: MeshPosition,
     plan: tensor_parallel.Plan | None,
-    way: str | data_parallel.Way,
+    way: str | data_parallel.ApplyDataParallel,
 ) -> Description:
     """What the other ranks must know of this one, or agree with."""
     styles = {name: type(style).__name__ for name, style in (plan or {}).items()}
@@ -130,8 +130,8 @@ def describe(
         "uncut": "stages" if cut.whole is None else f"a model of {len(cut.whole.state_dict())} names",
         "tied": f"tied parameters {cut.tied}",
         "seed": f"seed {seed}",
-        "backend": f"backend {place.world.backend}",
-        "mesh": f"a mesh with the pipelines {place.pipelines}",
+        "backend": f"backend {position.world.backend}",
+        "mesh": f"a mesh with the pipelines {position.pipelines}",
         "way": f"data_parallel={way if isinstance(way, str) else getattr(way, '__name__', type(way).__name__)}",
         "plan": f"tensor_parallel={styles}",
         "tensors": {stage: _tensors(module) for stage, module in cut.modules.items()},
@@ -190,9 +190,9 @@ def side_by_side(
     cut: Cut,
     modules: Mapping[int, nn.Module],
     names: Sequence[Mapping[str, str]],
-    place: Place,
+    position: MeshPosition,
     plan: tensor_parallel.Plan | None,
-    way: str | data_parallel.Way,
+    way: str | data_parallel.ApplyDataParallel,
 ) -> dict[int, StageCopies]:
     """What other pipelines of the mesh have of this rank's stages: products shared by `plan`, replicas held equal by `way`.
 
@@ -201,24 +201,26 @@ def side_by_side(
     if isinstance(way, str) and way not in data_parallel.WAYS:
         raise MismatchError(f"data_parallel={way!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage")
     way = data_parallel.WAYS[way] if isinstance(way, str) else way
-    if place.tp is None and plan is not None and place.mesh is None:
+    if position.tp is None and plan is not None and position.mesh is None:
         raise MismatchError("tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)")
-    if place.tp is not None and plan is None:
-        raise MismatchError(f"the mesh has {place.tp.size()} ranks along tp: say by tensor_parallel= which products they share")
+    if position.tp is not None and plan is None:
+        raise MismatchError(
+            f"the mesh has {position.tp.size()} ranks along tp: say by tensor_parallel= which products they share"
+        )
     if plan is not None:
         tensor_parallel.check(plan, names)
-    if cut.tied and (place.tp is not None or (place.dp is not None and way is not data_parallel.ddp)):
+    if cut.tied and (position.tp is not None or (position.dp is not None and way is not data_parallel.ddp)):
         raise MismatchError(f"parameters of several stages ({_tied(cut, names)}) can be neither sharded nor split over tp")
     parallel = dict(cut.parallel)
     for stage, module in modules.items():
-        if place.tp is not None and plan is not None:
-            data_parallel.share((*module.parameters(), *module.buffers()), place.tp.get_group())
-            tensor_parallel.apply(plan, module, names[stage], place.tp)
-        if place.dp is not None:
+        if position.tp is not None and plan is not None:
+            data_parallel.share((*module.parameters(), *module.buffers()), position.tp.get_group())
+            tensor_parallel.apply(plan, module, names[stage], position.tp)
+        if position.dp is not None:
             if type(parallel[stage]) is not StageCopies:
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             borrowed = [name for group in cut.tied for owner, name in group if owner == stage != group[0][0]]
-            parallel[stage] = data_parallel.over(module, place, way, borrowed)
+            parallel[stage] = data_parallel.over(module, position, way, borrowed)
     if len({type(each) for each in parallel.values() if type(each) is not StageCopies}) > 1:
         raise MismatchError(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.comms.control import Control
 from penstock.engine.clock import Clock
 from penstock.engine.engine import Work
-from penstock.mesh.place import Place
+from penstock.mesh.position import MeshPosition
 from penstock.schedule import Border, Event, Schedule, Size, Timeline
 from penstock.schedule.table import Skip
 
@@ -53,11 +53,11 @@ def measured(
     rows: Sequence[tuple[Event, ...]],
     sizes: Sequence[Mapping[int, Size]],
     report: StepReport,
-    place: Place,
+    position: MeshPosition,
     skips: Iterable[Skip],
 ) -> Timeline:
     """The timeline of a step from what the ranks of this pipeline tell, each in one place: events, sizes of its stages."""
-    ranks = [place.pipeline.of_job(rank) for rank in range(len(rows))]
+    ranks = [position.pipeline.of_job(rank) for rank in range(len(rows))]
     by_stage = {stage: size for each in sizes for stage, size in each.items()}
     known = len(by_stage) == schedule.stages
     return Timeline(
@@ -66,13 +66,20 @@ def measured(
         sizes=tuple(by_stage[stage] for stage in range(schedule.stages)) if known else (),
         memory_unit="bytes" if known else "",
         between=tuple([report.between[rank] for rank in ranks]),
-        averaging=tuple([report.averaging[rank] for rank in ranks]) if place.copies > 1 else (),
+        averaging=tuple([report.averaging[rank] for rank in ranks]) if position.copies > 1 else (),
         skips=dict.fromkeys(skips, Border()),
     )
 
 
 def concluded(
-    control: Control, place: Place, work: Work, clock: Clock, last_rank: int, what: str, between: float, averaging: float
+    control: Control,
+    position: MeshPosition,
+    work: Work,
+    clock: Clock,
+    last_rank: int,
+    what: str,
+    between: float,
+    averaging: float,
 ) -> tuple[Tensor, StepReport]:
     """The end of a step, reached by all ranks together: the loss and the times, the same on every rank.
 
@@ -85,12 +92,12 @@ def concluded(
     everyone = control.gather(row, what)
     ran = [each for each in everyone if each[3]]  # a rank may have no stage
     makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
-    losses = [everyone[ranks[last_rank]][:2] for ranks in place.counted]
+    losses = [everyone[ranks[last_rank]][:2] for ranks in position.counted]
     value = losses[0][0] if len(losses) == 1 else math.fsum(each for each, _ in losses)
     kind = next((kind for _, kind in losses if kind != NOTHING), 0)  # a replica may have nothing that counts
     if any(each[6] for each in everyone):  # summed exactly, so that it does not matter which rank has which
         told = control.gather_objects(auxiliary, what)
-        value = math.fsum([value, *(term for ranks in place.counted for rank in ranks for term in told[rank])])
+        value = math.fsum([value, *(term for ranks in position.counted for rank in ranks for term in told[rank])])
     report = StepReport(makespan, *(tuple(each[column] for each in everyone) for column in (4, 5, 7, 8)))
     return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
 

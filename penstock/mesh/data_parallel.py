@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import MismatchError
-from penstock.mesh.fully_sharded import Shards, is_sharded
-from penstock.mesh.place import Place
-from penstock.mesh.replicas import Replicas
+from penstock.mesh.ddp import DDPCopies
+from penstock.mesh.fsdp import FSDPCopies, is_sharded
+from penstock.mesh.position import MeshPosition
 from penstock.stage.copies import StageCopies
 from penstock.stage.dtensor import local
 
 BROADCAST_BYTES = 1 << 25  # of one message
-Way = Callable[[nn.Module, DeviceMesh], nn.Module]  # a stage, the mesh's axis `dp` -> the stage, held equal along it
+ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # a stage, the axis `dp` -> the stage, held equal along it
 
 
 def ddp(module: nn.Module, mesh: DeviceMesh) -> Any:
@@ -39,23 +39,23 @@ def fsdp(module: nn.Module, mesh: DeviceMesh) -> Any:
     return fully_shard(module, mesh=mesh)
 
 
-WAYS: dict[str, Way] = {"ddp": ddp, "fsdp": fsdp}
+WAYS: dict[str, ApplyDataParallel] = {"ddp": ddp, "fsdp": fsdp}
 
 
-def over(module: nn.Module, place: Place, way: Way, borrowed: Sequence[str]) -> StageCopies:
+def over(module: nn.Module, position: MeshPosition, way: ApplyDataParallel, borrowed: Sequence[str]) -> StageCopies:
     """`module` in a copy on every rank along `dp`, all with the first one's values, and from now on held equal by `way`.
 
     `borrowed`: names of parameters whose gradients go to another stage. Raises MismatchError if `way` holds nothing equal.
     """
-    mesh = place.dp
+    mesh = position.dp
     assert mesh is not None
     share((*module.parameters(), *module.buffers()), mesh.get_group())
     if not any(True for _ in module.parameters()):
         return StageCopies()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(borrowed))
-    way = replicated if way is ddp and place.tp is not None else way
+    way = replicated if way is ddp and position.tp is not None else way
     if way is ddp and not any(each.requires_grad and name not in borrowed for name, each in module.named_parameters()):
-        return Replicas(module, None, mesh.get_group(), partial(ddp, module, mesh))
+        return DDPCopies(module, None, mesh.get_group(), partial(ddp, module, mesh))
     made = way(module, mesh)
     parallel = (
         kind_of(module, made, mesh.get_group(), partial(way, module, mesh)) if isinstance(made, nn.Module) else StageCopies()
@@ -73,8 +73,8 @@ def kind_of(
 ) -> StageCopies:
     """What runs `module`, of which DistributedDataParallel or `fully_shard` has made `parallel`; perhaps nobody has."""
     if isinstance(parallel, DistributedDataParallel):
-        return Replicas(module, parallel, group, wrap)
-    return Shards(parallel, group) if is_sharded(parallel) else StageCopies()
+        return DDPCopies(module, parallel, group, wrap)
+    return FSDPCopies(parallel, group) if is_sharded(parallel) else StageCopies()
 
 
 def share_state(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -56,9 +56,9 @@ def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 def share(pipe: ps.Pipeline, tensors: tuple[Tensor, Tensor], sizes: list[int] | None = None) -> tuple[Tensor, Tensor]:
     """This replica's rows: of `sizes`, or as equal as can be."""
-    place = pipe.place
-    inputs, target = (each.split(sizes) if sizes else each.tensor_split(place.replicas) for each in tensors)
-    return inputs[place.replica], target[place.replica]
+    position = pipe.position
+    inputs, target = (each.split(sizes) if sizes else each.tensor_split(position.replicas) for each in tensors)
+    return inputs[position.replica], target[position.replica]
 
 
 def gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:
@@ -358,7 +358,7 @@ def normalised() -> tuple[dict[str, Tensor], dict]:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)).double()
     pipe = built((2, 2, 1), whole, "1f1b", 2)
-    inputs, target = share(pipe, batch(pipe.place.replica, 8))
+    inputs, target = share(pipe, batch(pipe.position.replica, 8))
     pipe.step(inputs, target=target)
     return {name: value for name, value in pipe.state_dict().items() if "running" in name}, gradients(pipe)
 
@@ -643,7 +643,7 @@ def test_what_does_not_fit_is_told_with_what_does() -> None:
 
 def failing(how: str, shape: Shape) -> tuple[str, str, float]:
     pipe = built(shape, model(), "1f1b", 4)
-    rank = pipe.place.world.rank
+    rank = pipe.position.world.rank
     inputs, target = share(pipe, batch(0, 16))
     pipe.step(inputs, target=target)
     if how == "rows" and rank == 1:

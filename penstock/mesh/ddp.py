@@ -13,7 +13,7 @@ from penstock.stage.backward.weight_use import run_backward
 from penstock.stage.copies import StageCopies
 
 
-class Replicas(StageCopies):
+class DDPCopies(StageCopies):
     """A stage that DistributedDataParallel holds equal; `parallel` is None as long as there is nothing to be averaged.
 
     Its forward is not called, since it would take the backward of each for the last of the step: this tells it which one is.

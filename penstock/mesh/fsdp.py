@@ -22,7 +22,7 @@ from penstock.stage.copies import StageCopies
 _beside = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives keep who calls them
 
 
-class Shards(StageCopies):
+class FSDPCopies(StageCopies):
     """A stage that `fully_shard` was applied to, or to submodules of; or `replicate`, which is made of the same."""
 
     ready = False

@@ -28,7 +28,7 @@ AXES = ("pp", "dp", "tp")
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshPosition:
     """Where this rank stands."""
 
     world: Topology  # all ranks of the mesh
@@ -79,13 +79,13 @@ class Place:
         return [mesh.get_group() for mesh in (self.dp, self.tp) if mesh is not None]
 
 
-def place_of(mesh: DeviceMesh | None, topology: Topology) -> Place:
+def position_in(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
     """Where this rank stands in `mesh`; without one, all ranks are one pipeline.
 
     Raises MismatchError for axes of other names, and for a mesh that is not made of all ranks.
     """
     if mesh is None:
-        return Place(topology, topology, ((tuple(range(topology.world_size)),),))
+        return MeshPosition(topology, topology, ((tuple(range(topology.world_size)),),))
     names = mesh.mesh_dim_names or ()
     if not names or set(names) - set(AXES):
         raise MismatchError(f"the mesh has axes {names or 'without names'}: use any of 'pp', 'dp' and 'tp', or init_mesh")
@@ -97,7 +97,7 @@ def place_of(mesh: DeviceMesh | None, topology: Topology) -> Place:
     replica, shard, rank = (torch.nonzero(ranks == topology.rank)[0]).tolist()
     pipelines = tuple(tuple(tuple(row) for row in shards) for shards in ranks.tolist())
     mine = pipelines[replica][shard]
-    return Place(
+    return MeshPosition(
         topology,
         replace(topology, rank=rank, world_size=len(mine), ranks=mine),
         pipelines,

@@ -15,8 +15,8 @@ from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.fsdp import is_mixed
 from penstock.mesh.position import MeshPosition
 from penstock.partition.balance import Balance
+from penstock.partition.graph_stage import on, skips_of
 from penstock.partition.materialise import Init, is_meta, materialise
-from penstock.partition.pieces import on, skips_of
 from penstock.schedule import Schedule, Skip, build, from_rows
 from penstock.schedule.table import Cell
 from penstock.stage import tied

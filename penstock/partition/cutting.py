@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import MismatchError
-from penstock.partition import pieces
+from penstock.partition import graph_stage
 from penstock.partition.balance import PARAMETERS, Balance
-from penstock.partition.measure import measure, record
-from penstock.partition.pieces import Traced
+from penstock.partition.graph_stage import Traced
+from penstock.partition.unit_times import measure, record
 from penstock.partition.units import units_of
 
 
@@ -62,9 +62,9 @@ def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
     messages: dict[tuple[int, int], Any] = {}
     output: Any = None
     for index, stage in enumerate(stages):
-        sources = stage.penstock.sources if isinstance(stage, pieces.Piece) else range(max(0, index - 1), index)
+        sources = stage.penstock.sources if isinstance(stage, graph_stage.GraphStage) else range(max(0, index - 1), index)
         output = stage(*[messages.pop((source, index)) for source in sources]) if index else stage(*args, **kwargs)
-        takers = stage.penstock.takers if isinstance(stage, pieces.Piece) else (index + 1,)
+        takers = stage.penstock.takers if isinstance(stage, graph_stage.GraphStage) else (index + 1,)
         given = output if len(takers) > 1 else (output,)
         messages |= {(index, taker): message for taker, message in zip(takers, given, strict=False)}
     return output
@@ -144,7 +144,7 @@ class Whole:
             places = [0, *map(self.order.index, starts), len(layers)]
             stages: list[nn.Module] = [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(places)]
         else:
-            stages = list(pieces.cut(self._traced, starts))
+            stages = list(graph_stage.cut(self._traced, starts))
         for stage in stages:
             stage.training = self.model.training
         lost = self.model.state_dict().keys() - {name for stage in stages for name in stage.state_dict()}

@@ -17,8 +17,8 @@ from torch.export.graph_signature import InputKind
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from penstock.errors import MismatchError
+from penstock.partition.graph_stage import DEVICE, NO_GRAD, Traced
 from penstock.partition.inputs import Input, Inputs, Like, named
-from penstock.partition.pieces import DEVICE, NO_GRAD, Traced
 from penstock.partition.trace import both_modes, first_line, joined, numbers
 
 NOT_ONE = "!= 1"  # of sizes that are broadcast: a batch of one row is as good as any

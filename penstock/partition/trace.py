@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from penstock.errors import MismatchError
+from penstock.partition.graph_stage import NO_GRAD, TRAINING, Traced
 from penstock.partition.inputs import Input, Inputs, refused
-from penstock.partition.pieces import NO_GRAD, TRAINING, Traced
 
 INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from penstock.errors import MismatchError
-from penstock.partition.pieces import Piece
+from penstock.partition.graph_stage import GraphStage
 
 
 class WithKeywords(NamedTuple):
@@ -58,4 +58,4 @@ def bare(module: nn.Module) -> nn.Module:
 
 def takes(module: nn.Module) -> list[str]:
     """The keywords that a stage's forward takes; a piece of a graph gets its own straight from where they are."""
-    return [] if isinstance(module, Piece) else Keywords(module).names
+    return [] if isinstance(module, GraphStage) else Keywords(module).names

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import MismatchError
-from penstock.partition.pieces import Piece
+from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import advance, generator_of
 
 Recompute = Literal["stage", "block"]
@@ -62,7 +62,7 @@ class Layers:
         if seed is None and self.recompute != "block":
             return self.module(*args, **kwargs)
         compiled = self.module._compiled_call_impl is not None  # by Module.compile(), and so as a whole
-        if isinstance(self.module, Piece) and not compiled:
+        if isinstance(self.module, GraphStage) and not compiled:
             return self.module.penstock(args, kwargs, partial(self._call, seed))
         if self._layers is None or kwargs or len(args) != 1 or compiled:
             return self._call(seed, self.index, self.module, args, kwargs)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.comms.messages import wire
-from penstock.partition.pieces import Piece
+from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import advance
 from penstock.stage.auxiliary import Collected
 from penstock.stage.backward.split import Splitter
@@ -76,7 +76,7 @@ class Stage:
         self.index, self.module, self.loss_fn = index, module, loss_fn
         self.copies, self._first = copies or StageCopies(), first
         self.neighbours = neighbours or Neighbours.of_chain(index)
-        piece = module.penstock if isinstance(module, Piece) else None  # of a graph
+        piece = module.penstock if isinstance(module, GraphStage) else None  # of a graph
         self._from, self._to = (tuple(piece.sources), piece.takers) if piece else ((index - 1,), (index + 1,))
         self._borrowed = {
             to: [BorrowedParameter(module, name) for name in names] for to, names in self.neighbours.borrowed.items()

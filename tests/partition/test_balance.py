@@ -12,7 +12,7 @@ from penstock import MismatchError
 from penstock.model import GPT, GPTConfig
 from penstock.partition.balance import PARAMETERS, Balance, starts
 from penstock.partition.materialise import is_meta
-from penstock.partition.measure import Unit, measure, record
+from penstock.partition.unit_times import Unit, measure, record
 from penstock.stage.microbatch import sizes
 
 # ---- the cut

@@ -19,7 +19,7 @@ from penstock.errors import MismatchError
 from penstock.partition.inputs import Inputs
 
 Call = Callable[..., Any]  # how a unit is called: its number, the unit, args, kwargs
-TRAINING, DEVICE = "training", "penstock.device"  # what the graph reads of the piece itself
+TRAINING, DEVICE = "training", "penstock.device"  # what the graph reads of the stage itself
 NO_GRAD = "no_grad"  # in a node's meta: it stands inside a `torch.no_grad()`
 RANDOM = ("dropout", "rand", "normal", "bernoulli", "attention")
 
@@ -38,11 +38,11 @@ class Traced(NamedTuple):
         return list(dict.fromkeys(str(node.target) for node in self.graph.nodes if node.op == "call_module"))
 
 
-class Piece(nn.Module):
+class GraphStage(nn.Module):
     """One stage of a model that was cut along its graph. Its parts are the model's own, under the model's names.
 
     It takes a message from each stage in `sources` and gives one to each in `takers`: the one value that goes that way, or a
-    tuple of several. The first piece takes what the model's forward takes, the last one gives what it gives.
+    tuple of several. The first stage takes what the model's forward takes, the last one gives what it gives.
     What it has besides the model's parts is all in `penstock`, so that it stands in the way of none of their names.
     """
 
@@ -51,23 +51,25 @@ class Piece(nn.Module):
         for node in sorted(graph.nodes, key=lambda node: node.op != "call_module"):  # units first: they bring their parameters
             if node.op == "call_module" or (node.op == "get_attr" and node.target not in (TRAINING, DEVICE)):
                 adopt(self, traced, str(node.target))
-        self.penstock = Run(self, traced, graph, dict(sources), tuple(takers))
+        self.penstock = StageGraph(self, traced, graph, dict(sources), tuple(takers))
 
     def forward(self, *messages: Any, **kwargs: Any) -> Any:
         """What goes to the takers: a message for one, a tuple of messages for several; on the last stage the output."""
         return self.penstock(messages, kwargs, lambda number, unit, args, kwargs: unit(*args, **kwargs))
 
 
-class Run:
-    """What a piece does, and whom it takes values from and gives values to."""
+class StageGraph:
+    """What a stage does, and whom it takes values from and gives values to."""
 
-    def __init__(self, piece: Piece, traced: Traced, graph: fx.Graph, sources: dict[int, int], takers: tuple[int, ...]) -> None:
+    def __init__(
+        self, stage: GraphStage, traced: Traced, graph: fx.Graph, sources: dict[int, int], takers: tuple[int, ...]
+    ) -> None:
         self.sources, self.takers = sources, takers  # stage -> number of values; stages
         self.device = next((each.device for each in traced.model.parameters()), torch.device("cpu"))
-        self._inputs, self._runner = traced.inputs, _Runner(piece, graph, traced.numbers)
+        self._inputs, self._runner = traced.inputs, _Runner(stage, graph, traced.numbers)
 
     def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call: Call) -> Any:
-        """As the piece's forward, with every unit and everything random between them called by `call`."""
+        """As the stage's forward, with every unit and everything random between them called by `call`."""
         values = self._received(messages) if self.sources else self._inputs.values(messages, kwargs)
         return self._runner.run_with(call, values)
 
@@ -85,10 +87,10 @@ class Run:
 
 
 class _Runner:
-    """Runs a piece's graph, and lets go of each value after its last use."""
+    """Runs a stage's graph, and lets go of each value after its last use."""
 
-    def __init__(self, piece: Piece, graph: fx.Graph, numbers: Mapping[str, int]) -> None:
-        self.piece, self.graph, self.numbers = piece, graph, numbers
+    def __init__(self, stage: GraphStage, graph: fx.Graph, numbers: Mapping[str, int]) -> None:
+        self.stage, self.graph, self.numbers = stage, graph, numbers
         self._nodes = tuple(graph.nodes)
         last_use = {used: node for node in self._nodes for used in node.all_input_nodes}
         self._done: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # node -> the values that nobody needs after it
@@ -102,7 +104,7 @@ class _Runner:
             if node.op == "placeholder":
                 env[node] = next(given)
             elif node.op == "get_attr":
-                env[node] = reduce(getattr, str(node.target).split("."), self.piece)
+                env[node] = reduce(getattr, str(node.target).split("."), self.stage)
             else:
                 args, kwargs = map(_thawed, fx.node.map_arg((node.args, node.kwargs), env.__getitem__))
                 if node.op == "output":
@@ -116,7 +118,7 @@ class _Runner:
 
     def _called(self, call: Call, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if node.op == "call_module":
-            return call(self.numbers[str(node.target)], self.piece.get_submodule(str(node.target)), args, kwargs)
+            return call(self.numbers[str(node.target)], self.stage.get_submodule(str(node.target)), args, kwargs)
         function = node.target
         if not callable(function):
             function, args = getattr(args[0], function), args[1:]
@@ -141,13 +143,13 @@ def _random(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and any(word in name for word in RANDOM)
 
 
-def adopt(piece: nn.Module, traced: Traced, name: str) -> None:
-    """Make the model's module, parameter or buffer `name`, or an extra, a part of `piece` under the same name."""
+def adopt(stage: nn.Module, traced: Traced, name: str) -> None:
+    """Make the model's module, parameter or buffer `name`, or an extra, a part of `stage` under the same name."""
     if name in traced.extras:
         extra = traced.extras[name]
-        piece.register_buffer(name, extra, persistent=False) if isinstance(extra, torch.Tensor) else setattr(piece, name, extra)
+        stage.register_buffer(name, extra, persistent=False) if isinstance(extra, torch.Tensor) else setattr(stage, name, extra)
         return
-    owner, here, (*path, last) = traced.model, piece, name.split(".")
+    owner, here, (*path, last) = traced.model, stage, name.split(".")
     for part in path:
         owner = owner.get_submodule(part)
         if here._modules.get(part) is owner:  # the whole module is here
@@ -163,7 +165,7 @@ def adopt(piece: nn.Module, traced: Traced, name: str) -> None:
         here.register_buffer(last, getattr(owner, last), persistent=last not in owner._non_persistent_buffers_set)
 
 
-def cut(traced: Traced, starts: Iterable[str]) -> list[Piece]:
+def cut(traced: Traced, starts: Iterable[str]) -> list[GraphStage]:
     """The stages: one begins where each of the units `starts`, in this order, is called first.
 
     What stands between two units belongs to the stage of the first. Parameters and constants are where they are used, further
@@ -173,17 +175,17 @@ def cut(traced: Traced, starts: Iterable[str]) -> list[Piece]:
     _check_statistics(traced, stage_of)
     last = max(stage_of.values())
     routes = _routes(traced.graph, stage_of, last)
-    pieces = []
+    stages: list[GraphStage] = []
     for stage in range(last + 1):
         sources = {start: len(nodes) for (start, end), nodes in sorted(routes.items()) if end == stage}
         takers = sorted(end for start, end in routes if start == stage)
-        pieces.append(Piece(traced, _graph(traced.graph, stage, stage_of, routes), sources, takers))
-    owners = {id(value): piece for piece in pieces for _, value in _entries(piece)}
-    used = {name for piece in pieces for name, _ in _entries(piece)}
+        stages.append(GraphStage(traced, _graph(traced.graph, stage, stage_of, routes), sources, takers))
+    owners = {id(value): module for module in stages for _, value in _entries(module)}
+    used = {name for module in stages for name, _ in _entries(module)}
     for name, value in _entries(traced.model):
         if name not in used:
-            adopt(owners.get(id(value), pieces[-1]), traced, name)
-    return pieces
+            adopt(owners.get(id(value), stages[-1]), traced, name)
+    return stages
 
 
 def _check_statistics(traced: Traced, stage_of: Mapping[fx.Node, int]) -> None:
@@ -255,12 +257,12 @@ def _graph(whole: fx.Graph, stage: int, stage_of: Mapping[fx.Node, int], routes:
 
 def skips_of(stages: Sequence[nn.Module]) -> frozenset[tuple[int, int]]:
     """The pairs of stages between which values go past others."""
-    pieces = [(stage, module) for stage, module in enumerate(stages) if isinstance(module, Piece)]
-    return frozenset((stage, taker) for stage, piece in pieces for taker in piece.penstock.takers if taker > stage + 1)
+    graphs = [(stage, module.penstock) for stage, module in enumerate(stages) if isinstance(module, GraphStage)]
+    return frozenset((stage, taker) for stage, graph in graphs for taker in graph.takers if taker > stage + 1)
 
 
 def on(module: nn.Module, device: torch.device) -> nn.Module:
     """`module`, moved to `device`."""
-    if isinstance(module, Piece):
+    if isinstance(module, GraphStage):
         module.penstock.device = device
     return module.to(device)

@@ -4,10 +4,14 @@ Nothing else in the package touches a private name of torch (a test looks). What
 supported, 2.11 to 2.15, is decided here and nowhere else.
 """
 
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 # ---- trees of values ------------------------------------------------------------------------------------------------
 # Lists, tuples and dicts (and what transformers' outputs are) taken apart and put together; torch has no public name for it.
@@ -86,3 +90,95 @@ def storage_key(tensor: Tensor) -> int:
 # ---- graphs and exports (partition) ---------------------------------------------------------------------------------
 
 # ---- DistributedDataParallel and fully_shard (mesh) -----------------------------------------------------------------
+# With these calls `torch.distributed.pipelining` (its `stage.py`) steers both: nothing public says which backward is the last
+# of a step. `fully_shard` is imported where it is used, for a second.
+
+
+def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
+    """Whatever DistributedDataParallel makes of `module` later leaves the parameters of these names alone."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
+
+
+def left_out_of_ddp(module: nn.Module) -> Collection[str]:
+    """The names that were given to `leave_out_of_ddp`, by us or the user."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+
+
+def has_comm_hook(parallel: DistributedDataParallel) -> bool:
+    """Whether somebody has called the public `register_comm_hook`, which nothing public tells."""
+    return bool(parallel._comm_hooks)
+
+
+def expect_last_backward(parallel: DistributedDataParallel, ends: Sequence[Tensor]) -> None:
+    """The next backward is the last of a step, which its forward would say of each; what `ends` do not need is left out."""
+    parallel.reducer._rebuild_buckets()  # once: in the order in which the first step's gradients came
+    parallel.reducer.prepare_for_backward(list(ends))
+
+
+def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], size: int) -> None:
+    """The public `broadcast` of each tensor from the group's first rank, but many in one message of about `size` bytes."""
+    dist._broadcast_coalesced(group, tensors, size, 0)
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """`fully_shard` that shards nothing: unlike DistributedDataParallel it takes parameters that are DTensors."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(module, mesh=mesh)  # type: ignore[return-value]
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether `replicate` has made it."""
+    return any(each.__name__ == "ReplicateModule" for each in type(module).__mro__)
+
+
+def fsdp_casts(module: nn.Module) -> bool:
+    """Whether `fully_shard` was given a MixedPrecisionPolicy that casts what goes into `module`."""
+    policy = module._get_fsdp_state()._mp_policy if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+    return policy is not None and policy.param_dtype is not None
+
+
+def begin_fsdp(module: Any) -> None:
+    """What the first forward of a whole module would do, where its layers are called one by one."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def fsdp_average(modules: Sequence[Any]) -> None:
+    """Reduce the gradients of modules that do not sync them by themselves, and wait; the public `finalize_backward` is 2.15's.
+
+    A root's last callback wants to know, since 2.15, who ends the backward, which its forward would have told it.
+    """
+    for module in modules:
+        for group in _fsdp_groups(module):
+            group.post_backward()
+    for state in (module._get_fsdp_state() for module in modules):
+        if state._is_root:
+            if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
+                state._state_ctx.manual_backward_finalization_active = False
+            state._root_post_backward_final_callback()
+
+
+def fsdp_parameters(module: Any) -> list[Any]:
+    """For each parameter that `module` itself shards: what keeps it and its gradient."""
+    return [each for group in _fsdp_groups(module) for each in group.fsdp_params]
+
+
+def has_whole_gradient(parameter: Any) -> bool:
+    """Whether a parameter of `fsdp_parameters` has a gradient that is not averaged yet."""
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    kept = getattr(parameter, "unsharded_accumulated_grad", None)  # until 2.14, in the type it is reduced in
+    return kept is not None or parameter.unsharded_param.grad is not None
+
+
+def put_zero_gradient(parameter: Any) -> None:
+    """Give such a parameter, which has none, the gradient zero."""
+    whole = parameter.unsharded_param
+    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # 2.11

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock import partition
+from penstock import partition, torch_private
 from penstock.engine.clock import machine
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
-from penstock.mesh.fsdp import is_mixed
 from penstock.mesh.position import MeshPosition
 from penstock.partition.balance import Balance
 from penstock.partition.graph_stage import on, skips_of
@@ -251,7 +250,7 @@ def stages(
             module,
             device,
             loss_fn if index == len(later) - 1 else None,
-            numbers=None if is_mixed(module) else cut.numbers[index],
+            numbers=None if torch_private.fsdp_casts(module) else cut.numbers[index],
             neighbours=neighbours[index],
             later=later[index],
             copies=parallel[index],

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock import torch_private
 from penstock.errors import MismatchError
 from penstock.mesh.ddp import DDPCopies
-from penstock.mesh.fsdp import FSDPCopies, is_sharded
+from penstock.mesh.fsdp import FSDPCopies, sharded_in
 from penstock.mesh.position import MeshPosition
 from penstock.stage.copies import StageCopies
 from penstock.stage.dtensor import local
@@ -20,16 +21,9 @@ BROADCAST_BYTES = 1 << 25  # of one message
 ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # a stage, the axis `dp` -> the stage, held equal along it
 
 
-def ddp(module: nn.Module, mesh: DeviceMesh) -> Any:
+def ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """`module` held equal by DistributedDataParallel."""
     return DistributedDataParallel(module, process_group=mesh.get_group(), gradient_as_bucket_view=True, init_sync=False)
-
-
-def replicated(module: nn.Module, mesh: DeviceMesh) -> Any:
-    """`module` held equal by torch's `replicate`, which is made for parameters that are shared along `tp` too."""
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    return replicate(module, mesh=mesh)
 
 
 def fsdp(module: nn.Module, mesh: DeviceMesh) -> Any:
@@ -42,39 +36,41 @@ def fsdp(module: nn.Module, mesh: DeviceMesh) -> Any:
 WAYS: dict[str, ApplyDataParallel] = {"ddp": ddp, "fsdp": fsdp}
 
 
-def over(module: nn.Module, position: MeshPosition, way: ApplyDataParallel, borrowed: Sequence[str]) -> StageCopies:
-    """`module` in a copy on every rank along `dp`, all with the first one's values, and from now on held equal by `way`.
+def over(module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, borrowed: Sequence[str]) -> StageCopies:
+    """`module` in a copy on every rank along `dp`, all with the first one's values, and from now on held equal by `apply`.
 
-    `borrowed`: names of parameters whose gradients go to another stage. Raises MismatchError if `way` holds nothing equal.
+    `borrowed`: names of parameters whose gradients go to another stage. Raises MismatchError if `apply` holds nothing equal.
     """
     mesh = position.dp
     assert mesh is not None
-    share((*module.parameters(), *module.buffers()), mesh.get_group())
+    group = mesh.get_group()
+    share((*module.parameters(), *module.buffers()), group)
     if not any(True for _ in module.parameters()):
         return StageCopies()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(borrowed))
-    way = replicated if way is ddp and position.tp is not None else way
-    if way is ddp and not any(each.requires_grad and name not in borrowed for name, each in module.named_parameters()):
-        return DDPCopies(module, None, mesh.get_group(), partial(ddp, module, mesh))
-    made = way(module, mesh)
-    parallel = (
-        kind_of(module, made, mesh.get_group(), partial(way, module, mesh)) if isinstance(made, nn.Module) else StageCopies()
-    )
-    if type(parallel) is StageCopies:
-        told = getattr(way, "__name__", repr(way))
-        raise MismatchError(
-            f"data_parallel={told} gave {type(made).__name__}, no DistributedDataParallel and not sharded: return what it makes"
-        )
-    return parallel
+    torch_private.leave_out_of_ddp(module, borrowed)
+    if apply is ddp and position.tp is not None:
+        apply = torch_private.replicate  # DistributedDataParallel does not take parameters that are shared along `tp`
+    wrap = partial(apply, module, mesh)
+    if apply is ddp and not any(each.requires_grad and name not in borrowed for name, each in module.named_parameters()):
+        return DDPCopies(module, None, group, wrap)
+    made = wrap()
+    copies = kind_of(module, made, group, wrap)
+    if type(copies) is StageCopies:
+        told = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(made).__name__}"
+        raise MismatchError(f"{told}, no DistributedDataParallel and not sharded: return what it makes")
+    return copies
 
 
 def kind_of(
-    module: nn.Module, parallel: nn.Module, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
+    module: nn.Module, made: Any, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
 ) -> StageCopies:
-    """What runs `module`, of which DistributedDataParallel or `fully_shard` has made `parallel`; perhaps nobody has."""
-    if isinstance(parallel, DistributedDataParallel):
-        return DDPCopies(module, parallel, group, wrap)
-    return FSDPCopies(parallel, group) if is_sharded(parallel) else StageCopies()
+    """What `made` says others have of `module`: DistributedDataParallel or `fully_shard` has made it, or perhaps nobody.
+
+    `group` has the replicas, and `wrap` makes it again; None where they are pipelines that know nothing of each other.
+    """
+    if isinstance(made, DistributedDataParallel):
+        return DDPCopies(module, made, group, wrap)
+    return FSDPCopies(made, group) if isinstance(made, nn.Module) and sharded_in(made) else StageCopies()
 
 
 def share_state(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -87,4 +83,4 @@ def share(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Give all of `group` the values that its first rank has."""
     mine = [local(tensor.detach()) for tensor in tensors]
     if mine:
-        dist._broadcast_coalesced(group, mine, BROADCAST_BYTES, 0)
+        torch_private.broadcast_coalesced(group, mine, BROADCAST_BYTES)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock import torch_private
 from penstock.stage.backward.weight_use import run_backward
 from penstock.stage.copies import StageCopies
 
@@ -41,13 +42,14 @@ class DDPCopies(StageCopies):
     def _take(self, parallel: DistributedDataParallel | None) -> None:
         self._parallel = parallel
         self._trainable = self._found()
-        own = parallel is None or self._wrap is None or parallel._comm_hooks or not parallel.gradient_as_bucket_view
-        if parallel is not None and not own:
+        if parallel is None or self._wrap is None or not parallel.gradient_as_bucket_view:
+            return
+        if not torch_private.has_comm_hook(parallel):
             parallel.register_comm_hook(None, self._sum)
 
     def _found(self) -> list[nn.Parameter]:
-        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())  # where DistributedDataParallel looks
-        return [each for name, each in self._module.named_parameters() if each.requires_grad and name not in ignored]
+        left_out = torch_private.left_out_of_ddp(self._module)
+        return [each for name, each in self._module.named_parameters() if each.requires_grad and name not in left_out]
 
     def _sum(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to average `bucket`, of which the gradients are views; says that it is done, which `end` makes true."""
@@ -74,9 +76,7 @@ class DDPCopies(StageCopies):
 
     def _expect(self, ends: Sequence[Tensor]) -> None:
         if self._parallel is not None:
-            reducer = self._parallel.reducer
-            reducer._rebuild_buckets()  # once: in the order in which the first step's gradients came
-            reducer.prepare_for_backward(list(self.ends_of(ends)))
+            torch_private.expect_last_backward(self._parallel, self.ends_of(ends))
             if not self._parallel.find_unused_parameters:
                 arrived = self._arrived
                 self._hooks = [

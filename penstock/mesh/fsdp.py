@@ -3,12 +3,13 @@
 Torch's own hooks would fetch the parameters for every microbatch, forward and backward, and send the gradients off as often.
 Here that is part of a rank's program: the parameters of its first stage are fetched as soon as a step begins, those of
 each further one while the stage before it has begun to work, and what remains of the gradients leaves after the stage's
-last action. The calls are those with which `torch.distributed.pipelining` steers `fully_shard` (its `stage.py`).
+last action.
 
 The order of these is the same on all replicas, whose tables are alike. A rank fetches all its parameters before it averages
 any gradient: no stage's backwards are complete before the last microbatch has been through all stages.
 """
 
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -17,45 +18,49 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock import torch_private
 from penstock.stage.copies import StageCopies
 
 _beside = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives keep who calls them
 
 
 class FSDPCopies(StageCopies):
-    """A stage that `fully_shard` was applied to, or to submodules of; or `replicate`, which is made of the same."""
+    """A stage that `fully_shard` was applied to, or to submodules of; or torch's `replicate`, which is made of the same.
+
+    `group` has its replicas. Without, they are pipelines that know nothing of each other, and must use the same parameters.
+    """
 
     ready = False
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        from torch.distributed._composable.replicate_with_fsdp import ReplicateModule  # both import for a second
-        from torch.distributed.fsdp import FSDPModule
-
-        self._modules = [each for each in module.modules() if isinstance(each, FSDPModule)]
-        self._spread = [each for each in self._modules if not issubclass(type(each), ReplicateModule)]
-        self._states = [each._get_fsdp_state() for each in self._modules]
+        self._modules = sharded_in(module)
         self._group = group
-        self._fetching: list[Any] | None = None
+        self._device = next(module.parameters()).device
+        self._fetching: list[Any] = []
         self._averaging: Future[None] | None = None
-        self._on_cpu = next(module.parameters()).device.type == "cpu"
 
     def gather(self) -> None:
         """Begin to fetch the parameters."""
-        if self._fetching is None:
-            for state in self._states:
-                state._lazy_init()
-            for module in self._modules:
-                module.set_is_last_backward(False)
-                module.set_requires_gradient_sync(False)
-                module.set_reshard_after_backward(False)
-            for module in self._spread:
+        if self._fetching:
+            return
+        for module in self._modules:
+            torch_private.begin_fsdp(module)
+        self._set_last_backward(False)
+        for module in self._modules:
+            if not torch_private.is_replicated(module):
                 module.set_reshard_after_forward(False)
-            self._fetching = [module.unshard(async_op=True) for module in self._modules]
+        self._fetching = [module.unshard(async_op=True) for module in self._modules]
+
+    def _set_last_backward(self, last: bool) -> None:
+        for module in self._modules:
+            module.set_is_last_backward(last)
+            module.set_requires_gradient_sync(last)
+            module.set_reshard_after_backward(last)
 
     def get_ready(self) -> None:
         """Wait for them; those of the next stage come meanwhile."""
         self.gather()
-        for handle in self._fetching or ():
+        for handle in self._fetching:
             handle.wait()
         self.ready = True
         if self.next is not None:
@@ -63,35 +68,27 @@ class FSDPCopies(StageCopies):
 
     def complete(self) -> None:
         """Begin to average the gradients; each rank keeps its share of them and of the parameters."""
-        if self.alike and self._on_cpu:
+        if self.alike and self._device.type == "cpu":
             self._averaging = _beside.submit(self._average)
         elif self.alike:
             self._average()
 
     def _average(self) -> None:
-        for module in self._modules:
-            module.set_is_last_backward(True)
-            module.set_requires_gradient_sync(True)
-            module.set_reshard_after_backward(True)
+        self._set_last_backward(True)
         self._fill()
-        for state in self._states:
-            for group in state._fsdp_param_groups:
-                group.post_backward()
-        for state in self._states:
-            if state._is_root:
-                state._root_post_backward_final_callback()
+        torch_private.fsdp_average(self._modules)
 
     def _fill(self) -> None:
         """Give zeros to parameters that have a gradient on another replica only: all must average the same ones."""
         if self._group is None:
             return
-        every = [each for state in self._states for group in state._fsdp_param_groups for each in group.fsdp_params]
-        mine = [hasattr(each, "_unsharded_param") and _has_gradient(each) for each in every]
-        used = torch.tensor(mine, dtype=torch.uint8, device="cpu" if self._on_cpu else "cuda")
+        parameters = [each for module in self._modules for each in torch_private.fsdp_parameters(module)]
+        mine = [torch_private.has_whole_gradient(each) for each in parameters]
+        used = torch.tensor(mine, dtype=torch.uint8, device=self._device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
-        for each, here, anywhere in zip(every, mine, used.tolist(), strict=True):
+        for parameter, here, anywhere in zip(parameters, mine, used.tolist(), strict=True):
             if anywhere and not here:
-                each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+                torch_private.put_zero_gradient(parameter)
 
     def end(self, training: bool) -> None:
         """Wait until that is done; where the last backwards were not alike, do it only now."""
@@ -101,23 +98,13 @@ class FSDPCopies(StageCopies):
             self._average()
         for module in self._modules:
             module.reshard()
-        self._averaging = self._fetching = None
-        self.ready = False
+        self._fetching, self._averaging, self.ready = [], None, False
 
 
-def _has_gradient(parameter: Any) -> bool:
-    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to `module` or a submodule."""
-    return any(hasattr(each, "unshard") and hasattr(each, "_get_fsdp_state") for each in module.modules())
-
-
-def is_mixed(module: nn.Module) -> bool:
-    """Whether `fully_shard` casts what goes into `module`: then it must be called as a whole."""
-    policy = module._get_fsdp_state()._mp_policy if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
-    return policy is not None and policy.param_dtype is not None
+def sharded_in(module: nn.Module) -> list[Any]:
+    """The parts of `module`, itself among them, that `fully_shard` was applied to."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # who has applied it has imported it, which takes a second
+    return [each for each in module.modules() if isinstance(each, fsdp.FSDPModule)] if fsdp is not None else []
 
 
 def begin(stages: list[StageCopies]) -> None:

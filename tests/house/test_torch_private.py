@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock import torch_private
 
 # ---- trees of values
@@ -68,3 +69,86 @@ def test_views_of_one_memory_have_its_key():
     tensor, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     assert torch_private.storage_key(tensor) == torch_private.storage_key(tensor[1:])
     assert torch_private.storage_key(tensor) != torch_private.storage_key(other)
+
+
+# ---- DistributedDataParallel and fully_shard
+
+
+def rank_ddp():
+    from torch.nn.parallel import DistributedDataParallel
+
+    ps.comms.init_distributed()
+    module = nn.ModuleDict({"own": nn.Linear(2, 2, bias=False), "borrowed": nn.Linear(2, 2, bias=False)})
+    torch_private.leave_out_of_ddp(module, ["borrowed.weight"])
+    assert list(torch_private.left_out_of_ddp(module)) == ["borrowed.weight"]
+    assert list(torch_private.left_out_of_ddp(module["own"])) == []
+    parallel = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    assert not torch_private.has_comm_hook(parallel)
+    buckets = []
+
+    def hook(_, bucket):
+        buckets.append(bucket.buffer().clone())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    parallel.register_comm_hook(None, hook)
+    assert torch_private.has_comm_hook(parallel)
+    for expected in (1, 2):  # the buckets are made anew after the first step
+        torch_private.expect_last_backward(parallel, [])
+        module["own"](torch.ones(1, 2)).sum().backward()
+        assert buckets.pop().tolist() == [expected] * 4
+    tensors = [torch.ones(2), torch.ones(1, dtype=torch.int64)]
+    torch_private.broadcast_coalesced(torch.distributed.group.WORLD, tensors, 1 << 20)
+    assert [each.sum() for each in tensors] == [2, 1]
+
+
+def test_ddp_is_told_which_backward_is_the_last_and_what_to_leave_alone():
+    ps.launch(rank_ddp, 1)
+
+
+def rank_fsdp(shard):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = ps.comms.init_mesh(dp=1)["dp"]
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for each in (*module, module):  # the root has no parameters left
+        shard(each, mesh=mesh)
+    made = [module, *module]
+    assert not any(map(torch_private.fsdp_casts, made))
+    assert torch_private.fsdp_casts(fully_shard(nn.Linear(2, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
+    for each in made:
+        torch_private.begin_fsdp(each)
+    for step in range(2):  # layer by layer: the root's forward is never called
+        for last in (False, True):
+            for each in made:
+                each.set_is_last_backward(last)
+                each.set_requires_gradient_sync(last)
+                each.set_reshard_after_backward(last)
+            if not last:
+                for each in made:
+                    each.unshard()
+                first = torch_private.fsdp_parameters(module[0])[0]
+                assert not torch_private.has_whole_gradient(first)
+                module[1](torch.ones(1, 2)).sum().backward()
+                module[1](torch.ones(1, 2)).sum().backward()
+        handles = [each for part in made for each in torch_private.fsdp_parameters(part)]
+        assert [torch_private.has_whole_gradient(each) for each in handles] == [False, True]
+        if step:
+            torch_private.put_zero_gradient(first)
+            assert torch_private.has_whole_gradient(first)
+        torch_private.fsdp_average(made)
+        assert not any(map(torch_private.has_whole_gradient, handles))
+        for each in made:
+            each.reshard()
+        grads = [parameter.grad for parameter in module.parameters()]
+        assert (grads[0] is None) == (step == 0)
+        assert grads[1].full_tensor().tolist() == [[2 * (step + 1)] * 2] * 2
+    return torch_private.is_replicated(module)
+
+
+def test_fully_shard_averages_when_it_is_told_to_though_no_root_forward_is_called():
+    from torch.distributed.fsdp import fully_shard
+
+    assert ps.launch(rank_fsdp, 1, fully_shard) == [False]
+    assert ps.launch(rank_fsdp, 1, torch_private.replicate) == [True]

@@ -2,14 +2,30 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
+PYTEST := $(RUN)/python -m pytest
 
-.PHONY: train test bench lint clean
+.PHONY: train quick test kernels matrix lint bench rooms clean
 
 train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --compare
 
-test: $(VENV)/ready lint
-	$(RUN)/python -m pytest -n 2 --no-loadscope-reorder
+# What starts no process, and one pipeline on two ranks: under a minute.
+quick: $(VENV)/ready
+	$(PYTEST) -m "smoke or not (ranks or fresh or timed)"
+
+# What judges times comes last, and alone.
+test: $(VENV)/ready lint kernels
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not timed"
+	$(PYTEST) -m timed
+
+# The bits again, by the kernels of smaller processors.
+kernels: $(VENV)/ready
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -n 2 --dist loadfile -m kernels
+	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -n 2 --dist loadfile -m kernels
+
+# Every supported release of torch and Python: docs/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
+matrix: $(VENV)/ready
+	$(RUN)/python tools/matrix.py $(MATRIX)
 
 lint: $(VENV)/ready
 	$(RUN)/ruff check .
@@ -18,6 +34,9 @@ lint: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(RUN)/python benchmarks/vs_torch.py
+
+rooms: $(VENV)/ready
+	$(RUN)/python tests/house/rooms.py
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer, this is " + sys.version)'

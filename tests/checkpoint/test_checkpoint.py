@@ -22,6 +22,8 @@ import penstock as ps
 from penstock import checkpoint
 from penstock.checkpoint import manifest, tensor_files
 
+pytestmark = pytest.mark.ranks
+
 STEPS = [1, 2, 3]
 
 

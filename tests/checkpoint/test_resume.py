@@ -21,6 +21,8 @@ from penstock.checkpoint.tensor_files import TensorFiles
 from penstock.commands.config import TrainConfig, saved_options
 from penstock.commands.train import token_loss, train_rank
 
+pytestmark = pytest.mark.ranks
+
 UNTIL = 6
 
 

@@ -10,6 +10,8 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 
+pytestmark = pytest.mark.ranks
+
 
 def rank_export(path):
     pipe = pipeline()

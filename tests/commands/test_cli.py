@@ -17,6 +17,8 @@ from penstock.model import GPT, GPTConfig
 from penstock.schedule import Action, Event, Kind, Timeline
 from penstock.view.terminal import draw
 
+pytestmark = pytest.mark.ranks
+
 SMALL = ["--steps", "3", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--microbatches", "4"]
 
 
@@ -62,6 +64,7 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
     ]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -146,6 +149,7 @@ def test_schedules_lists_them_all():
     assert listed[: len(names())] == names()
 
 
+@pytest.mark.timed
 def test_bench_and_doctor_say_what_they_measured():
     steps = ("bench", "--ranks", "2", "--forward", "2", "--steps", "2", "--microbatches")
     commands = [(*steps, "2"), (*steps, "3", "--schedule", "zb-v"), ("doctor",)]

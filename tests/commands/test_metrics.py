@@ -27,6 +27,7 @@ def rank_metrics():
     return pipe.metrics(), pipe.timeline(), pipe.report
 
 
+@pytest.mark.ranks
 def test_a_step_tells_its_waits_by_cause_and_every_ranks_memory_the_same_on_all_ranks():
     everyone = ps.launch(rank_metrics, 2)
     found, timeline, report = everyone[0]

@@ -21,6 +21,7 @@ def rank_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_freed_memory_is_taken_again_without_a_page_fault() -> None:
     [faults] = ps.launch(rank_faults, 1)

@@ -25,6 +25,8 @@ from penstock.comms.collectives import meeting
 from penstock.comms.collectives.calls import COLLECTIVES
 from penstock.view.curves import curves
 
+pytestmark = pytest.mark.timed
+
 comms = ps.comms
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 MOVED_ONLY = (torch.int16, torch.bool, torch.complex64, torch.complex128)
@@ -83,6 +85,7 @@ def rank_all(way: str) -> int:
     return done
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "way"), [(2, "table"), (3, "table"), (4, "table"), (3, "headers")])
 def test_every_operation_gives_what_its_definition_says(ranks, way):
     counts = ps.launch(rank_all, ranks, way)
@@ -126,6 +129,7 @@ def rank_shapes() -> None:
     assert weight.tolist() == [1, 1]
 
 
+@pytest.mark.ranks
 def test_scalars_empty_and_non_contiguous_tensors_and_parameters_work():
     ps.launch(rank_shapes, 3)
 
@@ -152,6 +156,7 @@ def rank_groups() -> list[float]:
     return sums
 
 
+@pytest.mark.ranks
 def test_a_group_is_ranks_of_a_mesh_and_root_counts_in_it():
     assert ps.launch(rank_groups, 4) == [[3, 5, 15, 15, 4], [3, 10, 15, 15, 8], [12, 5, 15, 15, 4], [12, 10, 15, 15, 8]]
 
@@ -203,6 +208,7 @@ def in_this_or_the_next(call, group) -> None:
     comms.all_reduce(torch.ones(1), group=group)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("way", ["table", "headers"])
 def test_ranks_that_disagree_all_raise_the_same_error_and_the_group_has_ended(way):
     first, *others = ps.launch(rank_disagrees, 3, way)
@@ -249,6 +255,7 @@ def rank_alone_at_fault() -> None:
     assert comms.all_reduce(x.clone()).tolist() == [ranks] * 4
 
 
+@pytest.mark.ranks
 def test_what_one_rank_can_see_is_refused_with_numbers():
     ps.launch(rank_alone_at_fault, 2)
     ps.launch(rank_alone_at_fault, 1)
@@ -264,6 +271,7 @@ def rank_alone() -> None:
     assert comms.all_gather(torch.tensor(7)).tolist() == [7]
 
 
+@pytest.mark.ranks
 def test_a_world_of_one_needs_no_process_group():
     rank_alone()
     ps.launch(rank_alone, 1)
@@ -286,6 +294,7 @@ def rank_lost(how: str) -> tuple[str, str]:
     return error
 
 
+@pytest.mark.ranks
 def test_a_lost_rank_is_an_error_on_the_others():
     with pytest.raises(
         ps.LostRankError, match=r"rank 0 waited in all_reduce of a \(2,\) float32 tensor, op sum and gave up: .*"
@@ -309,6 +318,7 @@ def launch_and_say(_, ranks: int, plan: bench_collectives.Plan) -> list[list[tim
     return [rows]
 
 
+@pytest.mark.ranks
 def test_the_bench_prints_every_operation_and_writes_table_and_plot(tmp_path, monkeypatch, capsys):
     table, plot = tmp_path / "out.csv", tmp_path / "out.svg"
     words = ["--ranks", "2", "--sizes", "1K", "64KB", "--seconds", "0.01", "--csv", str(table), "--plot", str(plot)]

@@ -28,6 +28,8 @@ from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.start import name_of_start
 from penstock.schedule.table import dependencies
 
+pytestmark = [pytest.mark.ranks, pytest.mark.timed]
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "several-machines.md"
 SCHEDULES = ("1f1b", "zb-v", "interleaved-1f1b")

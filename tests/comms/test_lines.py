@@ -12,6 +12,8 @@ from penstock.comms.messages.lines import GroupReceiver, GroupSender, MemoryRece
 from penstock.comms.messages.shared import SharedReceiver, SharedSender
 from penstock.comms.messages.wire import describe_tensor
 
+pytestmark = pytest.mark.timed
+
 WIDTHS = (8, 40_000)  # a small message, and one that is lent
 
 
@@ -45,6 +47,7 @@ def rank_lines(shared):
     return results, kinds
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("shared", [True, False])
 def test_numbers_do_not_depend_on_what_messages_travel_over(shared):
     everyone = ps.launch(rank_lines, 3, shared)

@@ -12,6 +12,8 @@ from penstock.engine import build as assembly
 from penstock.engine import clock
 from penstock.schedule.table import dependencies
 
+pytestmark = [pytest.mark.ranks, pytest.mark.timed]
+
 AHEAD = 1000.0  # seconds by which each rank's clock is ahead of the one before
 
 

@@ -11,6 +11,8 @@ import penstock as ps
 from penstock.comms.messages import channels
 from penstock.schedule.program import RECEIVES_AHEAD
 
+pytestmark = pytest.mark.ranks
+
 MICROBATCHES = 8
 
 

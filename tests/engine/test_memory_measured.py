@@ -10,6 +10,8 @@ import penstock as ps
 from penstock.engine.memory import Memory
 from penstock.schedule import Costs, Measured, Size, build, simulate
 
+pytestmark = pytest.mark.ranks
+
 ROWS, WIDTH, LAYERS, RANKS, MICROBATCHES = 6, 32, 16, 4, 8
 BLOCK = ROWS * WIDTH * 4  # bytes of what one layer gives for a microbatch
 EACH = LAYERS // RANKS  # layers of a rank

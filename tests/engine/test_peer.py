@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import penstock as ps
 
+pytestmark = pytest.mark.ranks
+
 RANKS, MICROBATCHES, ROWS = 2, 5, 2
 
 

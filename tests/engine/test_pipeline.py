@@ -9,6 +9,8 @@ from torch import nn
 
 import penstock as ps
 
+pytestmark = pytest.mark.ranks
+
 SCHEDULES = ("naive", "gpipe", "1f1b")
 MICROBATCHES = (1, 2, 3, 5, 8)
 UNEVEN = 5  # rows
@@ -33,7 +35,7 @@ def rank_grid():
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.kernels), 3, 4])
 def test_loss_and_gradients_are_those_of_one_process(ranks):
     everyone = ps.launch(rank_grid, ranks)
     for schedule, microbatches, kind, split in GRID:
@@ -321,6 +323,7 @@ def rank_csv(path):
     return pipe.step(inputs, target=target), pipe.schedule.microbatches
 
 
+@pytest.mark.smoke
 def test_a_table_from_a_file_runs(tmp_path):
     path = str(tmp_path / "mine.csv")
     ps.schedule.build("1f1b", ranks=2, microbatches=3).to_csv(path)

@@ -21,6 +21,8 @@ import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer
 from penstock.schedule import Kind, Measured, Schedule, Timeline
 
+pytestmark = [pytest.mark.ranks, pytest.mark.timed]
+
 SECONDS = 0.012, 0.012, 0.008  # of F, I and W of a layer
 STEPS = 3
 SHORT = 0.006, 0.006, 0.004  # where one rank is slow

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.schedule.transform import with_weights_last
 
+pytestmark = pytest.mark.ranks
+
 DEPTH = 12  # layers enough for 4 ranks with 3 stages each
 
 

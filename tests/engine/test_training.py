@@ -10,6 +10,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
 
+pytestmark = pytest.mark.ranks
+
 SCHEDULES = (("1f1b", 3), ("zb-h1", 2), ("zb-v", 2))  # and ranks
 M = 3
 

@@ -6,6 +6,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.ranks
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

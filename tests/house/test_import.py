@@ -18,6 +18,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.ranks
 def test_schedules_are_built_proved_and_timed_without_torch():
     code = """
 import penstock as ps
@@ -31,6 +32,7 @@ except ps.ScheduleError as error:
     assert run(WITHOUT_TORCH + code).split() == ["48", "33.0", "True"]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "statement",
     [

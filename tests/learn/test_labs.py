@@ -49,6 +49,7 @@ def run_python(*args: str) -> str:
 AS_A_SCRIPT, UNDER_TORCHRUN = 6, 3  # the others run in this process, as `penstock lab` runs them
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("number", [number for number in catalog.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)])
 def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys):
     catalog.run(number)
@@ -57,6 +58,8 @@ def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys):
     assert ends_with_a_measurement(output), output
 
 
+@pytest.mark.ranks
+@pytest.mark.timed
 def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
     output = run_python("-m", catalog.LABS[AS_A_SCRIPT].module)
     assert "checked: " in output
@@ -64,6 +67,8 @@ def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
     assert "\033" not in output
 
 
+@pytest.mark.ranks
+@pytest.mark.timed
 def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
     output = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", catalog.LABS[UNDER_TORCHRUN].module)
     assert "checked: " in output
@@ -186,6 +191,8 @@ def schedule(rank, ranks, microbatches):
 """
 
 
+@pytest.mark.ranks
+@pytest.mark.timed
 def test_lab_9_judges_the_schedule_of_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(ZB_H1)
@@ -228,6 +235,7 @@ def test_lab_9_fails_when_a_gradient_differs_from_one_process(monkeypatch):
         lab9_your_schedule.main()
 
 
+@pytest.mark.ranks
 def test_lab_9_adds_up_in_the_order_of_the_table():
     rule = """
 def schedule(rank, ranks, microbatches):
@@ -245,6 +253,7 @@ def test_a_written_schedule_places_each_stage_where_its_actions_are():
     assert table_of("zb-v", rule, 3, 4) == table
 
 
+@pytest.mark.ranks
 def test_the_collectives_by_hand_are_those_of_torch_on_any_number_of_ranks():
     for seen in story.on_ranks(lab10_collectives.see_all, 3):
         assert [name for name, (each, backward) in seen.items() if not (each.as_torch and backward)] == []
@@ -256,6 +265,7 @@ def backward_of_an_all_gather(claimed: str) -> bool:
     return lab10_collectives.backward_holds(lab10_collectives.Here.join(), "all-gather")
 
 
+@pytest.mark.ranks
 def test_lab_10_tells_a_backward_from_another_collective():
     for claimed, holds in (("reduce-scatter", True), ("all-to-all", False)):
         assert story.on_ranks(backward_of_an_all_gather, 3, claimed) == [holds] * 3
@@ -299,6 +309,7 @@ def off_without_sum_gradients() -> list[str]:
     return [name for name, pair in lab12_tensor_parallel.compare().compared.items() if pair.off[0] > 1e-3]
 
 
+@pytest.mark.ranks
 def test_without_the_all_reduce_of_the_backward_only_the_gradient_of_the_input_is_wrong():
     assert story.on_ranks(off_without_sum_gradients, 2) == [["X.grad"]] * 2
 
@@ -364,6 +375,7 @@ def test_a_written_schedule_of_other_parameters_is_refused():
         table_of("mine.py", "def schedule(rank):\n    yield f'{rank}F0'\n", 2, 3)
 
 
+@pytest.mark.ranks
 def test_a_lab_for_two_ranks_says_so_when_torchrun_started_three(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -377,6 +389,7 @@ def test_only_rank_0_speaks(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.timed
 def test_an_emulated_layer_takes_its_time_and_multiplies():
     layer = EmulatedLayer(3, forward_seconds=0.02, backward_seconds=0.04)
     hidden = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
@@ -391,6 +404,8 @@ def test_an_emulated_layer_takes_its_time_and_multiplies():
     assert torch.equal(hidden.grad, torch.ones(2, 3))
 
 
+@pytest.mark.ranks
+@pytest.mark.timed
 def test_an_emulated_device_takes_the_time_of_its_weights_in_w():
     table = schedule.build("zb-h1", ranks=2, microbatches=3)
     timeline = story.on_ranks(emulated_step, 2, table, 0.01, 0.02, 0.03)[0]

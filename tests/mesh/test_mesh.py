@@ -18,6 +18,8 @@ from penstock import checkpoint
 from penstock.stage.auxiliary import auxiliary_loss
 from penstock.stage.dtensor import full
 
+pytestmark = pytest.mark.ranks
+
 Shape = tuple[int, int, int]  # pp, dp, tp
 ROWS, WIDTH = 13, 8
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v")

@@ -12,6 +12,8 @@ from torch import nn
 
 import penstock as ps
 
+pytestmark = pytest.mark.ranks
+
 STEPS = (3, 4)  # seeds of the batches of two steps, whose gradients add up
 
 
@@ -101,6 +103,7 @@ def check(ranks: int, runs: Sequence[Run]) -> None:
 UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output")
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_tutorials_transformer_is_the_same_wherever_it_is_cut(ranks):
     check(ranks, [Run("transformer", cuts) for cuts in combinations(UNITS[1:], ranks - 1)])

@@ -11,6 +11,8 @@ from torch import nn
 
 import penstock as ps
 
+pytestmark = [pytest.mark.ranks, pytest.mark.kernels]
+
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers: Any = pytest.importorskip("transformers")
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from random_tables import valid_tables
@@ -10,6 +11,8 @@ from torch import Tensor
 
 import penstock as ps
 from penstock.schedule import Kind, Schedule, verify
+
+pytestmark = pytest.mark.ranks
 
 DEPTH, ROWS = 12, 2
 

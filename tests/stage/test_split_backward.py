@@ -223,6 +223,7 @@ def compare(module: nn.Module, batches: list[Tensor], late: bool = True, in_orde
             assert p.grad is None or torch.equal(p.grad, q.grad), name
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("name", MODULES)
 def test_a_split_backward_has_the_bits_of_a_full_one(name: str, late: bool) -> None:
@@ -243,6 +244,7 @@ AUTOCAST = [
 ]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_it_has_them_under_autocast(name: str) -> None:
     module = make(name)
@@ -572,6 +574,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
     return {name: p.grad for name, p in module.named_parameters()}, sums
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_replicas_stay_equal_and_sum_once_a_step(find_unused: bool) -> None:
     split = ps.launch(rank_replicas, 2, True, find_unused)

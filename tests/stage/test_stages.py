@@ -25,6 +25,7 @@ def rank_slices():
     return loss, gradients(pipe.named_parameters()), pipe.state_dict()
 
 
+@pytest.mark.ranks
 def test_slices_built_by_each_rank_train_as_the_monolith_and_only_the_ends_need_the_batch():
     everyone = ps.launch(rank_slices, 3)
     torch.manual_seed(5)
@@ -125,6 +126,7 @@ def rank_structured(schedule):
     return first, before, second
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_any_tree_of_tensors_numbers_and_none_passes_between_stages(ranks):
     schedule = "1f1b" if ranks == 4 else one_rank_table(4, 3)
@@ -175,6 +177,7 @@ def rank_frozen():
     return results
 
 
+@pytest.mark.ranks
 def test_frozen_parts_and_layers_that_change_their_input_in_place_right_after_a_cut():
     everyone = ps.launch(rank_frozen, 3)
     for number, which in enumerate(FROZEN):
@@ -211,6 +214,7 @@ def rank_tied(microbatches):
     return losses, norms, gradients(pipe.named_parameters()), pipe.state_dict()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3)])
 def test_tied_weights_get_the_sum_of_their_owners_gradients_and_stay_equal(ranks, microbatches):
     everyone = ps.launch(rank_tied, ranks, microbatches)
@@ -245,6 +249,7 @@ def rank_state(schedule, state):
     return pipe.step(inputs, target=target), pipe.state_dict()
 
 
+@pytest.mark.ranks
 def test_a_state_moves_between_any_number_of_ranks_and_the_uncut_model():
     torch.manual_seed(9)
     model = ps.model.mlp(12, 5, 3)

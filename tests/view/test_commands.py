@@ -11,6 +11,8 @@ from timelines import COSTS, measured
 from penstock.schedule import build, simulate
 from penstock.view.record import save
 
+pytestmark = pytest.mark.ranks
+
 LOWERED = ["0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1", "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"]
 
 

@@ -94,6 +94,7 @@ def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
         save_png(figure(Record((two_ranks(),))), tmp_path / "a.png")
 
 
+@pytest.mark.ranks
 def test_pictures_need_no_torch():
     code = "import sys, penstock.commands.show, penstock.view.files, penstock.view.html; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

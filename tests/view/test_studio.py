@@ -124,6 +124,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(question, sentence):
         answer(question)
 
 
+@pytest.mark.timed
 def test_the_largest_question_is_answered_soon():
     start = time.perf_counter()
     asked("interleaved-zb", 16, 32, stages_per_rank=4)
@@ -215,6 +216,7 @@ def test_a_port_that_is_taken_is_told(port):
         server(port)
 
 
+@pytest.mark.ranks
 def test_without_werkzeug_one_line_says_what_to_install():
     code = "import sys; sys.modules['werkzeug'] = None; sys.modules['werkzeug.exceptions'] = None\n"
     code += "sys.argv = ['penstock', 'studio', '--no-browser']\nfrom penstock.commands.cli import main; main()"

@@ -9,6 +9,8 @@ from studios import run_of, served
 
 from penstock.schedule import Costs, build, simulate
 
+pytestmark = pytest.mark.ranks
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1300,1100"]

@@ -121,24 +121,24 @@ def _recording(ran: list[Event], kind: Kind, stage: PipelineStage, function: Any
 
 
 class OneProcess:
-    """The whole model on rank 0, gradients accumulated over pieces of the batch; the other ranks do nothing."""
+    """The whole model on rank 0, gradients accumulated over microbatches; the other ranks do nothing."""
 
-    def __init__(self, case: Case, rank: int, pieces: int) -> None:
+    def __init__(self, case: Case, rank: int, microbatches: int) -> None:
         self.modules: list[nn.Module] = case.subject.stages(case.table().stages) if rank == 0 else []
-        self.loss, self.pieces = case.subject.loss, pieces
+        self.loss, self.microbatches = case.subject.loss, microbatches
         self.input, self.target = case.subject.batch(case.microbatches)
 
     def step(self) -> Tensor | None:
         """One step of plain gradient accumulation."""
         if not self.modules:
             return None
-        pieces = zip(self.input.chunk(self.pieces), self.target.chunk(self.pieces), strict=True)
-        return torch.stack([self._piece(*piece) for piece in pieces]).sum()
+        microbatches = zip(self.input.chunk(self.microbatches), self.target.chunk(self.microbatches), strict=True)
+        return torch.stack([self._backward(*each) for each in microbatches]).sum()
 
-    def _piece(self, hidden: Tensor, target: Tensor) -> Tensor:
+    def _backward(self, hidden: Tensor, target: Tensor) -> Tensor:
         for module in self.modules:
             hidden = module(hidden)
-        loss = self.loss(hidden, target) / self.pieces
+        loss = self.loss(hidden, target) / self.microbatches
         loss.backward()
         return loss.detach()
 

@@ -28,6 +28,7 @@ from two_hosts import results_of
 
 import penstock as ps
 from penstock.mesh.position import MeshPosition, position_in
+from penstock.model import EmulatedDevice
 from penstock.schedule import Costs, Schedule, averaged, simulate
 
 PIPELINE = 2  # ranks of a replica
@@ -46,32 +47,6 @@ class Options:
     microbatches: int = 4
     rounds: int = 9  # measured steps of each kind, in turns
     results: Path | None = None  # set for the ranks: where rank 0 writes what came out
-
-
-class Asleep(nn.Module):
-    """A stage that sleeps `seconds` in F and twice as long in B, with a parameter of `floats` whose gradient costs nothing."""
-
-    def __init__(self, seconds: float, floats: int) -> None:
-        super().__init__()
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.zeros(floats))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Any shape -> the same."""
-        return _Asleep.apply(hidden, self.weight, self.seconds)
-
-
-class _Asleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds, ctx.floats = seconds, len(weight)
-        time.sleep(seconds)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradient, torch.ones(ctx.floats), None
 
 
 # ---- on every rank
@@ -127,7 +102,7 @@ def _measured(options: Options, name: str, mesh: DeviceMesh, position: MeshPosit
 
 
 def _stages(table: Schedule, seconds: float, floats: int) -> list[nn.Module]:
-    return [Asleep(seconds, floats) for _ in range(table.stages)]
+    return [EmulatedDevice(seconds, 2 * seconds, parameters=floats) for _ in range(table.stages)]
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def _run(case: Case, rank: int, repeats: int, alone: bool) -> Record:
     ours, peer = Penstock(case, rank), Peer(case, rank)
     engines: dict[str, Engine] = {"ours": ours, "peer": peer}
     if alone:
-        engines |= {"pieces": OneProcess(case, rank, case.microbatches), "whole": OneProcess(case, rank, 1)}
+        engines |= {"accumulated": OneProcess(case, rank, case.microbatches), "whole": OneProcess(case, rank, 1)}
     warm_up(engines)
     record = Record(peer=check_same(ours, peer, case, rank), send=_send_time(case, rank))
     for name, lap in laps(engines, repeats):

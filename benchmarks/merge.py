@@ -64,7 +64,7 @@ def _run(cases: dict[tuple[str, str], Case], repeats: int) -> Record:
 def _check_exact(cases: list[Case], rank: int) -> None:
     """Our gradients in float64 are those of the whole batch at once. Raises AssertionError if not."""
     cases = [replace(case, subject=Perceptron(dtype=torch.float64)) for case in cases]
-    whole = OneProcess(cases[0], 0, pieces=1)
+    whole = OneProcess(cases[0], 0, microbatches=1)
     whole.step()
     exact = {name: parameter.grad for module in whole.modules for name, parameter in module.named_parameters()}
     for case in cases:

@@ -1,6 +1,5 @@
 """What the benchmarks train: stages, a batch and a loss, the same bits for every engine that runs them."""
 
-import time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.model import GPT, GPTConfig, mlp
+from penstock.model import GPT, EmulatedDevice, GPTConfig, mlp
 from penstock.partition import split
 
 
@@ -63,7 +62,7 @@ class Emulated:
 
     def stages(self, count: int) -> list[nn.Module]:
         """`count` devices of the same speed."""
-        return [EmulatedDevice(self.seconds) for _ in range(count)]
+        return [EmulatedDevice(*self.nominal) for _ in range(count)]
 
     def batch(self, microbatches: int) -> tuple[Tensor, Tensor]:
         """(rows, width), (rows,) of all microbatches."""
@@ -73,56 +72,6 @@ class Emulated:
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """(rows, width), (rows,) -> scalar; costs next to nothing, however wide the output."""
         return _FirstColumn.apply(output, target)
-
-
-class EmulatedDevice(nn.Module):
-    """A stage that sleeps `seconds` in F, I and W each, with one parameter so that there is a gradient to compute.
-
-    I sleeps in a node of the graph that only the input's gradient passes, W in a hook of the parameter. So each sleeps once
-    in either engine, whether it runs a split backward or a full one. (The peer's W runs the node again that leads to the
-    parameter, as an operation's own backward does; that node must not sleep.)
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.weight.register_hook(lambda _: time.sleep(seconds))
-        self.seconds = seconds
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(rows, width) -> the same memory."""
-        first = not hidden.requires_grad
-        return _Weighted.apply(
-            _Occupied.apply(hidden.detach().requires_grad_() if first else hidden, self.seconds, first), self.weight
-        )
-
-
-class _Occupied(torch.autograd.Function):
-    """Takes its time and hands on the memory it got, in both directions; nothing to the batch, where it is the first."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, seconds: float, first: bool) -> Tensor:
-        ctx.seconds, ctx.first = seconds, first
-        time.sleep(seconds)
-        return hidden.data  # not a view, which the peer's I cannot detach
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        time.sleep(ctx.seconds)
-        # A new view, not `gradient` itself: an engine that reads it from a leaf's `.grad` then gets it without a copy.
-        return None if ctx.first else gradient.view_as(gradient), None, None
-
-
-class _Weighted(torch.autograd.Function):
-    """Where the parameter comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        return hidden.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient.view_as(gradient), gradient.flatten()[:1].clone()
 
 
 class _FirstColumn(torch.autograd.Function):

@@ -101,9 +101,9 @@ def compute(repeats: int) -> list[Row]:
     subjects: list[Subject] = [Perceptron(), Transformer()]
     cases = [Case(subject, schedule, 2, 8) for subject in subjects for schedule in COMPUTED]
     rows = [_compute_row(*pair) for pair in _run(cases, repeats, alone=True)]
-    print("\nReal compute, one thread a rank. Times in ms; 'pieces' and 'whole': one process, 8 microbatches or one batch.")
-    print("Gain: 'pieces' / step, each from the same turn.")
-    show(rows, "P", "M", "schedule", "model", "fed", "ours", "peer", "pieces", "whole", "ours x", "peer / ours")
+    print("\nReal compute, one thread a rank. Times in ms; in one process: 'accumulated' over 8 microbatches, 'whole' batch.")
+    print("Gain: 'accumulated' / step, each from the same turn.")
+    show(rows, "P", "M", "schedule", "model", "fed", "ours", "peer", "accumulated", "whole", "ours x", "peer / ours")
     show(rows, "P", "M", "schedule", "model", "our gain", "peer's gain", "our gain over whole")
     return rows
 
@@ -170,11 +170,11 @@ def _compute_row(case: Case, records: list[Record]) -> Row:
     return row | {
         "model": case.subject.name,
         "fed": 1e3 * with_measured,
-        "pieces": 1e3 * median(steps["pieces"]),
+        "accumulated": 1e3 * median(steps["accumulated"]),
         "whole": 1e3 * median(steps["whole"]),
         "ours x": row["ours"] / with_measured / 1e3,
-        "our gain": ratio(steps["ours"], steps["pieces"]),
-        "peer's gain": ratio(steps["peer"], steps["pieces"]),
+        "our gain": ratio(steps["ours"], steps["accumulated"]),
+        "peer's gain": ratio(steps["peer"], steps["accumulated"]),
         "our gain over whole": ratio(steps["ours"], steps["whole"]),
     }
 
@@ -188,7 +188,7 @@ def _engine_row(case: Case, records: list[Record]) -> Row:
         row[f"main {name}"] = 1e6 * median(lap.main_thread for lap in laps) / actions
         row[f"all {name}"] = 1e6 * median(lap.process for lap in laps) / actions
     row["step peer / ours"], row["main peer / ours"] = row["peer / ours"], row["main peer"] / row["main ours"]
-    row["autograd"] = 1e6 * median(lap.main_thread for lap in records[0].laps["pieces"]) / actions / case.ranks
+    row["autograd"] = 1e6 * median(lap.main_thread for lap in records[0].laps["accumulated"]) / actions / case.ranks
     return row
 
 

@@ -1,1 +1,9 @@
-"""The command line and the main job."""
+"""The command line, and the jobs behind it: what was typed is checked in full before anything is started.
+
+`cli`      the commands and their options: parses, calls, prints
+`source`   the schedule that a name or a CSV file stands for
+`show`     `penstock show` and `penstock compare`
+`train/`   the main job: real data, checkpoints, metrics, a comparison with one process
+`bench/`   a step against its table, and the collectives over sizes
+`doctor`   what this machine offers, and what a message costs
+"""

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from penstock.commands.config import TrainConfig, saved_options, table_of
 from penstock.commands.show import Compare, Show
+from penstock.commands.source import table_of
+from penstock.commands.train.config import TrainConfig, saved_options
 from penstock.comms.launcher import start_ahead
 from penstock.errors import PenstockError
 
@@ -48,7 +49,7 @@ class Train(TrainConfig):
             raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
         config.check()
         start_ahead()
-        from penstock.commands.train import train
+        from penstock.commands.train.job import train
 
         train(config)
 
@@ -92,7 +93,7 @@ class Collectives:
 
     def run(self) -> None:
         """Check first, then start."""
-        from penstock.commands.bench_collectives import bench, plan_of
+        from penstock.commands.bench.collectives import bench, plan_of
 
         plan = plan_of(self.operations, self.sizes, self.largest, self.seconds, self.against_raw, self.ranks)
         bench(plan, self.ranks, self.csv, self.plot)
@@ -114,7 +115,7 @@ class Bench:
     schedule: str = "1f1b"
     """A name that `penstock schedules` lists, or the path of a CSV table."""
     microbatches: int = 8
-    """Pieces each batch is split into."""
+    """M: microbatches each batch is split into."""
     forward: float = 10.0
     """Milliseconds a forward takes; a backward takes twice as long."""
     megabytes: float = 0.001
@@ -129,7 +130,7 @@ class Bench:
             return self.subject.run()
         schedule = table_of(self.schedule, self.ranks, self.microbatches)
         start_ahead()
-        from penstock.commands.bench import bench
+        from penstock.commands.bench.steps import bench
 
         bench(schedule, self.forward / 1e3, self.megabytes, self.steps)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from penstock.commands.config import table_of
+from penstock.commands.source import table_of
 from penstock.errors import PenstockError
 from penstock.schedule import Costs, Schedule, Timeline, from_lowered_csv, names, prove, simulate, verify
 from penstock.view.differences import differences
@@ -47,7 +47,7 @@ class Simulated:
     ranks: int = 4
     """P: processes the model is cut over."""
     microbatches: int = 8
-    """M: pieces each batch is split into."""
+    """M: microbatches each batch is split into."""
     stages_per_rank: int | None = None
     """V, for schedules that leave it open."""
     group_size: int | None = None

@@ -6,53 +6,31 @@ compete, so their timeline is that of four devices. A process with a memory limi
 
 import os
 import resource
-import time
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock as ps
+from penstock.model import EmulatedDevice
 from penstock.schedule import Schedule, Timeline
 
 DIM = 8  # of the activations; a device that sleeps does not mind
 CAN_LIMIT_MEMORY = os.path.exists("/proc/self/statm")  # Linux
 
 
-class EmulatedLayer(nn.Module):
-    """A layer whose forward takes `forward_seconds`, and its backward `backward_seconds` and `weight_seconds`, on no core.
+class EmulatedLayer(EmulatedDevice):
+    """An emulated device that multiplies by its weight: there is a gradient to check, and an activation to count.
 
-    (rows, dim) -> (rows, dim): it multiplies by a weight of its own, so there is a gradient to check, and keeps its input
-    for the backward, so there is an activation to count. `weight_seconds` pass where the weight receives its gradient: at
-    the end of a full backward, and in `W` if it is split.
+    (rows, dim) -> (rows, dim). The seconds are those of forward, backward to the input, and backward to the weight.
     """
 
     def __init__(self, dim: int, forward_seconds: float, backward_seconds: float, weight_seconds: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.seconds = forward_seconds, backward_seconds
-        if weight_seconds:
-            self.weight.register_hook(lambda gradient: time.sleep(weight_seconds))
+        super().__init__(forward_seconds, backward_seconds, weight_seconds, parameters=dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(rows, dim) -> the same."""
-        return _Slow.apply(hidden * self.weight, *self.seconds)
-
-
-class _Slow(torch.autograd.Function):
-    """Its input, later."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
-        ctx.seconds = backward_seconds
-        time.sleep(forward_seconds)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None, None
+        return self.busy(hidden) * self.weight
 
 
 def emulated_step(table: Schedule, forward: float, backward: float, weights: float = 0.0) -> Timeline:

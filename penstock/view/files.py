@@ -18,11 +18,11 @@ def write(
 
     Raises PenstockError where a file cannot be written.
     """
-    from penstock.view.figure import figure
+    from penstock.view.figure.png import save_png
+    from penstock.view.figure.svg import svg as drawn
+    from penstock.view.figure.timeline import figure
     from penstock.view.html import page
     from penstock.view.perfetto import trace
-    from penstock.view.png import save_png
-    from penstock.view.svg import svg as drawn
 
     writers: tuple[tuple[Path | None, Callable[[Path], object]], ...] = (
         (html, lambda path: path.write_text(page(records), encoding="utf-8")),

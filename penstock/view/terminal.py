@@ -35,8 +35,8 @@ def draw(timeline: Timeline, width: int = 80, color: bool = False, beside: Seque
     several = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
     lines = []
     for rank in range(timeline.ranks):
-        pieces = "".join(_pieces(timeline, rank, scale, columns, several, color))
-        lines.append(f"rank {rank}".ljust(label - 1) + "|" + pieces)
+        blocks = "".join(_blocks(timeline, rank, scale, columns, several, color))
+        lines.append(f"rank {rank}".ljust(label - 1) + "|" + blocks)
     return "\n".join(lines)
 
 
@@ -51,17 +51,17 @@ def _scale(timelines: Sequence[Timeline], columns: int) -> float:
     return whole if whole > 0.6 * fits else fits
 
 
-def _pieces(timeline: Timeline, rank: int, scale: float, columns: int, several: bool, color: bool) -> list[str]:
-    """The pieces of one row: idle time and actions in turn, `columns` wide together."""
-    pieces, at = [], 0
+def _blocks(timeline: Timeline, rank: int, scale: float, columns: int, several: bool, color: bool) -> list[str]:
+    """The text of one row, block by block: idle time and actions in turn, `columns` wide together."""
+    blocks, at = [], 0
     for cell in timeline.cells(rank):
         times = cell[0].start, cell[-1].end
         start, end = (min(columns, round((time - timeline.start) * scale)) for time in times)
         start = max(start, at)
-        pieces.append(IDLE * (start - at))
-        pieces.append(_block(cell, max(end - start, 0), several, color))
+        blocks.append(IDLE * (start - at))
+        blocks.append(_block(cell, max(end - start, 0), several, color))
         at = max(end, start)
-    return [*pieces, IDLE * (columns - at)]
+    return [*blocks, IDLE * (columns - at)]
 
 
 def _block(cell: tuple[Event, ...], width: int, several: bool, color: bool) -> str:

@@ -18,8 +18,8 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.checkpoint.tensor_files import TensorFiles
-from penstock.commands.config import TrainConfig, saved_options
-from penstock.commands.train import token_loss, train_rank
+from penstock.commands.train.config import TrainConfig, saved_options
+from penstock.commands.train.job import token_loss, train_rank
 
 pytestmark = pytest.mark.ranks
 

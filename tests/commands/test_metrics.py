@@ -10,8 +10,8 @@ import torch
 from reference import data, make
 
 import penstock as ps
-from penstock.commands.metrics import Metrics, recorded
-from penstock.commands.train import crowding
+from penstock.commands.train.job import crowding
+from penstock.commands.train.metrics import Metrics, recorded
 
 PAUSE = 0.05  # seconds between two steps
 

@@ -10,10 +10,11 @@ from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
 from penstock.schedule import Size, Timeline, build, simulate
-from penstock.view.figure import CAUSES, KINDS, LABEL, MEMORY, SHADE, Box, Line, Text, figure
-from penstock.view.png import save_png
+from penstock.view.figure.png import save_png
+from penstock.view.figure.shapes import Box, Line, Text
+from penstock.view.figure.svg import svg
+from penstock.view.figure.timeline import CAUSES, KINDS, LABEL, MEMORY, SHADE, figure
 from penstock.view.record import Record
-from penstock.view.svg import svg
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

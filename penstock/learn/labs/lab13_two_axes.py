@@ -101,15 +101,15 @@ def by_hand(stage: int, replica: int) -> tuple[Weights, int, int]:
 
 def one_pipeline(mine: nn.Module, stage: int, other: int, inputs: Tensor, targets: Tensor) -> int:
     """GPipe's step of one of two stages; adds to the gradients, returns the bytes sent."""
-    pieces = inputs.tensor_split(MICROBATCHES)
+    microbatches = inputs.tensor_split(MICROBATCHES)
     if stage == 0:
-        hidden = [mine(piece) for piece in pieces]
+        hidden = [mine(microbatch) for microbatch in microbatches]
         for each in hidden:
             ps.comms.send_tensor(each, dest=other)
         for each in hidden:
             each.backward(ps.comms.recv_tensor(each.shape, src=other, dtype=each.dtype))
         return sum(each.nbytes for each in hidden)
-    handed = [ps.comms.recv_tensor((len(piece), DIM), src=other, dtype=piece.dtype).requires_grad_() for piece in pieces]
+    handed = [ps.comms.recv_tensor((len(each), DIM), src=other, dtype=each.dtype).requires_grad_() for each in microbatches]
     for each, target in zip(handed, targets.tensor_split(MICROBATCHES), strict=True):
         loss = cross_entropy(mine(each), target, reduction="sum") / sum(SHARES)  # of all rows, those of the other replicas too
         loss.backward()

@@ -109,9 +109,9 @@ def check_bubble(table: Schedule, timeline: Timeline) -> None:
 
 def check_price(table: Schedule) -> None:
     """What the rules say of messages and memory."""
-    ranks, pieces, count = table.ranks, table.microbatches, table.stages // table.ranks
-    messages, expected = schedule.verify(table).transfers, 2 * pieces * (ranks - 1 + (count - 1) * ranks)
-    held = min(pieces, ranks if count == 1 else ((count - 1) * ranks + 2 * (ranks - 1) + 1) / count)
+    ranks, microbatches, count = table.ranks, table.microbatches, table.stages // table.ranks
+    messages, expected = schedule.verify(table).transfers, 2 * microbatches * (ranks - 1 + (count - 1) * ranks)
+    held = min(microbatches, ranks if count == 1 else ((count - 1) * ranks + 2 * (ranks - 1) + 1) / count)
     check(
         messages == expected and in_flight(table) == held,
         f"2 M ((P-1) + (V-1) P) = {expected} messages, {held:g} in flight",

@@ -58,19 +58,19 @@ class Trial:
 def main(path: str | None = None) -> None:
     """The story; or the judgement of the schedule in the file `path`. Raises SystemExit, with the reason, if it is refused."""
     ranks = ranks_here(RANKS)
-    pieces = GROUPS * ranks
-    say(f"Lab 9: a schedule of your own for {ranks} ranks, {pieces} microbatches; F = I = W = 1, B = I + W = 2")
-    say(f"The target: {target(ranks, pieces)}\n")
-    measured = tell(ranks, pieces) if path is None else judge(learners(Path(path), ranks, pieces))
+    microbatches = GROUPS * ranks
+    say(f"Lab 9: a schedule of your own for {ranks} ranks, {microbatches} microbatches; F = I = W = 1, B = I + W = 2")
+    say(f"The target: {target(ranks, microbatches)}\n")
+    measured = tell(ranks, microbatches) if path is None else judge(learners(Path(path), ranks, microbatches))
     say(f"\nMeasured: {measured}")
 
 
-def learners(path: Path, ranks: int, pieces: int) -> Schedule:
+def learners(path: Path, ranks: int, microbatches: int) -> Schedule:
     """The table in the file `path`, proved; the broken one, handed out, where there is no file."""
     try:
         if not path.exists():
             hand_out(path)
-        table = table_of(str(path), path.read_text(encoding="utf-8"), ranks, pieces)
+        table = table_of(str(path), path.read_text(encoding="utf-8"), ranks, microbatches)
         ps.schedule.verify(table)
     except (ps.ScheduleError, OSError, UnicodeError) as error:
         stop(in_lines(str(error) if str(path) in str(error) else f"{path}: {error}"))
@@ -85,19 +85,19 @@ def hand_out(path: Path) -> None:
     say(f"{path} is new: 1F1B with a mistake. Edit it, and run this again.\n")
 
 
-def tell(ranks: int, pieces: int) -> str:
+def tell(ranks: int, microbatches: int) -> str:
     """A broken schedule, what is wrong with it, the same one repaired, and how to go on. Returns what was measured."""
     broken = HANDED_OUT.read_text(encoding="utf-8")
     say("A table, written as a function: 0F3 is stage 0's forward of microbatch 3, 0B3 its backward. It has a mistake:\n")
     say(broken[broken.index("def ") :])
-    table = table_of("my_schedule.py", broken, ranks, pieces)
+    table = table_of("my_schedule.py", broken, ranks, microbatches)
     say(f"{table}\n")
     refusal = why_refused(table)
     say(in_lines(refusal))
     check("deadlocks" in refusal, "the broken table is refused, with the circle", f"nothing stops the broken table {refusal}")
     say("\nThe last rank has its first gradient at once, so it warms up with no forward at all, and every rank before it")
     say(f"with one more. The mistake counts from the wrong end:\n\n-{MISTAKE}+{REPAIR}")
-    measured = judge(table_of("the repaired my_schedule.py", broken.replace(MISTAKE, REPAIR), ranks, pieces))
+    measured = judge(table_of("the repaired my_schedule.py", broken.replace(MISTAKE, REPAIR), ranks, microbatches))
     say("\nNow yours. This hands out the broken one, unless the file is there, and judges what is in it:")
     say("  python -m penstock.learn.labs.lab9_your_schedule my_schedule.py")
     return measured
@@ -136,9 +136,9 @@ def judge(table: Schedule) -> str:
 
 def compare(table: Schedule) -> None:
     """The score of `table` beside the target and the schedules there are."""
-    ranks, pieces = table.ranks, table.microbatches
-    mine, aim = score(table), target(ranks, pieces)
-    known = {name: score(ps.schedule.build(name, ranks=ranks, microbatches=pieces)) for name in KNOWN}
+    ranks, microbatches = table.ranks, table.microbatches
+    mine, aim = score(table), target(ranks, microbatches)
+    known = {name: score(ps.schedule.build(name, ranks=ranks, microbatches=microbatches)) for name in KNOWN}
     width = max(map(len, (table.name, *KNOWN)))
     for name, each in {"the target": aim, table.name: mine, **known}.items():
         say(f"  {name:{width}}  {each}")
@@ -150,9 +150,9 @@ def compare(table: Schedule) -> None:
     say(f"  {table.name}: {missed or 'the target is reached'}")
 
 
-def target(ranks: int, pieces: int) -> Score:
+def target(ranks: int, microbatches: int) -> Score:
     """What a schedule should achieve: M T and a bubble of P - 1, with no more in flight than 1F1B."""
-    return Score(3 * pieces + ranks - 1, ranks)
+    return Score(3 * microbatches + ranks - 1, ranks)
 
 
 def timed(table: Schedule) -> Timeline:

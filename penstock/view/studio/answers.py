@@ -28,8 +28,8 @@ from penstock.view.record import Record, read, timeline_data
 Data = dict[str, Any]  # what JSON can say
 
 MOST = {"ranks": 16, "stages_per_rank": 4, "microbatches": 64}  # for a table built by name
-MOST_PIECES = 2048  # stages times microbatches: what is answered in a fifth of a second
-MOST_ACTIONS = 3 * MOST_PIECES
+MOST_MICROBATCHES = 2048  # stages times microbatches: what is answered in a fifth of a second
+MOST_ACTIONS = 3 * MOST_MICROBATCHES
 STAGE_COSTS = ("forward", "backward_input", "backward_weight")
 
 
@@ -57,7 +57,7 @@ def choices() -> Data:
         }
         for name, family in FAMILIES.items()
     }
-    return {"families": families, "most": MOST, "most_pieces": MOST_PIECES}
+    return {"families": families, "most": MOST, "most_microbatches": MOST_MICROBATCHES}
 
 
 # ---- the table
@@ -75,7 +75,7 @@ def _table(asked: Mapping[str, object]) -> Schedule:
     given = asked.get("stages_per_rank") is not None
     stages_per_rank = _whole(asked, "stages_per_rank", MOST["stages_per_rank"]) if given else None
     family = FAMILIES.get(name)
-    _check_pieces(ranks * (stages_per_rank or (family.stages_per_rank if family else 1)), microbatches)
+    _check_microbatches(ranks * (stages_per_rank or (family.stages_per_rank if family else 1)), microbatches)
     return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
 
 
@@ -99,14 +99,14 @@ def _placed(rank: object, ranks: int) -> int:
 def _check_size(schedule: Schedule) -> None:
     if schedule.ranks > 4 * MOST["ranks"]:
         raise ScheduleError(f"{schedule.name} has {schedule.ranks} ranks: the studio takes up to {4 * MOST['ranks']}")
-    _check_pieces(schedule.stages, schedule.microbatches)
+    _check_microbatches(schedule.stages, schedule.microbatches)
 
 
-def _check_pieces(stages: int, microbatches: int) -> None:
-    if stages * microbatches > MOST_PIECES:
+def _check_microbatches(stages: int, microbatches: int) -> None:
+    if stages * microbatches > MOST_MICROBATCHES:
         raise ScheduleError(
             f"{stages} stages of {microbatches} microbatches are more than the studio draws at once: "
-            f"use {max(1, MOST_PIECES // stages)} microbatches or fewer, or `penstock show` with --html"
+            f"use {max(1, MOST_MICROBATCHES // stages)} microbatches or fewer, or `penstock show` with --html"
         )
 
 

@@ -3,6 +3,7 @@
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -53,9 +54,8 @@ class Digits:
 
     def validation(self, rows: int, batches: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The held-out images, in at most `batches` batches of `rows`."""
-        pieces = zip(self.inputs[-self.held_out :].split(rows), self.classes[-self.held_out :].split(rows), strict=True)
-        for _, piece in zip(range(batches), pieces, strict=False):
-            yield piece
+        held_out = zip(*(each[-self.held_out :].split(rows) for each in (self.inputs, self.classes)), strict=True)
+        yield from islice(held_out, batches)
 
 
 def _generator(seed: int, step: int) -> torch.Generator:

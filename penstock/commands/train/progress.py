@@ -2,7 +2,8 @@
 
 import statistics
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -10,11 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.commands.config import TrainConfig
-    from penstock.commands.train import Run
+from penstock.commands.train.config import TrainConfig
+from penstock.commands.train.result import TrainResult
 
 REORDERED = 1e-4  # by so much, relatively, losses may differ whose sums have another order
 LINES = 10  # progress lines of a whole run where there is no terminal
@@ -23,7 +21,7 @@ LINES = 10  # progress lines of a whole run where there is no terminal
 class Progress:
     """A bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, config: "TrainConfig", run: "Run") -> None:
+    def __init__(self, config: TrainConfig, run: TrainResult) -> None:
         self.unit = "tokens" if config.model == "gpt" else "images"
         self.steps, self.name = config.steps, f"{run.ranks} rank{'s' * (run.ranks > 1)}"
         columns = (
@@ -64,7 +62,7 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-def closing(run: "Run", alone: "Run | None", folder: "Path") -> None:
+def closing(run: TrainResult, alone: TrainResult | None, folder: Path) -> None:
     """What came out, on the console."""
     console = Console(soft_wrap=True)
     console.print(
@@ -89,7 +87,7 @@ def _safe(text: str) -> str:
     return printable.replace("[", r"\[")
 
 
-def _comparison(run: "Run", alone: "Run") -> Table:
+def _comparison(run: TrainResult, alone: TrainResult) -> Table:
     """The two runs side by side, and whether their losses are the same to the last bit."""
     steps = len(run.losses)
     table = Table(
@@ -112,7 +110,7 @@ def _comparison(run: "Run", alone: "Run") -> Table:
     return table
 
 
-def _verdict(run: "Run", losses: "list[tuple[float, float]]", where: str = "") -> str:
+def _verdict(run: TrainResult, losses: list[tuple[float, float]], where: str = "") -> str:
     """How equal these pairs are. Over replicas, and over ranks that share products, sums have another order."""
     different = sum(a != b for a, b in losses)
     if not different:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from penstock import comms
-from penstock.commands.timed_collectives import FEWEST, Row, Way, floats, measure, same_bits, two_halves, ways
+from penstock.commands.bench.timing import FEWEST, Row, Variant, floats, measure, same_bits, two_halves, variants
 from penstock.comms.collectives import operations as ours
 from penstock.comms.collectives.calls import COLLECTIVES
 from penstock.comms.launcher import launch
@@ -27,7 +27,7 @@ NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_re
 OPERATIONS = (*COLLECTIVES, "send")
 BUFFERS = 4  # a rank's largest memory over the size measured: its tensor, the result, and copies of Gloo's
 COLUMNS = (
-    *("operation", "way", "ranks", "bytes", "samples", "median_s", "p10_s", "p90_s"),
+    *("operation", "variant", "ranks", "bytes", "samples", "median_s", "p10_s", "p90_s"),
     *("algorithm_GBps", "bus_factor", "bus_GBps"),
 )
 NOTES = """
@@ -92,7 +92,7 @@ def run_plan(plan: Plan) -> list[Row]:
     _say_if(lead, _headings(plan.raw))
     for operation in plan.operations:
         for size in plan.sizes:
-            some = measure(operation, ways(operation, size, topology, plan.raw), size, plan.seconds, topology)
+            some = measure(operation, variants(operation, size, topology, plan.raw), size, plan.seconds, topology)
             rows += some
             _say_if(lead, _line(some))
     if "all_reduce" in plan.operations:
@@ -111,7 +111,7 @@ def _compose(plan: Plan, topology: comms.Topology) -> None:
         same = [same_bits(torch.randint(-1000, 1000, (count,)).float(), topology), same_bits(torch.randn(count), topology)]
         whole = torch.full((count,), 0.0, device=topology.device)
         piece, result = torch.empty_like(whole[: count // topology.world_size]), torch.empty_like(whole)
-        choice: dict[str, Way] = {"one": partial(ours.all_reduce, whole), "two": partial(two_halves, whole, piece, result)}
+        choice: dict[str, Variant] = {"one": partial(ours.all_reduce, whole), "two": partial(two_halves, whole, piece, result)}
         one, pair = measure("all_reduce", choice, size, plan.seconds, topology)
         told = [("equal" if each else "DIFFERENT").ljust(13) for each in same]
         _say_if(
@@ -164,14 +164,14 @@ def _headings(raw: bool) -> str:
 
 
 def _line(rows: Sequence[Row]) -> str:
-    by_way = {row.way: row for row in rows}
-    row = by_way["penstock"]
+    by_variant = {row.variant: row for row in rows}
+    row = by_variant["penstock"]
     low, high = row.middle
     times = f"{_time(median(row.seconds))} ({_time(low)} to {_time(high)})"
     told = f"{NAMES.get(row.operation, row.operation):<14}  {row.bytes:>11,}  {times:<34}  "
     told += f"{row.bandwidth / 1e9:>8.3f}  {row.bandwidth * row.factor / 1e9:>8.3f}"
-    if raw := by_way.get("raw"):
-        unchecked = f"{by_way['unchecked'].bandwidth / raw.bandwidth:9.2f}" if "unchecked" in by_way else " " * 9
+    if raw := by_variant.get("raw"):
+        unchecked = f"{by_variant['unchecked'].bandwidth / raw.bandwidth:9.2f}" if "unchecked" in by_variant else " " * 9
         told += f"  {unchecked}  {_time(median(raw.seconds)):<14}  {row.bandwidth / raw.bandwidth:.2f} {_spread(raw, row)}"
     return told
 
@@ -202,17 +202,17 @@ def _write_table(rows: Sequence[Row], path: Path) -> None:
         for row in rows:
             times = [f"{each:.9f}" for each in (median(row.seconds), *row.middle)]
             speeds = [f"{each:.6g}" for each in (row.bandwidth / 1e9, row.factor, row.bandwidth * row.factor / 1e9)]
-            table.writerow([row.operation, row.way, row.ranks, row.bytes, len(row.seconds), *times, *speeds])
+            table.writerow([row.operation, row.variant, row.ranks, row.bytes, len(row.seconds), *times, *speeds])
 
 
 def _write_plot(rows: Sequence[Row], path: Path) -> None:
-    from penstock.view.curves import curves
-    from penstock.view.png import save_png
-    from penstock.view.svg import svg
+    from penstock.view.figure.curves import curves
+    from penstock.view.figure.png import save_png
+    from penstock.view.figure.svg import svg
 
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row.way == "penstock":
+        if row.variant == "penstock":
             name = NAMES.get(row.operation, row.operation)
             series.setdefault(name, []).append((row.bytes, row.bandwidth * row.factor / 1e9))
     ticks = {float(row.bytes): text_of(row.bytes) for row in rows}

@@ -1,4 +1,4 @@
-"""What every rank runs to time a collective: a barrier before each sample, ways that are compared in turns.
+"""What every rank runs to time a collective: a barrier before each sample, and variants of it that take turns.
 
 A sample is the time from when the last rank started to when the last rank was done. Nobody always goes first.
 """
@@ -19,17 +19,17 @@ from penstock.comms.collectives import operations as ours
 
 WARM_UP, FEWEST, MOST = 2, 5, 400  # rounds
 
-Way = Callable[[], object]
+Variant = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operation at one size, done one way."""
+    """One operation at one size, in one variant."""
 
     operation: str
     ranks: int
     bytes: int
-    way: str
+    variant: str
     seconds: tuple[float, ...]  # of each sample
 
     @property
@@ -54,20 +54,20 @@ def bus_factor(operation: str, ranks: int) -> float:
     return 1.0 if operation == "send" else (ranks - 1) / ranks * (2 if operation == "all_reduce" else 1)
 
 
-def ways(operation: str, size: int, topology: comms.Topology, raw: bool) -> dict[str, Way]:
+def variants(operation: str, size: int, topology: comms.Topology, raw: bool) -> dict[str, Variant]:
     """By name, what to call: ours, and with `raw` ours without the check and torch's. Results are in memory made before."""
     n, rank, device = topology.world_size, topology.rank, topology.device
     whole = torch.full((floats(size, n),), 0.0, device=device)  # not zeros, whose memory is not there before it is written
     piece, result = torch.full((whole.numel() // n,), 0.0, device=device), torch.full_like(whole, 0.0)
     if operation == "send":
-        mine: list[Way] = [lambda: comms.send_tensor(whole, 1), lambda: comms.recv_tensor(whole.shape, 0)]
-        theirs: list[Way] = [lambda: dist.send(whole, 1), lambda: dist.recv(whole, 0)]
+        mine: list[Variant] = [lambda: comms.send_tensor(whole, 1), lambda: comms.recv_tensor(whole.shape, 0)]
+        theirs: list[Variant] = [lambda: dist.send(whole, 1), lambda: dist.recv(whole, 0)]
         choice = {"penstock": mine, "raw": theirs} if raw else {"penstock": mine}
         return {name: each[rank] if rank < 2 else _nothing for name, each in choice.items()}
 
-    def mine_with(check: bool) -> Way:
+    def mine_with(check: bool) -> Variant:
         """The collective by `ps.comms`, with or without its check that all ranks make the same call."""
-        calls: dict[str, Way] = {
+        calls: dict[str, Variant] = {
             "broadcast": lambda: ours.broadcast(whole, check=check),
             "scatter": lambda: ours.scatter(piece, whole if rank == 0 else None, check=check),
             "gather": lambda: ours.gather(piece, check=check, out=result if rank == 0 else None),
@@ -82,7 +82,7 @@ def ways(operation: str, size: int, topology: comms.Topology, raw: bool) -> dict
     if not raw:
         return {"penstock": mine_with(True)}
     pieces = list(result.view(n, -1)) if rank == 0 else None
-    direct: dict[str, Way] = {
+    direct: dict[str, Variant] = {
         "broadcast": lambda: dist.broadcast(whole, 0),
         "scatter": lambda: dist.scatter(piece, pieces, 0),
         "gather": lambda: dist.gather(piece, pieces, 0),
@@ -104,12 +104,12 @@ def floats(size: int, ranks: int) -> int:
     return max(1, round(size / 4 / ranks)) * ranks
 
 
-def measure(operation: str, choice: dict[str, Way], size: int, seconds: float, topology: comms.Topology) -> list[Row]:
-    """The ways in turns for about `seconds` altogether; a row for each."""
+def measure(operation: str, choice: dict[str, Variant], size: int, seconds: float, topology: comms.Topology) -> list[Row]:
+    """The variants in turns for about `seconds` altogether; a row for each."""
     for _ in range(WARM_UP):
         begin = time.perf_counter()
-        for way in choice.values():
-            _sample(way, topology)
+        for variant in choice.values():
+            _sample(variant, topology)
         took = time.perf_counter() - begin
     wanted = torch.tensor([min(MOST, max(FEWEST, round(seconds / took)))], device=topology.device)
     rounds = int(ours.broadcast(wanted))
@@ -126,12 +126,12 @@ def measure(operation: str, choice: dict[str, Way], size: int, seconds: float, t
     return rows
 
 
-def _sample(way: Way, topology: comms.Topology) -> tuple[float, float]:
+def _sample(variant: Variant, topology: comms.Topology) -> tuple[float, float]:
     """When it started and ended on this rank, in seconds of the machine's clock, which its processes share."""
     _settle(topology)
     _barrier()
     begin = time.perf_counter()
-    way()
+    variant()
     _settle(topology)
     return begin, time.perf_counter()
 

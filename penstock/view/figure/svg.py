@@ -2,7 +2,7 @@
 
 from xml.sax.saxutils import escape, quoteattr
 
-from penstock.view.figure import Box, Figure, Shape, Text
+from penstock.view.figure.shapes import Box, Figure, Shape, Text
 
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 

@@ -1,6 +1,5 @@
-"""What the commands can be told: typed options, checked before anything is started. No torch."""
+"""What `penstock train` can be told: typed options, checked before anything is started. No torch."""
 
-import difflib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from penstock.commands.source import nearest_path, table_of
 from penstock.errors import PenstockError
-from penstock.schedule import Schedule, build, verify
+from penstock.schedule import Schedule
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
@@ -29,7 +29,7 @@ class TrainConfig:
     schedule: str = "1f1b"
     """A name that `penstock schedules` lists, or the path of a CSV table."""
     microbatches: int = 8
-    """Pieces each batch is split into."""
+    """M: microbatches each batch is split into."""
     stages_per_rank: int | None = None
     """V, for schedules that leave it open."""
     group_size: int | None = None
@@ -112,7 +112,7 @@ class TrainConfig:
         if not 0 <= self.dropout < 1:
             raise PenstockError(f"--dropout {self.dropout} is not a share: use 0 up to, but not including, 1")
         if self.data is not None and not self.data.exists():
-            raise PenstockError(f"--data {self.data} does not exist{_nearest_path(self.data)}")
+            raise PenstockError(f"--data {self.data} does not exist{nearest_path(self.data)}")
         table = self.table()
         most = self.depth + 3 if self.model == "gpt" else 2 * self.depth + 1
         if table.stages > most:
@@ -148,34 +148,10 @@ def saved_options(folder: Path) -> dict[str, Any]:
     """The options of the run in `folder`. Raises PenstockError if there is none."""
     path = folder / SETTINGS
     if not path.is_file():
-        raise PenstockError(f"--resume {folder} is no run, it has no {SETTINGS}{_nearest_path(folder)}")
+        raise PenstockError(f"--resume {folder} is no run, it has no {SETTINGS}{nearest_path(folder)}")
     try:
         saved = json.loads(path.read_text())["config"]
         kept = saved.keys() - {"resume", "compare"}
         return {field.name: saved[field.name] for field in fields(TrainConfig) if field.name in kept}
     except (ValueError, KeyError, TypeError) as error:
         raise PenstockError(f"{path} is not what `penstock train` wrote: {error!r}; resume another run") from error
-
-
-def table_of(name: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
-    """The schedule called `name`, built with those `options` that are not None, or the table in the CSV file of that name.
-
-    It is proved. Raises PenstockError for what cannot be built or proved, and for options of a file.
-    """
-    given = {option: value for option, value in options.items() if value is not None}
-    if not name.endswith(".csv"):
-        schedule = build(name, ranks=ranks, microbatches=microbatches, **given)
-        verify(schedule)
-        return schedule
-    if given:
-        raise PenstockError(f"the table {name} is read as it stands: leave out {', '.join(given)}")
-    if not Path(name).exists():
-        raise PenstockError(f"the table {name} does not exist{_nearest_path(Path(name))}")
-    return Schedule.from_csv(name)
-
-
-def _nearest_path(path: Path) -> str:
-    parent = path.parent
-    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f" (did you mean {parent / near[0]}?)" if near else ": give a file or folder that does"

@@ -4,7 +4,7 @@ from os import PathLike
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.view.figure import Box, Figure, Shape, Text
+from penstock.view.figure.shapes import Box, Figure, Shape, Text
 
 PIXELS = 3  # for each of the figure's: 216 a inch
 ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}

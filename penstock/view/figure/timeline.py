@@ -1,4 +1,4 @@
-"""A timeline as a figure for a paper: shapes with places and colours, which `svg` and `png` put on paper.
+"""A timeline as a figure for a paper.
 
 A row for each rank, the planned one below it if there is one, memory where it is known in bytes, an axis and a legend.
 Colours differ in lightness too, so that they can be told apart in print.
@@ -7,61 +7,16 @@ Colours differ in lightness too, so that they can be told apart in print.
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
+from penstock.view.figure.shapes import MUTED, PAD, TEXT, Box, Figure, Line, Shape, Text
 from penstock.view.record import Data, Record
 from penstock.view.terminal import held
 
-INK, MUTED, LINE = "#1c2330", "#5b6472", "#c9ccd2"
 KINDS = {"F": "#8fb4e3", "B": "#5da583", "I": "#8accd1", "W": "#ecd58a"}
 CAUSES = {"fill": "#dfe3ea", "imbalance": "#f2c6a8", "drain": "#ddd0ec", "communication": "#ecb7d3", "sending": "#c9dcae"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weights)"}
-LABEL, ROW, PLANNED, GAP, TEXT, PAD = 58.0, 20.0, 12.0, 7.0, 10.0, 8.0
+LABEL, ROW, PLANNED, GAP = 58.0, 20.0, 12.0, 7.0
 MEMORY, SHADE = 14.0, "#b3bac4"  # the curve of what a rank's activations take, where that is known in bytes
-
-
-class Box(NamedTuple):
-    """A rectangle."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    color: str
-    outline: str = ""
-
-
-class Text(NamedTuple):
-    """A line of text; `anchor` (start, middle, end) is what stands at x, and y is its middle."""
-
-    x: float
-    y: float
-    text: str
-    size: float = TEXT
-    anchor: str = "start"
-    color: str = INK
-
-
-class Line(NamedTuple):
-    """A straight line."""
-
-    x: float
-    y: float
-    to_x: float
-    to_y: float
-    color: str = MUTED
-
-
-Shape = Box | Text | Line
-
-
-class Figure(NamedTuple):
-    """What is on the paper, back to front, and how large that is, in pixels of CSS."""
-
-    title: str
-    width: float
-    height: float
-    shapes: tuple[Shape, ...]
 
 
 def figure(record: Record, width: float = 720.0) -> Figure:

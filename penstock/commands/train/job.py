@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from penstock import checkpoint, comms
 from penstock.checkpoint import manifest
-from penstock.commands import data
-from penstock.commands.config import HEADS, SETTINGS, TrainConfig
-from penstock.commands.metrics import Metrics, recorded
-from penstock.commands.progress import Progress, closing
+from penstock.commands.train import data
+from penstock.commands.train.config import HEADS, SETTINGS, TrainConfig
+from penstock.commands.train.metrics import Metrics, recorded
+from penstock.commands.train.progress import Progress, closing
+from penstock.commands.train.result import TrainResult
 from penstock.comms.launcher import launch
 from penstock.errors import PenstockError
 from penstock.model import GPT, GPTConfig, mlp
@@ -34,26 +35,6 @@ VALIDATION_BATCHES = 8
 SAMPLE_BYTES = 160
 EXPLAINED = 5  # last steps: their timelines are kept and told in words
 WAITS_EVERY = 10  # steps: what ranks waited for is gathered so often
-
-
-@dataclass
-class Run:
-    """What a run came to."""
-
-    ranks: int
-    reordered: bool = False  # sums over replicas, or over ranks that share products, have another order than in one process
-    losses: list[float] = field(default_factory=list)  # of every step
-    seconds: list[float] = field(default_factory=list)
-    bubbles: list[float] = field(default_factory=list)
-    peak_memory: float = 0.0  # bytes, the fullest rank's
-    rows_per_step: int = 0
-    tokens_per_step: int = 0
-    validation_loss: float = math.nan
-    prompt: str = ""
-    sample: str = ""
-    planned_bubble: float = 0.0  # of the table, every stage alike, a backward twice a forward
-    clock_error: float = 0.0  # seconds by which the clocks of several machines may differ in it
-    explanation: str = ""  # where the time of the last steps went
 
 
 def train(config: TrainConfig) -> None:
@@ -84,7 +65,7 @@ def _folder(config: TrainConfig) -> Path:
     return config.out / name
 
 
-def train_rank(config: TrainConfig, folder: Path | None) -> Run:
+def train_rank(config: TrainConfig, folder: Path | None) -> TrainResult:
     """One rank's part, or with one rank the whole; rank 0 makes `folder` and writes into it, if there is to be one."""
     topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
     folder = _of_rank_0(folder)
@@ -106,7 +87,7 @@ def train_rank(config: TrainConfig, folder: Path | None) -> Run:
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    run = Run(topology.world_size, pipe.position.copies > 1)
+    run = TrainResult(topology.world_size, pipe.position.copies > 1)
     run.rows_per_step, run.tokens_per_step = config.batch, config.batch * _tokens(config)
     run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
     if config.resume is not None:
@@ -168,7 +149,7 @@ def crowding(ranks: int, cores: int) -> str:
     return f"\n{ranks} ranks share {cores} cores: an action's time contains waiting for a core, which no table can shorten"
 
 
-def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, run: Run) -> None:
+def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, run: TrainResult) -> None:
     """Take up the newest whole checkpoint of the run to be resumed, and what its steps before came to."""
     assert config.resume is not None
     checkpoint.resume(config.resume, pipe, optimizer, rate)
@@ -182,7 +163,7 @@ def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimize
         run.bubbles.append(record["bubble"])
 
 
-def _metrics(folder: Path, config: TrainConfig, run: Run) -> Metrics:
+def _metrics(folder: Path, config: TrainConfig, run: TrainResult) -> Metrics:
     """What takes the steps' metrics; the settings are written too."""
     metrics = Metrics(folder, len(run.losses))
     _settings(folder, config, {})
@@ -223,7 +204,7 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _steps(
-    config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, source: Any, run: Run
+    config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, source: Any, run: TrainResult
 ) -> Iterator[dict[str, Any]]:
     """Train, and after each step say how it went."""
     for step in range(pipe.step_count, config.steps):

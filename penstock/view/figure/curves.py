@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from penstock.view.figure import INK, LINE, MUTED, PAD, TEXT, Box, Figure, Line, Shape, Text
+from penstock.view.figure.shapes import INK, LINE, MUTED, PAD, TEXT, Box, Figure, Line, Shape, Text
 
 COLORS = ("#1f5fa8", "#c4622d", "#2f7d57", "#8a4fa3", "#b3282d", "#0f8a94", "#8c7a1e", "#5b6472", "#d17fb0")
 LEFT, BOTTOM, LEGEND, POINT = 52.0, 34.0, 120.0, 4.0

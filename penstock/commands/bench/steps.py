@@ -3,13 +3,14 @@
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import comms
 from penstock.comms.launcher import launch
+from penstock.learn.devices import EmulatedLayer
+from penstock.model import EmulatedDevice
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Kind, Measured, Schedule, Timeline, simulate
 from penstock.schedule.timing.measured import MeasuredCosts
@@ -17,36 +18,8 @@ from penstock.schedule.timing.measured import MeasuredCosts
 WARM_UP = 3  # steps
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None, None
-
-
-class EmulatedDevice(nn.Module):
-    """A stage that takes its time without using the processor: forward and backward sleep."""
-
-    def __init__(self, forward: float, backward: float) -> None:
-        super().__init__()
-        self.times = forward, backward
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Any shape -> the same; sleeps `forward` seconds now and `backward` seconds on the way back."""
-        if not hidden.requires_grad:
-            hidden = hidden + self.weight  # the first stage: a backward must have somewhere to go
-        return _Sleep.apply(hidden, *self.times) if any(self.times) else hidden * 1
-
-
 @dataclass(frozen=True)
-class Run:
+class BenchResult:
     """What one configuration took, on rank 0."""
 
     seconds: list[float]  # of each step
@@ -54,11 +27,16 @@ class Run:
     cpu: float  # seconds of this rank's main thread in a step
 
 
-def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> Run:
+def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> BenchResult:
     """Run on a rank: `steps` steps over emulated devices that hand on `floats` numbers a microbatch."""
     topology = comms.init_distributed()
-    stages = [EmulatedDevice(forward, 2 * forward) for _ in range(schedule.stages)]
-    pipe = Pipeline(stages, lambda output, target: output.sum(), schedule, topology=topology, seed=None)
+    pipe = Pipeline(
+        [_device(forward) for _ in range(schedule.stages)],
+        lambda output, target: output.sum(),
+        schedule,
+        topology=topology,
+        seed=None,
+    )
     batch, target = torch.zeros(schedule.microbatches, floats), torch.zeros(schedule.microbatches)
     for _ in range(WARM_UP):
         pipe.step(batch, target=target)
@@ -67,7 +45,12 @@ def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> Run:
         begin = time.perf_counter()
         pipe.step(batch, target=target)
         seconds.append(time.perf_counter() - begin)
-    return Run(seconds, pipe.timeline(), (time.thread_time() - begin_cpu) / steps)
+    return BenchResult(seconds, pipe.timeline(), (time.thread_time() - begin_cpu) / steps)
+
+
+def _device(seconds: float) -> nn.Module:
+    """A stage that takes `seconds` for F, I and W each; for none, a bare product, the least that has a backward."""
+    return EmulatedDevice(seconds, seconds, seconds) if seconds else EmulatedLayer(1, 0, 0)
 
 
 def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> None:

@@ -1,0 +1,9 @@
+"""The main job: a model cut over ranks learns real data, and is compared with one process.
+
+`config`     its options, checked before anything is started
+`data`       bytes of text, or images of digits
+`job`        what every rank does, step by step
+`metrics`    every step as a line of JSON, and for TensorBoard
+`result`     what a training came to
+`progress`   what is printed, while it runs and at its end
+"""

@@ -1,0 +1,24 @@
+"""What a training came to."""
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass
+class TrainResult:
+    """What a run came to, on rank 0; it grows step by step."""
+
+    ranks: int
+    reordered: bool = False  # sums over replicas, or over ranks that share products, have another order than in one process
+    losses: list[float] = field(default_factory=list)  # of every step
+    seconds: list[float] = field(default_factory=list)
+    bubbles: list[float] = field(default_factory=list)
+    peak_memory: float = 0.0  # bytes, the fullest rank's
+    rows_per_step: int = 0
+    tokens_per_step: int = 0
+    validation_loss: float = math.nan
+    prompt: str = ""
+    sample: str = ""
+    planned_bubble: float = 0.0  # of the table, every stage alike, a backward twice a forward
+    clock_error: float = 0.0  # seconds by which the clocks of several machines may differ in it
+    explanation: str = ""  # where the time of the last steps went

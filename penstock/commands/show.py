@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
 
 import tyro
 
@@ -48,15 +49,15 @@ class Simulated:
     """P: processes the model is cut over."""
     microbatches: int = 8
     """M: microbatches each batch is split into."""
-    stages_per_rank: int | None = None
+    stages_per_rank: Optional[int] = None
     """V, for schedules that leave it open."""
-    group_size: int | None = None
+    group_size: Optional[int] = None
     """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
     forward: float = 1.0
     """What a stage's forward of one microbatch costs."""
     backward: float = 2.0
     """What its backward costs."""
-    weights: float | None = None
+    weights: Optional[float] = None
     """The part of it that is the backward to the weights. Default: half."""
     send: float = 0.0
     """What a message between two ranks costs."""
@@ -85,15 +86,15 @@ class Show(Simulated):
     """A name that `penstock schedules` lists, the path of a CSV table, the folder of a run or its timeline.json."""
     table: bool = False
     """Print the bare table as well."""
-    csv: str | None = None
+    csv: Optional[str] = None
     """Also write the table to this file, in PyTorch's compute-only form."""
-    html: Path | None = None
+    html: Optional[Path] = None
     """Also draw it as a page for the browser: one file, with zoom, causes of idle time, memory and critical path."""
-    perfetto: Path | None = None
+    perfetto: Optional[Path] = None
     """Also write it as a trace that ui.perfetto.dev opens."""
-    svg: Path | None = None
+    svg: Optional[Path] = None
     """Also draw it as a figure for a paper."""
-    png: Path | None = None
+    png: Optional[Path] = None
     """The same as an image (needs Pillow: pip install 'penstock[png]')."""
 
     def run(self) -> None:
@@ -103,7 +104,6 @@ class Show(Simulated):
             print(f"wrote {path}")
 
     def _simulated(self) -> Record:
-
         schedule, proof = self.proved(self.schedule)
         print(proof)
         if self.table:
@@ -117,7 +117,6 @@ class Show(Simulated):
         return Record((timeline,))
 
     def _recorded(self) -> Record:
-
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
         record = load(self.schedule)
@@ -140,7 +139,7 @@ class Compare(Simulated):
     """A schedule, a table or a run, as for `penstock show`."""
     second: tyro.conf.Positional[str] = "zb-h1"
     """Another."""
-    html: Path | None = None
+    html: Optional[Path] = None
     """Also draw both on a page for the browser."""
 
     def run(self) -> None:
@@ -155,7 +154,6 @@ class Compare(Simulated):
             print(f"wrote {path}")
 
     def _record(self, source: str) -> Record:
-
         if is_recorded(source):
             return load(source)
         schedule, _ = self.proved(source)

@@ -1,5 +1,6 @@
 """The main job: a model cut over ranks learns real data, and is compared with one process.
 
+`command`    the command: from what was typed to the job
 `config`     its options, checked before anything is started
 `data`       bytes of text, or images of digits
 `job`        what every rank does, step by step

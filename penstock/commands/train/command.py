@@ -1,0 +1,40 @@
+"""The command `penstock train`: its options, those of a resumed run, and the way to the job."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from penstock.commands.train.config import TrainConfig, saved_options
+from penstock.comms.launcher import start_ahead
+from penstock.errors import PenstockError
+
+
+@dataclass(frozen=True)
+class Train(TrainConfig):
+    """Train a model cut over several ranks of this machine on real data, and compare it with one process."""
+
+    def run(self) -> None:
+        """Check first, then start."""
+        processes = int(os.environ.get("WORLD_SIZE", self.processes))  # torchrun's, under torchrun
+        config = dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
+        if config.processes not in (processes, 0):
+            raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
+        config.check()
+        start_ahead()
+        from penstock.commands.train.job import train
+
+        train(config)
+
+    @classmethod
+    def of_run(cls, words: Sequence[str]) -> "Train":
+        """The options where `words` do not give them: with --resume RUN that run's; but another schedule has its own V."""
+        given = {word.split("=")[0]: word.partition("=")[2] or following for word, following in pairwise([*words, ""])}
+        if "--resume" not in given:
+            return cls()
+        saved = saved_options(Path(given["--resume"]))
+        if "--schedule" in given:
+            saved |= {"stages_per_rank": None, "group_size": None}
+        return cls(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})

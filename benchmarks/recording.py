@@ -16,7 +16,7 @@ import tyro
 from torch import nn
 
 import penstock as ps
-from penstock import pipeline
+from penstock.engine import step
 from penstock.engine.clock import Clock, clock_for
 from penstock.learn.devices import DIM, EmulatedLayer
 
@@ -47,7 +47,7 @@ class Silent(Clock):
         return 0.0, 1.0, 1.0
 
 
-def silent(device: torch.device, actions: int) -> Clock:
+def silent(device: torch.device, actions: int, offset: float = 0.0) -> Clock:
     """In the place of `clock_for`."""
     return Silent(actions)
 
@@ -67,7 +67,7 @@ def steps(options: Options) -> list[tuple[float, float]]:
 def _turn(pipe: ps.Pipeline, batch: torch.Tensor, turn: int) -> tuple[float, float]:
     times = {}
     for recording in (True, False) if turn % 2 else (False, True):  # neither always goes first
-        pipeline.clock_for = clock_for if recording else silent
+        step.clock_for = clock_for if recording else silent
         times[recording] = _step(pipe, batch)
     return times[True], times[False]
 

@@ -1,7 +1,6 @@
 """The face: a model cut over the ranks that trains like the whole one."""
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,28 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock import comms, partition
-from penstock.comms.control import Control, waiting
-from penstock.comms.messages.channels import Channels
+from penstock import comms
+from penstock.comms.control import Control
 from penstock.comms.topology import Topology
-from penstock.engine import build as assembly
-from penstock.engine.agreement import Agreement, Vote
-from penstock.engine.clock import Clock, clock_for, skew
-from penstock.engine.engine import Engine, Work
-from penstock.engine.memory import Weighing
-from penstock.engine.report import StepReport, concluded, measured, numbers
-from penstock.engine.scaling import scale_of
-from penstock.errors import MismatchError, PenstockError
-from penstock.mesh import fsdp, tensor_parallel
-from penstock.mesh.data_parallel import ApplyDataParallel, share_state
+from penstock.engine.batch import Call
+from penstock.engine.build import Rule, Settings, build
+from penstock.engine.clock import skew
+from penstock.engine.report import StepReport, measured, numbers
+from penstock.engine.step import Engine, Outcome
+from penstock.errors import PenstockError
+from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
-from penstock.randomness import aside, mix
-from penstock.schedule import Event, Schedule, Size, Timeline, verify
-from penstock.schedule.rank_program import Parts
-from penstock.schedule.transform import with_full_backwards
-from penstock.stage import microbatch, tied
+from penstock.mesh.tensor_parallel import Plan
+from penstock.partition.materialise import Init
+from penstock.randomness import aside
+from penstock.schedule import Event, Schedule, Timeline
+from penstock.stage import microbatch
 from penstock.stage.layers import Recompute, evaluating
-from penstock.stage.parameters import Parameters
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
@@ -74,7 +68,7 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[nn.Module],
         loss_fn: LossFn | None = None,
-        schedule: str | Schedule | assembly.Rule = "1f1b",
+        schedule: str | Schedule | Rule = "1f1b",
         microbatches: int = 8,
         loss_weight: Callable[[Any], Any] | None = None,
         topology: Topology | None = None,
@@ -86,59 +80,43 @@ class Pipeline:
         merge_weight_gradients: bool = False,
         recompute: Recompute | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        init: Callable[[nn.Module], Any] | None = None,
+        init: Init | None = None,
         mesh: DeviceMesh | None = None,
         data_parallel: str | ApplyDataParallel = "ddp",
-        tensor_parallel: tensor_parallel.Plan | None = None,
+        tensor_parallel: Plan | None = None,
         **options: Any,
     ) -> None:
         self.position = position_in(mesh, topology or comms.init_distributed())
         self.topology = self.position.pipeline  # this rank's place in its pipeline
         self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
-        self.report: StepReport | None = None  # of the last step
         self.clock_error = 0.0  # seconds by which times of different machines may be off
+        settings = Settings(
+            model,
+            loss_fn,
+            schedule,
+            microbatches,
+            options,
+            cuts,
+            example_args,
+            example_kwargs,
+            seed,
+            init,
+            recompute,
+            merge_weight_gradients,
+            data_parallel,
+            tensor_parallel,
+        )
         self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
         self._control.connect()
         with self._together():
-            self.schedule = assembly.table(schedule, self.topology.world_size, microbatches, options)
-            self._program = verify(self.schedule).program
-            whole = partition.whole(model, cuts, example_args, example_kwargs)
-            starts = (
-                [] if whole is None or (whole.measures and self.position.world.rank) else whole.starts(self.schedule.stages)
-            )
-            starts = self._control.gather_objects(starts, "to agree on the cut")[0]
-            cut = assembly.cut(model, whole, starts, self.schedule, self.topology.rank)
-            table = with_full_backwards(self.schedule)  # what runs
-            if cut.skips or table is not self.schedule:
-                self._program = verify(table, skips=cut.skips).program
-            mine = assembly.describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel)
-            everyone = self._control.gather_objects(mine, "to build the pipeline")
-            assembly.check(everyone)
-            self._machines = [each["machine"] for each in everyone]
-            self.skew = skew(self._control, self._machines)
-            names = assembly.names(everyone, cut)
-            modules = assembly.placed(cut, names, self.topology.device, seed, init)
-            with waiting("for the ranks beside it to build the pipeline"):
-                parallel = assembly.side_by_side(cut, modules, names, self.position, tensor_parallel, data_parallel)
-            self._control.gather_objects(None, "to build the pipeline")
-            first = self.position.replica * self.schedule.microbatches
-            settings = {"recompute": recompute, "merge": merge_weight_gradients, "first": first}
-            self._stages = assembly.stages(cut, modules, everyone, loss_fn, self.topology.device, parallel, table, settings)
-            order = None if cut.whole is None else list(cut.whole.state_dict())
-            self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), order)
-            self._tied = tied.owned(cut.tied, self.schedule.placement, modules, self.topology)
-            for each in self._tied:
-                each.share_value()
-        self.balance = cut.balance  # how even the cut is, on the rank that chose it
+            self._built = build(settings, self.position, self._control)
+            self.skew = skew(self._control, self._built.machines)
+        self.schedule, self.balance = self._built.schedule, self._built.balance
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
-        self._parts = Parts(self._program, self.topology.rank, merge_weight_gradients)
-        self._agreement = Agreement(self._control, self.position, self.schedule.microbatches)
-        self._engine: Engine | None = None
-        self._connected_at = 0  # the control's generation the engine's channels belong to
-        self._ran: tuple[Sequence[Any], Clock] | None = None  # the last step's actions, and when they ran
-        self._sizes: dict[int, Size] = {}  # what a microbatch of it kept on this rank's stages, in bytes, where that is known
-        self._ended = 0.0  # when the last step did
+        self._parameters = self._built.parameters
+        self._engine = Engine(self._built, self.position, self._control, merge_weight_gradients)
+        self._last: Outcome | None = None  # of the last step
 
     # -- training and evaluation ------------------------------------------------------------------------------------
 
@@ -154,7 +132,7 @@ class Pipeline:
         LostRankError when a rank dies or is silent. After the first two the next step works, unless there is an axis dp or tp;
         the gradients of the failed one are incomplete.
         """
-        return self._run(args, kwargs, target, training=True)[1]
+        return self._run(args, kwargs, target, training=True).loss
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Forward only, modules in evaluation mode; touches no gradient and no buffer.
@@ -162,120 +140,26 @@ class Pipeline:
         Returns the outputs of the whole batch on the last stage's rank, None on the others; with a `target`, (outputs, loss),
         the loss on every rank. Raises as `step` does.
         """
-        with evaluating([stage.module for stage in self._stages.values()]):
-            outputs, loss = self._run(args, kwargs, target, training=False)
-        return outputs if target is None else (outputs, loss)
+        with evaluating(list(self.stages.values())):
+            outcome = self._run(args, kwargs, target, training=False)
+        outputs = microbatch.join(outcome.outputs) if outcome.outputs else None
+        return outputs if target is None else (outputs, outcome.loss)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Any, Tensor]:
-        between = time.perf_counter() - self._ended if self._ended else 0.0
-        mine = self._program.schedule.actions[self.topology.rank]
-        what = f"to begin {'step()' if training else 'eval()'}, before {mine[0] if mine else 'the others end it'}"
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> Outcome:
+        settings = self.loss_fn is not None, self.loss_weight, self.seed, self.scaler
+        call = Call(training, args, kwargs, target, self.step_count, *settings)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         with self._together(), aside(self.topology.device) if draws else nullcontext():
-            engine = self._connected()
-            engine.forget()
-            work, vote = self._prepare(args, kwargs, target, training)
-            self._begin(work)
-            clock = clock_for(self.topology.device, len(mine))
-            clock.offset = self.skew.offset
-            self._agreement.vote(vote, what)
-            weighing = Weighing(self._stages) if training and not self._agreement.repeated else None
-            self._head_start(engine, work, clock, weighing)
-            agreed = self._agreement.reach()
-            work.without_backward = agreed.without_backward
-            engine.let_go(agreed.without_backward)
-            work.weights = agreed.weights
-            work.part = self._parts.of(training, agreed.pieces, agreed.without_backward)
-            engine.channels.begin(agreed.specs, agreed.known)
-            for stage in self._stages.values():
-                stage.copies.alike = agreed.alike
-            if agreed.known or not training:
-                engine.run(work, clock)
-            else:  # a step of a new kind
-                weighing = weighing or Weighing(self._stages)
-                engine.run(work, clock, weighing)
-                agreed.sizes = weighing.sizes()
-            done = time.perf_counter()
-            self._end(work)
-            averaging = time.perf_counter() - done
-            actions = [step.action for step in work.part.steps]
-            self._ran, self._sizes = (actions, clock), agreed.sizes
-            end = f"to end the step, after {actions[-1] if actions else 'nothing'}"
-            loss, self.report = concluded(self._control, self.position, work, clock, self.last_rank, end, between, averaging)
-            engine.channels.end()
-            self._agreement.keep(agreed)
+            self._engine.offset = self.skew.offset
+            outcome = self._engine.step(call)
             self.step_count += training
-        outputs = [work.outputs[piece] for piece in sorted(work.outputs)]
-        self._ended = time.perf_counter()
-        return (microbatch.join(outputs) if outputs else None), loss
+        self._last = outcome._replace(outputs=())  # which are the caller's
+        return outcome
 
-    def _begin(self, work: Work) -> None:
-        """Before the first action: what stages that others have as well need to begin with."""
-        with waiting("for the replicas to begin the step"):
-            fsdp.begin([self._stages[index].copies for index in work.part.stages])
-
-    def _end(self, work: Work) -> None:
-        """After the last action: the gradients become those of the whole batch, on all who have them."""
-        with waiting("for the replicas to average the gradients"):
-            for stage in self._stages.values():
-                stage.copies.end(work.training)
-            if self.position.tp is not None and work.training:
-                tensor_parallel.complete(self.parameters())
-            if self.position.dp is not None and work.training:
-                for stage in self._stages.values():
-                    share_state(stage.module, self.position.dp.get_group())
-        for parameter in self._tied if work.training else ():
-            parameter.share_gradient()
-
-    def _head_start(self, engine: Engine, work: Work, clock: Clock, weighing: Weighing | None) -> None:
-        """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
-        mine = self._program.schedule.actions[self.topology.rank]
-        if (
-            self.schedule.stages > 1
-            and self.position.tp is None
-            and mine
-            and mine[0].stage == 0
-            and mine[0].microbatch < len(work.inputs)
-        ):
-            engine.head_start(mine[0], work, clock, weighing)
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> tuple[Work, Vote]:
-        """This rank's share of the batch, and what it has to say about it. Raises MismatchError if it does not fit."""
-        rank, pieces = self.topology.rank, self.schedule.microbatches
-        seed = mix(self.seed, self.step_count) if training and self.seed is not None else None
-        work, vote = Work(training, self._parts.of(training), seed), Vote(training, self.step_count)
-        if training and self.scaler is not None:
-            work.scale = scale_of(self.scaler, self.position.world)
-        work.scale *= self.position.replicas  # which are averaged
-        if rank == self.first_rank:
-            work.inputs, vote.rows = microbatch.split_inputs(args, kwargs, pieces, self.topology.device)
-            vote.signature = microbatch.signature((args, kwargs))
-        if rank == self.last_rank and (training or target is not None):
-            if self.loss_fn is None:
-                raise MismatchError(f"rank {rank}: a loss needs a Pipeline with loss_fn=")
-            if target is None:
-                raise MismatchError(f"rank {rank}: step() needs target=, which the last stage's rank takes for the loss")
-            sizes = microbatch.sizes_of(target, "the target", pieces)
-            work.targets = microbatch.split(target, sizes, self.topology.device)
-            if self.loss_weight is not None:
-                vote.counts = microbatch.counts(work.targets, self.loss_weight)
-            vote.target_rows = sum(sizes)
-        vote.local = hash((self._modes(), torch.is_autocast_enabled(self.topology.device.type)))
-        return work, vote
-
-    def _modes(self) -> tuple[bool, ...]:
-        """What decides, besides the batch, which tensors between stages require a gradient."""
-        return tuple(parameter.requires_grad for parameter in self.parameters())
-
-    def _connected(self) -> Engine:
-        """The engine, its channels open: at the first step, and again after a failure."""
-        groups = self._control.connect()
-        if self._engine is None or self._connected_at != self._control.generation:
-            self._connected_at = self._control.generation
-            channels = Channels(self._program, self.topology, groups)
-            last = self.schedule.stages - 1
-            self._engine = Engine(self.position.world.rank, self.topology.device, self._stages, last, channels)
-        return self._engine
+    @property
+    def report(self) -> StepReport | None:
+        """What the last step took, the same on every rank; None before the first."""
+        return self._last and self._last.report
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -344,8 +228,7 @@ class Pipeline:
         `averaging_seconds/..` what replicas took after their last action until gradients were averaged.
         """
         timeline = self.timeline()
-        assert self.report is not None
-        return numbers(self.report, timeline)
+        return numbers(self._done().report, timeline)
 
     def timeline(self) -> Timeline:
         """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
@@ -354,20 +237,19 @@ class Pipeline:
         Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in seconds.
         """
         with self._together():
-            self.skew = skew(self._control, self._machines)  # clocks drift apart
-            mine = self._events(), self.skew.error, self._sizes
-            everyone = self._control.gather_objects(mine, "to tell their timelines")
+            last = self._done()
+            self.skew = skew(self._control, self._built.machines)  # clocks drift apart
+            last.clock.offset = self.skew.offset
+            intervals = zip(last.actions, last.clock.intervals(), strict=True)
+            mine = tuple(Event(self.topology.rank, action, *times) for action, times in intervals)
+            everyone = self._control.gather_objects((mine, self.skew.error, last.sizes), "to tell their timelines")
             ranks = [self.topology.of_job(rank) for rank in range(self.topology.world_size)]
             rows, errors, sizes = zip(*[everyone[rank] for rank in ranks], strict=True)
         self.clock_error = max(errors)
-        assert self.report is not None
-        return measured(self.schedule, rows, sizes, self.report, self.position, self._program.skips)
+        return measured(self.schedule, rows, sizes, last.report, self.position, self._built.program.skips)
 
-    def _events(self) -> tuple[Event, ...]:
-        """This rank's part of the timeline. Raises PenstockError before the first step."""
-        if self._ran is None:
+    def _done(self) -> Outcome:
+        """Of the last step. Raises PenstockError before the first."""
+        if self._last is None:
             raise PenstockError("there is no timeline yet: run a step first")
-        actions, clock = self._ran
-        clock.offset = self.skew.offset
-        intervals = clock.intervals()
-        return tuple(Event(self.topology.rank, action, *times) for action, times in zip(actions, intervals, strict=True))
+        return self._last

@@ -1,132 +1,172 @@
-"""What all ranks agree on before a step's data flows."""
+"""What all ranks agree on before a step's data flows: each tells a vote, and reads the same from all votes."""
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.comms.control import Control
 from penstock.comms.messages.channels import Specs
+from penstock.engine.batch import NOTHING, Batch
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
+from penstock.schedule.rank_program import Part, Parts
 from penstock.stage.microbatch import shares, sizes
 
-NOTHING = -1
-_EXACT = 2**52  # whole numbers below are exact in the float64 that travels
+REMEMBERED = 64  # kinds of batch whose messages and memory are known
 
 
-@dataclass
-class Vote:
-    """What one rank says about the step it is about to run."""
+class Vote(NamedTuple):
+    """What one rank says of the step it is about to run; numbers, which travel as float64."""
 
-    training: bool
-    step: int
-    rows: int = NOTHING  # of the inputs, on the first stage's rank
-    target_rows: int = NOTHING  # on the last stage's rank
-    signature: int = 0  # of the inputs' shapes and dtypes
-    local: int = 0  # of whatever else on this rank decides what its stages send
-    counts: Sequence[float] = ()  # what each microbatch counts, on the last stage's rank if it is not by their rows
+    training: float
+    step: float
+    rows: float
+    target_rows: float
+    counts: float  # how many it has
+    signature: float  # of the inputs: a fingerprint
+    modes: float  # of what else on this rank decides what its stages send: a fingerprint
 
-    def row(self) -> list[float]:
-        """The vote as numbers."""
-        fixed = (self.training, self.step, self.rows, self.target_rows, len(self.counts))
-        return [float(number) for number in (*fixed, self.signature % _EXACT, self.local % _EXACT)]
+    @property
+    def kind(self) -> tuple[float, ...]:
+        """What is the same in every step of the same kind."""
+        return self[:1] + self[2:]
 
 
-@dataclass
-class Agreed:
-    """What all ranks know of the step."""
+class Known(NamedTuple):
+    """What a step taught about its kind of batch."""
 
-    pieces: int  # this pipeline's microbatches that have rows
-    weights: Sequence[float]  # of each of them in the loss over all replicas, if there is a target
-    without_backward: frozenset[int]  # those of weight 0
-    specs: Specs  # what the messages are like, or will be once the step is over
-    known: bool
-    alike: bool = True  # whether all replicas have as many microbatches, and the same ones of weight 0
-    sizes: dict[int, Size] = field(default_factory=dict)  # what a microbatch keeps on this rank's stages, in bytes, if known
-    key: tuple[object, ...] = field(default=(), repr=False)
+    specs: Specs  # what its messages are like
+    sizes: dict[int, Size]  # stage -> bytes that a microbatch keeps there, for this rank's stages where that was measured
+
+
+class Agreed(NamedTuple):
+    """What all ranks know of the step, read from all votes."""
+
+    program: Part  # what of the table this rank runs
+    weights: Sequence[float]  # of each microbatch in the loss over all replicas, if there is a target
+    without_backward: frozenset[int]  # microbatches of weight 0
+    alike: bool  # whether all replicas have as many microbatches, and the same ones of weight 0
+    kind: tuple[object, ...]
+    known: Known | None  # None in the first step of its kind
 
 
 class Agreement:
-    """The votes of one pipeline, and of those beside it, and the messages' descriptions for every vote that was run before."""
+    """The votes of one pipeline, and of those beside it, and what the last kinds of batch taught."""
 
-    def __init__(self, control: Control, position: MeshPosition, microbatches: int) -> None:
-        self.control, self.position, self.microbatches = control, position, microbatches
-        self._known: dict[tuple[object, ...], Agreed] = {}
-        self._votes: set[tuple[float, ...]] = set()  # of this rank, in steps that ended well
+    def __init__(self, control: Control, position: MeshPosition, programs: Parts) -> None:
+        self.control, self.position, self.programs = control, position, programs
+        self._known: OrderedDict[tuple[object, ...], Known] = OrderedDict()
+        self._generation = 0  # of the connections on which that is known
 
-    def vote(self, vote: Vote, what: str) -> None:
-        """Tell the others; `what` says what for, should it fail. This rank may go on with what needs no other."""
-        self._vote, self._what = vote, what
-        self.control.tell(vote.row(), what)
+    def tell(self, batch: Batch, modes: bytes, what: str) -> Vote:
+        """Send this rank's vote without waiting; `what` says what for, should it fail."""
+        vote = Vote(
+            batch.training,
+            batch.step,
+            batch.rows,
+            batch.target_rows,
+            len(batch.counts),
+            fingerprint(batch.signature.encode()) if batch.signature else 0,
+            fingerprint(modes),
+        )
+        self.control.tell(vote, what)
+        return vote
 
-    @property
-    def repeated(self) -> bool:
-        """Whether this rank has voted so before, as far as it can know."""
-        return _kind(self._vote.row()) in self._votes
+    def is_known(self, vote: Vote) -> bool:
+        """Whether this rank has voted so in a step that is remembered: all it can know before it hears the others."""
+        return any(vote.kind in kind for kind in self._known)
 
-    def reach(self) -> Agreed:
+    def reach(self, batch: Batch, what: str) -> Agreed:
         """Hear the others. Raises MismatchError, the same on every rank, if the votes do not fit together."""
-        vote, what = self._vote, self._what
-        rows = self.control.hear(what)
-        self._check(rows)
-        batches = [_most(rows, ranks, 2) for ranks in self.position.counted]
-        pieces = [sizes(batch, min(batch, self.microbatches)) for batch in batches]
-        weights: list[list[float]] = [[] for _ in batches]
-        if any(row[3] != NOTHING for row in rows):
-            counts: Sequence[Sequence[float]] = pieces
-            if any(row[4] for row in rows):
-                told = self.control.gather_objects(vote.counts, what)
-                counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.counted]
-            total = sum(map(sum, counts))
-            weights = [shares(each, total) for each in counts]
-        skipped = [frozenset(piece for piece, weight in enumerate(each) if not weight) for each in weights]
+        votes = [Vote(*row) for row in self.control.hear(what)]
+        check(votes, self.position)
+        rows = [int(_said(votes, ranks, "rows")) for ranks in self.position.counted]
+        most = self.programs.program.schedule.microbatches
+        microbatches = [sizes(each, min(each, most)) for each in rows]
+        weights = self._weights(votes, microbatches, batch.counts, what)
+        skipped = [frozenset(number for number, weight in enumerate(each) if not weight) for each in weights]
         mine = self.position.replica
-        alike = len({(len(each), skips) for each, skips in zip(pieces, skipped, strict=True)}) == 1
-        key = (self.control.generation, skipped[mine], *map(_kind, rows))
-        before = self._known.get(key)
-        specs, lasting = (before.specs, before.sizes) if before else ({}, {})
-        return Agreed(len(pieces[mine]), weights[mine], skipped[mine], specs, before is not None, alike, lasting, key)
+        kind = (skipped[mine], *[vote.kind for vote in votes])
+        return Agreed(
+            program=self.programs.of(batch.training, len(microbatches[mine]), skipped[mine]),
+            weights=weights[mine],
+            without_backward=skipped[mine],
+            alike=len({(len(each), skips) for each, skips in zip(microbatches, skipped, strict=True)}) == 1,
+            kind=kind,
+            known=self._recalled(kind),
+        )
 
-    def keep(self, agreed: Agreed) -> None:
-        """The step is over: what its messages were like holds for the next of the same kind."""
-        self._known.setdefault(agreed.key, agreed)
-        self._votes.add(_kind(self._vote.row()))
+    def keep(self, agreed: Agreed, known: Known) -> None:
+        """The step is over: what it taught holds for the next of its kind. All ranks forget the same kinds."""
+        self._known[agreed.kind] = known
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
 
-    def _check(self, rows: Sequence[Sequence[float]]) -> None:
-        for rank, (training, step, *_) in enumerate(rows):
-            if training != rows[0][0]:
-                calls = ["step()" if row[0] else "eval()" for row in (rows[0], rows[rank])]
-                raise MismatchError(f"the ranks do different things: rank 0 calls {calls[0]}, rank {rank} calls {calls[1]}")
-            if step != rows[0][1]:
-                raise MismatchError(f"the ranks are apart: rank 0 is at step {rows[0][1]:.0f}, rank {rank} at step {step:.0f}")
-        for replica, shards in enumerate(self.position.pipelines):
-            where = f"replica {replica}: " if self.position.replicas > 1 else ""
-            batches = [(_most(rows, ranks, 2), _most(rows, ranks, 3)) for ranks in shards]
-            batch, target = batches[0]
-            if target not in (NOTHING, batch):
-                raise MismatchError(f"{where}the batch has {batch} rows but the target has {target}")
-            signatures = {_most(rows, ranks, 5) for ranks in shards}
-            if len(signatures) > 1 and len(set(batches)) == 1:
-                raise MismatchError(f"{where}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
-            for shard, other in enumerate(batches):
-                if other != batches[0]:
-                    told = f"{batch} rows at tp 0, {other[0]} at tp {shard}"
-                    raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
-        for copies in self.position.stages:
-            if len({rows[rank][6] for rank in copies}) > 1:
-                told = f"ranks {', '.join(map(str, copies))} have the same stages, but not the same parameters"
-                raise MismatchError(f"{told} frozen, or not the same autocast: they must be alike")
-        if len({_most(rows, ranks, 4) > 0 for ranks in self.position.counted}) > 1:
-            raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
-        if len({_most(rows, ranks, 3) == NOTHING for ranks in self.position.counted}) > 1:
-            raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
+    def _recalled(self, kind: tuple[object, ...]) -> Known | None:
+        if self._generation != self.control.generation:  # a step failed: some ranks may know what others do not
+            self._generation = self.control.generation
+            self._known.clear()
+        if kind in self._known:
+            self._known.move_to_end(kind)
+        return self._known.get(kind)
+
+    def _weights(
+        self, votes: Sequence[Vote], microbatches: Sequence[Sequence[float]], mine: Sequence[float], what: str
+    ) -> Sequence[Sequence[float]]:
+        """For every replica, each microbatch's share of the loss: by rows, or by what `loss_weight` counts."""
+        if all(vote.target_rows == NOTHING for vote in votes):
+            return [[] for _ in microbatches]
+        counts = microbatches
+        if any(vote.counts for vote in votes):
+            told = self.control.gather_objects(mine, what)
+            counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.counted]
+        total = sum(map(sum, counts))
+        return [shares(each, total) for each in counts]
 
 
-def _kind(row: Sequence[float]) -> tuple[float, ...]:
-    """What of a vote is the same in every step of the same kind."""
-    return *row[:1], *row[2:]
+def fingerprint(text: bytes) -> int:
+    """A number of 48 bits for `text`, the same in every process, exact in a float64."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
 
-def _most(rows: Sequence[Sequence[float]], ranks: Sequence[int], column: int) -> int:
-    """The number that the ranks which have one say."""
-    return int(max(rows[rank][column] for rank in ranks))
+def check(votes: Sequence[Vote], position: MeshPosition) -> None:
+    """Raises MismatchError if `votes`, of all ranks, do not fit together."""
+    for rank, vote in enumerate(votes):
+        if vote.training != votes[0].training:
+            calls = ["step()" if each.training else "eval()" for each in (votes[0], vote)]
+            raise MismatchError(f"the ranks do different things: rank 0 calls {calls[0]}, rank {rank} calls {calls[1]}")
+        if vote.step != votes[0].step:
+            raise MismatchError(
+                f"the ranks are apart: rank 0 is at step {votes[0].step:.0f}, rank {rank} at step {vote.step:.0f}"
+            )
+    for replica, pipelines in enumerate(position.pipelines):
+        _check_batch(votes, pipelines, f"replica {replica}: " if position.replicas > 1 else "")
+    for copies in position.stages:
+        if len({votes[rank].modes for rank in copies}) > 1:
+            told = f"ranks {', '.join(map(str, copies))} have the same stages, but not the same parameters"
+            raise MismatchError(f"{told} frozen, or not the same autocast: they must be alike")
+    if len({_said(votes, ranks, "counts") > 0 for ranks in position.counted}) > 1:
+        raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
+    if len({_said(votes, ranks, "target_rows") == NOTHING for ranks in position.counted}) > 1:
+        raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
+
+
+def _check_batch(votes: Sequence[Vote], pipelines: Sequence[Sequence[int]], where: str) -> None:
+    """The inputs and the target of one replica, which all its `pipelines`, those along tp, are given."""
+    batches = [(_said(votes, ranks, "rows"), _said(votes, ranks, "target_rows")) for ranks in pipelines]
+    rows, target_rows = batches[0]
+    if target_rows not in (NOTHING, rows):
+        raise MismatchError(f"{where}the batch has {rows:.0f} rows but the target has {target_rows:.0f}")
+    for shard, other in enumerate(batches):
+        if other != batches[0]:
+            told = f"{rows:.0f} rows at tp 0, {other[0]:.0f} at tp {shard}"
+            raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
+    if len({_said(votes, ranks, "signature") for ranks in pipelines}) > 1:
+        raise MismatchError(f"{where}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
+
+
+def _said(votes: Sequence[Vote], ranks: Sequence[int], what: str) -> float:
+    """The number that the one of `ranks` says which has one; the others say NOTHING or 0."""
+    return max(getattr(votes[rank], what) for rank in ranks)

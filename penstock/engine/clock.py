@@ -65,10 +65,10 @@ Interval = tuple[float, float, float]  # start and end of an action, and when wh
 class Clock:
     """Start and end of every action, and when what it made was sent, in seconds of this machine's monotonic clock."""
 
-    offset = 0.0  # seconds that are added to every time told
     ahead = 0  # actions that ran before the ranks had agreed to send: how long sending them took is not known
 
-    def __init__(self, actions: int) -> None:
+    def __init__(self, actions: int, offset: float = 0.0) -> None:
+        self.offset = offset  # seconds that are added to every time told
         self._times = [0.0] * (3 * actions)
         self._next = 0
 
@@ -98,8 +98,8 @@ class Clock:
 class CudaClock(Clock):
     """The same on a GPU: events in its stream, read when the step is over, so that timing never waits for the device."""
 
-    def __init__(self, actions: int) -> None:
-        super().__init__(actions)
+    def __init__(self, actions: int, offset: float = 0.0) -> None:
+        super().__init__(actions, offset)
         self._events: list[torch.cuda.Event] = []
         torch.cuda.synchronize()
         self._zero = self._mark()
@@ -130,6 +130,6 @@ class CudaClock(Clock):
         return event
 
 
-def clock_for(device: torch.device, actions: int) -> Clock:
-    """The clock for stages on `device`."""
-    return CudaClock(actions) if device.type == "cuda" else Clock(actions)
+def clock_for(device: torch.device, actions: int, offset: float = 0.0) -> Clock:
+    """The clock for stages on `device`; `offset` is added to every time it tells."""
+    return (CudaClock if device.type == "cuda" else Clock)(actions, offset)

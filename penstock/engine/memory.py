@@ -1,4 +1,4 @@
-"""What a microbatch in flight keeps alive on a stage, in bytes: weighed in the first step of every kind of batch.
+"""What a microbatch in flight keeps alive on a stage, in bytes: measured in the first step of every kind of batch.
 
 While a forward runs, the memory of everything its operations give is noted, by weak reference. What of that, and of what other
 stages gave, is there when the backward begins and gone when it is over, the microbatch has kept: once, however many tensors
@@ -6,13 +6,11 @@ share it. So parameters, the batch, and whatever stays for longer count nothing,
 is there. Between I and W the same, with the gradients that W still needs.
 
 Not seen: memory that code takes without torch's operations, and what compiled code saves. A stage with a compiled module in
-it is not weighed; a compiled function inside a stage looks as if it kept nothing.
+it is not measured; a compiled function inside a stage looks as if it kept nothing.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from statistics import median_low
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.schedule import Size
-from penstock.schedule.table import Kind
+from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
 
-Act = Callable[..., Any]  # (action, values, work) -> what is made
-Key = tuple[int, int]  # stage, microbatch
+Act = Callable[..., Any]  # (action, values) -> what is made
 
 
 class Memory:
@@ -76,58 +73,54 @@ class _Noting(TorchDispatchMode):
         return output
 
 
-class Weighing:
-    """One rank's `stages`, weighed while a step of training runs."""
+class MemoryMeasurement:
+    """What one microbatch keeps on each of a rank's `stages`, measured while a step of training runs.
+
+    It is the first to reach the stage: noting what every operation gives takes time, so no other microbatch is slowed.
+    """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = {index: stage for index, stage in stages.items() if not _is_compiled(stage.module)}
-        self._noted: dict[Key, Memory] = {}  # in a forward
-        self._owed: dict[Key, tuple[Memory, Memory]] = {}  # there before I, and after it
-        self._found: dict[int, list[Size]] = defaultdict(list)
+        self._chosen: dict[int, int] = {}  # stage -> its microbatch
+        self._noted: dict[int, Memory] = {}  # stage -> in the forward
+        self._owed: dict[int, tuple[Memory, Memory]] = {}  # stage -> there before I, and after it
+        self.sizes: dict[int, Size] = {}  # stage -> what was found
 
     def around(self, acts: Mapping[Kind, Act]) -> dict[Kind, Act]:
-        """What the engine does for each kind of action, weighed as it goes."""
-        weighed = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
-        return {kind: partial(weighed[kind], act) for kind, act in acts.items()}
+        """What the engine does for each kind of action, measured as it goes."""
+        measured = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
+        return {kind: partial(measured[kind], act) for kind, act in acts.items()}
 
-    def sizes(self) -> dict[int, Size]:
-        """Stage -> what a microbatch kept on it, without those that are not known.
-
-        The median over all of them: with the last one others may go too, as the parameters that `fully_shard` has gathered.
-        """
-        return {
-            stage: Size(median_low(size.act for size in found), median_low(size.keep for size in found))
-            for stage, found in self._found.items()
-        }
-
-    def _forward(self, act: Act, action: Any, values: Any, work: Any) -> Any:
-        if action.stage not in self._stages:
-            return act(action, values, work)
-        noted = self._noted[action.stage, action.microbatch] = Memory(tree_leaves(values))
+    def _forward(self, act: Act, action: Action, values: Any) -> Any:
+        if action.stage not in self._stages or action.stage in self._chosen:
+            return act(action, values)
+        self._chosen[action.stage] = action.microbatch
+        noted = self._noted[action.stage] = Memory(tree_leaves(values))
         with _Noting(noted):
-            return act(action, values, work)
+            return act(action, values)
 
-    def _backward(self, act: Act, action: Any, values: Any, work: Any) -> Any:
-        key = action.stage, action.microbatch
-        if key not in self._noted:
-            return act(action, values, work)
-        before = self._noted.pop(key).alive()
-        made = act(action, values, work)
+    def _backward(self, act: Act, action: Action, values: Any) -> Any:
+        if not self._is_chosen(action):
+            return act(action, values)
+        before = self._noted.pop(action.stage).alive()
+        made = act(action, values)
         if action.kind is Kind.I:
             after = before.alive()
             after.note(self._stages[action.stage].owed(action.microbatch))
-            self._owed[key] = before, after
+            self._owed[action.stage] = before, after
         else:
-            self._found[action.stage].append(Size(gone := before.gone(), gone))
+            self.sizes[action.stage] = Size(gone := before.gone(), gone)
         return made
 
-    def _backward_weight(self, act: Act, action: Any, values: Any, work: Any) -> Any:
-        made = act(action, values, work)
-        for key in [(action.stage, microbatch) for microbatch in work.part.weights[action]]:
-            if key in self._owed:
-                before, after = self._owed.pop(key)
-                self._found[action.stage].append(Size(before.gone(), after.gone()))
+    def _backward_weight(self, act: Act, action: Action, values: Any) -> Any:
+        made = act(action, values)
+        if action.stage in self._owed and not self._stages[action.stage].owed(self._chosen[action.stage]):
+            before, after = self._owed.pop(action.stage)
+            self.sizes[action.stage] = Size(before.gone(), after.gone())
         return made
+
+    def _is_chosen(self, action: Action) -> bool:
+        return self._chosen.get(action.stage) == action.microbatch and action.stage in self._noted
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.comms.control import Control
-from penstock.engine.clock import Clock
-from penstock.engine.engine import Work
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Border, Event, Schedule, Size, Timeline
 from penstock.schedule.table import Skip
 
 NOTHING = -1
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class StepReport(NamedTuple):
@@ -71,44 +69,55 @@ def measured(
     )
 
 
-def concluded(
-    control: Control,
-    position: MeshPosition,
-    work: Work,
-    clock: Clock,
-    last_rank: int,
-    what: str,
-    between: float,
-    averaging: float,
-) -> tuple[Tensor, StepReport]:
+class Ended(NamedTuple):
+    """What one rank says at the end of a step; numbers, which travel as float64."""
+
+    loss: float  # what its microbatches add to the loss
+    dtype: float  # of the loss, by its place in DTYPES; NOTHING where none ended here
+    start: float  # seconds of the shared clock
+    end: float  # likewise; 0: it ran no action
+    busy: float
+    memory: float  # bytes
+    auxiliary: float  # how many auxiliary losses it has
+    between: float
+    averaging: float
+
+
+def conclude(
+    control: Control, position: MeshPosition, last_rank: int, mine: Ended, auxiliary: list[float], what: str
+) -> "Conclusion":
     """The end of a step, reached by all ranks together: the loss and the times, the same on every rank.
 
-    `last_rank`, of every pipeline, has the loss; `between` and `averaging` are this rank's times, see StepReport.
+    `last_rank`, of every pipeline, has the loss; `auxiliary` are this rank's, weighted.
     """
-    device = control.topology.device
-    mine = work.auxiliary.items() if work.weights else ()
-    auxiliary = [value.item() * work.weights[piece] for (_, piece), values in mine for value in values]
-    row = [*_loss(work), *clock.summary(), peak_memory(device), len(auxiliary), between, averaging]
-    everyone = control.gather(row, what)
-    ran = [each for each in everyone if each[3]]  # a rank may have no stage
-    makespan = max(each[3] for each in ran) - min(each[2] for each in ran)
-    losses = [everyone[ranks[last_rank]][:2] for ranks in position.counted]
-    value = losses[0][0] if len(losses) == 1 else math.fsum(each for each, _ in losses)
-    kind = next((kind for _, kind in losses if kind != NOTHING), 0)  # a replica may have nothing that counts
-    if any(each[6] for each in everyone):  # summed exactly, so that it does not matter which rank has which
+    everyone = [Ended(*row) for row in control.gather(mine, what)]
+    losses = [everyone[ranks[last_rank]] for ranks in position.counted]
+    value = losses[0].loss if len(losses) == 1 else math.fsum(each.loss for each in losses)
+    if any(each.auxiliary for each in everyone):  # summed exactly, so that it does not matter which rank has which
         told = control.gather_objects(auxiliary, what)
         value = math.fsum([value, *(term for ranks in position.counted for rank in ranks for term in told[rank])])
-    report = StepReport(makespan, *(tuple(each[column] for each in everyone) for column in (4, 5, 7, 8)))
-    return torch.tensor(value, dtype=_DTYPES[int(kind)], device=device), report
+    dtype = next((each.dtype for each in losses if each.dtype != NOTHING), 0)  # a replica may have nothing that counts
+    loss = torch.tensor(value, dtype=DTYPES[int(dtype)], device=control.topology.device)
+    ran = [each for each in everyone if each.end]  # a rank may have no stage
+    makespan = max(each.end for each in ran) - min(each.start for each in ran)
+    columns = (tuple(getattr(each, name) for each in everyone) for name in ("busy", "memory", "between", "averaging"))
+    return Conclusion(loss, StepReport(makespan, *columns))
 
 
-def _loss(work: Work) -> tuple[float, int]:
-    """What this rank's microbatches add to the loss, and the number of its dtype; (0, NOTHING) where none ended here."""
-    terms = [work.losses[piece] * work.weights[piece] for piece in sorted(work.losses)]
+class Conclusion(NamedTuple):
+    """What all ranks say of a step."""
+
+    loss: Tensor  # of the whole batch, a scalar
+    report: StepReport
+
+
+def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> tuple[float, int]:
+    """What this rank's microbatches add to the loss, and the place of its dtype; (0, NOTHING) where none ended here."""
+    terms = [losses[microbatch] * weights[microbatch] for microbatch in sorted(losses)]
     if not terms:
         return 0.0, NOTHING
     loss = sum(terms[1:], terms[0])
-    return loss.item(), _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else NOTHING
+    return loss.item(), DTYPES.index(loss.dtype) if loss.dtype in DTYPES else NOTHING
 
 
 def peak_memory(device: torch.device) -> float:

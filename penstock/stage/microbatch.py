@@ -64,10 +64,11 @@ def sizes_of(batch: Any, what: str, pieces: int) -> list[int]:
     return sizes(count, min(count, pieces))
 
 
-def signature(batch: Any) -> int:
-    """A number for the structure, shapes and dtypes of `batch`, the same in this process only."""
+def signature(batch: Any) -> str:
+    """The structure, shapes and dtypes of `batch` as a text, the same in every process."""
     leaves, tree = tree_flatten(batch)
-    return hash((tree, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)))
+    kinds = [f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves]
+    return f"{tree} {kinds}"
 
 
 def _split_leaf(leaf: Any, pieces: Sequence[int], device: torch.device | None) -> Sequence[Any]:

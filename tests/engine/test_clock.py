@@ -8,8 +8,7 @@ import pytest
 from reference import data, make
 
 import penstock as ps
-from penstock.engine import build as assembly
-from penstock.engine import clock
+from penstock.engine import clock, comparison
 from penstock.schedule.table import dependencies
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timed]
@@ -20,7 +19,7 @@ AHEAD = 1000.0  # seconds by which each rank's clock is ahead of the one before
 def rank_on_its_own_machine(apart):
     rank = ps.comms.init_distributed().rank
     if apart:
-        assembly.machine = lambda: f"machine {rank // 2}"  # two ranks on each
+        comparison.machine = lambda: f"machine {rank // 2}"  # two ranks on each
         clock.time = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + AHEAD * (rank // 2))
     model, loss_fn = make("gpt", depth=6)
     pipe = ps.Pipeline(model, loss_fn, "1f1b", 6)

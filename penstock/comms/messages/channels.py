@@ -39,12 +39,17 @@ class Channels:
             elif topology.rank == destination:
                 self.incoming[source] = Incoming(receiving_line(groups, name), topology.of_job(source))
 
-    def begin(self, specs: Specs, known: bool) -> None:
-        """Start a step whose messages are described in `specs`, or will be by the time it ends."""
-        for outgoing in self.outgoing.values():
-            outgoing.specs, outgoing.known = specs, known
-        for incoming in self.incoming.values():
-            incoming.specs, incoming.known = specs, known
+    def begin(self, specs: Specs | None) -> None:
+        """Start a step whose messages are described in `specs`; None: each is described when it is sent."""
+        for end in self._ends():
+            end.specs, end.known = ({}, False) if specs is None else (specs, True)
+
+    def learned(self) -> Specs:
+        """What this rank's messages of the step were like."""
+        return {transfer: spec for end in self._ends() for transfer, spec in end.specs.items()}
+
+    def _ends(self) -> "list[Outgoing | Incoming]":
+        return [*self.outgoing.values(), *self.incoming.values()]
 
     def end(self) -> None:
         """The step is over on all ranks, so everything that was sent has been received."""

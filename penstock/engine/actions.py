@@ -1,0 +1,89 @@
+"""What F, B, I and W do in one step, and what they leave: losses, auxiliary losses, outputs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.agreement import Agreed
+from penstock.engine.batch import Batch
+from penstock.schedule.table import Action, Kind
+from penstock.stage.stage import Stage
+
+Acts = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]]  # (action, values) -> what it makes, for each taker
+
+
+class Ahead(NamedTuple):
+    """A forward of the first stage that ran before the ranks had agreed."""
+
+    microbatch: int
+    made: list[Sequence[Any]]  # what it made, until that is sent
+    auxiliary: list[Tensor]
+
+
+class Actions:
+    """The actions of one step on this rank's `stages`; `last` is the model's last one."""
+
+    def __init__(self, stages: Mapping[int, Stage], last: int, batch: Batch, agreed: Agreed, ahead: Ahead | None) -> None:
+        self.stages, self.last, self.batch, self.agreed = stages, last, batch, agreed
+        self.losses: dict[int, Tensor] = {}  # by microbatch
+        self.outputs: dict[int, Any] = {}  # by microbatch, in evaluation
+        self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
+        if ahead is not None:
+            self.auxiliary += [(ahead.microbatch, value) for value in ahead.auxiliary]
+
+    @property
+    def acts(self) -> Acts:
+        """What is done for an action of each kind."""
+        return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
+
+    def forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+        """What the stage makes for each of its takers; nothing on the last stage, whose output becomes the loss."""
+        _, index, microbatch = action
+        stage, batch = self.stages[index], self.batch
+        keep = batch.training and microbatch not in self.agreed.without_backward
+        output = forward(stage, batch, microbatch, values, keep, (index, microbatch) in self.agreed.program.split)
+        if stage.auxiliary:
+            self.auxiliary += [(microbatch, value) for value in stage.auxiliary]
+        if index < self.last:
+            return messages(stage, output)
+        if not batch.training:
+            self.outputs[microbatch] = output
+        if batch.targets and microbatch not in self.agreed.without_backward:
+            self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
+        return ()
+
+    def backward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+        """The gradients of what each source gave to the stage. Those of the weights are added too, unless it is split."""
+        _, index, microbatch = action
+        stage, weight = self.stages[index], self.agreed.weights[microbatch] * self.batch.scale
+        gradients: Sequence[Tensor | None]
+        if index == self.last:
+            seed = torch.full_like(self.losses[microbatch], weight)
+            gradients = [seed for _ in stage.kept[microbatch].edges]  # none if everything is frozen
+        else:
+            gradients = [each for value in values for each in ((value,) if isinstance(value, Tensor) else value)]
+        return [
+            each[0] if len(each) == 1 and each[0] is not None else each  # the common case travels bare
+            for each in stage.backward(microbatch, gradients, action in self.agreed.program.last, weight)
+        ]
+
+    def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+        """The weights' gradients of one microbatch, or of several that were put off together; none if a later W adds them."""
+        if microbatches := self.agreed.program.weights[action]:
+            self.stages[action.stage].backward_weight(microbatches, action in self.agreed.program.last)
+        return ()
+
+
+def forward(stage: Stage, batch: Batch, microbatch: int, values: Sequence[Any], keep: bool, split: bool) -> Any:
+    """The stage's output, for the batch's own inputs on the first stage."""
+    if stage.index == 0:
+        args, kwargs = batch.inputs[microbatch]
+        return stage.first_forward(microbatch, args, kwargs, batch.seed, keep, split)
+    return stage.forward(microbatch, values, batch.seed, keep, split)
+
+
+def messages(stage: Stage, output: Any) -> Sequence[Any]:
+    """One for each taker."""
+    return output if len(stage.neighbours.takers) > 1 else (output,)

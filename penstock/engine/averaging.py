@@ -1,0 +1,21 @@
+"""The end of a step's data: the gradients become those of the whole batch, on all ranks that have the parameters."""
+
+from penstock.comms.control import waiting
+from penstock.engine.build import Built
+from penstock.mesh import tensor_parallel
+from penstock.mesh.data_parallel import share_state
+from penstock.mesh.position import MeshPosition
+
+
+def average(built: Built, position: MeshPosition, training: bool) -> None:
+    """Wait until gradients are averaged over replicas; sum what ranks along `tp` and tied parameters' owners have of them."""
+    with waiting("for the replicas to average the gradients"):
+        for stage in built.stages.values():
+            stage.copies.end(training)
+        if position.tp is not None and training:
+            tensor_parallel.complete(built.parameters.parameters())
+        if position.dp is not None and training:
+            for stage in built.stages.values():
+                share_state(stage.module, position.dp.get_group())
+    for parameter in built.tied if training else ():
+        parameter.share_gradient()

@@ -1,0 +1,74 @@
+"""The stages of this rank, cut from the model or given by the user."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock import partition
+from penstock.errors import MismatchError
+from penstock.mesh import data_parallel
+from penstock.partition.balance import Balance
+from penstock.partition.graph_stage import skips_of
+from penstock.schedule import Schedule, Skip
+from penstock.stage import tied
+from penstock.stage.copies import StageCopies
+from penstock.stage.neighbours import Name, skips_of_tied
+
+
+class Cut(NamedTuple):
+    """The stages of this rank, as modules, and how they hang together with the others."""
+
+    modules: dict[int, nn.Module]  # stage -> module, bare of DistributedDataParallel
+    copies: dict[int, StageCopies]  # stage -> what the user's own data parallelism has made of it
+    numbers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model, where it is a Sequential
+    tied: Sequence[Sequence[Name]] = ()  # parameters that several stages share
+    skips: frozenset[Skip] = frozenset()  # between which stages values, or gradients of shared parameters, go past others
+    whole: nn.Module | None = None  # the uncut model, if that is what was cut
+    balance: Balance | None = None  # how even the cut is, on the rank that chose it
+
+
+def cut(
+    model: nn.Module | Sequence[nn.Module], whole: partition.Whole | None, starts: Sequence[str], table: Schedule, rank: int
+) -> Cut:
+    """This rank's share of `model`: of the `whole` one cut at `starts`, of a list of stages, or its only stage.
+
+    Raises MismatchError if there are not as many stages as the table has.
+    """
+    mine = table.stages_of(rank)
+    given = model if whole is None else whole.cut(starts)
+    if isinstance(given, nn.Module):
+        if table.stages != table.ranks:
+            has = f"{table.name} has {table.stages} stages on {table.ranks} ranks"
+            raise MismatchError(f"{has}: give an nn.Sequential, or a list with one module for each stage, or cuts")
+        return Cut(*_bare({mine[0]: given}), {mine[0]: None})
+    if len(given) != table.stages:
+        raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(given)} modules")
+    modules, _ = _bare(dict(enumerate(given)))
+    numbers, shared = _layer_numbers(list(modules.values())), tied.find(list(modules.values()))
+    return Cut(
+        *_bare({stage: given[stage] for stage in mine}),
+        {stage: numbers[stage] for stage in mine},
+        shared,
+        skips_of(given) | skips_of_tied(shared),
+        None if whole is None else whole.model,
+        None if whole is None else whole.balance,
+    )
+
+
+def _bare(given: Mapping[int, nn.Module]) -> tuple[dict[int, nn.Module], dict[int, StageCopies]]:
+    """The stages inside what DistributedDataParallel has made of them, and what that is."""
+    bare = {stage: each.module if isinstance(each, DistributedDataParallel) else each for stage, each in given.items()}
+    return bare, {stage: data_parallel.kind_of(module, given[stage]) for stage, module in bare.items()}
+
+
+def _layer_numbers(stages: Sequence[nn.Module]) -> list[list[int] | None]:
+    """For every stage that is a Sequential, the numbers of its layers, counted over all stages."""
+    numbers: list[list[int] | None] = []
+    first = 0
+    for module in stages:
+        count = len(module) if isinstance(module, nn.Sequential) else 1
+        numbers.append(list(range(first, first + count)) if isinstance(module, nn.Sequential) else None)
+        first += count
+    return numbers

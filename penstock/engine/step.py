@@ -1,0 +1,197 @@
+r"""One step of one rank, from the user's call to the loss. Read this first: it is the story, top to bottom.
+
+    rank 0   split  vote  0F0 (agree)  0F1 .............. 0B0 ........ 0B1  average  conclude
+                       \    \            \            /           /                /
+    rank 1   split  vote   (agree)  1F0 . 1B0 -------'  1F1  1B1 --'      average  conclude
+
+A step of 1F1B with two microbatches on two ranks; time goes to the right, arrows are messages.
+
+    split      the call becomes this rank's share of the batch          engine/batch.py
+    vote       every rank tells every other what it is about to run     engine/agreement.py
+    agree      and reads from all votes what the step is like           engine/agreement.py
+    0F0 ..     actions, in the order of the rank's program              engine/actions.py, stage/stage.py
+               the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
+    \  /      messages between stages, sent without waiting            comms/messages/channels.py
+    average    gradients become those of the whole batch                mesh/
+    conclude   loss and times, the same on every rank                   engine/report.py
+
+The first stage's first forward waits for nobody, so it runs while the votes travel. When anything raises on one rank, all
+ranks raise the same error: `Pipeline` sees to that, by comms/control.py.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.comms.control import Control, WaitFailed, is_of_transport, waiting
+from penstock.comms.messages.channels import Channels
+from penstock.engine.actions import Actions, Ahead, forward, messages
+from penstock.engine.agreement import Agreement, Known
+from penstock.engine.averaging import average
+from penstock.engine.batch import Batch, Call, split
+from penstock.engine.build import Built
+from penstock.engine.clock import Clock, clock_for
+from penstock.engine.memory import MemoryMeasurement
+from penstock.engine.report import Ended, StepReport, conclude, peak_memory, weighted_sum
+from penstock.errors import PenstockError, StageError
+from penstock.mesh.fsdp import begin
+from penstock.mesh.position import MeshPosition
+from penstock.schedule import Size
+from penstock.schedule.program import Transfer
+from penstock.schedule.rank_program import Parts
+from penstock.schedule.table import Action, Kind
+from penstock.stage.stage_input import handed_over
+
+
+class Outcome(NamedTuple):
+    """What a step came to."""
+
+    loss: Tensor  # of the whole batch, a scalar, the same on every rank
+    outputs: Sequence[Any]  # of each microbatch, on the last stage's rank in an evaluation
+    report: StepReport
+    actions: Sequence[Action]  # what this rank ran
+    clock: Clock  # and when
+    sizes: Mapping[int, Size]  # stage -> bytes that a microbatch kept there, for this rank's stages where that is known
+
+
+class Engine:
+    """What one rank runs its steps with; all ranks call `step` alike."""
+
+    def __init__(self, built: Built, position: MeshPosition, control: Control, merge: bool) -> None:
+        self.built, self.position, self.control, self.stages = built, position, control, built.stages
+        self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
+        self.programs = Parts(built.program, position.pipeline.rank, merge)
+        self.agreement = Agreement(control, position, self.programs)
+        self._whole = self.programs.of(training=True)
+        self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
+        self._ended = 0.0  # when the last step did
+
+    def step(self, call: Call) -> Outcome:
+        """Run one step. Raises MismatchError for a batch that does not fit, StageError when the model or the loss raises,
+        WaitFailed when a peer is lost or silent."""
+        between = time.perf_counter() - self._ended if self._ended else 0.0
+        first = self._whole.steps[0].action if self._whole.steps else "the others end it"
+        why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
+        channels = self.channels
+        self._forget()
+
+        batch = split(call, self.position, self.built.schedule)
+        with waiting("for the replicas to begin the step"):
+            begin([self.stages[index].copies for index in self._whole.stages])
+        vote = self.agreement.tell(batch, self._modes(), why)
+        clock = clock_for(self.device, len(self._whole.steps), self.offset)
+        measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(vote) else None
+        ahead = self._head_start(batch, clock, measurement)
+        agreed = self.agreement.reach(batch, why)
+
+        for stage in self.stages.values():
+            stage.copies.alike = agreed.alike
+        if ahead and ahead.microbatch in agreed.without_backward:
+            del self.stages[0].kept[ahead.microbatch]
+        channels.begin(agreed.known.specs if agreed.known else None)
+        actions = Actions(self.stages, self.built.schedule.stages - 1, batch, agreed, ahead)
+        self._run(actions, channels, clock, ahead, measurement)
+        done = time.perf_counter()
+        average(self.built, self.position, batch.training)
+        averaging = time.perf_counter() - done
+
+        ran = [step.action for step in agreed.program.steps]
+        auxiliary = [value.item() * agreed.weights[each] for each, value in actions.auxiliary] if agreed.weights else []
+        times = (peak_memory(self.device), len(auxiliary), between, averaging)
+        mine = Ended(*weighted_sum(actions.losses, agreed.weights), *clock.summary(), *times)
+        why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
+        loss, report = conclude(self.control, self.position, self.built.schedule.placement[-1], mine, auxiliary, why)
+        channels.end()
+        known = agreed.known or Known(channels.learned(), measurement.sizes if measurement else {})
+        self.agreement.keep(agreed, known)
+        self._ended = time.perf_counter()
+        outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
+        return Outcome(loss, outputs, report, ran, clock, known.sizes)
+
+    def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
+        """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
+        action = self._whole.steps[0].action if self._whole.steps else None
+        alone = self.built.schedule.stages == 1 or self.position.tp is not None  # no votes travel, or others are in the action
+        if alone or action is None or action.stage or action.microbatch >= len(batch.inputs):
+            return None
+        _, index, microbatch = action
+        stage, splits = self.stages[index], (index, microbatch) in self._whole.split
+
+        def act(action: Action, values: Sequence[Any]) -> Sequence[Any]:
+            return messages(stage, forward(stage, batch, microbatch, values, batch.training, splits))
+
+        try:
+            stage.get_ready()
+            clock.start()
+            made = (measurement.around({Kind.F: act})[Kind.F] if measurement else act)(action, ())
+            clock.stop()
+        except Exception as error:
+            raise self._explained(error, action) from error
+        clock.ahead = 1
+        return Ahead(microbatch, [made], stage.auxiliary)
+
+    def _run(
+        self, actions: Actions, channels: Channels, clock: Clock, ahead: Ahead | None, measurement: MemoryMeasurement | None
+    ) -> None:
+        """The clock cycle: for each line of the program post, take, act, send."""
+        incoming, outgoing, handed = channels.incoming, channels.outgoing, dict[Transfer, Any]()
+        acts = measurement.around(actions.acts) if measurement else actions.acts
+        elsewhere = not all(stage.copies.ready for stage in self.stages.values())  # parameters, before a stage's first action
+        made: Any = ahead.made.pop() if ahead else None
+        try:
+            for action, receives, needs, gives in actions.agreed.program.steps:
+                for transfer in receives:
+                    incoming[transfer.source].post(transfer)
+                if made is None:
+                    values = [
+                        incoming[need.source].take(need, self.device) if need.travels else handed.pop(need) for need in needs
+                    ]
+                    if elsewhere:
+                        self.stages[action.stage].get_ready()
+                    clock.start()
+                    made = acts[action.kind](action, values)
+                    clock.stop()
+                    del values
+                for transfer, value in zip(gives, made, strict=True):
+                    if transfer.travels:
+                        outgoing[transfer.destination].send(transfer, value)
+                    else:
+                        handed[transfer] = handed_over(value)
+                clock.sent()
+                made = value = None  # they are on their way
+        except WaitFailed:
+            raise
+        except Exception as error:
+            raise self._explained(error, action) from error
+
+    def _explained(self, error: Exception, action: Action) -> PenstockError:
+        """`error` with the place where it happened, on one line; a WaitFailed if it came from ranks beside this one."""
+        if is_of_transport(error):
+            return WaitFailed(f"in {action} for the ranks beside it", None, error)
+        family = type(error) if isinstance(error, PenstockError) else StageError
+        text = " ".join(str(error).split())
+        told = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
+        rank = self.position.world.rank
+        return family(f"rank {rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {told}")
+
+    @property
+    def channels(self) -> Channels:
+        """The channels, open: at the first step, and again after a failure."""
+        groups = self.control.connect()
+        if self._connected is None or self._connected[0] != self.control.generation:
+            self._connected = self.control.generation, Channels(self.built.program, self.position.pipeline, groups)
+        return self._connected[1]
+
+    def _forget(self) -> None:
+        """Let go of whatever a step that failed has left."""
+        for stage in self.stages.values():
+            stage.forget()
+
+    def _modes(self) -> bytes:
+        """What decides, besides the batch, what stages send: which parameters are trained, and autocast."""
+        kind = self.device.type
+        cast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
+        return cast.encode() + bytes(parameter.requires_grad for parameter in self.built.parameters.parameters())

@@ -1,0 +1,61 @@
+"""This rank's stages, wired to the ranks beside it: products shared along `tp`, replicas held equal along `dp`."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from penstock.errors import MismatchError
+from penstock.mesh import data_parallel, tensor_parallel
+from penstock.mesh.position import MeshPosition
+from penstock.stage.copies import StageCopies
+from penstock.stage.neighbours import Name
+
+
+def side_by_side(
+    modules: Mapping[int, nn.Module],
+    copies: Mapping[int, StageCopies],
+    tied: Sequence[Sequence[Name]],
+    names: Sequence[Mapping[str, str]],
+    position: MeshPosition,
+    plan: tensor_parallel.Plan | None,
+    way: str | data_parallel.ApplyDataParallel,
+) -> dict[int, StageCopies]:
+    """What other pipelines of the mesh have of this rank's stages.
+
+    `modules`, `copies`: by stage. `tied`: the parameters that several stages share. `names`: for every stage, its own name of
+    each entry -> the name in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or one that does not fit,
+    and for tied parameters that would be cut.
+    """
+    if isinstance(way, str) and way not in data_parallel.WAYS:
+        raise MismatchError(f"data_parallel={way!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage")
+    apply = data_parallel.WAYS[way] if isinstance(way, str) else way
+    _check_plan(plan, names, position)
+    if tied and (position.tp is not None or (position.dp is not None and apply is not data_parallel.ddp)):
+        told = ", ".join(names[stage][name] for stage, name in tied[0])
+        raise MismatchError(f"parameters of several stages ({told}) can be neither sharded nor split over tp")
+    found = dict(copies)
+    for stage, module in modules.items():
+        if position.tp is not None and plan is not None:
+            data_parallel.share((*module.parameters(), *module.buffers()), position.tp.get_group())
+            tensor_parallel.apply(plan, module, names[stage], position.tp)
+        if position.dp is not None:
+            if type(found[stage]) is not StageCopies:
+                raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
+            borrowed = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
+            found[stage] = data_parallel.over(module, position, apply, borrowed)
+    if len({type(each) for each in found.values() if type(each) is not StageCopies}) > 1:
+        raise MismatchError(
+            "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
+        )
+    return found
+
+
+def _check_plan(plan: tensor_parallel.Plan | None, names: Sequence[Mapping[str, str]], position: MeshPosition) -> None:
+    if position.tp is None and plan is not None and position.mesh is None:
+        raise MismatchError("tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)")
+    if position.tp is not None and plan is None:
+        raise MismatchError(
+            f"the mesh has {position.tp.size()} ranks along tp: say by tensor_parallel= which products they share"
+        )
+    if plan is not None:
+        tensor_parallel.check(plan, names)

@@ -32,36 +32,62 @@ _count = itertools.count()  # of pipelines in this process, the same on every ra
 
 
 class Pipeline:
-    """A model cut into stages over the ranks of `topology`, trained step by step as one.
+    """A model cut into stages over the ranks, trained step by step as one. Every rank makes the same call.
 
-    `model`: an `nn.Sequential`, cut here; a list with one module for each stage; or this rank's own stage module (in a
-    world of one: the whole model). A stage whose forward has several parameters gets a tuple spread over them and a dict by
-    name; every other one gets what the stage before returned. Any tree of tensors, numbers and None may pass.
-    `cuts`, `example_args`, `example_kwargs`: cut any other model, by the names of submodules, or by the times measured on an
-    example of one microbatch: see `partition.split`.
-    `loss_fn(output, target)`: a scalar, the mean over its microbatch; it runs on the last stage's rank.
-    `schedule`: a name (with `microbatches` and the schedule's `options`: `stages_per_rank`, `group_size`), the path of a CSV
-    table, a `Schedule`, or a function of (rank, ranks, microbatches) that gives the rank's row (`"0F0"`, `"1B0"`, ..).
-    `loss_weight(target)`: what a microbatch counts in the mean, from its target alone; by default its rows.
-    `seed`: of the random numbers layers draw in training (dropout), which depend on it, the step, the microbatch and the
-    layer only; None leaves them to torch's generator, and so to the schedule.
-    `merge_weight_gradients`: W actions of one stage that stand next to each other in the table are taken as one product over
-    their joined rows. Faster, and exact to rounding only, since the order of the sums changes.
-    `recompute`: keep only the input of every `stage`, or of each `block` (a layer, or a unit), and compute the rest again in
-    the backward.
-    `mesh`: a torch DeviceMesh of all ranks with axes `pp`, `dp`, `tp`, any of them, for instance of `ps.comms.init_mesh`. The
-    pipelines along `dp` are replicas: each gets rows of its own and the loss is the mean over all their rows. Gradients are
-    averaged once a step, while the last backwards of the table go on. `data_parallel` is how: by `ddp`, by `fsdp`
-    (`fully_shard`), or by a function of (stage, the mesh's `dp`) that applies one of the two in its own way.
-    `tensor_parallel`: names of submodules in the uncut model, with `*` for any part between two dots -> torch's styles
-    (`ColwiseParallel()`, ..), by which ranks along `tp` share their products. These ranks get the same rows.
-    With an axis `dp` or `tp` a step that fails is the pipeline's last.
-    `scaler`: a GradScaler, whose scale the backward starts with; `ShardedGradScaler`, where there are several ranks.
-    `seed` and `init` also initialise what of the model is on the meta device, where each rank gives memory to its own stages
-    only: every submodule by its `reset_parameters()` and then by `init(submodule)`, the same for any cut.
+    Each rank has its own part of the model, at least one stage; the schedule says which rank runs what when.
 
-    Every rank makes the same call. Raises ScheduleError if the table cannot be proved, MismatchError where the ranks,
-    the schedule and the model do not fit together.
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, "1f1b", microbatches=8)
+        optimizer = torch.optim.Adam(pipe.parameters())  # this rank's part
+        loss = pipe.step(inputs, target=targets)  # (rows, ..) each; gradients are in `.grad`, the loss is on every rank
+        optimizer.step(), optimizer.zero_grad()
+
+    model
+        An `nn.Sequential`, cut here; a list with one module for each stage; any other model with `cuts` or an example; or this
+        rank's own stage (in a world of one: the whole model). Any tree of tensors, numbers and None may pass between stages: a
+        forward of several parameters gets a tuple spread over them and a dict by name, any other what the stage before gave.
+    loss_fn
+        `loss_fn(output, target)`: a floating-point scalar, the mean over its microbatch. It runs on the last stage's rank.
+    schedule
+        A name of `ps.schedule.names()`, built with `microbatches` and the `options` of its family (`stages_per_rank`,
+        `group_size`); the path of a CSV table; a `Schedule`; or a function of (rank, ranks, microbatches) that gives the rank's
+        row: `"0F0"`, `"1B0"`, ..
+    microbatches
+        Into how many pieces a batch is split, M. A batch of fewer rows runs as many as it has rows.
+    loss_weight
+        `loss_weight(target)`: what a microbatch counts in the batch's mean, from its target alone; by default its rows. For a
+        mean over tokens, their number.
+    topology
+        Where this rank stands; by default what `ps.comms.init_distributed()` finds.
+    seed
+        Of the random numbers that layers draw in training (dropout), which depend on it, the step, the microbatch and the layer
+        only; and of weights that are on the meta device. None leaves them to torch's generator, and so to the schedule.
+    cuts
+        Names of submodules: where each stage but the first begins. See `ps.partition.split`.
+    example_args, example_kwargs
+        One microbatch: the model is traced with it, and cut by the times measured on it, unless `cuts` says where.
+    merge_weight_gradients
+        W of one stage that stand next to each other in the table are one product over their joined rows: faster, and exact to
+        rounding only, since the order of the sums changes.
+    recompute
+        `"stage"` or `"block"`: keep only the input of every stage, or of every layer; the backward computes the rest again.
+    scaler
+        A GradScaler for float16, whose scale the backward starts with; `ShardedGradScaler` where there are several ranks.
+    init
+        `init(submodule)`, called on each submodule of a model on the meta device, after its `reset_parameters()`. A rank gives
+        memory to its own stages only, and the values are the same for any cut.
+    mesh
+        A DeviceMesh of all ranks with any of the axes `pp`, `dp`, `tp`, for instance of `ps.comms.init_mesh`. Pipelines along
+        `dp` are replicas: each is given rows of its own, and the loss is the mean over all their rows. Ranks along `tp` are
+        given the same rows. With an axis `dp` or `tp` a step that fails is the pipeline's last.
+    data_parallel
+        How replicas are held equal: `"ddp"`, `"fsdp"` (`fully_shard`), or a function of (stage, the axis `dp`) that applies one
+        of the two in its own way and returns the stage. Gradients are averaged once a step, while the last backwards go on.
+    tensor_parallel
+        Names of submodules in the uncut model, `*` standing for any part between two dots -> torch's styles
+        (`ColwiseParallel()`, ..), by which ranks along `tp` share their products.
+
+    Raises ScheduleError if the table cannot be proved, MismatchError where the ranks, the schedule and the model do not fit
+    together, LostRankError if a rank does not come.
     """
 
     def __init__(

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.comms.control import WaitFailed, is_of_transport
 from penstock.engine.agreement import Agreed
 from penstock.engine.batch import Batch
+from penstock.errors import PenstockError, StageError
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
 
@@ -30,8 +32,12 @@ class Actions:
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.outputs: dict[int, Any] = {}  # by microbatch, in evaluation
         self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
+        for stage in stages.values():
+            stage.copies.alike = agreed.alike
         if ahead is not None:
             self.auxiliary += [(ahead.microbatch, value) for value in ahead.auxiliary]
+            if ahead.microbatch in agreed.without_backward:
+                stages[0].kept.pop(ahead.microbatch, None)
 
     @property
     def acts(self) -> Acts:
@@ -87,3 +93,13 @@ def forward(stage: Stage, batch: Batch, microbatch: int, values: Sequence[Any], 
 def messages(stage: Stage, output: Any) -> Sequence[Any]:
     """One for each taker."""
     return output if len(stage.neighbours.takers) > 1 else (output,)
+
+
+def explained(error: Exception, rank: int, action: Action) -> PenstockError:
+    """`error` with the place where it happened, on one line; a WaitFailed if it came from ranks beside this one."""
+    if is_of_transport(error):
+        return WaitFailed(f"in {action} for the ranks beside it", None, error)
+    family = type(error) if isinstance(error, PenstockError) else StageError
+    text = " ".join(str(error).split())
+    told = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
+    return family(f"rank {rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {told}")

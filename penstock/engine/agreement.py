@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.comms.control import Control
@@ -38,7 +38,7 @@ class Known(NamedTuple):
     """What a step taught about its kind of batch."""
 
     specs: Specs  # what its messages are like
-    sizes: dict[int, Size]  # stage -> bytes that a microbatch keeps there, for this rank's stages where that was measured
+    sizes: Mapping[int, Size]  # stage -> bytes that a microbatch keeps there, for this rank's stages where that was measured
 
 
 class Agreed(NamedTuple):

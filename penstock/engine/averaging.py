@@ -1,5 +1,7 @@
 """The end of a step's data: the gradients become those of the whole batch, on all ranks that have the parameters."""
 
+import time
+
 from penstock.comms.control import waiting
 from penstock.engine.build import Built
 from penstock.mesh import tensor_parallel
@@ -7,8 +9,12 @@ from penstock.mesh.data_parallel import share_state
 from penstock.mesh.position import MeshPosition
 
 
-def average(built: Built, position: MeshPosition, training: bool) -> None:
-    """Wait until gradients are averaged over replicas; sum what ranks along `tp` and tied parameters' owners have of them."""
+def average(built: Built, position: MeshPosition, training: bool) -> float:
+    """Wait until gradients are averaged over replicas; sum what ranks along `tp` and tied parameters' owners have of them.
+
+    Returns the seconds it took.
+    """
+    began = time.perf_counter()
     with waiting("for the replicas to average the gradients"):
         for stage in built.stages.values():
             stage.copies.end(training)
@@ -19,3 +25,4 @@ def average(built: Built, position: MeshPosition, training: bool) -> None:
                 share_state(stage.module, position.dp.get_group())
     for parameter in built.tied if training else ():
         parameter.share_gradient()
+    return time.perf_counter() - began

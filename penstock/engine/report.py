@@ -85,7 +85,7 @@ class Ended(NamedTuple):
 
 def conclude(
     control: Control, position: MeshPosition, last_rank: int, mine: Ended, auxiliary: list[float], what: str
-) -> "Conclusion":
+) -> tuple[Tensor, StepReport]:
     """The end of a step, reached by all ranks together: the loss and the times, the same on every rank.
 
     `last_rank`, of every pipeline, has the loss; `auxiliary` are this rank's, weighted.
@@ -101,14 +101,7 @@ def conclude(
     ran = [each for each in everyone if each.end]  # a rank may have no stage
     makespan = max(each.end for each in ran) - min(each.start for each in ran)
     columns = (tuple(getattr(each, name) for each in everyone) for name in ("busy", "memory", "between", "averaging"))
-    return Conclusion(loss, StepReport(makespan, *columns))
-
-
-class Conclusion(NamedTuple):
-    """What all ranks say of a step."""
-
-    loss: Tensor  # of the whole batch, a scalar
-    report: StepReport
+    return loss, StepReport(makespan, *columns)
 
 
 def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> tuple[float, int]:

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.control import Control, WaitFailed, is_of_transport, waiting
+from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.messages.channels import Channels
-from penstock.engine.actions import Actions, Ahead, forward, messages
+from penstock.engine.actions import Actions, Ahead, explained, forward, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.averaging import average
 from penstock.engine.batch import Batch, Call, split
@@ -36,7 +36,6 @@ from penstock.engine.build import Built
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Ended, StepReport, conclude, peak_memory, weighted_sum
-from penstock.errors import PenstockError, StageError
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
@@ -70,46 +69,36 @@ class Engine:
         self._ended = 0.0  # when the last step did
 
     def step(self, call: Call) -> Outcome:
-        """Run one step. Raises MismatchError for a batch that does not fit, StageError when the model or the loss raises,
-        WaitFailed when a peer is lost or silent."""
+        """Run one step, the same on every rank.
+
+        Raises MismatchError for a batch that does not fit, StageError when the model or the loss raises, and WaitFailed when a
+        peer is lost or silent.
+        """
         between = time.perf_counter() - self._ended if self._ended else 0.0
-        first = self._whole.steps[0].action if self._whole.steps else "the others end it"
-        why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
         channels = self.channels
         self._forget()
-
         batch = split(call, self.position, self.built.schedule)
         with waiting("for the replicas to begin the step"):
             begin([self.stages[index].copies for index in self._whole.stages])
+
+        first = self._whole.steps[0].action if self._whole.steps else "the others end it"
+        why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
         vote = self.agreement.tell(batch, self._modes(), why)
         clock = clock_for(self.device, len(self._whole.steps), self.offset)
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(vote) else None
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
 
-        for stage in self.stages.values():
-            stage.copies.alike = agreed.alike
-        if ahead and ahead.microbatch in agreed.without_backward:
-            del self.stages[0].kept[ahead.microbatch]
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.built.schedule.stages - 1, batch, agreed, ahead)
         self._run(actions, channels, clock, ahead, measurement)
-        done = time.perf_counter()
-        average(self.built, self.position, batch.training)
-        averaging = time.perf_counter() - done
+        averaging = average(self.built, self.position, batch.training)
 
-        ran = [step.action for step in agreed.program.steps]
-        auxiliary = [value.item() * agreed.weights[each] for each, value in actions.auxiliary] if agreed.weights else []
-        times = (peak_memory(self.device), len(auxiliary), between, averaging)
-        mine = Ended(*weighted_sum(actions.losses, agreed.weights), *clock.summary(), *times)
-        why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
-        loss, report = conclude(self.control, self.position, self.built.schedule.placement[-1], mine, auxiliary, why)
+        outcome = self._conclude(actions, clock, measurement, (between, averaging))
         channels.end()
-        known = agreed.known or Known(channels.learned(), measurement.sizes if measurement else {})
-        self.agreement.keep(agreed, known)
+        self.agreement.keep(agreed, agreed.known or Known(channels.learned(), outcome.sizes))
         self._ended = time.perf_counter()
-        outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
-        return Outcome(loss, outputs, report, ran, clock, known.sizes)
+        return outcome
 
     def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
@@ -129,7 +118,7 @@ class Engine:
             made = (measurement.around({Kind.F: act})[Kind.F] if measurement else act)(action, ())
             clock.stop()
         except Exception as error:
-            raise self._explained(error, action) from error
+            raise explained(error, self.position.world.rank, action) from error
         clock.ahead = 1
         return Ahead(microbatch, [made], stage.auxiliary)
 
@@ -165,17 +154,21 @@ class Engine:
         except WaitFailed:
             raise
         except Exception as error:
-            raise self._explained(error, action) from error
+            raise explained(error, self.position.world.rank, action) from error
 
-    def _explained(self, error: Exception, action: Action) -> PenstockError:
-        """`error` with the place where it happened, on one line; a WaitFailed if it came from ranks beside this one."""
-        if is_of_transport(error):
-            return WaitFailed(f"in {action} for the ranks beside it", None, error)
-        family = type(error) if isinstance(error, PenstockError) else StageError
-        text = " ".join(str(error).split())
-        told = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
-        rank = self.position.world.rank
-        return family(f"rank {rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {told}")
+    def _conclude(
+        self, actions: Actions, clock: Clock, measurement: MemoryMeasurement | None, times: tuple[float, float]
+    ) -> Outcome:
+        """The loss and the times of all ranks; `times` are this rank's `between` and `averaging`, see `StepReport`."""
+        agreed, weights = actions.agreed, actions.agreed.weights
+        ran = [step.action for step in agreed.program.steps]
+        auxiliary = [value.item() * weights[microbatch] for microbatch, value in actions.auxiliary] if weights else []
+        mine = Ended(*weighted_sum(actions.losses, weights), *clock.summary(), peak_memory(self.device), len(auxiliary), *times)
+        why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
+        loss, report = conclude(self.control, self.position, self.built.schedule.placement[-1], mine, auxiliary, why)
+        outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
+        sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
+        return Outcome(loss, outputs, report, ran, clock, sizes)
 
     @property
     def channels(self) -> Channels:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from engines import Case
 from measure import Lap, Record
 
-from penstock.schedule import Costs, Kind, Timeline, simulate
+from penstock.commands.bench.steps import action_costs
+from penstock.schedule import Costs, Kind, Measured, Timeline, simulate
 
 
 class Excess(NamedTuple):
@@ -35,25 +36,8 @@ def ideal(case: Case) -> float:
 
 
 def fed(case: Case, timeline: Timeline, send: float) -> float:
-    """Seconds `simulate` predicts for this send cost and the times of one step's actions (a mean for each stage and kind)."""
-    table = case.one_by_one()
-    forward, inputs, weights = zip(*(_costs(timeline, stage) for stage in range(table.stages)), strict=True)
-    return simulate(table, Costs(forward, inputs, weights, send)).makespan
-
-
-def _costs(timeline: Timeline, stage: int) -> tuple[float, float, float]:
-    """Seconds of F, I and W on `stage`.
-
-    To `simulate`, B costs as much as I and W. Where a stage has both and they differ, I and W are scaled so that all its
-    backwards together take what they took.
-    """
-    spent = {kind: times_of(timeline, kind, stage) for kind in Kind}
-    inputs, weights = (fmean(spent[kind] or [0.0]) for kind in (Kind.I, Kind.W))
-    if not spent[Kind.I]:
-        return fmean(spent[Kind.F]), fmean(spent[Kind.B]), 0.0
-    whole = sum(spent[Kind.B]) + sum(spent[Kind.I]) + sum(spent[Kind.W])
-    scale = whole / ((inputs + weights) * (len(spent[Kind.B]) + len(spent[Kind.I])))
-    return fmean(spent[Kind.F]), scale * inputs, scale * weights
+    """Seconds `simulate` predicts for this send cost and the times that one step's actions took."""
+    return simulate(case.one_by_one(), action_costs(Measured.of(timeline), send)).makespan
 
 
 def times_of(timeline: Timeline, kind: Kind, stage: int) -> list[float]:

@@ -10,7 +10,6 @@ that size have there.
 """
 
 import json
-import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from tables import Row, show
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from two_hosts import results_of
+from two_hosts import results_of, run
 
 import penstock as ps
 from penstock.mesh.position import MeshPosition, position_in
@@ -151,8 +149,4 @@ def _print(options: Options, told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    given = tyro.cli(Options)
-    if "RANK" in os.environ:
-        work(given)
-    else:
-        main(given)
+    run(Options, work, main)

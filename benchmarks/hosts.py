@@ -9,7 +9,6 @@ that lets `rate` pass in each direction.
 """
 
 import json
-import os
 import socket
 import time
 from dataclasses import dataclass
@@ -20,18 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import tyro
 from subjects import Emulated
 from tables import Row, show
 from torch import Tensor
-from two_hosts import results_of
+from two_hosts import results_of, run
 
 import penstock as ps
+from penstock.commands.bench.steps import action_costs
 from penstock.comms.messages import wire
 from penstock.comms.messages.lines import DESTINATION, GroupSender, Outbox
 from penstock.comms.messages.wire import TensorSpec
-from penstock.schedule import Costs, Kind, Measured, Schedule
-from penstock.schedule.timing.measured import MeasuredCosts
+from penstock.schedule import Costs, Measured, Schedule
 
 RANKS = 4
 ROWS = 16  # of a microbatch
@@ -161,12 +159,11 @@ def _predicted(table: Schedule, subject: Emulated, link: Link, measured: Measure
 
     Actions take what they should, or what was `measured`.
     """
-    message = subject.message, [link.bandwidth if crosses else float("inf") for crosses in link.crosses(table)]
-    costs = Costs(*subject.nominal, size=message[0], bandwidth=message[1])
-    if measured is not None:
-        forwards, backwards, inputs, weights = (measured.seconds[kind] for kind in Kind)
-        costs = MeasuredCosts(forwards, inputs, weights, 0, *message, backward=backwards)
-        table = measured.schedule  # what ran
+    bandwidth = [link.bandwidth if crosses else float("inf") for crosses in link.crosses(table)]
+    if measured is None:
+        costs = Costs(*subject.nominal, size=subject.message, bandwidth=bandwidth)
+    else:
+        costs, table = action_costs(measured, size=subject.message, bandwidth=bandwidth), measured.schedule  # what ran
     return ps.schedule.simulate(table, costs).makespan
 
 
@@ -231,8 +228,4 @@ def _compared(row: Row, way: str, said: str) -> Row:
 
 
 if __name__ == "__main__":
-    given = tyro.cli(Options)
-    if "RANK" in os.environ:
-        work(given)
-    else:
-        main(given)
+    run(Options, work, main)

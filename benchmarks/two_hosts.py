@@ -1,13 +1,24 @@
-"""Runs the ranks of a benchmark on two hosts, namespaces of this machine, and brings back what they found."""
+"""Runs a benchmark whose ranks are on two hosts, namespaces of this machine, and brings back what they found."""
 
 import json
+import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import tyro
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 1200  # seconds
+Options = TypeVar("Options")
+
+
+def run(options: type[Options], work: Callable[[Options], None], main: Callable[[Options], None]) -> None:
+    """`work` on the ranks that `results_of` starts, `main` in the program that starts them; both get what was typed."""
+    given = tyro.cli(options)
+    (work if "RANK" in os.environ else main)(given)
 
 
 def results_of(script: str, ranks: int, rate: str, setup: str = "true") -> tuple[dict[str, Any], int]:

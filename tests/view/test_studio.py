@@ -15,7 +15,7 @@ from studios import run_of, served
 from penstock import PenstockError
 from penstock.schedule import Costs, Size, build, simulate, verify
 from penstock.view.record import Record, read
-from penstock.view.studio import answer
+from penstock.view.studio.answers import answer
 
 CIRCLE = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
 

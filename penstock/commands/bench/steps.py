@@ -3,6 +3,7 @@
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,8 +60,7 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
     run = launch(measure, schedule.ranks, schedule, forward, floats, steps)[0]
     ideal = simulate(schedule, Costs(forward, forward, forward)).makespan
     ran = Measured.of(run.timeline)
-    forwards, backwards, inputs, weights = (ran.seconds[kind] for kind in Kind)
-    fed = simulate(ran.schedule, MeasuredCosts(forwards, inputs, weights, backward=backwards)).makespan
+    fed = simulate(ran.schedule, action_costs(ran)).makespan
     step = statistics.median(run.seconds)
     spread = f"{min(run.seconds) * 1e3:.1f} to {max(run.seconds) * 1e3:.1f}"
     print(f"{schedule.name}: P={schedule.ranks} M={schedule.microbatches}, {megabytes:g} MB a message, {steps} steps")
@@ -72,3 +72,9 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
     print(
         f"  the engine, per action               {bare.cpu / actions * 1e6:8.1f} us  of rank 0's processor, nothing to compute"
     )
+
+
+def action_costs(measured: Measured, send: float = 0.0, **message: Any) -> MeasuredCosts:
+    """What the actions took, without the engine's time between them; `send` and what else is said of messages as in `Costs`."""
+    seconds = measured.seconds
+    return MeasuredCosts(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], send, backward=seconds[Kind.B], **message)

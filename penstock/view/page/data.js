@@ -1,5 +1,5 @@
 "use strict";
-// The records that the page shows, as penstock/render/record.py writes them, prepared for drawing.
+// The records that the page shows, as penstock/view/record.py writes them, prepared for drawing.
 
 const KINDS = {F: "forward", B: "backward", I: "backward to the input", W: "backward to the weights"};
 const CAUSES = {

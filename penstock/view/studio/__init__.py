@@ -1,8 +1,7 @@
 """The playground: one local page on which schedules are chosen, priced, edited, proved and timed.
 
-`answers` turns what the page asks into what it shows, `server` carries both over HTTP, `page/` is what the browser runs.
+`answers`    what the page asks, as plain data, to what it shows
+`question`   what may stand in a question
+`server`     the page and its answers over HTTP, for this machine alone
+`page/`      what the browser runs
 """
-
-from penstock.view.studio.answers import answer
-
-__all__ = ["answer"]

@@ -24,6 +24,7 @@ from penstock.schedule import Action, Costs, Measured, Schedule, Timeline, build
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.timing.simulate import until_it_stops
 from penstock.view.record import Record, read, timeline_data
+from penstock.view.studio import question
 
 Data = dict[str, Any]  # what JSON can say
 
@@ -38,7 +39,7 @@ def answer(request: object) -> Data:
 
     Raises PenstockError, in a sentence for the page, for what cannot be built, read or priced.
     """
-    asked = _mapping(request, "the question")
+    asked = question.mapping(request, "the question")
     if "run" in asked:
         return _of_run(asked)
     schedule = _table(asked)
@@ -64,16 +65,16 @@ def choices() -> Data:
 
 
 def _table(asked: Mapping[str, object]) -> Schedule:
-    name = _text(asked.get("name") or asked.get("file") or "table", "name", 200)
+    name = question.text(asked.get("name") or asked.get("file") or "table", "name", 200)
     if "csv" in asked:
-        rows = list(islice(csv.reader(io.StringIO(_text(asked["csv"], "csv", 2_000_000).removeprefix("\ufeff"))), 1000))
+        rows = list(islice(csv.reader(io.StringIO(question.text(asked["csv"], "csv", 2_000_000).removeprefix("\ufeff"))), 1000))
         return _from_rows(name, rows, None)
     if "rows" in asked:
-        return _from_rows(name, _list(asked["rows"], "rows"), asked.get("placement"))
-    name = _text(asked.get("schedule"), "schedule", 100)
-    ranks, microbatches = (_whole(asked, what, MOST[what]) for what in ("ranks", "microbatches"))
+        return _from_rows(name, question.items(asked["rows"], "rows"), asked.get("placement"))
+    name = question.text(asked.get("schedule"), "schedule", 100)
+    ranks, microbatches = (question.whole(asked, what, MOST[what]) for what in ("ranks", "microbatches"))
     given = asked.get("stages_per_rank") is not None
-    stages_per_rank = _whole(asked, "stages_per_rank", MOST["stages_per_rank"]) if given else None
+    stages_per_rank = question.whole(asked, "stages_per_rank", MOST["stages_per_rank"]) if given else None
     family = FAMILIES.get(name)
     _check_microbatches(ranks * (stages_per_rank or (family.stages_per_rank if family else 1)), microbatches)
     return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
@@ -81,18 +82,18 @@ def _table(asked: Mapping[str, object]) -> Schedule:
 
 def _from_rows(name: str, rows: list[Any], placement: object) -> Schedule:
     """Raises ScheduleError before a hostile number makes a table of that size."""
-    cells = [[_text(cell, "a cell", 100) for cell in _list(row, "a row")] for row in rows]
+    cells = [[question.text(cell, "a cell", 100) for cell in question.items(row, "a row")] for row in rows]
     if sum(map(len, cells)) > MOST_ACTIONS:
         raise ScheduleError(f"{name} has {sum(map(len, cells))} actions: the studio takes up to {MOST_ACTIONS}")
     if any(int(number) >= MOST_ACTIONS for row in cells for cell in row for number in re.findall(r"\d{4,}", cell)):
         raise ScheduleError(f"{name} has a number of {MOST_ACTIONS} or more: the studio takes smaller tables")
-    homes = None if placement is None else [_placed(rank, len(cells)) for rank in _list(placement, "placement")]
+    homes = None if placement is None else [_placed(rank, len(cells)) for rank in question.items(placement, "placement")]
     return from_rows(name, cells, homes)
 
 
 def _placed(rank: object, ranks: int) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
-        raise ScheduleError(f"placement has {_shown(rank)}: give the rank of every stage, 0 to {ranks - 1}")
+        raise ScheduleError(f"placement has {question.shown(rank)}: give the rank of every stage, 0 to {ranks - 1}")
     return rank
 
 
@@ -115,9 +116,9 @@ def _check_microbatches(stages: int, microbatches: int) -> None:
 
 def _of_run(asked: Mapping[str, object]) -> Data:
     """The table of a run, its costs in milliseconds, and its last step to lay over whatever is planned."""
-    file = _text(asked.get("file") or "timeline.json", "file", 200)
+    file = question.text(asked.get("file") or "timeline.json", "file", 200)
     try:
-        record = read(_text(asked["run"], "run", 32_000_000), file)
+        record = read(question.text(asked["run"], "run", 32_000_000), file)
     except RecursionError as error:
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: it is nested too deeply") from error
     if record.unit != "s":
@@ -159,17 +160,17 @@ def _costs(asked: Mapping[str, object], stages: int) -> Costs:
 def _checked(asked: Mapping[str, object], stages: int, unit: object) -> Costs:
     """What the page says of costs, in the unit of the timeline."""
     if unit not in ("", "ms"):
-        raise PenstockError(f"unit is {_shown(unit)}: use '' or 'ms'")
+        raise PenstockError(f"unit is {question.shown(unit)}: use '' or 'ms'")
     scale = 1e-3 if unit == "ms" else 1.0
-    said = _mapping(asked.get("costs", {}), "costs")
-    own = _mapping(said.get("stages", {}), "the costs of single stages")
+    said = question.mapping(asked.get("costs", {}), "costs")
+    own = question.mapping(said.get("stages", {}), "the costs of single stages")
 
     def of(name: str, stage: int) -> float:
-        here = _mapping(own.get(str(stage), {}), f"the cost of stage {stage}")
-        return scale * _number(here.get(name, said.get(name, 1)), f"{name} of stage {stage}")
+        here = question.mapping(own.get(str(stage), {}), f"the cost of stage {stage}")
+        return scale * question.number(here.get(name, said.get(name, 1)), f"{name} of stage {stage}")
 
     forward, inputs, weights = ([of(name, stage) for stage in range(stages)] for name in STAGE_COSTS)
-    send, sizes = scale * _number(said.get("send", 0), "send"), _sizes(said, stages)
+    send, sizes = scale * question.number(said.get("send", 0), "send"), _sizes(said, stages)
     act, keep = zip(*sizes, strict=True) if sizes else (1, None)
     return Costs(forward, inputs, weights, send=send, act=act, keep=keep)
 
@@ -177,7 +178,8 @@ def _checked(asked: Mapping[str, object], stages: int, unit: object) -> Costs:
 def _sizes(said: Mapping[str, object], stages: int) -> list[list[float]]:
     """Of every stage; none if they are of another number of stages."""
     sizes = [
-        [_number(size, "a size", 1e18) for size in _list(pair, "a size")] for pair in _list(said.get("sizes", []), "sizes")
+        [question.number(size, "a size", 1e18) for size in question.items(pair, "a size")]
+        for pair in question.items(said.get("sizes", []), "sizes")
     ]
     if any(len(pair) != 2 for pair in sizes):
         raise PenstockError("sizes has other than two numbers for each stage: give what it takes, and what W still needs")
@@ -212,7 +214,7 @@ def _proved(schedule: Schedule, max_in_flight: int | None) -> _Verdict:
 
 def _answered(schedule: Schedule, costs: Costs, asked: Mapping[str, object]) -> Data:
     limit = asked.get("max_in_flight")
-    verdict = _proved(schedule, None if limit is None else _whole(asked, "max_in_flight", 10**9))
+    verdict = _proved(schedule, None if limit is None else question.whole(asked, "max_in_flight", 10**9))
     timeline = None
     try:
         timeline = until_it_stops(schedule, costs)
@@ -251,41 +253,3 @@ def _stuck(schedule: Schedule, timeline: Timeline, costs: Costs) -> Iterator[Dat
                     halves = {"half": half} if len(actions) > 1 else {}
                     yield {"rank": rank, "action": str(action), "start": free, "end": end, **halves}
                 free = end
-
-
-# ---- what may stand in a question
-
-
-def _shown(value: object) -> str:
-    return repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}..."
-
-
-def _mapping(value: object, what: str) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise PenstockError(f"{what} is {_shown(value)}: give an object with names and values")
-    return value
-
-
-def _list(value: object, what: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise PenstockError(f"{what} is {_shown(value)}: give a list")
-    return value
-
-
-def _text(value: object, what: str, most: int) -> str:
-    if not isinstance(value, str) or len(value) > most:
-        raise PenstockError(f"{what} is {_shown(value)}: give a text of {most} characters at most")
-    return value
-
-
-def _whole(asked: Mapping[str, object], what: str, most: int) -> int:
-    value = asked.get(what)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise PenstockError(f"{what} is {_shown(value)}: the studio takes a whole number from 1 to {most}")
-    return value
-
-
-def _number(value: object, what: str, most: float = 1e9) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise PenstockError(f"{what} is {_shown(value)}: a cost is a number from 0 to {most:.0e}")
-    return float(value)

@@ -9,7 +9,7 @@ from engines import Case
 from measure import Lap, Record
 
 from penstock.commands.bench.steps import action_costs
-from penstock.schedule import Costs, Kind, Measured, Timeline, simulate
+from penstock.schedule import Costs, Kind, Measurement, Timeline, simulate
 
 
 class Excess(NamedTuple):
@@ -37,7 +37,7 @@ def ideal(case: Case) -> float:
 
 def fed(case: Case, timeline: Timeline, send: float) -> float:
     """Seconds `simulate` predicts for this send cost and the times that one step's actions took."""
-    return simulate(case.one_by_one(), action_costs(Measured.of(timeline), send)).makespan
+    return simulate(case.one_by_one(), action_costs(Measurement.of(timeline), send)).makespan
 
 
 def times_of(timeline: Timeline, kind: Kind, stage: int) -> list[float]:

@@ -29,7 +29,7 @@ from penstock.commands.bench.steps import action_costs
 from penstock.comms.messages import wire
 from penstock.comms.messages.lines import DESTINATION, GroupSender, Outbox
 from penstock.comms.messages.wire import TensorSpec
-from penstock.schedule import Costs, Measured, Schedule
+from penstock.schedule import Costs, Measurement, Schedule
 
 RANKS = 4
 ROWS = 16  # of a microbatch
@@ -129,7 +129,7 @@ def _measured(options: Options, name: str, kilobytes: int, link: Link) -> Row:
             took[way].append(time.perf_counter() - begin)
             if way == "overlapped":
                 timeline = pipe.timeline()
-                fed.append(took[way][-1] / _predicted(table, subject, link, Measured.of(timeline)))
+                fed.append(took[way][-1] / _predicted(table, subject, link, Measurement.of(timeline)))
     row: Row = {"KB": kilobytes, "schedule": name, "on a link": _busiest(table, subject, link), "fed/": median(fed)}
     row |= took | {"no link": _predicted(table, subject, link._replace(bandwidth=float("inf")))}
     return row | {"predicted": _predicted(table, subject, link), "predicted waiting": _predicted_waiting(table, subject, link)}
@@ -154,7 +154,7 @@ def _wait_for_sends(pipe: ps.Pipeline) -> None:
 # ---- what the simulator says
 
 
-def _predicted(table: Schedule, subject: Emulated, link: Link, measured: Measured | None = None) -> float:
+def _predicted(table: Schedule, subject: Emulated, link: Link, measured: Measurement | None = None) -> float:
     """Seconds of a step whose messages travel beside the compute: every pair of ranks on two hosts has a link of its own.
 
     Actions take what they should, or what was `measured`.

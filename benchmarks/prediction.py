@@ -25,7 +25,7 @@ from torch import nn
 import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer
 from penstock.schedule import Schedule, Timeline
-from penstock.schedule.timing.measured import Measured
+from penstock.schedule.timing.measurement import Measurement
 
 LAYERS = 32
 SECONDS = 0.003, 0.003, 0.002  # of F, I and W of a layer
@@ -146,7 +146,7 @@ def _row(case: Case, ran: Ran, source: Case, known: Ran) -> Row:
     took = {"": min(ran.seconds), "median ": median(ran.seconds)}
     steps = {"": [best], "median ": known.timelines}
     for which, timelines in steps.items():
-        measured = Measured.of(*timelines, layers=source.layers(), around=known.around)
+        measured = Measurement.of(*timelines, layers=source.layers(), around=known.around)
         told = measured.predict(case.table(), case.layers()).makespan + measured.around
         row |= {f"{which}predicted": 1e3 * told, f"{which}error": 100 * (told / took[which] - 1)}
     return row | {"fastest": 1e3 * took[""], "median": 1e3 * took["median "], "most": 1e3 * max(ran.seconds)}

@@ -23,7 +23,7 @@ from penstock.mesh.position import position_in
 from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.materialise import Init
 from penstock.randomness import aside
-from penstock.schedule import Event, Schedule, Timeline
+from penstock.schedule import Event, MeasuredTimeline, Schedule
 from penstock.stage import microbatch
 from penstock.stage.layers import Recompute, evaluating
 
@@ -256,7 +256,7 @@ class Pipeline:
         timeline = self.timeline()
         return numbers(self._done().report, timeline)
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> MeasuredTimeline:
         """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
 
         Of several pipelines side by side, each gets its own. Memory is in bytes, see `weighing.py`, unless a stage is compiled.

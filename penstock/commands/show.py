@@ -9,7 +9,7 @@ import tyro
 
 from penstock.commands.source import table_of
 from penstock.errors import PenstockError
-from penstock.schedule import Costs, Schedule, Timeline, from_lowered_csv, names, prove, simulate, verify
+from penstock.schedule import Costs, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
 from penstock.view.differences import differences
 from penstock.view.files import write
 from penstock.view.record import Record, load
@@ -23,7 +23,7 @@ def is_recorded(source: str) -> bool:
     return source not in names() and (source.endswith(".json") or Path(source).is_dir())
 
 
-def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Schedule, str]:
+def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Table, str]:
     """The schedule of that name, or in that CSV file, and what was proved of it; also one of PyTorch's lowered tables.
 
     Raises PenstockError for what cannot be built, read or proved.
@@ -64,12 +64,12 @@ class Simulated:
     overlap: float = 0.0
     """Share of the shorter action of an overlapped pair that the longer one hides."""
 
-    def proved(self, source: str) -> tuple[Schedule, str]:
+    def proved(self, source: str) -> tuple[Table, str]:
         """The schedule of that name or file, and what was proved of it."""
         options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
         return proved(source, self.ranks, self.microbatches, **options)
 
-    def timed(self, schedule: Schedule, parts: float = 1) -> Timeline:
+    def timed(self, schedule: Table, parts: float = 1) -> Timeline:
         """When each action would run; a stage costs one of `parts` of what is told, and takes as much less memory."""
         weights = self.backward / 2 if self.weights is None else self.weights
         if weights > self.backward:

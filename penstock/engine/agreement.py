@@ -11,7 +11,7 @@ from penstock.engine.batch import NOTHING, Batch
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
-from penstock.schedule.rank_program import Part, Parts
+from penstock.schedule.rank_program import RankProgram, RankPrograms
 from penstock.stage.microbatch import shares, sizes
 
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
@@ -44,7 +44,7 @@ class Known(NamedTuple):
 class Agreed(NamedTuple):
     """What all ranks know of the step, read from all votes."""
 
-    program: Part  # what of the table this rank runs
+    program: RankProgram  # what of the table this rank runs
     weights: Sequence[float]  # of each microbatch in the loss over all replicas, if there is a target
     without_backward: frozenset[int]  # microbatches of weight 0
     alike: bool  # whether all replicas have as many microbatches, and the same ones of weight 0
@@ -55,7 +55,7 @@ class Agreed(NamedTuple):
 class Agreement:
     """The votes of one pipeline, and of those beside it, and what the last kinds of batch taught."""
 
-    def __init__(self, control: Control, position: MeshPosition, programs: Parts) -> None:
+    def __init__(self, control: Control, position: MeshPosition, programs: RankPrograms) -> None:
         self.control, self.position, self.programs = control, position, programs
         self._known: OrderedDict[tuple[object, ...], Known] = OrderedDict()
         self._generation = 0  # of the connections on which that is known

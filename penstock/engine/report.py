@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.comms.control import Control
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import Border, Event, Schedule, Size, Timeline
+from penstock.schedule import Border, Event, MeasuredTimeline, Schedule, Size, Timeline
 from penstock.schedule.table import Skip
 
 NOTHING = -1
@@ -53,12 +53,12 @@ def measured(
     report: StepReport,
     position: MeshPosition,
     skips: Iterable[Skip],
-) -> Timeline:
+) -> MeasuredTimeline:
     """The timeline of a step from what the ranks of this pipeline tell, each in one place: events, sizes of its stages."""
     ranks = [position.pipeline.of_job(rank) for rank in range(len(rows))]
     by_stage = {stage: size for each in sizes for stage, size in each.items()}
     known = len(by_stage) == schedule.stages
-    return Timeline(
+    return MeasuredTimeline(
         f"{schedule.name}, measured",
         tuple(rows),
         sizes=tuple(by_stage[stage] for stage in range(schedule.stages)) if known else (),

@@ -40,7 +40,7 @@ from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
 from penstock.schedule.program import Transfer
-from penstock.schedule.rank_program import Parts
+from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage_input import handed_over
 
@@ -62,7 +62,7 @@ class Engine:
     def __init__(self, built: Built, position: MeshPosition, control: Control, merge: bool) -> None:
         self.built, self.position, self.control, self.stages = built, position, control, built.stages
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
-        self.programs = Parts(built.program, position.pipeline.rank, merge)
+        self.programs = RankPrograms(built.program, position.pipeline.rank, merge)
         self.agreement = Agreement(control, position, self.programs)
         self._whole = self.programs.of(training=True)
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels

@@ -1,38 +1,59 @@
-"""Schedules: tables of actions, built, proved, timed. Plain Python, no torch."""
+"""A schedule is a table: of actions, built, proved, lowered, timed and explained. Plain Python, no torch.
+
+A table goes this way: family -> table -> verify -> program -> simulate, or the engine.
+
+`table`         actions, what each waits for, and the table of them
+`memory`        what activations take, and how many are in flight
+`program`       a table lowered: what each rank does, and which transfers it posts and waits for when
+`complete`      that a table has every action once, in its place
+`verify`        the proof that it cannot stop, or the circle in which it does
+`schedule`      a schedule: a table from rows or a CSV file, and into one
+`pytorch_csv`   PyTorch's lowered tables, to be proved
+`rank_program`  what one rank does of a program, for each kind of batch and call
+`transform`     tables made from tables
+`families`      the rules by which tables are made
+`catalog`       the families there are, by name
+`timing`        when every action runs or ran, and why a rank waits
+"""
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import build, names
-from penstock.schedule.program import Program, Run, Script, Skip, Step, Transfer, lower
+from penstock.schedule.memory import Size
+from penstock.schedule.program import Compute, Program, Script, Step, Transfer, lower
 from penstock.schedule.pytorch_csv import from_lowered_csv, from_lowered_rows
-from penstock.schedule.table import Action, Kind, Schedule, from_rows
+from penstock.schedule.schedule import Schedule, from_rows
+from penstock.schedule.table import Action, Kind, Skip, Table
 from penstock.schedule.timing.averaging import averaged
 from penstock.schedule.timing.causes import Cause, Idle
-from penstock.schedule.timing.explain import explain
+from penstock.schedule.timing.events import Border, Event
+from penstock.schedule.timing.explain import MeasuredTimeline, explain
 from penstock.schedule.timing.explanation import Explanation
-from penstock.schedule.timing.measured import Measured
+from penstock.schedule.timing.measurement import Measurement
 from penstock.schedule.timing.simulate import Costs, simulate
-from penstock.schedule.timing.timeline import Border, Event, Size, Timeline
+from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.verify import Proof, prove, verify
 
 __all__ = [
     "Action",
     "Border",
     "Cause",
+    "Compute",
     "Costs",
     "Event",
     "Explanation",
     "Idle",
     "Kind",
-    "Measured",
+    "MeasuredTimeline",
+    "Measurement",
     "Program",
     "Proof",
-    "Run",
     "Schedule",
     "ScheduleError",
     "Script",
     "Size",
     "Skip",
     "Step",
+    "Table",
     "Timeline",
     "Transfer",
     "averaged",

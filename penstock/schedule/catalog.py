@@ -17,8 +17,8 @@ from penstock.schedule.families.naive import naive
 from penstock.schedule.families.one_f_one_b import one_f_one_b
 from penstock.schedule.families.zb_v import zb_v
 from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
-from penstock.schedule.program import collector_paused
-from penstock.schedule.table import PLACEMENTS, Cell, Schedule, from_rows
+from penstock.schedule.schedule import Schedule, from_rows
+from penstock.schedule.table import PLACEMENTS, Cell, collector_paused
 from penstock.schedule.verify import verify
 
 Rows = Iterable[Iterable[Cell]]

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.table import Action, Kind, Schedule
+from penstock.schedule.table import Action, Kind, Table
 
 
-def check_table(schedule: Schedule) -> None:
+def check_table(schedule: Table) -> None:
     """Raises ScheduleError unless every action and every pair is well formed, in its place, and none is missing."""
     _check_places(schedule)
     _check_complete(schedule)
     _check_pairs(schedule)
 
 
-def _check_places(schedule: Schedule) -> None:
+def _check_places(schedule: Table) -> None:
     """Every action names a stage and a microbatch that exist, on the rank where the stage lives."""
     placement, stages, microbatches = schedule.placement, schedule.stages, schedule.microbatches
     if not schedule.ranks or not stages or microbatches < 1:
@@ -37,7 +37,7 @@ def _check_places(schedule: Schedule) -> None:
 Found = dict[Kind, set[int]]  # of one stage: the microbatches that have an action of this kind
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _check_complete(schedule: Table) -> None:
     """Every (stage, microbatch) has its F once, and its B once or its I and W once."""
     found: list[Found] = [{kind: set() for kind in Kind} for _ in schedule.placement]
     for row in schedule.actions:
@@ -57,7 +57,7 @@ def _check_complete(schedule: Schedule) -> None:
         raise ScheduleError(f"{schedule.name} is not complete: {', '.join(missing)}")
 
 
-def _missing(stage: int, found: Found, schedule: Schedule) -> Iterator[Action]:
+def _missing(stage: int, found: Found, schedule: Table) -> Iterator[Action]:
     """The actions that `stage` lacks. Raises ScheduleError for a backward that is there both whole and in halves."""
     forwards, full, inputs, weights = (found[kind] for kind in Kind)
     for microbatch in sorted(full & (inputs | weights)):
@@ -72,7 +72,7 @@ def _missing(stage: int, found: Found, schedule: Schedule) -> Iterator[Action]:
                 yield Action(kind, stage, microbatch)
 
 
-def _check_pairs(schedule: Schedule) -> None:
+def _check_pairs(schedule: Table) -> None:
     """Overlapping actions stand next to each other, one a forward and one a backward, each in one pair."""
     side_by_side = {pair for row in schedule.actions for pair in pairwise(row)} if schedule.overlaps else set()
     for first, second in sorted(schedule.overlaps - side_by_side, key=str):

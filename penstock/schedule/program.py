@@ -11,15 +11,13 @@ later one, past those in between, and its gradient the same way back.
 A *script* is what `prove` runs: the same, post by post. A program is read as one; a lowered table of somebody else is one.
 """
 
-import gc
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.table import Action, Cell, Kind, Schedule, Skip, edges
+from penstock.schedule.table import Action, Cell, Kind, Skip, Table, collector_paused, edges
 
 RECEIVES_AHEAD = 2  # of one channel: the one being waited for, and one that travels while the rank computes
 
@@ -54,21 +52,21 @@ class Step(NamedTuple):
     gives: tuple[Transfer, ...]  # one for each stage it makes something for, in stage order
 
 
-class Run(NamedTuple):
+class Compute(NamedTuple):
     """Wait for `needs`, then run `cell`: an action, a pair at once, or nothing."""
 
     cell: Cell | None
     needs: tuple[Transfer, ...]
 
 
-Instruction = Transfer | Run  # a transfer: post it, that is its send on its source and its receive on its destination
+Instruction = Transfer | Compute  # a transfer: post it, that is its send on its source and its receive on its destination
 
 
 @dataclass(frozen=True)
 class Script:
     """What every rank does, one after the other: it runs its table, and posts its end of each transfer once, in time."""
 
-    schedule: Schedule
+    schedule: Table
     rows: tuple[tuple[Instruction, ...], ...]
 
     def row(self, rank: int) -> Iterator[Instruction]:
@@ -80,7 +78,7 @@ class Script:
 class Program:
     """What every rank does, in order, and the transfers of every channel (source, destination), in order."""
 
-    schedule: Schedule
+    schedule: Table
     steps: tuple[tuple[Step, ...], ...]
     channels: dict[tuple[int, int], tuple[Transfer, ...]]
     skips: frozenset[Skip] = frozenset()
@@ -89,17 +87,12 @@ class Program:
         """What `rank` does, post by post. A pair runs after the receives, and before the sends, of both its actions."""
         steps = iter(self.steps[rank])
         for cell in self.schedule.cells(rank):
-            if isinstance(cell, Action):
-                _, receives, needs, gives = next(steps)
-            else:
-                first, second = next(steps), next(steps)
-                receives, needs, gives = (
-                    first.receives + second.receives,
-                    first.needs + second.needs,
-                    first.gives + second.gives,
-                )
+            _, receives, needs, gives = next(steps)
+            if not isinstance(cell, Action):
+                _, *more = next(steps)
+                receives, needs, gives = receives + more[0], needs + more[1], gives + more[2]
             yield from receives
-            yield Run(cell, travelling(needs))
+            yield Compute(cell, travelling(needs))
             yield from travelling(gives)
 
 
@@ -111,23 +104,6 @@ def travelling(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
     return transfers
 
 
-def actions_of(cell: Cell) -> tuple[Action, ...]:
-    """The actions that stand in one place of a table."""
-    return (cell,) if isinstance(cell, Action) else cell
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No garbage collection inside: tables are many small tuples without a circle; looking for one takes half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def checked_skips(skips: Collection[Skip], stages: int) -> None:
     """Raises ScheduleError for a skip that is none of a model of `stages` stages."""
     for start, end in skips:
@@ -135,44 +111,33 @@ def checked_skips(skips: Collection[Skip], stages: int) -> None:
             raise ScheduleError(f"no skip goes from stage {start} to stage {end} of {stages}: it passes at least one by")
 
 
-Carried = dict[int, Transfer]  # microbatch -> the transfer between two stages
+class _Route(NamedTuple):
+    """From one stage to another that takes what it makes."""
 
-
-class _Way(NamedTuple):
-    """Where something goes that the actions of one kind on one stage make."""
-
-    rank: int
-    taker: int | None
-    carried: Carried
+    rank: int  # where that is
+    taker: int | None  # as in `Transfer`
+    carried: dict[int, Transfer]  # by microbatch
 
 
 class Transfers:
-    """All transfers of a table: by what they carry, and by channel in the order in which the table makes them."""
+    """All transfers of a table: by the stages between which they go, and by channel in the order in which it makes them."""
 
-    def __init__(self, schedule: Schedule, skips: Collection[Skip] = ()) -> None:
-        home, stages = schedule.placement, range(schedule.stages)
+    def __init__(self, schedule: Table, skips: Collection[Skip] = ()) -> None:
+        home, stages = schedule.placement, schedule.stages
+        self.between: dict[tuple[int, int], dict[int, Transfer]] = {}  # from stage, to stage: by microbatch
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        self.outputs: dict[tuple[int, int], Carried] = defaultdict(dict)  # from stage, to stage
-        self.gradients: dict[tuple[int, int], Carried] = defaultdict(dict)
-        onward, back = ([list[_Way]() for _ in stages] for _ in range(2))
-        inputs, owed = ([list[Carried]() for _ in stages] for _ in range(2))
-        nothing = [()] * len(stages)
-        # kind -> stage -> where what such an action makes goes, and what brings what it needs
-        self._makes: dict[Kind, Sequence[Sequence[_Way]]]
-        self._makes = {Kind.F: onward, Kind.B: back, Kind.I: back, Kind.W: nothing}
-        self._needs: dict[Kind, Sequence[Sequence[Carried]]]
-        self._needs = {Kind.F: inputs, Kind.B: owed, Kind.I: owed, Kind.W: nothing}
-        for start, end in edges(schedule.stages, skips):
-            output, gradient, far = self.outputs[start, end], self.gradients[end, start], end > start + 1
-            onward[start].append(_Way(home[end], end if far else None, output))
-            inputs[end].append(output)
-            back[end].append(_Way(home[start], start if far else None, gradient))
-            owed[start].append(gradient)
+        self._makes, self._needs = _routes(stages), _routes(stages)
+        for start, end in edges(stages, skips):
+            for kind, maker, taker in ((Kind.F, start, end), (Kind.B, end, start)):
+                route = _Route(home[taker], taker if end > start + 1 else None, {})
+                self.between[maker, taker] = route.carried
+                self._makes[kind][maker].append(route)
+                self._needs[kind][taker].append(route)
         for source, row in enumerate(schedule.actions):
             for action in row:
                 kind, stage, microbatch = action
-                for destination, taker, carried in self._makes[kind][stage]:
-                    carried[microbatch] = transfer = Transfer(action, source, destination, taker)
+                for destination, far, carried in self._makes[kind][stage]:
+                    carried[microbatch] = transfer = Transfer(action, source, destination, far)
                     if source != destination:
                         self.channels[source, destination].append(transfer)
 
@@ -184,20 +149,26 @@ class Transfers:
     def needed_by(self, action: Action) -> tuple[Transfer, ...]:
         """What brings what `action` works on, as far as the table makes it."""
         kind, stage, microbatch = action
-        return tuple([carried[microbatch] for carried in self._needs[kind][stage] if microbatch in carried])
+        return tuple([carried[microbatch] for _, _, carried in self._needs[kind][stage] if microbatch in carried])
+
+
+def _routes(stages: int) -> dict[Kind, list[list[_Route]]]:
+    """Kind -> stage -> its routes, none yet. I has those of B."""
+    forward, backward, nothing = ([list[_Route]() for _ in range(stages)] for _ in range(3))
+    return {Kind.F: forward, Kind.B: backward, Kind.I: backward, Kind.W: nothing}
 
 
 @collector_paused()
-def lower(schedule: Schedule, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] = ()) -> Program:
-    """The program of `schedule` for a model with these `skips`, with at most `ahead` receives of a channel posted and not
-    yet consumed.
+def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] = ()) -> Program:
+    """The program of `schedule`, whose actions must be in range (`verify` checks that first).
 
-    More are posted only where the table consumes a channel in another order than it is filled. `ahead` = 0 posts a
-    receive when it is needed and not before. What an overlapping pair needs is posted with its first action, so that the
-    pair can wait for both. Expects actions in range (`verify` checks that first).
+    `ahead`: how many receives of a channel may be posted and not yet consumed; 0 posts each when it is needed. More are
+    posted only where the table consumes a channel in another order than it is filled. What an overlapping pair needs is
+    posted with its first action, so that the pair can wait for both.
+    `skips`: of the model, as in `verify`.
     """
     transfers, together = Transfers(schedule, skips), dict(schedule.overlaps)
-    inboxes: dict[int, dict[int, _Inbox]] = {rank: {} for rank in range(schedule.ranks)}
+    inboxes: list[dict[int, _Inbox]] = [{} for _ in range(schedule.ranks)]
     for (source, destination), queue in transfers.channels.items():
         inboxes[destination][source] = _Inbox(queue, ahead)
     steps = tuple(tuple(_steps(row, together, transfers, inboxes[rank])) for rank, row in enumerate(schedule.actions))
@@ -206,7 +177,7 @@ def lower(schedule: Schedule, ahead: int = RECEIVES_AHEAD, skips: Collection[Ski
 
 
 class _Inbox:
-    """The receiving end of one channel while its rank's program is written."""
+    """The receiving end of one channel while its rank's program is written. It says which receives to post when."""
 
     def __init__(self, queue: list[Transfer], ahead: int) -> None:
         self.queue, self.ahead = queue, ahead
@@ -214,17 +185,17 @@ class _Inbox:
         self.posted = self.consumed = 0
 
     def post(self, upto: int) -> list[Transfer]:
-        """The receives to post so that `upto` of the queue have been."""
+        """Until `upto` of the queue have been."""
         fresh = self.queue[self.posted : upto]
         self.posted += len(fresh)
         return fresh
 
     def expect(self, transfer: Transfer) -> list[Transfer]:
-        """The receives to post before `transfer` can be waited for."""
+        """Before `transfer` can be waited for."""
         return self.post(self.position[transfer] + 1)
 
     def consume(self) -> list[Transfer]:
-        """The receives to post when one more transfer has been used."""
+        """When one more transfer has been used."""
         self.consumed += 1
         return self.post(self.consumed + self.ahead)
 

@@ -7,17 +7,16 @@ where both directions between two ranks share one queue, as on NCCL; `prove(scri
 on Gloo, whether something that is sent lands in the place of something else.
 """
 
-import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from os import PathLike
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.complete import check_table
-from penstock.schedule.program import Instruction, Run, Script, Transfer, Transfers, actions_of, travelling
-from penstock.schedule.table import Action, Cell, Schedule, from_rows, parsed
+from penstock.schedule.program import Compute, Instruction, Script, Transfer, Transfers, travelling
+from penstock.schedule.schedule import Path, Schedule, from_rows, parsed, read
+from penstock.schedule.table import Action, Cell, actions_of
 
 _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 
@@ -32,10 +31,9 @@ class _Post(NamedTuple):
     microbatch: int
 
 
-def from_lowered_csv(path: str | PathLike[str], name: str | None = None) -> Script:
+def from_lowered_csv(path: Path, name: str | None = None) -> Script:
     """Read a CSV in PyTorch's `compute_comms` form, a line for each rank. Raises ScheduleError as `from_lowered_rows`."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        return from_lowered_rows(name or str(path), list(csv.reader(file)))
+    return from_lowered_rows(name or str(path), read(path))
 
 
 def from_lowered_rows(name: str, rows: Sequence[Iterable[str]]) -> Script:
@@ -86,7 +84,7 @@ def _row(rank: int, cells: Iterable[Cell | _Post], schedule: Schedule, transfers
                         raise ScheduleError(f"rank {rank} has {action}, but before it no receive of the {arriving}")
                     needs.append(arriving)
             done.update(actions_of(cell))
-            yield Run(cell, tuple(needs))
+            yield Compute(cell, tuple(needs))
 
 
 def _transfer(rank: int, post: _Post, schedule: Schedule, transfers: Transfers) -> Transfer:
@@ -95,8 +93,7 @@ def _transfer(rank: int, post: _Post, schedule: Schedule, transfers: Transfers) 
         raise ScheduleError(f"rank {rank} has {post.text}, but not stage {post.stage}")
     onward = 1 if post.forward else -1
     maker = post.stage if post.sends else post.stage - onward
-    made = (transfers.outputs if post.forward else transfers.gradients).get((maker, maker + onward), {})
-    transfer = made.get(post.microbatch)
+    transfer = transfers.between.get((maker, maker + onward), {}).get(post.microbatch)
     if transfer is None or not transfer.travels:
         raise ScheduleError(f"rank {rank} has {post.text}, but no other rank makes or needs that")
     return transfer

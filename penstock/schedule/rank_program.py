@@ -1,4 +1,4 @@
-"""One rank's part of a program, with what its stages must know beforehand."""
+"""One rank's rows of a program, with what its stages must know beforehand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,11 @@ from penstock.schedule.program import Program, Step, lower
 from penstock.schedule.table import Action, Kind
 from penstock.schedule.verify import prove
 
+REMEMBERED = 64  # programs: a batch may come in any number of microbatches, any of them without a backward
+
 
 @dataclass(frozen=True)
-class Part:
+class RankProgram:
     """The steps of a rank, and what follows from them for each action."""
 
     steps: tuple[Step, ...]
@@ -24,38 +26,51 @@ class Part:
         return list(dict.fromkeys(step.action.stage for step in self.steps))
 
 
-class Parts:
-    """A rank's parts of a proved program: of all of it, or of what of it a batch and a call need. Those are proved as well."""
+class RankPrograms:
+    """What a rank does of a proved program: all of it, or what a batch and a call need of it. That is proved as well.
+
+    `merge`: the last of several W of one stage that stand next to each other does for all.
+    """
 
     def __init__(self, program: Program, rank: int, merge: bool = False) -> None:
         self.program, self.rank, self.merge = program, rank, merge
-        self._known: dict[object, Part] = {}
+        self._known: dict[object, RankProgram] = {}  # the one used last stands last
 
-    def of(self, training: bool, pieces: int | None = None, without_backward: frozenset[int] = frozenset()) -> Part:
-        """What is done for `pieces` microbatches (None: all), of which some are `without_backward`; if not training, all."""
-        table = self.program.schedule
-        pieces = table.microbatches if pieces is None else pieces
-        key = training, pieces, without_backward if training else None
-        if key not in self._known:
-            if not training:
-                table = table.keep(lambda action: action.kind is Kind.F)
-            if pieces < table.microbatches:
-                table = table.keep(lambda action: action.microbatch < pieces)
-            if training and without_backward:
-                table = table.keep(lambda action: action.kind is Kind.F or action.microbatch not in without_backward)
-            program = self.program
-            if table is not program.schedule:
-                program = lower(table, skips=program.skips)
-                prove(program)
-            self._known[key] = part_of(program, self.rank, self.merge)
-        return self._known[key]
+    def of(
+        self, training: bool, microbatches: int | None = None, without_backward: frozenset[int] = frozenset()
+    ) -> RankProgram:
+        """What is done for the first `microbatches` (None: all); if not training, the forwards of each.
+
+        `without_backward`: those that only go forward. What was asked for long ago is forgotten, and made again if need be.
+        """
+        if microbatches is None:
+            microbatches = self.program.schedule.microbatches
+        key = training, microbatches, without_backward if training else frozenset()
+        found = self._known.pop(key, None) or self._made(*key)
+        self._known[key] = found
+        if len(self._known) > REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return found
+
+    def _made(self, training: bool, microbatches: int, without_backward: frozenset[int]) -> RankProgram:
+        whole = self.program.schedule
+
+        def wanted(action: Action) -> bool:
+            forward = action.kind is Kind.F
+            return action.microbatch < microbatches and (forward or (training and action.microbatch not in without_backward))
+
+        if training and microbatches >= whole.microbatches and not without_backward:
+            return rank_program(self.program, self.rank, self.merge)
+        program = lower(whole.keep(wanted), skips=self.program.skips)
+        prove(program)
+        return rank_program(program, self.rank, self.merge)
 
 
-def part_of(program: Program, rank: int, merge: bool = False) -> Part:
-    """The part of `rank`. With `merge`, the last of several W of one stage that stand next to each other does for all."""
+def rank_program(program: Program, rank: int, merge: bool = False) -> RankProgram:
+    """What `rank` does of `program`; `merge` as in `RankPrograms`."""
     steps = program.steps[rank]
     row = [step.action for step in steps]
-    return Part(
+    return RankProgram(
         steps,
         frozenset((stage, microbatch) for kind, stage, microbatch in row if kind is Kind.I),
         dict(_weights(row, merge)),

@@ -1,15 +1,16 @@
-"""Actions, and the table of actions that is a schedule."""
+"""Actions, and the table of them that a schedule is: plain data, that can be proved, lowered, timed and run."""
 
 import csv
 import enum
+import gc
 import hashlib
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from penstock.errors import ScheduleError
 
@@ -50,9 +51,17 @@ class Action(NamedTuple):
 
 Pair = tuple[Action, Action]  # two actions that may run at the same time
 Cell = Action | Pair  # what stands in one place of a table
-
-
 Skip = tuple[int, int]  # from a stage to a later one that does not follow it
+
+
+def actions_of(cell: Cell) -> tuple[Action, ...]:
+    """The actions that stand in one place of a table."""
+    return (cell,) if isinstance(cell, Action) else cell
+
+
+def written(cell: Cell) -> str:
+    """A cell as people are told it: `2F3`, or `{2F3 5B1}` for a pair."""
+    return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"
 
 
 def edges(stages: int, skips: Collection[Skip] = ()) -> list[tuple[int, int]]:
@@ -99,11 +108,8 @@ PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"loop": loop_pla
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A table: for every rank the ordered actions it runs, and which rank every stage lives on.
-
-    It is plain data: frozen, hashable, comparable, and not yet proved (`verify` does that).
-    """
+class Table:
+    """For every rank the ordered actions it runs, and which rank every stage lives on. Frozen, hashable, comparable."""
 
     name: str
     placement: tuple[int, ...]  # stage -> rank
@@ -136,7 +142,7 @@ class Schedule:
         inputs, weights = ([each.microbatch for each in row if each.kind in (Kind.B, half)] for half in (Kind.I, Kind.W))
         return inputs == weights
 
-    def keep(self, wanted: Callable[[Action], bool]) -> "Schedule":
+    def keep(self, wanted: Callable[[Action], bool]) -> Self:
         """The same table with only the `wanted` actions, e.g. the forwards alone for an evaluation.
 
         Leaving out actions together with all that depends on them never creates a deadlock, so what was proved stays proved.
@@ -157,14 +163,22 @@ class Schedule:
     def _begins_pair(self) -> frozenset[Action]:
         return frozenset(first for first, _ in self.overlaps)
 
+    def texts(self) -> list[list[str]]:
+        """The cells of every rank as PyTorch's compute-only form writes them: `2F3`, `(2F3;5B1)OVERLAP_F_B`."""
+        return [
+            [str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B" for cell in self.cells(rank)]
+            for rank in range(self.ranks)
+        ]
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write `texts` to the file at `path`, a line for each rank. Raises OSError where that cannot be written."""
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(self.texts())
+
     def digest(self) -> str:
         """A fingerprint of placement and table, the same in every process."""
         text = f"{self.placement};{self.microbatches};{self.texts()}"
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def texts(self) -> list[list[str]]:
-        """The cells of every rank as PyTorch's compute-only form writes them: `2F3`, `(2F3;5B1)OVERLAP_F_B`."""
-        return [[_text(cell) for cell in self.cells(rank)] for rank in range(self.ranks)]
 
     def __str__(self) -> str:
         """The table as an aligned grid, a row for each rank, overlapping pairs in braces."""
@@ -172,80 +186,14 @@ class Schedule:
         width = max((len(cell) for row in rows for cell in row), default=1)
         return "\n".join(f"rank {rank} | {' '.join(cell.rjust(width) for cell in row)}" for rank, row in enumerate(rows))
 
-    def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write the table in PyTorch's compute-only form: a line for each rank, a cell for each action."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(self.texts())
 
-    @classmethod
-    def from_csv(
-        cls, path: str | PathLike[str], placement: str | Sequence[int] | None = None, name: str | None = None
-    ) -> "Schedule":
-        """Read a table in PyTorch's compute-only form and prove it. Empty cells (bubbles) are passed over.
-
-        `placement` as in `from_rows`. Raises ScheduleError for a cell that is no action and for a table that `verify`
-        refuses.
-        """
-        from penstock.schedule.verify import verify
-
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            schedule = from_rows(name or str(path), list(csv.reader(file)), placement)
-        verify(schedule)
-        return schedule
-
-
-def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: str | Sequence[int] | None = None) -> Schedule:
-    """A schedule from its rows; the numbers of stages and microbatches are read off the actions.
-
-    A cell is an action, a pair of actions that may overlap, or the text of either. `placement` is `loop`, `V`, or the rank of
-    every stage; without it a stage lives where the first of its actions stands. Raises ScheduleError for a text that is no
-    action, and for a stage that stands nowhere.
-    """
-    cells = [[cell for each in row for cell in (parsed(each) if isinstance(each, str) else (each,))] for row in rows]
-    table = [[action for cell in row for action in ((cell,) if isinstance(cell, Action) else cell)] for row in cells]
-    overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
-    stages = 1 + max((action.stage for row in table for action in row), default=-1)
-    microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
-    if placement is None:
-        placement = _homes(name, table, stages)
-    elif isinstance(placement, str):
-        if placement not in PLACEMENTS:
-            raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
-        placement = PLACEMENTS[placement](stages, len(table))
-    return Schedule(name, tuple(placement), microbatches, tuple(map(tuple, table)), overlaps)
-
-
-def _homes(name: str, table: list[list[Action]], stages: int) -> list[int]:
-    """The rank of every stage, read off the table."""
-    homes: dict[int, int] = {}
-    for rank, row in enumerate(table):
-        for action in row:
-            homes.setdefault(action.stage, rank)
-    missing = next((stage for stage in range(stages) if stage not in homes), None)
-    if missing is not None:
-        raise ScheduleError(
-            f"{name} has actions of stage {stages - 1}, but none of stage {missing}: give every stage its actions"
-        )
-    return [homes[stage] for stage in range(stages)]
-
-
-_OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-_NO_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # the peer's notes on sharded weights
-
-
-def parsed(text: str) -> Iterator[Cell]:
-    """The cell PyTorch's compute-only form writes as `text`; nothing for a bubble, or what is left to the engine."""
-    text = text.strip()
-    if overlap := _OVERLAP.fullmatch(text):
-        yield Action.parse(overlap[1]), Action.parse(overlap[2])
-    elif text and not _NO_ACTION.fullmatch(text):
-        yield Action.parse(text)
-
-
-def _text(cell: Cell) -> str:
-    return str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B"
-
-
-def written(cell: Cell) -> str:
-    """A cell as people are told it: `2F3`, or `{2F3 5B1}` for a pair."""
-    return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside: tables are many small tuples without a circle; looking for one takes half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

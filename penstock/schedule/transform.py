@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from penstock.schedule.table import Action, Cell, Kind, Schedule, from_rows
+from penstock.schedule.schedule import Schedule, from_rows
+from penstock.schedule.table import Action, Cell, Kind
 
 
 def with_full_backwards(schedule: Schedule) -> Schedule:

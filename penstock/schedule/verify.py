@@ -27,21 +27,28 @@ from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
 from penstock.schedule.complete import check_table
+from penstock.schedule.memory import peaks_in_flight
 from penstock.schedule.program import (
     RECEIVES_AHEAD,
+    Compute,
     Instruction,
     Program,
-    Run,
     Script,
-    Skip,
     Transfer,
-    actions_of,
     checked_skips,
-    collector_paused,
     lower,
 )
-from penstock.schedule.table import Action, Cell, Kind, Schedule, dependencies, written
-from penstock.schedule.timing.timeline import peaks_in_flight
+from penstock.schedule.table import (
+    Action,
+    Cell,
+    Kind,
+    Skip,
+    Table,
+    actions_of,
+    collector_paused,
+    dependencies,
+    written,
+)
 
 SENDS = ("async", "blocking")
 CHANNELS = ("directed", "shared")
@@ -73,7 +80,7 @@ class Proof:
 
 @collector_paused()
 def verify(
-    schedule: Schedule,
+    schedule: Table,
     max_in_flight: int | Sequence[int] | None = None,
     sends: str = "async",
     channels: str = "directed",
@@ -112,7 +119,7 @@ def verify(
     )
 
 
-def _check_memory(schedule: Schedule, peaks: Sequence[int], bound: int | Sequence[int] | None) -> None:
+def _check_memory(schedule: Table, peaks: Sequence[int], bound: int | Sequence[int] | None) -> None:
     if bound is None:
         return
     bounds = [bound] * schedule.ranks if isinstance(bound, int) else list(bound)
@@ -139,36 +146,42 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
         raise ScheduleError(f"{program.schedule.name} deadlocks: {'; '.join(circle)}")
 
 
-def _check_order(schedule: Schedule) -> None:
+def _check_order(table: Table) -> None:
     """What an action needs from its own rank comes before it, and is not done at the same time."""
-    home, stages = schedule.placement, range(schedule.stages)
-    outputs: list[set[int]] = [set() for _ in stages]  # of every stage: the microbatches it has been made for
-    gradients: list[set[int]] = [set() for _ in stages]
-    below = [[outputs[stage - 1]] if stage > 0 and home[stage - 1] == home[stage] else [] for stage in stages]
-    above = [[gradients[stage + 1]] if stage + 1 in stages and home[stage + 1] == home[stage] else [] for stage in stages]
-    backward = [[outputs[stage], *above[stage]] for stage in stages]
-    needs = {Kind.F: below, Kind.B: backward, Kind.I: backward, Kind.W: [[each] for each in gradients]}
-    makes = {Kind.F: outputs, Kind.B: gradients, Kind.I: gradients, Kind.W: gradients}
-    for rank in range(schedule.ranks):
-        for cell in schedule.cells(rank):
+    outputs, gradients = ([set[int]() for _ in table.placement] for _ in range(2))  # stage -> for which microbatches, so far
+    made = {kind: outputs if kind is Kind.F else gradients for kind in Kind}
+    needs = {
+        kind: [
+            [made[options[0].kind][options[0].stage] for options in _own_needs(table, Action(kind, stage, 0))]
+            for stage in range(table.stages)
+        ]
+        for kind in Kind
+    }
+    for rank in range(table.ranks):
+        for cell in table.cells(rank):
             for kind, stage, microbatch in actions_of(cell):
-                for made in needs[kind][stage]:
-                    if microbatch not in made:
-                        told = _out_of_order(schedule, rank, cell, Action(kind, stage, microbatch))
-                        raise ScheduleError(f"{schedule.name} deadlocks: rank {rank} has {told}")
+                for found in needs[kind][stage]:
+                    if microbatch not in found:
+                        told = _out_of_order(table, rank, cell, Action(kind, stage, microbatch))
+                        raise ScheduleError(f"{table.name} deadlocks: rank {rank} has {told}")
             for kind, stage, microbatch in actions_of(cell):
-                makes[kind][stage].add(microbatch)
+                made[kind][stage].add(microbatch)
 
 
-def _out_of_order(schedule: Schedule, rank: int, cell: Cell, action: Action) -> str:
+def _own_needs(table: Table, action: Action) -> list[tuple[Action, ...]]:
+    """The dependencies of `action` on its own rank."""
+    home = table.placement
+    return [each for each in dependencies(action, table.stages) if home[each[0].stage] == home[action.stage]]
+
+
+def _out_of_order(table: Table, rank: int, cell: Cell, action: Action) -> str:
     """Which of the actions of `rank` that `action` in `cell` needs is not before it."""
-    row, here = schedule.actions[rank], actions_of(cell)
+    row, here = table.actions[rank], actions_of(cell)
     before = set(row[: row.index(here[0])])
-    own = [options for options in dependencies(action, schedule.stages) if schedule.placement[options[0].stage] == rank]
-    lacking = next(options for options in own if before.isdisjoint(options))
+    lacking = next(options for options in _own_needs(table, action) if before.isdisjoint(options))
     maker = next((each for each in lacking if each in row), lacking[0])
     if maker in here:
-        return f"{_text(cell)} as a pair, but {action} needs {maker}"
+        return f"{written(cell)} as a pair, but {action} needs {maker}"
     return f"{action} before {maker}, which it needs"
 
 
@@ -177,10 +190,10 @@ def _waiting_for_sends(row: Iterator[Instruction], rank: int) -> Iterator[Instru
     waiting: list[Instruction] = []
     following: Cell | None = None
     for instruction in reversed(list(row)):
-        if isinstance(instruction, Run):
+        if isinstance(instruction, Compute):
             following = instruction.cell
         elif instruction.source == rank:
-            waiting.append(Run(following, (instruction,)))
+            waiting.append(Compute(following, (instruction,)))
         waiting.append(instruction)
     return reversed(waiting)
 
@@ -190,7 +203,7 @@ class _Machine:
 
     def __init__(self, name: str, rows: Sequence[Iterator[Instruction]], shared: bool) -> None:
         self.name, self.rows, self.shared = name, rows, shared
-        self.waits: dict[int, Run] = {}  # rank -> what it cannot run yet
+        self.waits: dict[int, Compute] = {}  # rank -> what it cannot run yet
         self.channels: dict[tuple[int, int], dict[int, deque[Transfer]]] = defaultdict(lambda: defaultdict(deque))
         self.happened: set[Transfer] = set()
         self.ready = deque(range(len(rows)))
@@ -200,7 +213,7 @@ class _Machine:
         while self.ready:
             rank = self.ready.popleft()
             for instruction in self.rows[rank]:
-                if not isinstance(instruction, Run):
+                if not isinstance(instruction, Compute):
                     self._post(rank, instruction)
                 elif not self.happened.issuperset(instruction.needs):
                     self.waits[rank] = instruction

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.schedule import Action, Border, Event, Kind, Timeline
 from penstock.schedule.table import dependencies
-from penstock.schedule.timing.timeline import Channel
+from penstock.schedule.timing.events import Channel
 
 
 class Message(NamedTuple):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.schedule import Action, Border, Event, ScheduleError, Size, Timeline
+from penstock.schedule import Action, Border, Event, MeasuredTimeline, ScheduleError, Size, Timeline
 from penstock.schedule.table import dependencies
 from penstock.view.messages import Message, messages, waits
 
@@ -182,7 +182,7 @@ def _since(timeline: Timeline, time: float) -> float:
 # ---- from JSON
 
 
-def _timeline(name: str, data: Data) -> Timeline:
+def _timeline(name: str, data: Data) -> MeasuredTimeline:
     rows = tuple(tuple(_read_event(rank, event) for event in row["events"]) for rank, row in enumerate(data["ranks"]))
     overlaps = frozenset((Action.parse(first), Action.parse(second)) for first, second in data["overlaps"])
     borders = tuple(Border(*map(float, border)) for border in data["borders"])
@@ -190,7 +190,7 @@ def _timeline(name: str, data: Data) -> Timeline:
     sizes = tuple(Size(*map(float, size)) for size in data["sizes"])
     unit = str(data.get("memory_unit", ""))  # this and the next two are not in older files
     between, averaging = (tuple(map(float, data.get(key, ()))) for key in ("between", "averaging"))
-    timeline = Timeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging)
+    timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging)
     _check(timeline)
     return timeline
 

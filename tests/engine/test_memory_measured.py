@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.engine.memory import Memory
-from penstock.schedule import Costs, Measured, Size, build, simulate
+from penstock.schedule import Costs, Measurement, Size, build, simulate
 
 pytestmark = pytest.mark.ranks
 
@@ -49,7 +49,7 @@ def test_the_16_layer_mlp_keeps_what_a_hand_counts(schedule):
 
 def test_planned_from_what_was_measured_the_same_table_holds_the_same_bytes_and_another_its_own():
     timeline = ps.launch(rank_mlp, RANKS, "1f1b")[0]
-    measured = Measured.of(timeline)
+    measured = Measurement.of(timeline)
     planned = measured.predict(measured.schedule)
     assert (planned.peak_memory, planned.memory_unit) == (timeline.peak_memory, "bytes")
     gpipe = measured.predict(build("gpipe", RANKS, MICROBATCHES))

@@ -19,7 +19,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer
-from penstock.schedule import Kind, Measured, Schedule, Timeline
+from penstock.schedule import Kind, Measurement, Schedule, Timeline
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timed]
 
@@ -140,7 +140,7 @@ def within(errors: list[float]) -> bool:
 def test_other_steps_take_what_the_costs_of_one_say():
     ran = measured([SOURCE, *(case for case in OTHERS if case.ranks == 4)])
     ran |= measured([case for case in OTHERS if case.ranks == 2])
-    known = Measured.of(ran[SOURCE], layers=SOURCE.layers)
+    known = Measurement.of(ran[SOURCE], layers=SOURCE.layers)
     took = {case: ran[case].makespan for case in OTHERS}
     told = {case: known.predict(case.table(), case.layers).makespan for case in OTHERS}
     errors = {case: told[case] / took[case] - 1 for case in OTHERS}
@@ -152,7 +152,7 @@ def test_other_steps_take_what_the_costs_of_one_say():
     assert not within([slowest_only(known, case) / took[case] - 1 for case in OTHERS])
 
 
-def slowest_only(known: Measured, case: Case) -> float:
+def slowest_only(known: Measurement, case: Case) -> float:
     """(M + P - 1) times the slowest rank."""
     cut = known.cut(len(case.layers), case.layers)
     stages = [cut.seconds[Kind.F][stage] + cut.seconds[Kind.B][stage] for stage in range(len(case.layers))]

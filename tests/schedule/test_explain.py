@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_tables import valid_tables, whole_numbers
-from test_measured import close, even, ran, runs
+from test_measurement import close, even, ran, runs
 from test_simulate import table
 
-from penstock.schedule import Costs, Kind, Measured, ScheduleError, Timeline, build, explain, names, simulate
+from penstock.schedule import Costs, Kind, Measurement, ScheduleError, Timeline, build, explain, names, simulate
 from penstock.schedule.timing.explain import shares
 
 
@@ -29,7 +29,7 @@ def test_the_shares_add_up_to_the_step(schedule, costs, late):
         tuple(event._replace(end=event.end - late / 40 * (event.end - event.start)) for event in row) for row in timeline.rows
     )
     for each in (timeline, replace(timeline, rows=rows)):
-        parts = shares(each, Measured.of(each))
+        parts = shares(each, Measurement.of(each))
         assert all(share >= -1e-12 for share in parts.values())
         assert each.makespan == 0 or sum(parts.values()) == close(1)
 
@@ -37,7 +37,7 @@ def test_the_shares_add_up_to_the_step(schedule, costs, late):
 @pytest.mark.parametrize("name", names())
 def test_without_an_engine_the_shares_are_the_timelines_own(name):
     timeline = simulate(runs(name, 4, 8), Costs(2, 3, 1, send=0.5))
-    told = timeline.explain()
+    told = explain(timeline)
     assert told.shares["engine"] == 0
     assert {cause: told.shares[cause] for cause in timeline.causes} == close(timeline.causes)
     busy = sum(told.shares[kind.value] for kind in Kind)
@@ -46,7 +46,7 @@ def test_without_an_engine_the_shares_are_the_timelines_own(name):
 
 def test_time_between_two_actions_with_nothing_to_wait_for_is_the_engines():
     timeline = ran(table("0F0 0F1 0B0 0B1"), [1], engine=1)  # F 4, B 5, and 1 in between
-    told = timeline.explain()
+    told = explain(timeline)
     assert told.shares["engine"] == close(3 / 21)
     assert (told.shares["F"], told.shares["B"]) == (close(8 / 21), close(10 / 21))
 
@@ -54,7 +54,7 @@ def test_time_between_two_actions_with_nothing_to_wait_for_is_the_engines():
 def test_time_between_two_actions_in_which_the_rank_sends_is_not_the_engines():
     timeline = ran(table("0F0 0F1 0B0 0B1"), [1], engine=1)  # F 4, B 5, and 1 in between
     sent = replace(timeline, rows=tuple(tuple(event._replace(sent=event.end + 0.25) for event in row) for row in timeline.rows))
-    told = sent.explain()
+    told = explain(sent)
     assert (told.shares["engine"], told.shares["sending"]) == (close(3 * 0.75 / 21), close(3 * 0.25 / 21))
     assert sum(told.shares.values()) == close(1)
     assert "sending" in str(told)
@@ -62,15 +62,15 @@ def test_time_between_two_actions_in_which_the_rank_sends_is_not_the_engines():
 
 def test_the_time_before_a_step_is_told_beside_it():
     timeline = ran(table("0F0 0F1 0B0 0B1"), [1], engine=1)
-    assert "between steps" not in str(timeline.explain())
-    told = str(replace(timeline, averaging=(0.002, 0.001)).explain()).splitlines()
+    assert "between steps" not in str(explain(timeline))
+    told = str(explain(replace(timeline, averaging=(0.002, 0.001)))).splitlines()
     assert "averaging gradients: 2.0 ms after the last action, which the table does not hide" in told
-    told = str(replace(timeline, between=(7,)).explain()).splitlines()
+    told = str(explain(replace(timeline, between=(7,)))).splitlines()
     assert told[4] == "between steps 7000.0 ms, 25.0% of the loop: the optimizer, the next batch, what else it does"
 
 
 def test_time_for_a_message_is_not_the_engines():
-    told = ran(runs("1f1b", 2, 4), [1, 1], send=2, engine=1).explain()
+    told = explain(ran(runs("1f1b", 2, 4), [1, 1], send=2, engine=1))
     assert told.shares["communication"] > 0
     assert told.shares["engine"] > 0
 
@@ -82,7 +82,7 @@ def test_time_for_a_message_is_not_the_engines():
 @pytest.mark.parametrize("rank", range(4))
 def test_the_slow_rank_is_named_with_what_the_step_loses_by_it(name, rank):
     slow, fair = slowed(name, rank, 5), slowed(name, rank, 0)
-    straggler = slow.explain().straggler
+    straggler = explain(slow).straggler
     assert straggler
     assert straggler.rank == rank
     assert straggler.loss == close(slow.makespan - fair.makespan)
@@ -90,7 +90,7 @@ def test_the_slow_rank_is_named_with_what_the_step_loses_by_it(name, rank):
 
 
 def test_what_an_action_takes_longer_is_the_mean_over_its_rank():
-    straggler = slowed("1f1b", 2, 5).explain().straggler
+    straggler = explain(slowed("1f1b", 2, 5)).straggler
     assert straggler
     assert straggler.longer == close(5)
     assert straggler.times == {Kind.F: (25, 20), Kind.B: (45, 40)}
@@ -98,7 +98,7 @@ def test_what_an_action_takes_longer_is_the_mean_over_its_rank():
 
 def test_the_slower_of_two_slow_ranks_is_named():
     costs = [20, 27, 20, 25, 20]
-    straggler = simulate(build("1f1b", 5, 10), Costs(costs, costs, costs)).explain().straggler
+    straggler = explain(simulate(build("1f1b", 5, 10), Costs(costs, costs, costs))).straggler
     assert straggler
     assert straggler.rank == 1
 
@@ -106,25 +106,25 @@ def test_the_slower_of_two_slow_ranks_is_named():
 @pytest.mark.parametrize("name", names())
 def test_where_all_ranks_take_the_same_none_is_named(name):
     schedule = runs(name, 4, 8)
-    assert ran(schedule, even(schedule.stages), send=0.5, engine=0.25).explain().straggler is None
+    assert explain(ran(schedule, even(schedule.stages), send=0.5, engine=0.25)).straggler is None
 
 
 def test_a_rank_that_has_more_layers_is_no_straggler_once_that_is_known():
     timeline, layers = ran(runs("1f1b", 4, 8), [6, 6, 9, 3]), [6, 6, 9, 3]
-    straggler = timeline.explain().straggler
+    straggler = explain(timeline).straggler
     assert straggler
     assert straggler.rank == 2
-    assert timeline.explain(Measured.of(timeline, layers=layers)).straggler is None
+    assert explain(timeline, Measurement.of(timeline, layers=layers)).straggler is None
 
 
 def test_one_rank_is_compared_with_nobody():
-    told = simulate(build("1f1b", 1, 4)).explain()
+    told = explain(simulate(build("1f1b", 1, 4)))
     assert (told.straggler, told.faster, told.shares["F"] + told.shares["B"]) == (None, None, close(1))
 
 
 def test_a_rank_without_a_stage_is_in_nobodys_way():
     timeline = simulate(table("0F0 0B0\n1F0 1B0", (0, 1)))
-    told = replace(timeline, rows=(*timeline.rows, ())).explain()
+    told = explain(replace(timeline, rows=(*timeline.rows, ())))
     assert told.straggler is None
     assert sum(told.shares.values()) == close(1)
 
@@ -133,12 +133,12 @@ def test_a_rank_without_a_stage_is_in_nobodys_way():
 
 
 def test_even_stages_take_what_the_simulator_says_for_them():
-    told = simulate(build("1f1b", 4, 8), Costs([1, 2, 3, 6], 0, 4)).explain()
+    told = explain(simulate(build("1f1b", 4, 8), Costs([1, 2, 3, 6], 0, 4)))
     assert told.even == close(simulate(build("1f1b", 4, 8), Costs(3, 0, 4)).makespan)
 
 
 def test_twice_the_microbatches_take_what_the_simulator_says_for_them():
-    told = simulate(build("1f1b", 4, 8), Costs(1, 1, 1, send=0.25)).explain()
+    told = explain(simulate(build("1f1b", 4, 8), Costs(1, 1, 1, send=0.25)))
     assert told.more
     assert told.more.schedule == runs("1f1b", 4, 16)
     assert told.more.seconds == close(simulate(build("1f1b", 4, 16), Costs(1, 1, 1, send=0.25)).makespan)
@@ -146,9 +146,9 @@ def test_twice_the_microbatches_take_what_the_simulator_says_for_them():
 
 
 def test_the_best_schedule_is_the_fastest_of_the_catalog_with_what_it_holds():
-    told = ran(runs("gpipe", 4, 8), even(4), send=0.5).explain()
+    told = explain(ran(runs("gpipe", 4, 8), even(4), send=0.5))
     assert told.faster
-    measured = Measured.of(ran(runs("gpipe", 4, 8), even(4), send=0.5))
+    measured = Measurement.of(ran(runs("gpipe", 4, 8), even(4), send=0.5))
     times = {name: measured.predict(build(name, 4, 8)).makespan for name in names()}
     assert told.faster.seconds == times[told.faster.schedule.name] <= 1.01 * min(times.values())
     assert told.faster.held <= told.held == 8
@@ -156,7 +156,7 @@ def test_the_best_schedule_is_the_fastest_of_the_catalog_with_what_it_holds():
 
 
 def test_a_schedule_that_holds_more_is_told_beside_the_best_that_does_not():
-    told = simulate(runs("zb-h1", 4, 8), Costs(1, 1, 1, send=0.5)).explain()
+    told = explain(simulate(runs("zb-h1", 4, 8), Costs(1, 1, 1, send=0.5)))
     assert told.faster
     assert told.frugal
     assert told.faster.held > told.held >= told.frugal.held
@@ -164,13 +164,13 @@ def test_a_schedule_that_holds_more_is_told_beside_the_best_that_does_not():
 
 
 def test_what_is_not_notably_faster_is_not_advised():
-    told = simulate(runs("zb-v", 4, 40), Costs(1, 1, 1)).explain()
+    told = explain(simulate(runs("zb-v", 4, 40), Costs(1, 1, 1)))
     assert (told.faster, told.frugal) == (None, None)
     assert "none of the catalog would be 1% faster" in str(told)
 
 
 def test_a_table_of_ones_own_is_explained_without_its_family():
-    told = simulate(table("0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1")).explain()
+    told = explain(simulate(table("0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1")))
     assert told.more is None
     assert told.faster
     assert "more microbatches" not in str(told)
@@ -178,11 +178,11 @@ def test_a_table_of_ones_own_is_explained_without_its_family():
 
 def test_the_prediction_is_set_against_the_step():
     timeline = ran(runs("1f1b", 4, 8), even(4), send=0.5)
-    told = timeline.explain()
+    told = explain(timeline)
     assert told.predicted == close(timeline.makespan) == close(told.step)
-    cheaper = Measured.of(ran(runs("1f1b", 4, 8), [3] * 4, send=0.25))
-    assert timeline.explain(cheaper).predicted == close(timeline.makespan / 2)
-    assert "50.0% less than measured" in str(timeline.explain(cheaper))
+    cheaper = Measurement.of(ran(runs("1f1b", 4, 8), [3] * 4, send=0.25))
+    assert explain(timeline, cheaper).predicted == close(timeline.makespan / 2)
+    assert "50.0% less than measured" in str(explain(timeline, cheaper))
 
 
 # ---- in words
@@ -211,9 +211,9 @@ def test_it_is_told_in_a_few_lines_with_units():
 def test_a_step_without_backwards_is_refused():
     forwards = simulate(build("1f1b", 2, 4).keep(lambda action: action.kind is Kind.F))
     with pytest.raises(ScheduleError, match="stage 0 ran no backward: measure a step"):
-        forwards.explain()
+        explain(forwards)
 
 
 def test_a_cut_that_is_even_enough_is_told_so():
     timeline = simulate(build("1f1b", 4, 8), Costs())
-    assert "another cut: would gain nothing, the stages are as even as the table needs" in str(timeline.explain())
+    assert "another cut: would gain nothing, the stages are as even as the table needs" in str(explain(timeline))

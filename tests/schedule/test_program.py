@@ -7,7 +7,7 @@ from executable_model import Skips, Value, makes, takes
 from hypothesis import given, settings
 from random_tables import named_tables, valid_tables, whole_numbers, with_skips
 
-from penstock.schedule import Action, Kind, Program, Run, Schedule, Step, Transfer, build, from_rows, lower
+from penstock.schedule import Action, Compute, Kind, Program, Schedule, Step, Transfer, build, from_rows, lower
 
 
 def drawn(program: Program, rank: int) -> list[str]:
@@ -119,14 +119,14 @@ def test_what_a_pair_needs_is_posted_with_its_first_action():
 
 def test_a_program_is_read_post_by_post_with_a_pair_between_its_receives_and_its_sends():
     row = pairs_over_two_ranks(ahead=0).row(0)
-    told = [f"run {cells(each)}" if isinstance(each, Run) else f"post {each.action}" for each in row]
+    told = [f"run {cells(each)}" if isinstance(each, Compute) else f"post {each.action}" for each in row]
     assert ", ".join(told) == (
         "run 0F0, post 0F0, run 0F1, post 0F1, post 1B0, run 0F2+0B0 after 1B0, post 0F2, "
         "post 1B1, run 0B1 after 1B1, post 1B2, run 0B2 after 1B2"
     )
 
 
-def cells(run: Run) -> str:
+def cells(run: Compute) -> str:
     actions = (run.cell,) if isinstance(run.cell, Action) else run.cell
     return "+".join(map(str, actions)) + "".join(f" after {needs.action}" for needs in run.needs)
 
@@ -185,7 +185,7 @@ def test_a_pair_waits_for_the_skips_of_both_its_actions_and_then_sends_those_of_
     rows = [f"{stage}F0 {stage}F1 {stage}B0 {stage}B1".split() for stage in (0, 1, 3, 4)]
     rows.insert(2, ["2F0", "(2F1;2B0)OVERLAP_F_B", "2B1"])
     program = lower(from_rows("x", rows, "loop"), ahead=0, skips={(0, 2), (2, 4)})
-    told = [f"run {cells(each)}" if isinstance(each, Run) else f"post {short(each)}" for each in program.row(2)]
+    told = [f"run {cells(each)}" if isinstance(each, Compute) else f"post {short(each)}" for each in program.row(2)]
     assert told == [
         "post 0F0>2", "post 1F0",
         "run 2F0 after 0F0 after 1F0",

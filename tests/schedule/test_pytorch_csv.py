@@ -12,9 +12,9 @@ from torch.distributed.pipelining import schedules as peer
 
 from penstock.schedule import (
     Action,
+    Compute,
     Kind,
     Program,
-    Run,
     Schedule,
     ScheduleError,
     Script,
@@ -137,10 +137,10 @@ def test_a_lowered_table_is_read_cell_by_cell():
     """)
     output, gradient = Transfer(Action(Kind.F, 0, 0), 0, 1), Transfer(Action(Kind.I, 1, 0), 1, 0)
     assert script.rows == (
-        (Run(Action(Kind.F, 0, 0), ()), output, gradient, Run(Action(Kind.B, 0, 0), (gradient,))),
+        (Compute(Action(Kind.F, 0, 0), ()), output, gradient, Compute(Action(Kind.B, 0, 0), (gradient,))),
         (
-            *(output, Run(Action(Kind.F, 1, 0), (output,))),
-            *(Run(Action(Kind.I, 1, 0), ()), gradient, Run(Action(Kind.W, 1, 0), ())),
+            *(output, Compute(Action(Kind.F, 1, 0), (output,))),
+            *(Compute(Action(Kind.I, 1, 0), ()), gradient, Compute(Action(Kind.W, 1, 0), ())),
         ),
     )
     assert str(script.schedule) == "rank 0 | 0F0 0B0\nrank 1 | 1F0 1I0 1W0"
@@ -221,8 +221,8 @@ def texts(script: Script) -> Texts:
     return [[text(each, rank) for each in row] for rank, row in enumerate(script.rows)]
 
 
-def text(instruction: Transfer | Run, rank: int) -> str:
-    if isinstance(instruction, Run):
+def text(instruction: Transfer | Compute, rank: int) -> str:
+    if isinstance(instruction, Compute):
         cell = instruction.cell
         return str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B"
     kind, stage, microbatch = instruction.action
@@ -237,7 +237,7 @@ def test_our_own_programs_written_in_the_peers_form_are_read_again(schedule, ahe
     assert from_lowered_rows("random", texts(ours)).rows == ours.rows
 
 
-def finishes(schedule: Schedule, rows: list[list[Transfer | Run]], shared: bool) -> bool:
+def finishes(schedule: Schedule, rows: list[list[Transfer | Compute]], shared: bool) -> bool:
     """Execute the rows until nothing moves any more, one instruction at a time; whether all have been."""
     at, made, here = [0] * len(rows), [set() for _ in rows], [set() for _ in rows]
     posted: dict[object, list[Transfer]] = {}

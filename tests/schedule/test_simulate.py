@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from random_tables import named_tables, some_skips, valid_tables, whole_numbers
 
 from penstock.schedule import Action, Costs, Kind, Schedule, ScheduleError, build, from_rows, names, simulate
-from penstock.schedule.timing.timeline import peaks_in_flight
+from penstock.schedule.memory import peaks_in_flight
 
 SIZES = [(ranks, microbatches) for ranks in range(2, 9) for microbatches in range(1, 25)]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.schedule import Action, Border, Event, Size, Timeline
-from penstock.schedule.timing.timeline import peaks_in_flight
+from penstock.schedule.memory import peaks_in_flight
 
 
 def timeline(text: str, pairs: str = "", **known) -> Timeline:

@@ -13,8 +13,8 @@ from penstock.comms.launcher import launch
 from penstock.learn.devices import EmulatedLayer
 from penstock.model import EmulatedDevice
 from penstock.pipeline import Pipeline
-from penstock.schedule import Costs, Kind, Measured, Schedule, Timeline, simulate
-from penstock.schedule.timing.measured import MeasuredCosts
+from penstock.schedule import Costs, Kind, Measurement, Schedule, Timeline, simulate
+from penstock.schedule.timing.measurement import MeasuredCosts
 
 WARM_UP = 3  # steps
 
@@ -59,7 +59,7 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
     floats = max(1, round(megabytes * 1e6 / 4))
     run = launch(measure, schedule.ranks, schedule, forward, floats, steps)[0]
     ideal = simulate(schedule, Costs(forward, forward, forward)).makespan
-    ran = Measured.of(run.timeline)
+    ran = Measurement.of(run.timeline)
     fed = simulate(ran.schedule, action_costs(ran)).makespan
     step = statistics.median(run.seconds)
     spread = f"{min(run.seconds) * 1e3:.1f} to {max(run.seconds) * 1e3:.1f}"
@@ -74,7 +74,7 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
     )
 
 
-def action_costs(measured: Measured, send: float = 0.0, **message: Any) -> MeasuredCosts:
+def action_costs(measured: Measurement, send: float = 0.0, **message: Any) -> MeasuredCosts:
     """What the actions took, without the engine's time between them; `send` and what else is said of messages as in `Costs`."""
     seconds = measured.seconds
     return MeasuredCosts(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], send, backward=seconds[Kind.B], **message)

@@ -25,8 +25,8 @@ from penstock.comms.launcher import launch
 from penstock.errors import PenstockError
 from penstock.model import GPT, GPTConfig, mlp
 from penstock.pipeline import Pipeline
-from penstock.schedule import Costs, Timeline, simulate
-from penstock.schedule.timing.measured import Measured
+from penstock.schedule import Costs, Timeline, explain, simulate
+from penstock.schedule.timing.measurement import Measurement
 from penstock.view.files import write
 from penstock.view.record import FILE, load, save
 
@@ -115,7 +115,7 @@ def train_rank(config: TrainConfig, folder: Path | None) -> TrainResult:
     if topology.rank == 0 and timelines and not alone:
         shares = pipe.balance.stages if pipe.balance else ()  # what each stage takes of the model
         run.clock_error = pipe.clock_error
-        run.explanation = _explained(Measured.of(*timelines, layers=shares), timelines, config, folder)
+        run.explanation = _explained(Measurement.of(*timelines, layers=shares), timelines, config, folder)
     if folder is not None:
         checkpoint.export(pipe, folder / "model.safetensors")
         if topology.rank == 0:
@@ -131,7 +131,7 @@ def _of_rank_0(folder: Path | None) -> Path | None:
     return chosen[0]
 
 
-def _explained(measured: Measured, timelines: list[Timeline], config: TrainConfig, folder: Path | None) -> str:
+def _explained(measured: Measurement, timelines: list[Timeline], config: TrainConfig, folder: Path | None) -> str:
     """Where the time of these steps went, in words; and drawn in `folder`, over what their own costs make of the table."""
     if folder is not None and config.timeline:
         planned = measured.predict(measured.schedule)
@@ -139,7 +139,7 @@ def _explained(measured: Measured, timelines: list[Timeline], config: TrainConfi
         save(timelines, planned, folder / FILE, labels)
         list(write([load(folder)], html=folder / "timeline.html"))
     middle = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-    return f"{middle.explain(measured)}{crowding(middle.ranks, os.cpu_count() or 1) if config.device != 'cuda' else ''}"
+    return f"{explain(middle, measured)}{crowding(middle.ranks, os.cpu_count() or 1) if config.device != 'cuda' else ''}"
 
 
 def crowding(ranks: int, cores: int) -> str:

@@ -10,8 +10,8 @@ the order of the slots as soon as they can run, and a W whenever none can.
 from collections import deque
 from collections.abc import Sequence
 
+from penstock.schedule.memory import peaks_in_flight
 from penstock.schedule.table import Action, Kind, dependencies
-from penstock.schedule.timing.timeline import peaks_in_flight
 
 PERIOD = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
 

@@ -17,12 +17,12 @@ counts as `fill`, `imbalance` or `drain`.
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.schedule.table import Action, Kind, dependencies
-from penstock.schedule.timing.timeline import Border, Channel, Event, Timeline
+from penstock.schedule.table import Action, Kind
+from penstock.schedule.timing.events import Border, Channel, Event, Events
 
 Cell = tuple[Event, ...]  # one event, or the two of a pair
 
@@ -47,66 +47,38 @@ class Idle(NamedTuple):
     cause: Cause
 
 
-class _Needs:
-    """Which events an event of a timeline could not start before."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._at = {event.action: event for event in timeline.events}
-        self._stages, self._skips = _stages(timeline), timeline.skips
-
-    def of(self, event: Event) -> Iterator[Event]:
-        for alternatives in dependencies(event.action, self._stages, self._skips):
-            yield from (self._at[action] for action in alternatives if action in self._at)
-
-
-def _stages(timeline: Timeline) -> int:
-    return 1 + max((event.action.stage for event in timeline.events), default=-1)
-
-
-# ---- idle time
-
-
-def shares(timeline: Timeline) -> dict[Cause, float]:
-    """The share of (ranks x makespan) that each cause of idle time takes."""
+def shares(idle: Iterable[Iterable[Idle]], total: float) -> dict[Cause, float]:
+    """The share of `total`, the time of all ranks together, that each cause of `idle` time takes."""
     lost = dict.fromkeys(Cause, 0.0)
-    for row in timeline.idle:
+    for row in idle:
         for start, end, cause in row:
             lost[cause] += end - start
-    total = timeline.ranks * timeline.makespan
     return {cause: time / total if total else 0.0 for cause, time in lost.items()}
 
 
-def idle_times(timeline: Timeline) -> tuple[tuple[Idle, ...], ...]:
+def idle_times(step: Events) -> tuple[tuple[Idle, ...], ...]:
     """For every rank, when it was idle and for which cause, in order."""
-    needs = _Needs(timeline)
-    return tuple(tuple(_idle_of(rank, timeline, needs)) for rank in range(timeline.ranks))
+    return tuple(tuple(_idle_of(rank, step)) for rank in range(step.ranks))
 
 
-def _idle_of(rank: int, timeline: Timeline, needs: _Needs) -> Iterator[Idle]:
-    cells, free, sent = list(timeline.cells(rank)), timeline.start, timeline.start
+def _idle_of(rank: int, step: Events) -> Iterator[Idle]:
+    cells, free, sent = list(step.cells(rank)), step.start, step.start
     for cell, cause in zip(cells, _without_communication(cells), strict=True):
         for event in cell:
-            if free < (until := min(sent, event.start)):
-                yield Idle(free, until, Cause.SENDING)
-                free = until
             if free < event.start:
-                elsewhere = (needed.end for each in cell for needed in needs.of(each) if needed.rank != rank)
-                yield from _split(free, event.start, max(elsewhere, default=event.start), cause)
+                elsewhere = [needed.end for each in cell for needed in step.needs(each) if needed.rank != rank]
+                yield from _idle(free, sent, max(elsewhere, default=event.start), event.start, cause)
             free, sent = max(free, event.end), max(sent, event.sent or event.end)
-    if free < (until := min(sent, timeline.end)):
-        yield Idle(free, until, Cause.SENDING)
-        free = until
-    if free < timeline.end:
-        yield Idle(free, timeline.end, Cause.DRAIN if cells else Cause.IMBALANCE)
+    yield from _idle(free, sent, step.end, step.end, Cause.DRAIN if cells else Cause.IMBALANCE)
 
 
-def _split(start: float, end: float, computed: float, cause: Cause) -> Iterator[Idle]:
-    """The idle time from `start` to `end` before something that was `computed` then: from that time on it travelled."""
-    computed = min(max(start, computed), end)
-    if start < computed:
-        yield Idle(start, computed, cause)
-    if computed < end:
-        yield Idle(computed, end, Cause.COMMUNICATION)
+def _idle(start: float, sent: float, computed: float, end: float, cause: Cause) -> Iterator[Idle]:
+    """From `start` to `end`: first the rank sends, then what it needs is `computed`, from that time on it travels."""
+    sent = min(max(start, sent), end)
+    computed = min(max(sent, computed), end)
+    for begin, until, why in ((start, sent, Cause.SENDING), (sent, computed, cause), (computed, end, Cause.COMMUNICATION)):
+        if begin < until:
+            yield Idle(begin, until, why)
 
 
 def _without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
@@ -124,13 +96,13 @@ def _without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
 # ---- the critical path
 
 
-def critical_path(timeline: Timeline) -> tuple[Event, ...]:
+def critical_path(step: Events) -> tuple[Event, ...]:
     """The chain of events, first to last, that made the step as long as it was: see `Timeline.critical_path`."""
-    if not timeline.events:
+    if not step.events:
         return ()
-    needs, arrivals, places = _Needs(timeline), _arrivals(timeline), _places(timeline)
-    path = [max(timeline.events, key=lambda event: event.end)]
-    while waited_for := list(_waited_for(path[-1], needs, arrivals, places)):
+    arrivals, places = _arrivals(step), _places(step)
+    path = [max(step.events, key=lambda event: event.end)]
+    while waited_for := list(_waited_for(path[-1], step, arrivals, *places[path[-1].action])):
         path.append(max(waited_for, key=lambda each: each[0])[1])  # on a tie the first, which is its own rank's
     return tuple(reversed(path))
 
@@ -138,33 +110,30 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
 Arrivals = dict[tuple[Action, int], tuple[float, Event]]
 
 
-def _waited_for(
-    event: Event, needs: _Needs, arrivals: Arrivals, places: dict[Action, tuple[Cell, Cell]]
-) -> Iterator[tuple[float, Event]]:
-    """What `event` could not start before, each with the time at which it allowed the start."""
-    before, cell = places[event.action]
+def _waited_for(event: Event, step: Events, arrivals: Arrivals, before: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
+    """What `event` of `cell` could not start before, each with the time at which it allowed the start."""
     for last in before[-1:]:
         yield last.end, last
     for member in cell:
-        for needed in needs.of(member):
+        for needed in step.needs(member):
             yield (needed.end, needed) if needed.rank == event.rank else arrivals[needed.action, member.action.stage]
 
 
-def _places(timeline: Timeline) -> dict[Action, tuple[Cell, Cell]]:
+def _places(step: Events) -> dict[Action, tuple[Cell, Cell]]:
     """For every action, the cell before it on its rank (if any) and its own."""
-    rows = [[(), *timeline.cells(rank)] for rank in range(timeline.ranks)]
+    rows = [[(), *step.cells(rank)] for rank in range(step.ranks)]
     return {event.action: (before, cell) for row in rows for before, cell in pairwise(row) for event in cell}
 
 
-def _arrivals(timeline: Timeline) -> Arrivals:
+def _arrivals(step: Events) -> Arrivals:
     """For what every action sends to each stage: when that message arrives, and the event at whose end its queue began."""
-    home = {event.action.stage: event.rank for event in timeline.events}
+    home = {event.action.stage: event.rank for event in step.events}
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
     queue_began: dict[tuple[int, int], Event] = {}
     arrivals = {}
-    ways = _ways(timeline)
-    for event in timeline.events:
-        for taker, border in ways[event.action.kind, event.action.stage]:
+    takers = _takers(step)
+    for event in step.events:
+        for taker, border in takers[event.action.kind, event.action.stage]:
             ends = event.rank, home.get(taker, event.rank)
             if ends[0] == ends[1]:
                 continue
@@ -174,13 +143,13 @@ def _arrivals(timeline: Timeline) -> Arrivals:
     return arrivals
 
 
-def _ways(timeline: Timeline) -> dict[tuple[Kind, int], list[tuple[int, Border]]]:
+def _takers(step: Events) -> dict[tuple[Kind, int], list[tuple[int, Border]]]:
     """Kind, stage -> the stages that such an action sends to, in order, and what a message there costs."""
-    chain = list(pairwise(range(_stages(timeline))))
-    borders = dict(zip(chain, timeline.borders or [Border()] * len(chain), strict=False))
-    ways: dict[tuple[Kind, int], list[tuple[int, Border]]] = defaultdict(list)
-    for (start, end), border in sorted((borders | dict(timeline.skips)).items()):
-        ways[Kind.F, start].append((end, border))
-        ways[Kind.B, end].append((start, border))
-        ways[Kind.I, end].append((start, border))
-    return ways
+    chain = list(pairwise(range(step.stages)))
+    borders = dict(zip(chain, step.borders or [Border()] * len(chain), strict=False))
+    takers: dict[tuple[Kind, int], list[tuple[int, Border]]] = defaultdict(list)
+    for (start, end), border in sorted((borders | dict(step.skips)).items()):
+        takers[Kind.F, start].append((end, border))
+        takers[Kind.B, end].append((start, border))
+        takers[Kind.I, end].append((start, border))
+    return takers

@@ -10,23 +10,27 @@ from statistics import fmean, median
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import FAMILIES, build, names
-from penstock.schedule.table import Kind, Schedule
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.table import Kind
 from penstock.schedule.timing.causes import Cause
 from penstock.schedule.timing.explanation import ENGINE, NOTABLE, Alternative, Explanation, Straggler
-from penstock.schedule.timing.measured import Measured, gaps_of
+from penstock.schedule.timing.measurement import Measurement, gaps_of
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
 
 STRAGGLES = 0.05  # of its planned time: what a rank may be slower by without being named
 
 
-def explain(timeline: Timeline, measured: Measured | None = None) -> Explanation:
-    """Explain a measured step of training.
+def explain(timeline: Timeline, measurement: Measurement | None = None) -> Explanation:
+    """Explain a measured step of training: `print` what comes back.
 
-    `measured`: the costs, by default `Measured.of(timeline)`, which expects every stage to take the same; it can be told how
-    many layers each has, and be given more steps. Raises ScheduleError where a stage ran no forward or no backward.
+    `timeline`: of the step; its times are in seconds.
+    `measurement`: the costs, by default `Measurement.of(timeline)`, which expects every stage to take the same; it can be
+    told how many layers each has, and be given more steps.
+
+    Raises ScheduleError where a stage ran no forward or no backward.
     """
-    here = measured or Measured.of(timeline)
+    here = measurement or Measurement.of(timeline)
     table = here.schedule
     predicted = here.predict(table)
     held, now = _held(table, predicted), predicted.makespan
@@ -51,7 +55,18 @@ def explain(timeline: Timeline, measured: Measured | None = None) -> Explanation
     )
 
 
-def shares(timeline: Timeline, measured: Measured) -> dict[str, float]:
+class MeasuredTimeline(Timeline):
+    """The timeline of a step that ran."""
+
+    def explain(self, measurement: Measurement | None = None) -> Explanation:
+        """The step in words: where its time went, who holds it up, what would make it shorter. `print` it.
+
+        `measurement`, and what is raised: as in `penstock.schedule.explain`.
+        """
+        return explain(self, measurement)
+
+
+def shares(timeline: Timeline, measured: Measurement) -> dict[str, float]:
     """The share of (ranks x makespan) that each kind of action, each cause of idle time and the engine took; they add up to 1.
 
     Idle time between two actions is the engine's where the second had all it needs when the first ended; else it is what
@@ -77,14 +92,14 @@ def _bytes(timeline: Timeline) -> tuple[float, ...]:
 # ---- who holds it up
 
 
-def _straggler(here: Measured, now: float) -> Straggler | None:
+def _straggler(here: Measurement, now: float) -> Straggler | None:
     """The rank that takes longest against its share, if it takes notably longer and the step would be notably shorter."""
     found = [_against_share(here, rank, now) for rank in range(here.schedule.ranks) if here.schedule.actions[rank]]
     slow = [each for each in found if each and each.loss > NOTABLE * now]
     return max(slow, key=lambda each: each.longer, default=None)
 
 
-def _against_share(here: Measured, rank: int, now: float) -> Straggler | None:
+def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None:
     """How `rank` compares with the others, stage for stage by the layers they have; None if it is not slower."""
     mine = here.schedule.stages_of(rank)
     others = [stage for stage in range(here.schedule.stages) if stage not in mine]
@@ -119,7 +134,7 @@ def _held(table: Schedule, timeline: Timeline) -> float:
     return max(timeline.peak_in_flight) * table.ranks / table.stages
 
 
-def _others(here: Measured) -> Iterator[Alternative]:
+def _others(here: Measurement) -> Iterator[Alternative]:
     """The other schedules of the catalog at this P and M, of V stages a rank or as many as they are made for."""
     table = here.schedule
     for name in names():
@@ -139,7 +154,7 @@ def _burden(other: Alternative) -> tuple[float, float]:
     return other.held, other.seconds
 
 
-def _more(here: Measured) -> Alternative | None:
+def _more(here: Measurement) -> Alternative | None:
     """The same schedule with twice the microbatches; None for a table that is not the catalog's."""
     table = here.schedule
     size = table.ranks, table.microbatches, table.stages // table.ranks
@@ -150,7 +165,7 @@ def _more(here: Measured) -> Alternative | None:
     return _alternative(here, other)
 
 
-def _alternative(here: Measured, other: Schedule) -> Alternative:
+def _alternative(here: Measurement, other: Schedule) -> Alternative:
     timeline, split = here.predict(other), any(action.kind is Kind.W for row in other.actions for action in row)
     return Alternative(
         other, timeline.makespan, _held(other, timeline), here.halved and split, max(_bytes(timeline), default=0.0)

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.schedule.table import Kind, Schedule
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.table import Kind
 from penstock.schedule.timing.causes import Cause
 
 ENGINE = "engine"

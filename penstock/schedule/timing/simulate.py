@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.program import checked_skips, collector_paused
-from penstock.schedule.table import Action, Kind, Schedule, Skip
-from penstock.schedule.timing.timeline import Border, Channel, Event, Size, Timeline
+from penstock.schedule.memory import Size
+from penstock.schedule.program import checked_skips
+from penstock.schedule.table import Action, Kind, Skip, Table, collector_paused
+from penstock.schedule.timing.events import Border, Channel, Event
+from penstock.schedule.timing.timeline import Timeline
 
 Cost = float | Sequence[float]  # one number for all stages (or all borders between stages), or one for each
 
@@ -99,7 +101,7 @@ def _listed(name: str, cost: Cost, count: int, each: str) -> list[float]:
     return costs
 
 
-def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
+def simulate(schedule: Table, costs: Costs = Costs()) -> Timeline:
     """Time `schedule`: an action starts when its rank is free and what it depends on has ended (and has arrived).
 
     A pair of overlapping actions starts when that holds for both, and both end together.
@@ -114,7 +116,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     return timeline
 
 
-def until_it_stops(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
+def until_it_stops(schedule: Table, costs: Costs = Costs()) -> Timeline:
     """The same as far as it comes: of a table whose actions wait for each other in a circle, those that run before that.
 
     Raises ScheduleError as `simulate`, but not for a circle.
@@ -127,7 +129,7 @@ def until_it_stops(schedule: Schedule, costs: Costs = Costs()) -> Timeline:
     return Timeline(schedule.name, rows, costs.borders(stages), costs.sizes(stages), schedule.overlaps, costs.skipping(stages))
 
 
-def _check_places(schedule: Schedule) -> None:
+def _check_places(schedule: Table) -> None:
     for rank, row in enumerate(schedule.actions):
         stages, microbatches = set(schedule.stages_of(rank)), range(schedule.microbatches)
         for action in row:
@@ -161,7 +163,7 @@ class _Work:
 class _Machine:
     """Ranks that run their rows: each as far as it can, and again when what it waits for has come."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Table, costs: Costs) -> None:
         self.schedule, self.overlap = schedule, costs.checked_overlap()
         self.works = _works(schedule, costs)
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
@@ -207,7 +209,7 @@ class _Machine:
                         self.ready.append(route.receiver)
 
 
-def _works(schedule: Schedule, costs: Costs) -> dict[Kind, list[_Work]]:
+def _works(schedule: Table, costs: Costs) -> dict[Kind, list[_Work]]:
     """Kind -> the work of every stage, with the times that connect them."""
     stages, cost = range(schedule.stages), costs.table(schedule.stages)
     saved, owed = ([_times(schedule) for _ in stages] for _ in range(2))  # stage -> times
@@ -237,5 +239,5 @@ def _works(schedule: Schedule, costs: Costs) -> dict[Kind, list[_Work]]:
     return works
 
 
-def _times(schedule: Schedule) -> Times:
+def _times(schedule: Table) -> Times:
     return [None] * schedule.microbatches

@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError, ScheduleError
-from penstock.schedule import Action, Costs, Measured, Schedule, Timeline, build, from_rows, verify
+from penstock.schedule import Action, Costs, Measurement, Schedule, Timeline, build, from_rows, verify
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.timing.simulate import until_it_stops
 from penstock.view.record import Record, read, timeline_data
@@ -126,7 +126,7 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     timeline = record.steps[-1]
     if len(timeline.events) > MOST_ACTIONS:
         raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {MOST_ACTIONS}")
-    measured = Measured.of(timeline)
+    measured = Measurement.of(timeline)
     schedule = replace(measured.schedule, name=record.name)
     _check_size(schedule)
     costs = _in_milliseconds(measured.costs) | ({"sizes": [list(size) for size in measured.sizes]} if measured.sizes else {})

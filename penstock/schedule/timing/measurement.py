@@ -13,9 +13,12 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.table import Kind, Schedule, Skip, dependencies, from_rows
+from penstock.schedule.memory import Size
+from penstock.schedule.schedule import Schedule, from_rows
+from penstock.schedule.table import Kind, Skip
+from penstock.schedule.timing.events import Border, Event
 from penstock.schedule.timing.simulate import Costs, simulate
-from penstock.schedule.timing.timeline import Border, Event, Size, Timeline
+from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
 
 Times = dict[Kind, tuple[float, ...]]  # kind -> seconds, of every stage
@@ -31,13 +34,13 @@ class MeasuredCosts(Costs):
     def table(self, stages: int) -> dict[Kind, list[float]]:
         """Kind -> cost of every stage. Raises ScheduleError as `Costs.table`, and unless B has a cost for each stage."""
         if len(self.backward) != stages:
-            raise ScheduleError(f"backward has {len(self.backward)} costs for {stages} stages: use Measured.predict")
+            raise ScheduleError(f"backward has {len(self.backward)} costs for {stages} stages: use Measurement.predict")
         return super().table(stages) | {Kind.B: list(self.backward)}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured of a cut model on its ranks: `Measured.of(timeline)`. Times in seconds."""
+class Measurement:
+    """What was measured of a cut model on its ranks: `Measurement.of(timeline)`. Times in seconds."""
 
     schedule: Schedule  # the table that ran
     seconds: Times  # of an action
@@ -53,7 +56,7 @@ class Measured:
         return not any(action.kind is Kind.W for row in self.schedule.actions for action in row)
 
     @classmethod
-    def of(cls, *timelines: Timeline, layers: Sequence[float] = (), around: float = 0.0) -> "Measured":
+    def of(cls, *timelines: Timeline, layers: Sequence[float] = (), around: float = 0.0) -> "Measurement":
         """From one step or several of the same table. `layers`: of each stage, by default the same.
 
         An action of a stage costs the median over its microbatches and steps; W the mean, since the last of several may have
@@ -109,7 +112,7 @@ class Measured:
         low, high = gap.border
         return gap.waits(self.send[low] + _of(self.between, gap.needed) if high == low + 1 else 0.0)
 
-    def cut(self, stages: int, layers: Sequence[float] = ()) -> "Measured":
+    def cut(self, stages: int, layers: Sequence[float] = ()) -> "Measurement":
         """The same model cut into so many stages: every layer takes along its part of what its stage took.
 
         What a stage took for another reason, a slow rank or the loss, moves with its layers too, and so does memory. Where the
@@ -194,18 +197,11 @@ class Gap(NamedTuple):
 
 def gaps_of(timeline: Timeline) -> Iterator[Gap]:
     """What lies before every action, or pair of actions, rank by rank."""
-    at = {event.action: event for event in timeline.events}
-    stages = 1 + max((action.stage for action in at), default=-1)
-
-    def needs(event: Event) -> Iterator[Event]:
-        for options in dependencies(event.action, stages, timeline.skips):
-            yield from (at[option] for option in options if option in at and at[option].rank != event.rank)
-
     for rank in range(timeline.ranks):
         before: Event | None = None
         for cell in timeline.cells(rank):
-            needed = (each for event in cell for each in needs(event))
-            yield Gap(before, cell[0], max(needed, key=lambda event: event.end, default=None))
+            elsewhere = (each for event in cell for each in timeline.needs(event) if each.rank != rank)
+            yield Gap(before, cell[0], max(elsewhere, key=lambda event: event.end, default=None))
             before = cell[0]
 
 

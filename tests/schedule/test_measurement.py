@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from random_tables import whole_numbers
 from test_simulate import table
 
-from penstock.schedule import Costs, Kind, Measured, Schedule, ScheduleError, Timeline, build, names, simulate
-from penstock.schedule.timing.measured import MeasuredCosts, gaps_of, table_of
+from penstock.schedule import Costs, Kind, Measurement, Schedule, ScheduleError, Timeline, build, names, simulate
+from penstock.schedule.timing.measurement import MeasuredCosts, gaps_of, table_of
 from penstock.schedule.transform import with_full_backwards
 
 LAYERS = 24
@@ -49,7 +49,7 @@ def test_the_costs_of_a_simulated_step_are_found_again_exactly(name, ranks, micr
     )
     send = data.draw(whole_numbers(0, 5))
     timeline = simulate(schedule, Costs(forward, inputs, weights, send))
-    measured = Measured.of(replace(timeline, borders=()))
+    measured = Measurement.of(replace(timeline, borders=()))
     assert measured.seconds[Kind.F] == tuple(forward)
     assert measured.seconds[Kind.B] == tuple(i + w for i, w in zip(inputs, weights, strict=True))
     for stage in {action.stage for row in schedule.actions for action in row if action.kind is Kind.I}:
@@ -61,14 +61,14 @@ def test_the_costs_of_a_simulated_step_are_found_again_exactly(name, ranks, micr
 
 def test_every_border_has_its_own_message():
     timeline = simulate(build("1f1b", 4, 6), Costs(10, 10, 10, send=[1, 2, 3]))
-    assert Measured.of(timeline).send == (1, 2, 3)
+    assert Measurement.of(timeline).send == (1, 2, 3)
 
 
 @pytest.mark.parametrize("name", names())
 def test_the_engines_time_between_two_actions_is_told_from_the_messages(name):
     schedule = runs(name, 4, 8)
     timeline = ran(schedule, even(schedule.stages), send=3, engine=1)
-    measured = Measured.of(timeline)
+    measured = Measurement.of(timeline)
     assert all(time == close(1) for times in measured.between.values() for time in times)
     crossing = [time for time, a, b in zip(measured.send, schedule.placement, schedule.placement[1:], strict=False) if a != b]
     assert crossing == [close(3)] * len(crossing)
@@ -79,32 +79,32 @@ def test_an_action_costs_its_median_so_one_hiccup_does_not_count():
     timeline = ran(runs("gpipe", 2, 5), [1, 1])
     last = timeline.rows[1][-1]
     late = replace(timeline, rows=(timeline.rows[0], (*timeline.rows[1][:-1], last._replace(end=last.end + 100))))
-    assert Measured.of(late).seconds == Measured.of(timeline).seconds
+    assert Measurement.of(late).seconds == Measurement.of(timeline).seconds
 
 
 def test_w_costs_its_mean_since_the_last_of_several_may_do_the_work_of_all():
     timeline = ran(table("0F0 0F1 0I0 0I1 0W0 0W1"), [1])
     *row, first, last = timeline.rows[0]
     merged = first._replace(end=first.start), last._replace(start=first.start)
-    assert Measured.of(replace(timeline, rows=((*row, *merged),))).seconds[Kind.W] == (2,)
+    assert Measurement.of(replace(timeline, rows=((*row, *merged),))).seconds[Kind.W] == (2,)
 
 
 def test_several_steps_of_one_table_are_taken_together():
     steps = [ran(runs("1f1b", 2, 4), layers) for layers in ([1, 1], [2, 2], [9, 9])]
-    assert Measured.of(*steps).seconds[Kind.F] == (8, 8)
+    assert Measurement.of(*steps).seconds[Kind.F] == (8, 8)
 
 
 def test_what_i_takes_of_a_backward_is_its_share_on_other_stages_or_half():
-    assert Measured.of(ran(runs("zb-h1", 2, 4), [5, 5])).seconds[Kind.I] == (15, 15)  # rank 0 runs B only
-    halves = Measured.of(ran(runs("1f1b", 2, 4), [1, 1]))
+    assert Measurement.of(ran(runs("zb-h1", 2, 4), [5, 5])).seconds[Kind.I] == (15, 15)  # rank 0 runs B only
+    halves = Measurement.of(ran(runs("1f1b", 2, 4), [1, 1]))
     assert (halves.seconds[Kind.I], halves.seconds[Kind.W], halves.halved) == ((2.5, 2.5), (2.5, 2.5), True)
-    assert not Measured.of(ran(runs("zb-h1", 2, 4), [5, 5])).halved
+    assert not Measurement.of(ran(runs("zb-h1", 2, 4), [5, 5])).halved
 
 
 def test_a_full_backward_may_take_other_than_both_halves():
     costs = MeasuredCosts(1, 2, 3, backward=(4,))
     assert simulate(table("0F0 0F1 0B0 0I1 0W1"), costs).makespan == 1 + 1 + 4 + 2 + 3
-    with pytest.raises(ScheduleError, match=r"backward has 1 costs for 2 stages: use Measured.predict"):
+    with pytest.raises(ScheduleError, match=r"backward has 1 costs for 2 stages: use Measurement.predict"):
         simulate(build("1f1b", 2, 2), costs)
 
 
@@ -129,7 +129,7 @@ SOURCES = [("zb-h1", 4, [6, 6, 6, 6]), ("zb-h1", 4, [3, 9, 5, 7]), ("zb-v", 2, [
 
 @pytest.mark.parametrize(("source", "ranks", "layers"), SOURCES)
 def test_any_other_configuration_is_predicted_as_if_its_costs_were_known(source, ranks, layers):
-    measured = Measured.of(ran(runs(source, ranks, 8), layers, send=0.5, engine=0.25), layers=layers)
+    measured = Measurement.of(ran(runs(source, ranks, 8), layers, send=0.5, engine=0.25), layers=layers)
     for other_ranks in (2, 3, 4, 6):
         for microbatches in (6, 13, 24):
             for name in names():
@@ -140,14 +140,14 @@ def test_any_other_configuration_is_predicted_as_if_its_costs_were_known(source,
 
 
 def test_uneven_stages_are_predicted_by_their_layers():
-    measured = Measured.of(ran(runs("zb-h1", 4, 8), [6, 6, 6, 6]), layers=[6, 6, 6, 6])
+    measured = Measurement.of(ran(runs("zb-h1", 4, 8), [6, 6, 6, 6]), layers=[6, 6, 6, 6])
     for layers in ([3, 9, 3, 9], [1, 2, 3, 18], [20, 2, 1, 1]):
         for name in ("gpipe", "1f1b", "zb-h1"):
             assert measured.predict(build(name, 4, 11), layers).makespan == close(ran(runs(name, 4, 11), layers).makespan)
 
 
 def test_every_layer_takes_along_its_part_of_what_its_stage_took():
-    measured = Measured.of(simulate(build("1f1b", 2, 2), Costs([4, 8], 1, 1)), layers=[2, 2])
+    measured = Measurement.of(simulate(build("1f1b", 2, 2), Costs([4, 8], 1, 1)), layers=[2, 2])
     assert measured.cut(2, [1, 3]).seconds[Kind.F] == (2, 10)
     assert measured.cut(4).seconds[Kind.F] == (2, 2, 4, 4)
     assert measured.cut(1).seconds[Kind.F] == (12,)
@@ -157,7 +157,7 @@ def test_every_layer_takes_along_its_part_of_what_its_stage_took():
 def test_a_prediction_shows_the_actions_without_the_engines_time():
     schedule = runs("1f1b", 2, 4)
     timeline = ran(schedule, [1, 1], send=3, engine=1)
-    predicted = Measured.of(timeline).predict(schedule)
+    predicted = Measurement.of(timeline).predict(schedule)
     assert predicted.rows == timeline.rows
     assert predicted.name == "1f1b, predicted"
     assert predicted.causes == timeline.causes
@@ -169,25 +169,25 @@ def test_a_prediction_shows_the_actions_without_the_engines_time():
 def test_what_is_no_step_of_training_is_refused():
     forwards = simulate(build("1f1b", 2, 4).keep(lambda action: action.kind is Kind.F))
     with pytest.raises(ScheduleError, match="stage 0 ran no backward: measure a step"):
-        Measured.of(forwards)
+        Measurement.of(forwards)
 
 
 def test_a_step_in_which_nothing_ran_is_refused():
     with pytest.raises(ScheduleError, match="nothing ran in this timeline: measure a step"):
-        Measured.of(Timeline("empty", ((), ())))
+        Measurement.of(Timeline("empty", ((), ())))
 
 
 def test_steps_of_different_tables_are_refused():
     with pytest.raises(ScheduleError, match="measured on one table: give one timeline, or several of the same"):
-        Measured.of(simulate(build("1f1b", 2, 4)), simulate(build("gpipe", 2, 4)))
+        Measurement.of(simulate(build("1f1b", 2, 4)), simulate(build("gpipe", 2, 4)))
     with pytest.raises(ScheduleError, match="measured on one table"):
-        Measured.of()
+        Measurement.of()
 
 
 @pytest.mark.parametrize("layers", [[1], [1, 2, 3], [0, 1]])
 def test_layers_that_do_not_fit_the_stages_are_refused(layers):
     timeline = simulate(build("1f1b", 2, 4))
     with pytest.raises(ScheduleError, match=r"layers is .* for 2 stages: give a number above 0 for each stage"):
-        Measured.of(timeline, layers=layers)
+        Measurement.of(timeline, layers=layers)
     with pytest.raises(ScheduleError, match="for 2 stages"):
-        Measured.of(timeline).predict(build("gpipe", 2, 4), layers)
+        Measurement.of(timeline).predict(build("gpipe", 2, 4), layers)

@@ -1,0 +1,88 @@
+"""A schedule: the table that somebody wrote down, as rows or as a file in the form that PyTorch calls compute-only."""
+
+import csv
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
+
+from penstock.errors import ScheduleError
+from penstock.schedule.table import PLACEMENTS, Action, Cell, Table, actions_of
+from penstock.schedule.verify import verify
+
+Path = str | PathLike[str]
+Placement = str | Sequence[int] | None  # `loop`, `V`, the rank of every stage, or where the stage's first action stands
+
+
+class Schedule(Table):
+    """A table as people have it: built by a rule, from rows or from a file. It is not proved until `verify` did that."""
+
+    @classmethod
+    def from_csv(cls, path: Path, placement: Placement = None, name: str | None = None) -> "Schedule":
+        """Read a table from the file at `path` and prove it. Empty cells (bubbles) are passed over.
+
+        `placement`: as in `from_rows`.
+        `name`: what it is called, by default `path`.
+
+        Raises OSError where there is no such file, ScheduleError for a cell that is no action and for a table that `verify`
+        refuses: one that is not complete, or that would stop.
+        """
+        schedule = from_rows(name or str(path), read(path), placement)
+        verify(schedule)
+        return schedule
+
+
+def read(path: Path) -> list[list[str]]:
+    """The cells of the CSV file at `path`, a row for each line."""
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        return list(csv.reader(file))
+
+
+def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placement = None) -> Schedule:
+    """A schedule from its rows; the numbers of stages and microbatches are read off the actions.
+
+    `rows`: of each rank its cells: an action, a pair of actions that may overlap, or the text of either.
+    `placement`: `loop`, `V`, or the rank of every stage; without it a stage lives where the first of its actions stands.
+
+    Raises ScheduleError for a text that is no action, and for a stage that stands nowhere.
+
+        >>> from_rows("mine", [["0F0", "0B0"], ["1F0", "1B0"]]).placement
+        (0, 1)
+    """
+    cells = [[cell for each in row for cell in (parsed(each) if isinstance(each, str) else (each,))] for row in rows]
+    table = tuple(tuple(action for cell in row for action in actions_of(cell)) for row in cells)
+    overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
+    stages = 1 + max((action.stage for row in table for action in row), default=-1)
+    microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
+    if placement is None:
+        placement = _homes(name, table, stages)
+    elif isinstance(placement, str):
+        if placement not in PLACEMENTS:
+            raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
+        placement = PLACEMENTS[placement](stages, len(table))
+    return Schedule(name, tuple(placement), microbatches, table, overlaps)
+
+
+def _homes(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[int]:
+    """The rank of every stage, read off the table."""
+    homes: dict[int, int] = {}
+    for rank, row in enumerate(table):
+        for action in row:
+            homes.setdefault(action.stage, rank)
+    for stage in range(stages):
+        if stage not in homes:
+            last = f"{name} has actions of stage {stages - 1}"
+            raise ScheduleError(f"{last}, but none of stage {stage}: give every stage its actions")
+    return [homes[stage] for stage in range(stages)]
+
+
+_OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
+_NO_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # PyTorch's notes on sharded weights
+
+
+def parsed(text: str) -> Iterator[Cell]:
+    """The cell PyTorch's compute-only form writes as `text`; nothing for a bubble, or what is left to the engine."""
+    text = text.strip()
+    if overlap := _OVERLAP.fullmatch(text):
+        yield Action.parse(overlap[1]), Action.parse(overlap[2])
+    elif text and not _NO_ACTION.fullmatch(text):
+        yield Action.parse(text)

@@ -1,0 +1,122 @@
+"""The events of one step: when every action ran, or would run."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.schedule.memory import Size
+from penstock.schedule.table import Action, Pair, Skip, dependencies
+
+
+class Event(NamedTuple):
+    """One action of one rank, from `start` to `end` in the time unit of its timeline."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    sent: float | None = None  # when the rank had handed over what it made, if that was measured
+
+
+class Border(NamedTuple):
+    """What a message costs that passes from one stage to another, or back, where the two live on different ranks."""
+
+    transmission: float = 0.0  # time for which it occupies its channel
+    latency: float = 0.0  # time it then travels on, beside others
+
+
+@dataclass(slots=True)
+class Channel:
+    """What carries the messages of one rank to another: one at a time, first in, first out."""
+
+    free: float = float("-inf")  # when the last message has left it
+
+    def carry(self, ready: float, border: Border) -> float:
+        """When a message over `border` arrives that the rank hands over at the time `ready`."""
+        self.free = max(self.free, ready) + border.transmission
+        return self.free + border.latency
+
+
+@dataclass(frozen=True)
+class Events:
+    """What a `Timeline` is made of, and what is read off its events one by one."""
+
+    name: str
+    rows: tuple[tuple[Event, ...], ...]  # rank -> its events, in order
+    borders: tuple[Border, ...] = ()  # stage s -> what a message between s and s+1 costs; empty when measured
+    sizes: tuple[Size, ...] = ()  # stage -> what its activations take; empty: one each
+    overlaps: frozenset[Pair] = frozenset()  # actions that ran as one pair
+    skips: Mapping[Skip, Border] = field(default_factory=dict)  # what a message of each skip costs
+    memory_unit: str = ""  # "bytes", or "" where it is activations or whatever the sizes were in
+    between: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
+    averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """All events, rank by rank, each rank's in the order it ran them."""
+        return tuple(event for row in self.rows for event in row)
+
+    @property
+    def ranks(self) -> int:
+        """P, the number of ranks."""
+        return len(self.rows)
+
+    @cached_property
+    def stages(self) -> int:
+        """S, the number of stages that ran something."""
+        return 1 + max((event.action.stage for event in self.events), default=-1)
+
+    def cells(self, rank: int) -> Iterator[tuple[Event, ...]]:
+        """The events of `rank` in order, one at a time or as the two of an overlapped pair."""
+        row, firsts = iter(self.rows[rank]), self._begins_pair
+        for event in row:
+            yield (event, next(row)) if event.action in firsts else (event,)
+
+    @cached_property
+    def _begins_pair(self) -> frozenset[Action]:
+        return frozenset(first for first, _ in self.overlaps)
+
+    def needs(self, event: Event) -> Iterator[Event]:
+        """The events that `event` could not start before."""
+        at = self._at
+        for options in dependencies(event.action, self.stages, self.skips):
+            yield from [at[action] for action in options if action in at]
+
+    @cached_property
+    def _at(self) -> dict[Action, Event]:
+        return {event.action: event for event in self.events}
+
+    @cached_property
+    def start(self) -> float:
+        """When the first action of any rank starts."""
+        return min((row[0].start for row in self.rows if row), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        """When the last action of any rank ends."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Last end - first start over all ranks: the time of a step that ends in an ordinary optimizer step."""
+        return self.end - self.start
+
+    @cached_property
+    def span(self) -> float:
+        """The longest (last end - first start) of any one rank: what the zero-bubble papers report."""
+        return max((row[-1].end - row[0].start for row in self.rows if row), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """For every rank, the time it spent in actions; that of a pair counts once."""
+        return tuple(map(_busy, self.rows))
+
+
+def _busy(row: Sequence[Event]) -> float:
+    """The time for which at least one event of `row` ran."""
+    busy, free = 0.0, float("-inf")
+    for _, _, start, end, _ in row:
+        busy += max(0.0, end - max(start, free))
+        free = max(free, end)
+    return busy

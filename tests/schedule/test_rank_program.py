@@ -1,0 +1,64 @@
+"""What a rank does of a program, for each kind of batch and call."""
+
+import pytest
+
+from penstock.schedule import build, lower
+from penstock.schedule.rank_program import REMEMBERED, RankPrograms
+
+
+def programs(name: str = "1f1b", microbatches: int = 4, rank: int = 0, **options: bool) -> RankPrograms:
+    return RankPrograms(lower(build(name, 2, microbatches)), rank, **options)
+
+
+def actions(program) -> str:
+    return " ".join(str(step.action) for step in program.steps)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ((True,), "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"),
+        ((False,), "0F0 0F1 0F2 0F3"),
+        ((True, 2), "0F0 0F1 0B0 0B1"),
+        ((False, 2), "0F0 0F1"),
+        ((True, 4, frozenset({1, 3})), "0F0 0F1 0B0 0F2 0F3 0B2"),
+    ],
+)
+def test_a_rank_does_what_the_call_needs(call, expected):
+    assert actions(programs().of(*call)) == expected
+
+
+def test_what_was_asked_for_before_is_the_same_program():
+    known = programs()
+    assert known.of(True) is known.of(True, 4)
+    assert known.of(False, 4, frozenset({2})) is known.of(False)
+    assert known.of(True, 2) is known.of(True, 2) is not known.of(True, 3)
+
+
+def test_so_many_kinds_of_batches_as_there_may_be_are_not_all_remembered():
+    known = programs(microbatches=8)
+    first, kept = known.of(True, 1), known.of(True, 2)
+    for number in range(2 * REMEMBERED):
+        known.of(True, 3, frozenset(bit for bit in range(8) if number >> bit & 1))
+        assert known.of(True, 2) is kept  # asked for again and again
+    again = known.of(True, 1)
+    assert again == first
+    assert again is not first
+    assert len(known._known) == REMEMBERED
+
+
+def test_a_split_backward_is_known_before_its_forward_and_the_last_action_of_a_stage_completes_its_gradients():
+    program = programs("zb-h1", 2, rank=1).of(True)
+    assert program.split == {(1, 0), (1, 1)}
+    assert {str(action) for action in program.last} == {"1W1"}
+    assert {str(action): microbatches for action, microbatches in program.weights.items()} == {"1W0": (0,), "1W1": (1,)}
+
+
+def test_the_last_of_several_w_in_a_row_does_for_all_if_they_are_merged():
+    program = programs("zb-h2", rank=1, merge=True).of(True)
+    assert {str(action): microbatches for action, microbatches in program.weights.items()} == {
+        "1W0": (0,),
+        "1W1": (),
+        "1W2": (),
+        "1W3": (1, 2, 3),
+    }

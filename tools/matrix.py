@@ -1,0 +1,170 @@
+"""The tests on each supported release of torch and Python: makes an environment for each, and the table docs/releases.md.
+
+    make matrix                                             every cell for which this machine has the Python; takes hours
+    make matrix MATRIX="--torch 2.15.0 --python 3.12 3.13"  some cells; the others stay as they were
+    make matrix MATRIX="--index-url https://download.pytorch.org/whl/cpu"   with the small builds of torch, for CPUs only
+    make matrix MATRIX="--tests tests/mesh tests/engine"    some of the tests
+    python tools/matrix.py --ready ENVIRONMENT ...          in environments that have torch and the tests' packages already
+
+Results are kept in docs/releases.json, from which the table is written, so a cell can be refreshed alone.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, TABLE = ROOT / "docs" / "releases.json", ROOT / "docs" / "releases.md"
+RELEASES = ["2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+EXTRAS = "mlp,transformers,png,studio,dev"
+VERSIONS = "import sys, torch; print(torch.__version__.split('+')[0], '%d.%d' % sys.version_info[:2])"
+Result = dict[str, Any]  # passed and skipped: counts; failed: names of tests; tests: which there were
+
+
+def main() -> None:
+    """Every cell that is asked for, one after the other."""
+    options = arguments()
+    results: dict[str, Result] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    wheel = built_wheel()
+    for python in environments(options, wheel):
+        cell = output(python, "-c", VERSIONS)
+        print(f"torch and Python {cell}: {' '.join(options.tests)}", flush=True)
+        results[cell] = tested(python, options.tests, options.marks)
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        TABLE.write_text(table(results))
+
+
+def arguments() -> argparse.Namespace:
+    """The words of the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", nargs="+", default=RELEASES, metavar="RELEASE")
+    parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION")
+    parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH")
+    parser.add_argument("--marks", default="not timed", help="which of them, as pytest -m has it (default: %(default)s)")
+    parser.add_argument("--index-url", help="where pip finds torch")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".matrix", help="where they are made, and kept")
+    parser.add_argument("--ready", nargs="+", type=Path, metavar="ENVIRONMENT", help="use these and make none")
+    return parser.parse_args()
+
+
+# ---- environments
+
+
+def environments(options: argparse.Namespace, wheel: Path) -> Iterator[Path]:
+    """The interpreter of each environment, with the wheel installed."""
+    if options.ready:
+        for folder in options.ready:
+            pip(folder / "bin" / "python", "--no-deps", "--force-reinstall", wheel)
+            yield folder / "bin" / "python"
+        return
+    for release in options.torch:
+        for version in options.python:
+            if shutil.which(f"python{version}"):
+                yield made(
+                    options.environments / f"torch-{release}-python-{version}", release, version, options.index_url, wheel
+                )
+            else:
+                print(f"there is no python{version} on this machine: torch {release} is left out", file=sys.stderr)
+
+
+def made(folder: Path, release: str, version: str, index_url: str | None, wheel: Path) -> Path:
+    """An environment with this release of torch; one that is there is used again."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([f"python{version}", "-m", "venv", folder], check=True)
+    pip(python, f"torch=={release}", *(["--index-url", index_url] if index_url else []))
+    pinned = [
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(("torch==", "setuptools=="))
+    ]
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join([*pinned, f"torch=={release}"]))
+    pip(python, "-c", constraints, f"penstock[{EXTRAS}] @ {wheel.as_uri()}")
+    pip(python, "--no-deps", "--force-reinstall", wheel)  # also where an older one of the same version was
+    return python
+
+
+def pip(python: Path, *words: str | Path) -> None:
+    """`pip install`, in the environment of `python`."""
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words], check=True)
+
+
+def built_wheel() -> Path:
+    """The project's wheel, as it is now."""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-wheel-"))
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # what setuptools built before, it would pack again
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT], check=True)
+    return next(folder.glob("*.whl"))
+
+
+def output(*command: str | Path) -> str:
+    """What a command prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+# ---- tests
+
+
+def tested(python: Path, tests: list[str], marks: str) -> Result:
+    """Run the tests on the installed wheel: `PYTHONSAFEPATH` keeps the checkout's own package out of sight."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command: list[str | Path] = [
+            python,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            "-m",
+            marks,
+            *tests,
+        ]
+        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        return {"tests": " ".join(tests), **counts(ElementTree.parse(report))}
+
+
+def counts(report: "ElementTree.ElementTree[Any]") -> Result:
+    """What pytest's JUnit file says."""
+    cases = list(report.iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    names = sorted(f"{case.get('classname')}::{case.get('name')}" for case in failed)
+    return {"passed": len(cases) - len(failed) - len(skipped), "failed": names, "skipped": len(skipped)}
+
+
+def table(results: dict[str, Result]) -> str:
+    """docs/releases.md."""
+    order = sorted(results, key=lambda cell: [int(part) for part in cell.replace(" ", ".").split(".")])
+    rows = [row(cell, results[cell]) for cell in order]
+    failures = [f"* torch {cell}: `{name}`" for cell in order for name in results[cell]["failed"]]
+    return "\n".join([*HEAD, *rows, *(["", "What failed:", "", *failures] if failures else []), ""])
+
+
+HEAD = [
+    "# The tests on each release of torch and Python",
+    "",
+    "Written by `make matrix` (tools/matrix.py), which installs the wheel in an environment of its own for each row.",
+    "",
+    "| torch | Python | passed | failed | skipped | tests |",
+    "|---|---|---|---|---|---|",
+]
+
+
+def row(cell: str, result: Result) -> str:
+    """A line of the table."""
+    torch, python = cell.split()
+    return f"| {torch} | {python} | {result['passed']} | {len(result['failed'])} | {result['skipped']} | {result['tests']} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,29 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+from penstock.errors import PenstockError
+
+# ---- releases -------------------------------------------------------------------------------------------------------
+
+OLDEST, NEWEST = (2, 11), (2, 15)  # what pyproject.toml asks for, and `make matrix` tests
+
+
+def release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version: `(2, 13)` of `2.13.0+cpu`."""
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
+def refuse_older(version: str) -> None:
+    """Raises PenstockError if torch lacks what this module stands on."""
+    if release(version) < OLDEST:
+        newer = ".".join(map(str, OLDEST))
+        raise PenstockError(f"Penstock needs torch {newer} or newer, this is {version}: pip install 'torch>={newer}'")
+
+
+refuse_older(torch.__version__)
+
+
 # ---- modules and tensors --------------------------------------------------------------------------------------------
 
 

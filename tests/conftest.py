@@ -1,4 +1,4 @@
-"""How all tests run: on one thread, since bits depend on how many there are. Their tiers are marks, listed in pyproject.toml."""
+"""How all tests run: on one thread, since bits depend on how many there are. Their tiers are marks (see pyproject.toml)."""
 
 import torch
 from hypothesis import HealthCheck, settings

@@ -19,6 +19,7 @@ from penstock.comms.groups import Groups
 from penstock.comms.launcher import launch
 from penstock.comms.messages.lines import MemorySender, Outbox, receiving_line, sending_line
 from penstock.comms.messages.wire import describe_tensor
+from penstock.torch_private import NEWEST, release
 
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
@@ -29,6 +30,7 @@ EXTRAS = {"sklearn": "penstock train --model mlp (pip install 'penstock[mlp]')"}
 def examine() -> None:
     """Print it all; a minus sign is in front of what is missing."""
     print(f"+ Python {platform.python_version()}, torch {version('torch')}, penstock {version('penstock')}")
+    _tested(torch.__version__)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print(f"+ {cores} processor cores: more ranks than that share them, and computing takes longer than the table says")
     _devices()
@@ -50,6 +52,13 @@ def examine() -> None:
 
 def _say(there: bool, present: str, absent: str) -> None:
     print(f"+ {present}" if there else f"- {absent}")
+
+
+def _tested(version: str) -> None:
+    if release(version) > NEWEST:
+        print(
+            f"- Penstock is tested with torch up to {'.'.join(map(str, NEWEST))}: what {version} does differently is not known"
+        )
 
 
 def _devices() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from penstock.commands import doctor
 from penstock.model import GPT, GPTConfig
 from penstock.schedule import Action, Event, Kind, Timeline
 from penstock.view.terminal import draw
@@ -163,6 +164,14 @@ def test_bench_and_doctor_say_what_they_measured():
     assert len(messages) == 6, doctor.stderr  # of three sizes: the pipeline's way, and by Gloo
     assert all(re.search(r", +[\d,]+ bytes take +\d+ us, [\d.]+ GB/s$", line) for line in messages), messages
     assert all(("by Gloo" in line) == (number >= 3) for number, line in enumerate(messages))
+
+
+@pytest.mark.parametrize(("version", "told"), [("2.15.0+cpu", ""), ("2.16.0", "- Penstock is tested with torch up to 2.15: ")])
+def test_doctor_says_when_torch_is_newer_than_what_was_tested(capsys, version, told):
+    doctor._tested(version)
+    said = capsys.readouterr().out
+    assert said.startswith(told)
+    assert bool(said) == bool(told)
 
 
 def test_the_package_ships_its_types():

@@ -1,5 +1,8 @@
 """The door to torch's private parts: what each function needs of torch is there, and does what it is used for."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +20,23 @@ def test_trees_are_taken_apart_and_put_together():
     assert torch_private.tree_map(str, [1, 2]) == ["1", "2"]
     assert torch_private.tree_map_only(int, lambda leaf: leaf + 1, {"a": [1, "x"]}) == {"a": [2, "x"]}
     assert not spec.is_leaf()
+
+
+# ---- releases
+
+
+def test_an_older_torch_is_refused_in_a_sentence_and_a_newer_one_is_not():
+    told = r"Penstock needs torch 2.11 or newer, this is 2.10.1\+cpu: pip install 'torch>=2.11'"
+    with pytest.raises(ps.PenstockError, match=told):
+        torch_private.refuse_older("2.10.1+cpu")
+    for version in ("2.11.0", "2.15.0+cu132", "2.16.0.dev20270101", "3.0.0a0+git1234"):
+        torch_private.refuse_older(version)
+
+
+def test_the_package_asks_for_the_releases_that_are_known():
+    wanted = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    newest = torch_private.NEWEST[0], torch_private.NEWEST[1] + 1
+    assert f'"torch>={".".join(map(str, torch_private.OLDEST))},<{".".join(map(str, newest))}"' in wanted
 
 
 # ---- modules and tensors

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from penstock.torch_private import mps_generator
+
 _MASK = 2**64 - 1
 
 
@@ -29,7 +31,7 @@ def generator_of(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     if device.type == "mps":
-        return torch.mps._get_default_mps_generator()
+        return mps_generator()
     return torch.default_generator
 
 

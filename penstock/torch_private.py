@@ -4,14 +4,23 @@ Nothing else in the package touches a private name of torch (a test looks). What
 supported, 2.11 to 2.15, is decided here and nowhere else.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload as OpOverload  # what a dispatched operation is
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram  # this imports for a second
 
 # ---- trees of values ------------------------------------------------------------------------------------------------
 # Lists, tuples and dicts (and what transformers' outputs are) taken apart and put together; torch has no public name for it.
@@ -90,14 +99,19 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in module._modules.items() if child is not None}
 
 
-def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Whether the `buffer` of `module` itself is part of its state_dict."""
-    return buffer not in module._non_persistent_buffers_set
+def is_saved(module: nn.Module, name: str) -> bool:
+    """Whether `name` is a buffer of `module` itself, and part of its state_dict."""
+    return name in module._buffers and name not in module._non_persistent_buffers_set
 
 
 def swap_memory(tensor: Tensor, other: Tensor) -> None:
     """Exchange what two tensor objects are, as the public `torch.utils.swap_tensors`, which refuses weak references to them."""
     torch._C._swap_tensor_impl(tensor, other)
+
+
+def mps_generator() -> torch.Generator:
+    """The generator that operations on Apple's GPUs draw from, as `torch.cuda.default_generators` are for CUDA."""
+    return torch.mps._get_default_mps_generator()
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -111,6 +125,37 @@ def storage_key(tensor: Tensor) -> int:
 # ---- process groups (comms) -----------------------------------------------------------------------------------------
 
 # ---- graphs and exports (partition) ---------------------------------------------------------------------------------
+
+
+def guards_of(program: "ExportedProgram") -> list[str]:
+    """What an export took for granted of sizes, each as Python of its arguments `L['name']`. No public call tells."""
+    return [guard.strip() for guard in program._guards_code]
+
+
+@cache
+def guard_function(guard: str, argument: str) -> Callable[[Any], bool]:
+    """A guard as a function of `argument`, the name it is written with. Needs the words that guards are made of."""
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # this imports for a second
+
+    return eval(f"lambda {argument}: {guard}", {**SYMPY_INTERP, "math": math, "inf": math.inf})
+
+
+def without_guards(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """What is asked about the sizes of an export's `tensors` inside becomes no guard of it."""
+    mode = detect_fake_mode(tensors)
+    return mode.shape_env.suppress_guards() if mode and mode.shape_env else nullcontext()
+
+
+def sets_grad_mode(target: object) -> bool:
+    """Whether a node of an export calls a graph with gradients switched on or off: (enabled, graph, *arguments)."""
+    return target is torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def written_arguments(operation: OpOverload) -> list[tuple[int, str]]:
+    """Place and name of each argument that an operation writes to, which only its schema says."""
+    arguments = enumerate(operation._schema.arguments)
+    return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
+
 
 # ---- DistributedDataParallel and fully_shard (mesh) -----------------------------------------------------------------
 # With these calls `torch.distributed.pipelining` (its `stage.py`) steers both: nothing public says which backward is the last

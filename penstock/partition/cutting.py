@@ -12,7 +12,7 @@ from torch import nn
 from penstock.errors import MismatchError
 from penstock.partition import graph_stage
 from penstock.partition.balance import PARAMETERS, Balance
-from penstock.partition.graph_stage import Traced
+from penstock.partition.model_graph import ModelGraph
 from penstock.partition.unit_times import measure, record
 from penstock.partition.units import units_of
 
@@ -87,7 +87,7 @@ class Whole:
             if cut not in names:
                 near = difflib.get_close_matches(cut, names, n=3) or names[:5]
                 raise MismatchError(f"cannot cut before {cut!r}: {type(self.model).__name__} has {', '.join(near)}, ..")
-        self._traced: Traced | None = None
+        self._traced: ModelGraph | None = None
         chain = type(self.model).forward is nn.Sequential.forward
         if chain and self.model._modules.keys() >= set(self.cuts or ()):
             self.order = list(self.model._modules)
@@ -100,7 +100,7 @@ class Whole:
         """Whether the cut depends on measured times, which differ from one process to the next."""
         return self.cuts is None and self.has_example
 
-    def _followed(self) -> Traced:
+    def _followed(self) -> ModelGraph:
         from penstock.partition import export, trace  # torch.export takes a second to import
 
         units = units_of(self.model, self.cuts or ())

@@ -6,25 +6,32 @@ Units are not looked into: while the forward is exported each is one operation, 
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import detect_fake_mode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from penstock.errors import MismatchError
-from penstock.partition.graph_stage import DEVICE, NO_GRAD, Traced
 from penstock.partition.inputs import Input, Inputs, Like, named
-from penstock.partition.trace import both_modes, first_line, joined, numbers
+from penstock.partition.model_graph import DEVICE, NO_GRAD, ModelGraph, both_modes, first_line
+from penstock.torch_private import (
+    TreeSpec,
+    guards_of,
+    sets_grad_mode,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    without_guards,
+)
 
 NOT_ONE = "!= 1"  # of sizes that are broadcast: a batch of one row is as good as any
 
 
-def exported(model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+def exported(model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelGraph:
     """Follow the forward on an example, by `torch.export`; sizes of tensors stay open.
 
     Raises MismatchError with what `torch.export` says of a forward it cannot export.
@@ -33,11 +40,11 @@ def exported(model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[An
     values = _several_rows(named(signature, args, kwargs))
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
-    made = [_exported(model, units, values, device) for _ in both_modes(model)]
-    guards = dict.fromkeys(guard for each in made for guard in each.guards())
-    inputs = Inputs(signature, _inputs(made[0].program, values), list(guards))
-    graph = joined(model, [each.graph() for each in made], [each.extras for each in made])
-    return Traced(model, graph, inputs, made[0].extras, numbers(model))
+    exports = [_exported(model, units, values) for _ in both_modes(model)]
+    extras: dict[str, Any] = {}
+    graphs = [_Rewriting(program, calls, device, extras).graph() for program, calls in exports]
+    guards = dict.fromkeys(guard for program, _ in exports for guard in _guards(program))
+    return ModelGraph.of(model, graphs, Inputs(signature, _inputs(exports[0][0], values), list(guards)), extras)
 
 
 class _ByName(nn.Module):
@@ -75,20 +82,28 @@ def _like(leaf: Any, node: fx.Node) -> Any:
     return Like(leaf.dtype, tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape))
 
 
-def _exported(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any], device: torch.device) -> "_Rewriting":
+def _exported(
+    model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]
+) -> tuple[ExportedProgram, list["_Call"]]:
+    """The model as a program in which units are operations, and what these stand for."""
     sizes = tree_map(_open_sizes, values)
     with torch.enable_grad(), _opaque(units) as calls:
         try:
-            program = torch.export.export(_ByName(model), (values,), dynamic_shapes=(sizes,), strict=False)
+            return torch.export.export(_ByName(model), (values,), dynamic_shapes=(sizes,), strict=False), calls
         except Exception as error:
             told = f"cannot export the forward of {type(model).__name__} ({first_line(error)})"
             raise MismatchError(f"{told}: change what it says, or give a list with one module for each stage") from error
-    return _Rewriting(program, list(calls), device)
 
 
 def _open_sizes(leaf: Any) -> dict[int, Any] | None:
     """Which sizes stay open: all but those of 1, which are taken to be always 1."""
     return {place: Dim.AUTO for place, size in enumerate(leaf.shape) if size != 1} if isinstance(leaf, Tensor) else None
+
+
+def _guards(program: ExportedProgram) -> list[str]:
+    """What the forward between the units assumed of sizes."""
+    guards = [guard.replace("L['values']", "values") for guard in guards_of(program)]
+    return [guard for guard in guards if not guard.endswith(NOT_ONE)]
 
 
 class _Call:
@@ -117,7 +132,7 @@ def _kind(leaf: Any) -> Any:
     return Tensor if isinstance(leaf, Tensor) else torch.SymInt if isinstance(leaf, torch.SymInt) else None
 
 
-_calls: list[_Call] = []
+_calls: list[list[_Call]] = []  # of the export that goes on
 
 
 @torch.library.custom_op("penstock::unit", mutates_args=())
@@ -127,34 +142,33 @@ def _unit(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
 
 @_unit.register_fake
 def _(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
-    mode = detect_fake_mode(tensors)
-    with (
-        mode.shape_env.suppress_guards() if mode and mode.shape_env else nullcontext()
-    ):  # what sizes a unit looks at is its own
-        return _calls[call].run(tensors, numbers)
+    with without_guards(tensors):  # what sizes a unit looks at is its own
+        return _calls[-1][call].run(tensors, numbers)
 
 
 @contextmanager
 def _opaque(units: Mapping[str, nn.Module]) -> Iterator[list[_Call]]:
     """Every unit's forward replaced by one operation that `torch.export` does not look into."""
-    _calls.clear()
+    calls: list[_Call] = []
+    _calls.append(calls)
     for name, unit in units.items():
-        unit.forward = _stub(name, unit.forward)
+        unit.forward = _stub(name, unit.forward, calls)
     try:
-        yield _calls
+        yield calls
     finally:
+        _calls.pop()
         for unit in units.values():
             del unit.forward
 
 
-def _stub(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _stub(name: str, forward: Callable[..., Any], calls: list[_Call]) -> Callable[..., Any]:
     def stub(*args: Any, **kwargs: Any) -> Any:
         """The unit, as one operation."""
         leaves, spec = tree_flatten((args, kwargs))
         call = _Call(name, forward, leaves, spec)
-        _calls.append(call)
+        calls.append(call)
         given = {kind: [leaf for leaf in leaves if _kind(leaf) is kind] for kind in (Tensor, torch.SymInt)}
-        made = iter(torch.ops.penstock.unit(len(_calls) - 1, given[Tensor], given[torch.SymInt]))
+        made = iter(torch.ops.penstock.unit(len(calls) - 1, given[Tensor], given[torch.SymInt]))
         return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in call.made], call.made_spec)
 
     return stub
@@ -163,13 +177,13 @@ def _stub(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 class _Rewriting:
     """The graph of an exported program, with its units called as modules again."""
 
-    def __init__(self, program: ExportedProgram, calls: Sequence[_Call], device: torch.device) -> None:
-        self.program, self.calls, self.device = program, calls, device
-        self.made, self.extras = fx.Graph(), dict[str, Any]()
-        self.values: dict[fx.Node, Any] = {}
+    def __init__(self, program: ExportedProgram, calls: Sequence[_Call], device: torch.device, extras: dict[str, Any]) -> None:
+        self.program, self.calls, self.device, self.extras = program, calls, device, extras
+        self.made = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}  # of the program -> what stands for them in the graph
 
     def graph(self) -> fx.Graph:
-        """The graph; `extras` is what it reads that is no part of the model."""
+        """The graph; what it reads that is no part of the model is among the `extras` then."""
         inputs = {each.arg.name: each for each in self.program.graph_signature.input_specs}
         for node in self.program.graph.find_nodes(op="placeholder"):
             self.values[node] = self._input(node, inputs[node.name])
@@ -198,7 +212,7 @@ class _Rewriting:
             return self._unit(index, tensors, sizes, gradients)
         if node.target is operator.getitem and isinstance(self.values[arguments[0]], list):
             return self.values[arguments[0]][arguments[1]]
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        if sets_grad_mode(node.target):
             enabled, inner, *given = arguments
             inside = getattr(module, str(inner.target))
             self.values |= zip(inside.graph.find_nodes(op="placeholder"), map(self._value, given), strict=True)
@@ -207,11 +221,6 @@ class _Rewriting:
             raise MismatchError(f"the forward has layers inside {node.target}: give a list with one module for each stage")
         args, kwargs = tree_map(self._value, (node.args, dict(node.kwargs)))
         return self.made.create_node(node.op, node.target, args, kwargs, node.name)
-
-    def guards(self) -> list[str]:
-        """What the forward between the units assumed of sizes."""
-        guards = [guard.strip().replace("L['values']", "values") for guard in self.program._guards_code]
-        return [guard for guard in guards if not guard.endswith(NOT_ONE)]
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, torch.device) and argument.type == self.device.type:
@@ -226,7 +235,7 @@ class _Rewriting:
         return self._extra(self.program.constants[spec.target])
 
     def _extra(self, value: Any) -> fx.Node:
-        name = f"_penstock_{len(self.extras)}"
+        name = next((name for name, extra in self.extras.items() if extra is value), f"_penstock_{len(self.extras)}")
         self.extras[name] = value
         return self.made.get_attr(name)
 

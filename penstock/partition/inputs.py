@@ -1,17 +1,15 @@
 """What goes into a model that was cut along its graph: the arguments of its forward, and whether the graph holds for them."""
 
 import inspect
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from penstock.errors import MismatchError
+from penstock.torch_private import TreeSpec, guard_function, tree_flatten
 
 
 class Like(NamedTuple):
@@ -49,7 +47,7 @@ class Inputs(NamedTuple):
                 raise MismatchError(f"the model was cut for a forward with {each.name}=, which is missing")
             leaves += [named_values[each.name]] if each.spec is None else _leaves(each, named_values[each.name])
         for guard in self.guards:
-            if not _compiled(guard)(named_values):
+            if not guard_function(guard, "values")(named_values):
                 told = re.sub(r"values\['(\w+)'\]", r"\1", guard)
                 raise MismatchError(f"the model was cut for {told}, which does not hold here: give an example like this batch")
         return leaves
@@ -80,13 +78,6 @@ def _fits(leaf: Any, like: Any) -> bool:
         return False
     sizes = enumerate(zip(like.sizes, leaf.shape, strict=True))
     return all(mine == size or (size is None and (mine > 1 or place == 0)) for place, (size, mine) in sizes)
-
-
-@cache
-def _compiled(guard: str) -> Callable[[Mapping[str, Any]], bool]:
-    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
-
-    return eval(f"lambda values: {guard}", {**SYMPY_INTERP, "math": math, "inf": math.inf})
 
 
 def refused(name: str) -> MismatchError:

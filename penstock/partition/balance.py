@@ -54,36 +54,42 @@ def _reached(total: Sequence[int], parts: int, most: int) -> list[int]:
     return ends
 
 
-def _evenest(total: list[int], parts: int, most: int) -> list[int]:
+def _evenest(total: Sequence[int], parts: int, most: int) -> list[int]:
     """The starts of the parts with the smallest sum of squares of which none costs more than `most`."""
     count = len(total) - 1
-    reach = [bisect_right(total, start + most) - 1 for start in total]  # the furthest end of a part by its start
     furthest, earliest = _reached(total, parts, most), [count]  # starts: with the parts before, with those that follow
     for _ in range(parts):
         earliest.append(bisect_left(total, total[earliest[-1]] - most))
-    best = [0] * (count + 1)  # by where the parts that follow start: their sum of squares
-    low = high = count  # where they may start
-    cut_after: list[list[int]] = []
+    squares, starts = [0] * (count + 1), range(count, count + 1)  # the smallest sums, by where the parts that follow start
+    best_ends = []
     for rest in range(parts):  # `rest` parts follow this one
-        ends, squares = [0] * (count + 1), [0] * (count + 1)
         first, last = max(earliest[rest + 1], parts - rest - 1), min(furthest[parts - rest - 1], count - rest - 1)
-        todo = [(first, last, low, high)]
-        while todo:  # the middle start by trying every end; the starts on its two sides have theirs on the same sides
-            left, right, from_end, to_end = todo.pop()
-            if left > right:
-                continue
-            start = (left + right) // 2
-            begin, until = max(from_end, start + 1), min(to_end, reach[start]) + 1
-            sums = [(end - total[start]) ** 2 + after for end, after in zip(total[begin:until], best[begin:until], strict=True)]
-            squares[start] = min(sums)
-            ends[start] = end = until - 1 - sums[::-1].index(squares[start])  # the last of the best
-            todo += [(left, start - 1, from_end, end), (start + 1, right, end, to_end)]
-        best, low, high = squares, first, last
-        cut_after.append(ends)
+        ends, starts = starts, range(first, last + 1)
+        best, squares = _best_ends(total, squares, starts, ends, most)
+        best_ends.append(best)
     found = [0]
-    for ends in reversed(cut_after[1:]):
-        found.append(ends[found[-1]])
+    for best in reversed(best_ends[1:]):
+        found.append(best[found[-1]])
     return found
+
+
+def _best_ends(
+    total: Sequence[int], after: Sequence[int], starts: range, ends: range, most: int
+) -> tuple[list[int], list[int]]:
+    """By start: the last of the best `ends` of a part, and the sum of squares of it and of what comes `after`."""
+    best, squares = [0] * len(total), [0] * len(total)
+    todo = [(starts, ends[0], ends[-1])]
+    while todo:  # the middle start by trying every end; the starts on its two sides have theirs on the same sides
+        starts, low, high = todo.pop()
+        if starts:
+            middle = len(starts) // 2
+            start = starts[middle]
+            begin, until = max(low, start + 1), min(high + 1, bisect_right(total, total[start] + most))
+            sums = [(end - total[start]) ** 2 + rest for end, rest in zip(total[begin:until], after[begin:until], strict=True)]
+            squares[start] = min(sums)
+            best[start] = end = until - 1 - sums[::-1].index(squares[start])
+            todo += [(starts[:middle], low, end), (starts[middle + 1 :], end, high)]
+    return best, squares
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import difflib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +11,11 @@ from torch import nn
 from penstock.errors import MismatchError
 from penstock.partition import graph_stage
 from penstock.partition.balance import PARAMETERS, Balance
+from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph
 from penstock.partition.unit_times import measure, record
 from penstock.partition.units import units_of
+from penstock.torch_private import layers_of
 
 
 def split(
@@ -24,22 +25,47 @@ def split(
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> list[nn.Module]:
-    """Cut `model` into `stages` stages; its parts are shared, not copied, and keep their names.
+    """Cut `model` into `stages` stages, to be run one after the other by `run`, or by `Pipeline`.
 
-    `cuts` names the submodule that every stage but the first begins with. Without it, the slowest stage is made as fast as
-    any cut can make it: by the time that forward and backward of every unit take on `example_args` and `example_kwargs`, one
-    microbatch, or without an example by parameters.
+        first, second = split(model, 2, cuts=["layers.6"])              # the second stage begins with layers.6
+        stages = split(model, 4, example_args=(tokens[:8],))            # where four stages are fastest
+        output = run(stages, tokens)                                    # the bits of model(tokens)
 
-    A model that is no `nn.Sequential` is followed through its forward: with an example by `torch.export`, which needs one
-    that decides nothing by the values of tensors; without, symbolically by `torch.fx`, which also needs one that decides
-    nothing by shapes, and leaves every parameter of the forward that has a default at that. Sizes of an example stay open,
-    except those of 1 that are not rows; what is no tensor is taken to be always the same. The first stage refuses a batch for
-    which the example does not speak. The stages are run one after the other by `run`, or by `Pipeline`.
+    `model`: an `nn.Sequential`, which is cut between its layers, or any other module, which is cut between its units: the
+    elements of its `ModuleList`, `ModuleDict` and `Sequential` containers and the modules beside these. The stages share its
+    parameters and buffers, which are not copied, and keep their names.
+    `stages`: how many, 1 to the number of layers or units.
+    `cuts`: the name of the submodule that each stage but the first begins with, `stages - 1` of them in the order in which
+    they run. A name inside a unit cuts the unit there. Without `cuts`, the slowest stage is made as fast as any cut can make
+    it: by the seconds that forward and backward of every unit take on the example, or without one by its parameters.
+    `example_args`, `example_kwargs`: what the forward is called with, for one microbatch. Sizes stay open, except those of 1
+    that are not rows; what is no tensor is taken to be always the same. The first stage refuses a batch for which the example
+    does not speak.
 
-    Raises MismatchError for fewer units than stages, unknown or unordered cuts, and a forward that cannot be followed.
+    A model that is no `nn.Sequential` is followed through its forward, in training and in evaluation: with an example by
+    `torch.export`, which needs a forward that decides nothing by the values of tensors; without one symbolically by
+    `torch.fx`, which also needs one that decides nothing by shapes, and leaves every parameter of the forward that has a
+    default at that.
+    Raises MismatchError for more stages than units, unknown or unordered cuts, and a forward that cannot be followed.
     """
     whole = Whole(model, cuts, example_args, example_kwargs)
     return whole.cut(whole.starts(stages))
+
+
+def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """The output of the whole model, its `stages`, as `split` made them, run one after the other.
+
+    `args`, `kwargs`: what the model's forward takes. Raises MismatchError if an example did not speak for them.
+    """
+    messages: dict[tuple[int, int], Any] = {}
+    output: Any = None
+    for index, stage in enumerate(stages):
+        graph = stage.penstock if isinstance(stage, GraphStage) else None
+        sources, takers = (graph.sources, graph.takers) if graph else ([index - 1], [index + 1])
+        output = stage(*[messages.pop((source, index)) for source in sources]) if index else stage(*args, **kwargs)
+        given = output if len(takers) > 1 else (output,)
+        messages |= {(index, taker): message for taker, message in zip(takers, given, strict=False)}
+    return output
 
 
 def whole(
@@ -49,102 +75,87 @@ def whole(
     example_kwargs: Mapping[str, Any] | None,
 ) -> "Whole | None":
     """`model` if it is one to be cut: an `nn.Sequential`, or one with cuts or an example. None if it is stages already."""
-    asked = cuts is not None or example_args is not None or example_kwargs is not None
-    if isinstance(model, nn.Sequential) or (isinstance(model, nn.Module) and asked):
+    asked = any(each is not None for each in (cuts, example_args, example_kwargs))
+    if isinstance(model, nn.Sequential) or (asked and isinstance(model, nn.Module)):
         return Whole(model, cuts, example_args, example_kwargs)
     if asked:
         raise MismatchError("cuts= and example_args= are for a whole model, but the stages were given as a list")
     return None
 
 
-def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """The output of the whole model, its stages, as `split` made them, run one after the other."""
-    messages: dict[tuple[int, int], Any] = {}
-    output: Any = None
-    for index, stage in enumerate(stages):
-        sources = stage.penstock.sources if isinstance(stage, graph_stage.GraphStage) else range(max(0, index - 1), index)
-        output = stage(*[messages.pop((source, index)) for source in sources]) if index else stage(*args, **kwargs)
-        takers = stage.penstock.takers if isinstance(stage, graph_stage.GraphStage) else (index + 1,)
-        given = output if len(takers) > 1 else (output,)
-        messages |= {(index, taker): message for taker, message in zip(takers, given, strict=False)}
-    return output
-
-
-@dataclass
 class Whole:
-    """A model that is to be cut, and where that is possible."""
+    """A model that is to be cut; the arguments are those of `split`.
 
-    model: nn.Module
-    cuts: Sequence[str] | None = None
-    example_args: Sequence[Any] | None = None
-    example_kwargs: Mapping[str, Any] | None = None
-    balance: Balance | None = None  # of the cut that `starts` found
+    `order`: the names of the layers or units it can be cut before, in the order in which they run.
+    `balance`: how even the cut is that `starts` chose; None where it was given by names.
+    """
 
-    def __post_init__(self) -> None:
-        self.has_example = self.example_args is not None or self.example_kwargs is not None
-        names = [name for name, _ in self.model.named_modules() if name]
-        for cut in self.cuts or ():
-            if cut not in names:
-                near = difflib.get_close_matches(cut, names, n=3) or names[:5]
-                raise MismatchError(f"cannot cut before {cut!r}: {type(self.model).__name__} has {', '.join(near)}, ..")
-        self._traced: ModelGraph | None = None
-        chain = type(self.model).forward is nn.Sequential.forward
-        if chain and self.model._modules.keys() >= set(self.cuts or ()):
-            self.order = list(self.model._modules)
-        else:
-            self._traced = self._followed()
-            self.order = self._traced.order()
+    def __init__(
+        self,
+        model: nn.Module,
+        cuts: Sequence[str] | None = None,
+        example_args: Sequence[Any] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        _check_names(model, cuts or ())
+        self.model, self.cuts = model, cuts
+        self.balance: Balance | None = None
+        self._has_example = example_args is not None or example_kwargs is not None
+        self._example = tuple(example_args or ()), dict(example_kwargs or {})
+        chain = type(model).forward is nn.Sequential.forward and layers_of(model).keys() >= set(cuts or ())
+        self._graph = None if chain else self._followed()
+        self.order = list(layers_of(model)) if self._graph is None else self._graph.order()
 
     @property
     def measures(self) -> bool:
         """Whether the cut depends on measured times, which differ from one process to the next."""
-        return self.cuts is None and self.has_example
+        return self.cuts is None and self._has_example
 
     def _followed(self) -> ModelGraph:
         from penstock.partition import export, trace  # torch.export takes a second to import
 
         units = units_of(self.model, self.cuts or ())
-        if self.has_example:
-            return export.exported(self.model, units, self.example_args or (), self.example_kwargs or {})
-        return trace.symbolic(self.model, units)
+        return export.exported(self.model, units, *self._example) if self._has_example else trace.symbolic(self.model, units)
 
     def starts(self, stages: int) -> list[str]:
         """The unit that each of `stages` stages but the first begins with: of the cuts, or of the best balance."""
-        if self.cuts is None:
-            if not 1 <= stages <= len(self.order):
-                count = len(self.order)
-                raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
-            self.balance = self._balance(stages)
-            return [self.order[start] for start in self.balance.starts[1:]]
-        starts = [next((unit for unit in self.order if unit == cut or unit.startswith(f"{cut}.")), cut) for cut in self.cuts]
-        for cut, start in zip(self.cuts, starts, strict=True):
+        if self.cuts is not None:
+            return self._named(self.cuts, stages)
+        if not 1 <= stages <= len(self.order):
+            count = len(self.order)
+            raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
+        self.balance = self._best(stages)
+        return [self.order[start] for start in self.balance.starts[1:]]
+
+    def _named(self, cuts: Sequence[str], stages: int) -> list[str]:
+        starts = [next((unit for unit in self.order if unit == cut or unit.startswith(f"{cut}.")), cut) for cut in cuts]
+        for cut, start in zip(cuts, starts, strict=True):
             if start not in self.order:
                 raise MismatchError(f"cannot cut before {cut!r}: the forward of {type(self.model).__name__} does not call it")
         places = [0, *map(self.order.index, starts)]
         if places != sorted(set(places)) or len(places) != stages:
             wanted = f"name {stages - 1} layers after the first, in the order in which they run"
-            raise MismatchError(f"cuts {list(self.cuts)} do not make {stages} stages: {wanted}")
+            raise MismatchError(f"cuts {list(cuts)} do not make {stages} stages: {wanted}")
         return starts
 
-    def _balance(self, stages: int) -> Balance:
+    def _best(self, stages: int) -> Balance:
         modules = {name: self.model.get_submodule(name) for name in self.order}
-        if not self.has_example:
+        if not self._has_example:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
             return Balance.best(self.order, sizes, stages, PARAMETERS)
-        once = {module: name for name, module in reversed(modules.items())}
-        units = {name: module for name, module in modules.items() if once[module] == name}
-        recorded = record(self.model, units, self.example_args or (), self.example_kwargs or {})
+        first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
+        recorded = record(self.model, {name: module for module, name in first.items()}, *self._example)
         times = dict(zip([unit.module for unit in recorded], measure(recorded), strict=True))
         return Balance.best(self.order, [times[module] for module in modules.values()], stages)
 
     def cut(self, starts: Sequence[str]) -> list[nn.Module]:
         """The stages that begin so. Raises MismatchError if a parameter or buffer of the model is in none of them."""
-        if self._traced is None:
-            layers = _layers(self.model)
+        if self._graph is None:
+            layers = list(layers_of(self.model).items())
             places = [0, *map(self.order.index, starts), len(layers)]
             stages: list[nn.Module] = [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(places)]
         else:
-            stages = list(graph_stage.cut(self._traced, starts))
+            stages = list(graph_stage.cut(self._graph, starts))
         for stage in stages:
             stage.training = self.model.training
         lost = self.model.state_dict().keys() - {name for stage in stages for name in stage.state_dict()}
@@ -153,9 +164,12 @@ class Whole:
         return stages
 
 
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of an `nn.Sequential`; one that stands in several places has several names, unlike in `named_children`."""
-    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
+def _check_names(model: nn.Module, cuts: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    for cut in cuts:
+        if cut not in names:
+            near = difflib.get_close_matches(cut, names, n=3) or names[:5]
+            raise MismatchError(f"cannot cut before {cut!r}: {type(model).__name__} has {', '.join(near)}, ..")
 
 
 def names_of(stages: Sequence[Mapping[str, str]], whole: bool = False) -> list[dict[str, str]]:

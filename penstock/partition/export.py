@@ -1,12 +1,13 @@
-"""A model's forward exported by `torch.export`, on an example, to a graph of its units.
+"""A model's forward exported by `torch.export`, on an example, to a graph of its units; see `trace.py` for the other way.
 
-Units are not looked into: while the forward is exported each is one operation, which becomes its call again.
+Units are not looked into: while the forward is exported each is one operation (`opaque_units.py`), which becomes its call
+again.
 """
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,15 +18,14 @@ from torch.export.graph_signature import InputKind
 from penstock.errors import MismatchError
 from penstock.partition.inputs import Input, Inputs, Like, named
 from penstock.partition.model_graph import DEVICE, NO_GRAD, ModelGraph, both_modes, first_line
+from penstock.partition.opaque_units import UNIT, Call, opaque
 from penstock.torch_private import (
-    TreeSpec,
     guards_of,
     sets_grad_mode,
     tree_flatten,
     tree_leaves,
     tree_map,
     tree_unflatten,
-    without_guards,
 )
 
 NOT_ONE = "!= 1"  # of sizes that are broadcast: a batch of one row is as good as any
@@ -82,12 +82,10 @@ def _like(leaf: Any, node: fx.Node) -> Any:
     return Like(leaf.dtype, tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape))
 
 
-def _exported(
-    model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]
-) -> tuple[ExportedProgram, list["_Call"]]:
+def _exported(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]) -> tuple[ExportedProgram, list[Call]]:
     """The model as a program in which units are operations, and what these stand for."""
     sizes = tree_map(_open_sizes, values)
-    with torch.enable_grad(), _opaque(units) as calls:
+    with torch.enable_grad(), opaque(units) as calls:
         try:
             return torch.export.export(_ByName(model), (values,), dynamic_shapes=(sizes,), strict=False), calls
         except Exception as error:
@@ -106,81 +104,16 @@ def _guards(program: ExportedProgram) -> list[str]:
     return [guard for guard in guards if not guard.endswith(NOT_ONE)]
 
 
-class _Call:
-    """One call of a unit during the export: how its arguments are put together, and what it gives."""
-
-    def __init__(self, name: str, forward: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec) -> None:
-        self.name, self.forward, self.leaves, self.spec = name, forward, leaves, spec
-        self.made: list[Any] = []
-        self.made_spec = spec
-
-    def arguments(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
-        """(args, kwargs) with these in their places."""
-        rest = {Tensor: iter(tensors), torch.SymInt: iter(numbers)}
-        leaves = [next(rest[kind]) if kind in rest else leaf for leaf in self.leaves for kind in [_kind(leaf)]]
-        return tree_unflatten(leaves, self.spec)
-
-    def run(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-        """Run the unit on tensors without values; its tensors."""
-        args, kwargs = self.arguments(tensors, numbers)
-        self.made, self.made_spec = tree_flatten(self.forward(*args, **kwargs))
-        self.made = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.made]  # it may be an input
-        return [leaf for leaf in self.made if isinstance(leaf, Tensor)]
-
-
-def _kind(leaf: Any) -> Any:
-    return Tensor if isinstance(leaf, Tensor) else torch.SymInt if isinstance(leaf, torch.SymInt) else None
-
-
-_calls: list[list[_Call]] = []  # of the export that goes on
-
-
-@torch.library.custom_op("penstock::unit", mutates_args=())
-def _unit(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
-    raise AssertionError("a unit is called in an export only")
-
-
-@_unit.register_fake
-def _(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
-    with without_guards(tensors):  # what sizes a unit looks at is its own
-        return _calls[-1][call].run(tensors, numbers)
-
-
-@contextmanager
-def _opaque(units: Mapping[str, nn.Module]) -> Iterator[list[_Call]]:
-    """Every unit's forward replaced by one operation that `torch.export` does not look into."""
-    calls: list[_Call] = []
-    _calls.append(calls)
-    for name, unit in units.items():
-        unit.forward = _stub(name, unit.forward, calls)
-    try:
-        yield calls
-    finally:
-        _calls.pop()
-        for unit in units.values():
-            del unit.forward
-
-
-def _stub(name: str, forward: Callable[..., Any], calls: list[_Call]) -> Callable[..., Any]:
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        """The unit, as one operation."""
-        leaves, spec = tree_flatten((args, kwargs))
-        call = _Call(name, forward, leaves, spec)
-        calls.append(call)
-        given = {kind: [leaf for leaf in leaves if _kind(leaf) is kind] for kind in (Tensor, torch.SymInt)}
-        made = iter(torch.ops.penstock.unit(len(calls) - 1, given[Tensor], given[torch.SymInt]))
-        return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in call.made], call.made_spec)
-
-    return stub
-
-
+@dataclass
 class _Rewriting:
     """The graph of an exported program, with its units called as modules again."""
 
-    def __init__(self, program: ExportedProgram, calls: Sequence[_Call], device: torch.device, extras: dict[str, Any]) -> None:
-        self.program, self.calls, self.device, self.extras = program, calls, device, extras
-        self.made = fx.Graph()
-        self.values: dict[fx.Node, Any] = {}  # of the program -> what stands for them in the graph
+    program: ExportedProgram
+    calls: Sequence[Call]
+    device: torch.device
+    extras: dict[str, Any]
+    made: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, Any] = field(default_factory=dict)  # node of the program -> what stands for it in the graph
 
     def graph(self) -> fx.Graph:
         """The graph; what it reads that is no part of the model is among the `extras` then."""
@@ -207,7 +140,7 @@ class _Rewriting:
 
     def _call(self, module: fx.GraphModule, node: fx.Node, gradients: bool) -> Any:
         arguments: Any = node.args
-        if node.target is torch.ops.penstock.unit.default:
+        if node.target is UNIT:
             index, tensors, sizes = arguments
             return self._unit(index, tensors, sizes, gradients)
         if node.target is operator.getitem and isinstance(self.values[arguments[0]], list):
@@ -217,7 +150,7 @@ class _Rewriting:
             inside = getattr(module, str(inner.target))
             self.values |= zip(inside.graph.find_nodes(op="placeholder"), map(self._value, given), strict=True)
             return self._copied(inside, gradients and enabled)
-        if any(each.target is torch.ops.penstock.unit.default for each in _inside(module, node)):
+        if any(each.target is UNIT for each in _inside(module, node)):
             raise MismatchError(f"the forward has layers inside {node.target}: give a list with one module for each stage")
         args, kwargs = tree_map(self._value, (node.args, dict(node.kwargs)))
         return self.made.create_node(node.op, node.target, args, kwargs, node.name)
@@ -247,7 +180,7 @@ class _Rewriting:
         node.meta |= {} if gradients else {NO_GRAD: True}
         if call.made_spec.is_leaf():
             return [node]
-        leaves = self.made.call_function(leaves_of, (node,))
+        leaves = self.made.call_function(tree_leaves, (node,))
         places = [place for place, leaf in enumerate(call.made) if isinstance(leaf, Tensor)]
         return [self.made.call_function(operator.getitem, (leaves, place)) for place in places]
 
@@ -256,8 +189,3 @@ def _inside(module: nn.Module, node: fx.Node) -> list[fx.Node]:
     """The nodes of the graphs that are given to `node`."""
     parts = [getattr(module, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
     return [inner for part in parts if isinstance(part, fx.GraphModule) for inner in part.graph.nodes]
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """What a unit gave, flat."""
-    return tree_flatten(value)[0]

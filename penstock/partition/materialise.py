@@ -7,18 +7,24 @@ neither on the number of ranks nor on the cut, and no rank needs memory for more
 import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.randomness import aside, mix
+from penstock.torch_private import (
+    TensorSlot,
+    TorchDispatchMode,
+    storage_key,
+    swap_memory,
+    tensor_slots,
+    tree_map_only,
+    written_arguments,
+)
 
 META = torch.device("meta")
 Init = Callable[[nn.Module], Any]
@@ -26,7 +32,7 @@ Init = Callable[[nn.Module], Any]
 
 def is_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer of `module` is on the meta device."""
-    return any(place.tensor.is_meta for place in _places(module))
+    return any(slot.tensor.is_meta for slot in tensor_slots(module))
 
 
 def materialise(
@@ -49,54 +55,39 @@ def materialise(
     with the first submodule that has them. What has memory already keeps its values, whatever `init` does to it.
     Raises MismatchError, and leaves the module as it was, if neither `reset_parameters()` nor `init` writes one of them.
     """
-    places = _places(module)
-    made: dict[int, _Place] = {}  # each by its first name
-    wanted = {id(place.tensor) for place in places if place.tensor.is_meta and (only is None or place.name in only)}
-    for place in places:
-        if id(place.tensor) in wanted:
-            made.setdefault(id(place.tensor), place)
+    slots = tensor_slots(module)
+    made = _wanted(slots, only)
     try:
-        for place in made.values():
-            _move(place, device)
-        watch = _Watch(places, made, device)
+        for slot in made.values():
+            _move(slot.tensor, device)
+        watch = _Watch(slots, made, device)
         for name, submodule in _children_first(module):
-            if not any(_is_inside(place.name, name) for place in made.values()):
+            if not any(_is_inside(slot.name, name) for slot in made.values()):
                 continue
-            with _seeded(device, seed, _whole_name(name, places, names or {})), torch.no_grad(), watch.inside(name):
+            with _seeded(device, seed, _whole_name(name, slots, names or {})), torch.no_grad(), watch.inside(name):
                 _initialise(submodule, watch.may_write(name, submodule), init)
-        _check([place for key, place in made.items() if key not in watch.written], names or {}, init)
+        _check([slot for key, slot in made.items() if key not in watch.written], names or {}, init)
     except BaseException:
-        for place in made.values():
-            if not place.tensor.is_meta:
-                _move(place, META)
+        for slot in made.values():
+            if not slot.tensor.is_meta:
+                _move(slot.tensor, META)
         raise
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a module has a parameter or buffer."""
-
-    name: str  # of the tensor
-    owner: nn.Module
-    key: str  # its name there
-    tensor: Tensor
-
-
-def _places(module: nn.Module) -> list[_Place]:
-    """Every parameter and buffer of `module` at every name it has."""
-    return [
-        _Place(f"{prefix}.{key}".lstrip("."), owner, key, tensor)
-        for prefix, owner in module.named_modules()
-        for key, tensor in [*owner._parameters.items(), *owner._buffers.items()]
-        if tensor is not None
-    ]
+def _wanted(slots: Sequence[TensorSlot], only: Container[str] | None) -> dict[int, TensorSlot]:
+    """The tensors to materialise, each at the first of its slots."""
+    wanted = {id(slot.tensor) for slot in slots if slot.tensor.is_meta and (only is None or slot.name in only)}
+    first: dict[int, TensorSlot] = {}
+    for slot in slots:
+        if id(slot.tensor) in wanted:
+            first.setdefault(id(slot.tensor), slot)
+    return first
 
 
-def _move(place: _Place, device: torch.device) -> None:
-    """Give the tensor new memory of the same layout on `device`, its values undefined; it stays the object it is."""
-    old = place.tensor
-    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device).requires_grad_(old.requires_grad)
-    torch._C._swap_tensor_impl(old, new)  # as torch.utils.swap_tensors, for objects that others know by weak references
+def _move(tensor: Tensor, device: torch.device) -> None:
+    """Give `tensor` new memory of the same layout on `device`, its values undefined; it stays the object it is."""
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    swap_memory(tensor, new.requires_grad_(tensor.requires_grad))
 
 
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -129,17 +120,17 @@ class _Watch(TorchDispatchMode):
     called for one module initialises several inside it so, and a cut goes between them.)
     """
 
-    def __init__(self, places: Sequence[_Place], made: Mapping[int, _Place], device: torch.device) -> None:
+    def __init__(self, slots: Sequence[TensorSlot], made: Mapping[int, TensorSlot], device: torch.device) -> None:
         super().__init__()
-        self.places, self.made, self.device = places, made, device
-        self.written = {key for key, place in made.items() if not place.tensor.numel()}
-        self._memory = {id(place.tensor): place.tensor.detach() for place in places}
-        self._tensor_of = {_storage(tensor): key for key, tensor in self._memory.items()}
+        self.slots, self.made, self.device = slots, made, device
+        self.written = {key for key, slot in made.items() if not slot.tensor.numel()}
+        self._memory = {id(slot.tensor): slot.tensor.detach() for slot in slots}
+        self._tensor_of = {storage_key(tensor): key for key, tensor in self._memory.items()}
         self._name = ""  # of the current submodule
 
     def may_write(self, name: str, submodule: nn.Module) -> bool:
         """Whether the submodule `name` has a tensor of its own to initialise."""
-        return any(place.owner is submodule and self._is_home(id(place.tensor), name) for place in self.places)
+        return any(slot.owner is submodule and self._is_home(id(slot.tensor), name) for slot in self.slots)
 
     def _is_home(self, key: int, name: str) -> bool:
         return key in self.made and _is_inside(self.made[key].name, name)
@@ -150,44 +141,39 @@ class _Watch(TorchDispatchMode):
         self._name = name
         with self:
             yield
-            for place in self.places:
-                if _is_inside(place.name, name):
-                    self._put_back(place)
+            for slot in self.slots:
+                if _is_inside(slot.name, name):
+                    self._put_back(slot)
 
-    def _put_back(self, place: _Place) -> None:
-        now, memory = getattr(place.owner, place.key), self._memory[id(place.tensor)]
-        if now is place.tensor and _storage(now) == _storage(memory):
+    def _put_back(self, slot: TensorSlot) -> None:
+        now, memory = getattr(slot.owner, slot.key), self._memory[id(slot.tensor)]
+        if now is slot.tensor and storage_key(now) == storage_key(memory):
             return
         memory.copy_(now.detach())
-        place.tensor.data = memory
-        setattr(place.owner, place.key, place.tensor)
+        slot.tensor.data = memory
+        setattr(slot.owner, slot.key, slot.tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """`func`, its writes allowed or lost."""
+        given: Any
         args, kwargs = list(args), dict(kwargs or {})
         target = partial(self._target, random=torch.Tag.nondeterministic_seeded in func.tags)
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given: Any = kwargs if argument.name in kwargs else args
-                where = argument.name if argument.name in kwargs else index
-                given[where] = tree_map_only(Tensor, target, given[where])
+        for place, name in written_arguments(func):
+            given, where = (kwargs, name) if name in kwargs else (args, place)
+            given[where] = tree_map_only(Tensor, target, given[where])
         return func(*args, **kwargs)
 
     def _target(self, tensor: Tensor, random: bool) -> Tensor:
         """What is written instead of `tensor`: itself, or a copy."""
         if tensor.is_meta:
             return torch.empty_like(tensor, device=self.device) if random else tensor
-        key = self._tensor_of.get(_storage(tensor))
+        key = self._tensor_of.get(storage_key(tensor))
         if key is None:
             return tensor
         if not self._is_home(key, self._name):
             return tensor.clone()
         self.written.add(key)
         return tensor
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 @contextmanager
@@ -203,25 +189,26 @@ def _seeded(device: torch.device, seed: int | None, name: str) -> Iterator[None]
         yield
 
 
-def _whole_name(name: str, places: Sequence[_Place], names: Mapping[str, str]) -> str:
+def _whole_name(name: str, slots: Sequence[TensorSlot], names: Mapping[str, str]) -> str:
     """The name in the uncut model of the submodule `name`, by that of a tensor in it."""
-    for place in places:
-        if _is_inside(place.name, name) and place.name in names:
-            rest = place.name.removeprefix(name).removeprefix(".")
-            return names[place.name].removesuffix(rest).removesuffix(".")
+    for slot in slots:
+        if _is_inside(slot.name, name) and slot.name in names:
+            rest = slot.name.removeprefix(name).removeprefix(".")
+            return names[slot.name].removesuffix(rest).removesuffix(".")
     return name
 
 
-def _check(left: Sequence[_Place], names: Mapping[str, str], init: Init | None) -> None:
+def _check(left: Sequence[TensorSlot], names: Mapping[str, str], init: Init | None) -> None:
     """Raises MismatchError if something is `left` without a value."""
     if not left:
         return
-    place, kind = left[0], type(left[0].owner).__name__
-    what = "parameter" if isinstance(place.tensor, nn.Parameter) else "buffer"
+    slot = left[0]
+    kind = type(slot.owner).__name__
+    what = "parameter" if isinstance(slot.tensor, nn.Parameter) else "buffer"
     others = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
     nobody = "no reset_parameters() writes it" if init is None else "neither reset_parameters() nor init= writes it"
     how = f"give {kind} a reset_parameters() that does, {'pass' if init is None else 'extend'} init="
     raise MismatchError(
-        f"{what} {names.get(place.name, place.name)}{others} is on the meta device and {nobody}: "
+        f"{what} {names.get(slot.name, slot.name)}{others} is on the meta device and {nobody}: "
         f"{how}, or build it on a real device"
     )

@@ -5,24 +5,23 @@ numbers are untouched, and units on the meta device get memory for as long as th
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.partition.materialise import is_meta
+from penstock.partition.materialise import META, is_meta
 from penstock.randomness import aside
+from penstock.torch_private import tensor_slots, tree_leaves, tree_map_only
 
-META = torch.device("meta")
 _ROUNDS, _SECONDS = 3, 2.0  # measured at least so often, and on until so long
 
 
@@ -45,7 +44,6 @@ def record(
     in training. A model on the meta device is run there: its units' inputs are meta tensors, except the model's own.
     Raises MismatchError for units that were not called, and for a forward that cannot run on the meta device.
     """
-    names = {id(module): name for name, module in units.items()}
     meta = is_meta(model)
     given = (tuple(args), dict(kwargs or {}))
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(META), given) if meta else given
@@ -55,13 +53,13 @@ def record(
     def input_of(tensor: Tensor) -> Tensor:
         return _leaf(originals.get(id(tensor), tensor))
 
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = tree_map_only(Tensor, input_of, (args, kwargs))
-        found.setdefault(names[id(module)], Unit(names[id(module)], module, args, kwargs))
+        found.setdefault(name, Unit(name, module, args, kwargs))
 
     with ExitStack() as stack:
-        for module in units.values():
-            handle = module.register_forward_pre_hook(keep, prepend=True, with_kwargs=True)
+        for name, module in units.items():
+            handle = module.register_forward_pre_hook(partial(keep, name), prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
         stack.enter_context(_stand_ins(model, lambda tensor: tensor.to(META) if meta else tensor))
         stack.enter_context(META if meta else nullcontext())
@@ -96,9 +94,9 @@ def measure(units: Sequence[Unit], device: torch.device = CPU, rounds: int = _RO
     the meta device run on `device`, with random values.
     """
     fastest = [float("inf")] * len(units)
-    until = time.perf_counter() + seconds
+    until = perf_counter() + seconds
     done = 0
-    while done < rounds or time.perf_counter() < until:
+    while done < rounds or perf_counter() < until:
         fastest = [min(before, _time_of(unit, device)) for before, unit in zip(fastest, units, strict=True)]
         done += 1
     return fastest
@@ -119,7 +117,7 @@ def _run(module: nn.Module, inputs: tuple[Any, Any], device: torch.device, gradi
     args, kwargs = tree_map_only(Tensor, lambda tensor: _leaf(tensor).clone(), inputs)  # the unit may change what it gets
     synchronise = torch.get_device_module(device).synchronize
     synchronise()
-    begin = time.perf_counter()
+    begin = perf_counter()
     output = module(*args, **kwargs)
     ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not gradients:
@@ -127,31 +125,26 @@ def _run(module: nn.Module, inputs: tuple[Any, Any], device: torch.device, gradi
     if ends:
         torch.autograd.backward(ends, gradients)
     synchronise()
-    return time.perf_counter() - begin
+    return perf_counter() - begin
 
 
 @contextmanager
 def _stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """In the place of every parameter what `make` makes of it, and of every buffer a copy of that; tied ones stay one."""
-    places = [
-        (owner, name, tensor)
-        for owner in module.modules()
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]
-        if tensor is not None
-    ]
-    made: dict[int, Tensor] = {}
-    for _, _, tensor in places:
-        if id(tensor) not in made:
-            parameter = isinstance(tensor, nn.Parameter)
-            value = make(tensor.detach())
-            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if parameter else value.clone()
+    slots = tensor_slots(module)
+    made = {key: _stand_in(tensor, make) for key, tensor in {id(slot.tensor): slot.tensor for slot in slots}.items()}
     try:
-        for owner, name, tensor in places:
-            setattr(owner, name, made[id(tensor)])  # not into the dict: recurrent layers keep a list besides
+        for slot in slots:
+            setattr(slot.owner, slot.key, made[id(slot.tensor)])  # not slot.put: recurrent layers keep a list besides
         yield
     finally:
-        for owner, name, tensor in places:
-            setattr(owner, name, tensor)
+        for slot in slots:
+            setattr(slot.owner, slot.key, slot.tensor)
+
+
+def _stand_in(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    value = make(tensor.detach())
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.clone()
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ supported, 2.11 to 2.15, is decided here and nowhere else.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload as OpOverload  # what a dispatched operation is
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
@@ -140,10 +141,17 @@ def guard_function(guard: str, argument: str) -> Callable[[Any], bool]:
     return eval(f"lambda {argument}: {guard}", {**SYMPY_INTERP, "math": math, "inf": math.inf})
 
 
-def without_guards(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """What is asked about the sizes of an export's `tensors` inside becomes no guard of it."""
+@contextmanager
+def shapes_only(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, what an export's fake `tensors` go through is looked at for its shapes alone: what is asked about sizes becomes
+    no guard, and no result is kept for another call, which with open sizes takes longer than to compute it.
+    """
     mode = detect_fake_mode(tensors)
-    return mode.shape_env.suppress_guards() if mode and mode.shape_env else nullcontext()
+    if mode is None:
+        yield
+        return
+    with disable_fake_tensor_cache(mode), mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+        yield
 
 
 def sets_grad_mode(target: object) -> bool:

@@ -91,6 +91,62 @@ def test_views_of_one_memory_have_its_key():
     assert torch_private.storage_key(tensor) != torch_private.storage_key(other)
 
 
+# ---- graphs and exports
+
+
+class Sized(nn.Module):
+    def forward(self, hidden):
+        with torch.no_grad():
+            factor = hidden.exp() + 1
+        return hidden * (factor if hidden.shape[0] > 3 else 2)
+
+
+def test_the_guards_of_an_export_are_functions_of_what_it_is_called_with():
+    program = torch.export.export(Sized(), (torch.ones(5, 2),), dynamic_shapes=(({0: torch.export.Dim.AUTO},)), strict=False)
+    [guard] = [guard for guard in torch_private.guards_of(program) if ">" in guard]
+    holds = torch_private.guard_function(guard, "L")
+    assert holds({"hidden": torch.ones(4, 2)})
+    assert not holds({"hidden": torch.ones(3, 2)})
+
+
+def test_a_graph_without_gradients_inside_an_export_is_known():
+    program = torch.export.export(Sized(), (torch.ones(5, 2),), strict=False)
+    calls = [node for node in program.graph.nodes if torch_private.sets_grad_mode(node.target)]
+    assert [node.args[0] for node in calls] == [False]
+
+
+@torch.library.custom_op("penstock::test_halves", mutates_args=())
+def halves(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[::2].clone()
+
+
+@halves.register_fake
+def _(tensor):
+    with torch_private.shapes_only([tensor]):
+        return tensor.new_empty(3 if tensor.shape[0] == 5 else 4)
+
+
+class Halves(nn.Module):
+    def forward(self, hidden):
+        return halves(hidden)
+
+
+def test_what_is_asked_about_sizes_only_for_shapes_becomes_no_guard():
+    program = torch.export.export(Halves(), (torch.ones(5),), dynamic_shapes=(({0: torch.export.Dim.AUTO},)), strict=False)
+    [given] = program.graph.find_nodes(op="placeholder")
+    assert not isinstance(given.meta["val"].shape[0], int)
+    with torch_private.shapes_only([torch.ones(2)]):
+        pass
+
+
+def test_which_arguments_an_operation_writes_to():
+    aten = torch.ops.aten
+    assert torch_private.written_arguments(aten.add_.Tensor) == [(0, "self")]
+    assert torch_private.written_arguments(aten.add.out) == [(3, "out")]
+    assert torch_private.written_arguments(aten.add.Tensor) == []
+    assert isinstance(aten.add.Tensor, torch_private.OpOverload)
+
+
 # ---- DistributedDataParallel and fully_shard
 
 

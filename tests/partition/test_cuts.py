@@ -221,7 +221,7 @@ def test_dropout_draws_the_same_wherever_the_model_is_cut():
         for number, run in enumerate(DROPOUTS[ranks]):
             assert_equal(run, [each[number] for each in everyone], alone[number])
     without = uncut(Run("transformer"))
-    assert not torch.equal(alone[0].losses[0], without.losses[0])
+    assert not torch.allclose(alone[0].losses[0], without.losses[0])
 
 
 # -- keywords that every stage takes ----------------------------------------------------------------------------------

@@ -24,7 +24,12 @@ from penstock.torch_private import NEWEST, release
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
 Act = Callable[[Tensor], Any]  # send or receive it
-EXTRAS = {"sklearn": "penstock train --model mlp (pip install 'penstock[mlp]')"}
+EXTRAS = {  # module -> what it is for
+    "sklearn": "penstock train --model mlp (pip install 'penstock[mlp]')",
+    "tensorboard": "metrics in TensorBoard (pip install 'penstock[tensorboard]')",
+    "PIL": "penstock show --png (pip install 'penstock[png]')",
+    "werkzeug": "penstock studio (pip install 'penstock[studio]')",
+}
 
 
 def examine() -> None:

@@ -152,6 +152,15 @@ def test_schedules_lists_them_all():
     assert listed[: len(names())] == names()
 
 
+@pytest.mark.parametrize("name", ["schedules", "show"])
+def test_only_the_command_that_was_typed_is_imported(name):
+    code = f"import sys; sys.argv = ['penstock', '{name}']\nfrom penstock.commands.cli import main\nmain()\n"
+    code += (
+        "print([each for each in ('torch', 'typeguard', 'penstock.commands.train', 'multiprocessing') if each in sys.modules])"
+    )
+    assert penstock(launcher=("-c", code)).stdout.splitlines()[-1] == "set()"
+
+
 @pytest.mark.timed
 def test_bench_and_doctor_say_what_they_measured():
     steps = ("bench", "--ranks", "2", "--forward", "2", "--steps", "2", "--microbatches")

@@ -1,1 +1,8 @@
-"""The labs, a script each."""
+"""The labs, a script each: it tells its story, checks itself, and ends with what it measured.
+
+`lab1_` to `lab3_`     one process; a cut by hand and the memory wall; two processes and a message
+`lab4_` to `lab8_`     the schedules, each for what the one before it left idle: naive, GPipe, 1F1B, interleaved, zero bubble
+`lab9_`                a schedule of your own, written into a copy of `my_schedule`
+`lab10_` to `lab13_`   the other axes: collectives, data parallel, tensor parallel, two axes at once
+`lab14_`               recompute, store or communicate: three ways to have an activation
+"""

@@ -155,9 +155,7 @@ def test_schedules_lists_them_all():
 @pytest.mark.parametrize("name", ["schedules", "show"])
 def test_only_the_command_that_was_typed_is_imported(name):
     code = f"import sys; sys.argv = ['penstock', '{name}']\nfrom penstock.commands.cli import main\nmain()\n"
-    code += (
-        "print([each for each in ('torch', 'typeguard', 'penstock.commands.train', 'multiprocessing') if each in sys.modules])"
-    )
+    code += "print({'torch', 'typeguard', 'multiprocessing', 'penstock.commands.train'} & {*sys.modules})"
     assert penstock(launcher=("-c", code)).stdout.splitlines()[-1] == "set()"
 
 

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from two_hosts import results_of, run
 
 import penstock as ps
+from penstock.learn.emulated_device import EmulatedDevice
 from penstock.mesh.position import MeshPosition, position_in
-from penstock.model import EmulatedDevice
 from penstock.schedule import Costs, Schedule, averaged, simulate
 
 PIPELINE = 2  # ranks of a replica

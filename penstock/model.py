@@ -1,11 +1,10 @@
-"""The reference models: an MLP of many layers, whole and in slices, a small GPT, and a device that is not there.
+"""The reference models: an MLP of many layers, whole and in slices, and a small GPT.
 
 Every layer is initialised from a seed of its own, taken from torch's generator and the layer's number. So a slice has
 the weights of the whole model without building the rest of it, and a GPT is the same wherever it is cut.
 """
 
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +62,7 @@ def mlp(dim: int, total_layers: int = 16, classes: int = 2) -> nn.Sequential:
     """The monolith: `total_layers` Linear layers of `dim` by `dim`, each with a ReLU, and a Linear head to `classes`.
 
     (batch, dim) -> (batch, classes). Its weights depend on torch's seed (`torch.manual_seed`) as those of `ShardedMLP`.
+    Raises MismatchError for a number below 1.
     """
     return nn.Sequential(_mlp_layers(dim, total_layers, classes, 0, total_layers))
 
@@ -70,18 +70,18 @@ def mlp(dim: int, total_layers: int = 16, classes: int = 2) -> nn.Sequential:
 class ShardedMLP(nn.Module):
     """One rank's slice of `mlp(dim, total_layers, classes)`, and nothing else of it.
 
-    Layers that do not divide by the ranks go to the first ranks, one each; the last rank has the head. With the same seed
-    on all ranks, all slices together have the names and, to the bit, the weights of the monolith.
-    Raises MismatchError for a rank outside the world, or more ranks than layers.
+        slice = ShardedMLP(512, 16, topology.rank, topology.world_size)     # the stage that Pipeline takes
+
+    `rank`, `world_size`: which slice of how many. Layers that do not divide by the ranks go to the first ranks, one each; the
+    last rank has the head. With the same seed on all ranks, all slices together have the names and, to the bit, the weights
+    of the monolith. Raises MismatchError for a rank outside the world, or more ranks than layers.
     """
 
     def __init__(self, dim: int, total_layers: int = 16, rank: int = 0, world_size: int = 1, classes: int = 2) -> None:
         super().__init__()
         if not 0 <= rank < world_size or world_size > total_layers:
-            raise MismatchError(
-                f"no slice {rank} of {world_size}: "
-                f"ranks are 0 to {world_size - 1}, at most one for each of {total_layers} layers"
-            )
+            ranks = f"ranks are 0 to {world_size - 1}, at most one for each of {total_layers} layers"
+            raise MismatchError(f"no slice {rank} of {world_size}: {ranks}")
         shares = sizes(total_layers, world_size)
         start = sum(shares[:rank])
         for name, layer in _mlp_layers(dim, total_layers, classes, start, start + shares[rank]).items():
@@ -154,28 +154,25 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        width = config.width
-        self.heads, self.dropout = config.heads, config.dropout
+        width, self.heads = config.width, config.heads
+        self.dropout = nn.Dropout(config.dropout)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = Projection(width, 3 * width), Projection(width, width, 2 * config.layers)
         self.up, self.down = Projection(width, 4 * width), Projection(4 * width, width, 2 * config.layers)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, time, width) -> the same."""
-        hidden = hidden + self._drop(self.attention(self.norm1(hidden)))
-        return hidden + self._drop(self.down(functional.gelu(self.up(self.norm2(hidden)))))
+        hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+        return hidden + self.dropout(self.down(functional.gelu(self.up(self.norm2(hidden)))))
 
     def attention(self, hidden: Tensor) -> Tensor:
         """(batch, time, width) -> the same; a token sees itself and those before it."""
         batch, time, width = hidden.shape
         qkv = self.qkv(hidden).view(batch, time, -1, 3, width // self.heads)  # head by head: ranks may have some heads each
         query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each (batch, heads, time, width / heads)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout.p if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def _drop(self, hidden: Tensor) -> Tensor:
-        return functional.dropout(hidden, self.dropout, self.training)
 
 
 class Vectors(nn.Embedding):
@@ -197,59 +194,3 @@ class Projection(nn.Linear):
         """Draw the weights."""
         nn.init.normal_(self.weight, std=self.std)
         nn.init.zeros_(self.bias)
-
-
-class EmulatedDevice(nn.Module):
-    """A stage that takes its time on no core, so that ranks that share the cores of one machine run as devices of their own do.
-
-    F sleeps `forward` seconds, I `backward` and W `weights`, a full B both; the first stage too. It hands on the memory it
-    gets, so a message of any size costs nothing else. Its weight, of `parameters` numbers, gets a gradient.
-    I sleeps in a node that only the input's gradient passes, W in a hook of the weight: once each, in any engine.
-    """
-
-    def __init__(self, forward: float, backward: float, weights: float = 0.0, parameters: int = 1) -> None:
-        super().__init__()
-        self.seconds = forward, backward
-        self.weight = nn.Parameter(torch.ones(parameters))
-        if weights:
-            self.weight.register_hook(lambda _: time.sleep(weights))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(rows, ..) -> the same values, in the same memory, later."""
-        return _Weighted.apply(self.busy(hidden), self.weight)
-
-    def busy(self, hidden: Tensor) -> Tensor:
-        """`hidden` later: what a device does without its weight. One that takes no time at all does nothing."""
-        if not any(self.seconds):
-            return hidden
-        first = not hidden.requires_grad
-        return _Busy.apply(hidden.detach().requires_grad_() if first else hidden, *self.seconds, first)
-
-
-class _Busy(torch.autograd.Function):
-    """Sleeps and hands on the memory it got, in both directions; nothing to the batch, before the first stage."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward: float, backward: float, first: bool) -> Tensor:
-        ctx.seconds, ctx.first = backward, first
-        time.sleep(forward)
-        return hidden.data  # not a view, which torch's own pipeline cannot detach in I
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
-        time.sleep(ctx.seconds)
-        # A new view, not `gradient` itself: an engine that reads it from a leaf's `.grad` then gets it without a copy.
-        return None if ctx.first else gradient.view_as(gradient), None, None, None
-
-
-class _Weighted(torch.autograd.Function):
-    """Where the weight comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.parameters = len(weight)
-        return hidden.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient.view_as(gradient), gradient.flatten()[:1].repeat(ctx.parameters)

@@ -3,6 +3,7 @@
 `catalog`   which labs there are, and how one is told
 `labs/`     a script for each, which checks itself and ends with what it measured
 `story`     what every lab needs: ranks to run on, a voice that speaks once, checks that can fail
+`emulated_device`   a stage that sleeps in the place of a device that is not there
 `devices`   devices that are not there: compute that sleeps, memory with a limit
 `by_hand`   the collectives, from sends and receives
 `written`   a schedule somebody wrote as a Python function, read into a table

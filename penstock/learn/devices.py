@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock as ps
-from penstock.model import EmulatedDevice
+from penstock.learn.emulated_device import EmulatedDevice
 from penstock.schedule import Schedule, Timeline
 
 DIM = 8  # of the activations; a device that sleeps does not mind

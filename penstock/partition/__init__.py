@@ -1,16 +1,16 @@
 """A model cut into stages: an `nn.Sequential` between its layers, any other along a graph of its forward.
 
-units         the submodules a model can be cut between, each of which stays whole
-inputs        what a cut model's forward takes, and whether a batch is like the example
-model_graph   what a model does, as two graphs of its units: of training and of evaluation
-trace         such graphs, followed symbolically by torch.fx
-opaque_units  units as single operations while a forward is exported
-export        such graphs, exported on an example by torch.export
-graph_stage   a stage of them, and which values go from which stage to which
-materialise   from the meta device to memory, with the values of one process
-unit_times    what each unit's forward and backward cost, measured
-balance       the cut whose dearest stage is the cheapest
-cutting       `split` and `run`: a model as a whole, and the stages it is cut into
+`units`         the submodules a model can be cut between, each of which stays whole
+`inputs`        what a cut model's forward takes, and whether a batch is like the example
+`model_graph`   what a model does, as two graphs of its units: of training and of evaluation
+`trace`         such graphs, followed symbolically by torch.fx
+`opaque_units`  units as single operations while a forward is exported
+`export`        such graphs, exported on an example by torch.export
+`graph_stage`   a stage of them, and which values go from which stage to which
+`materialise`   from the meta device to memory, with the values of one process
+`unit_times`    what each unit's forward and backward cost, measured
+`balance`       the cut whose dearest stage is the cheapest
+`cutting`       `split` and `run`: a model as a whole, and the stages it is cut into
 """
 
 from penstock.partition.cutting import Whole, names_of, plain, run, split, whole

@@ -11,7 +11,7 @@ from torch import nn
 from penstock import comms
 from penstock.comms.launcher import launch
 from penstock.learn.devices import EmulatedLayer
-from penstock.model import EmulatedDevice
+from penstock.learn.emulated_device import EmulatedDevice
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Kind, Measurement, Schedule, Timeline, simulate
 from penstock.schedule.timing.measurement import MeasuredCosts

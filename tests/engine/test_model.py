@@ -1,13 +1,11 @@
 """The reference models: slices that are the monolith, and a GPT that can be cut anywhere."""
 
-from time import perf_counter
-
 import pytest
 import torch
 from torch import nn
 
 from penstock import MismatchError, ShardedMLP
-from penstock.model import GPT, EmulatedDevice, GPTConfig, mlp
+from penstock.model import GPT, GPTConfig, mlp
 from penstock.partition import split
 
 
@@ -160,23 +158,3 @@ def test_dropout_acts_in_training_only():
 def test_a_width_that_does_not_divide_by_the_heads_is_refused():
     with pytest.raises(MismatchError, match="width 10 does not divide by 4 heads"):
         GPT(GPTConfig(width=10, heads=4))
-
-
-def test_an_emulated_device_takes_its_time_and_hands_on_the_memory_it_gets():
-    device = EmulatedDevice(0.02, 0.03, 0.04, parameters=3)
-    batch = torch.arange(6.0).view(2, 3)  # requires no gradient: the first stage has a backward all the same
-    begin = perf_counter()
-    output = device(batch)
-    middle = perf_counter()
-    assert output.data_ptr() == batch.data_ptr()
-    output.backward(torch.full((2, 3), 2.0))
-    assert middle - begin >= 0.02
-    assert perf_counter() - middle >= 0.07
-    assert torch.equal(device.weight.grad, torch.full((3,), 2.0))
-    assert batch.grad is None
-
-
-def test_an_emulated_device_hands_the_gradient_on():
-    hidden = torch.zeros(2, 3, requires_grad=True)
-    EmulatedDevice(0, 0.001)(hidden).backward(torch.ones(2, 3))
-    assert torch.equal(hidden.grad, torch.ones(2, 3))

@@ -1,13 +1,22 @@
 """Checkpoints that fit any cut: everything under the uncut model's names, whole or refused, written beside the training.
 
-A checkpoint is a folder `step-00000120`: tensors in safetensors files (`tensor_files.py`), the rest as JSON in a manifest
-that holds every file's hash (`manifest.py`). Nothing is unpickled when it is loaded. The ranks agree over a control group
-of their own, so a save may go on in a thread while the next steps run. All ranks must see the folder.
+A checkpoint is a folder `step-00000120`: tensors in safetensors files, the rest as JSON in a manifest that holds every file's
+hash. Nothing is unpickled when it is loaded. The ranks agree over a control group of their own, so a save may go on in a
+thread while the next steps run. All ranks must see the folder.
+
+    manifest        a checkpoint's folder: what must be in it, byte for byte, and which folders there are
+    tensor_files    tensors in safetensors files
+    packing         state as JSON with the tensors aside, and back
+    training_state  the optimizer by names, random numbers
+    together        what the ranks do as one: write, fail, find the newest whole checkpoint
+    restore         `resume`
+    saving          `save` and `exists`
+    weights         `export`, `export_folder`, `import_weights`: the weights alone, in one file
 """
 
-from penstock.checkpoint.beside import Saving
 from penstock.checkpoint.restore import resume
 from penstock.checkpoint.saving import exists, save
+from penstock.checkpoint.together import Saving
 from penstock.checkpoint.weights import export, export_folder, import_weights
 
 __all__ = ["Saving", "exists", "export", "export_folder", "import_weights", "resume", "save"]

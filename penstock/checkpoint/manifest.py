@@ -95,22 +95,18 @@ def check(folder: Path, files: dict[str, Any], rank: int = 0, ranks: int = 1) ->
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in files:
             raise Damaged(f"{path} does not belong to the checkpoint: its {NAME} does not name it")
-    for name, expected in files.items():
-        size = _told(folder / name, lambda path: path.stat().st_size)
+    for number, (name, expected) in enumerate(files.items()):
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            whole = size == expected["bytes"] and (number % ranks != rank or entry(path) == expected)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            raise Damaged(f"{path} {'is missing' if missing else f'cannot be read: {error.strerror}'}") from error
         if size != expected["bytes"]:
-            raise Damaged(f"{folder / name} has {size} bytes, but {expected['bytes']} were written")
-    for name in list(files)[rank::ranks]:
-        if _told(folder / name, entry) != files[name]:
-            raise Damaged(f"{folder / name} is damaged: its bytes do not have the SHA-256 they had when they were written")
-
-
-def _told(path: Path, look: Any) -> Any:
-    try:
-        return look(path)
-    except FileNotFoundError as error:
-        raise Damaged(f"{path} is missing") from error
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+            raise Damaged(f"{path} has {size} bytes, but {expected['bytes']} were written")
+        if not whole:
+            raise Damaged(f"{path} is damaged: its bytes do not have the SHA-256 they had when they were written")
 
 
 def known_whole(folder: Path) -> None:
@@ -131,15 +127,11 @@ def _is_whole(folder: Path) -> bool:
 # -- putting into place, and away ---------------------------------------------------------------------------------------
 
 
-def begin(folder: Path, name: str) -> Path:
-    """An empty folder in `folder` to write what is to be called `name` into; what broken saves have left is deleted."""
-    folder.mkdir(parents=True, exist_ok=True)
+def delete_left_overs(folder: Path) -> None:
+    """Delete what broken saves have left in `folder`."""
     set_aside = [old for old in folder.glob(".step-*.old") if (folder / old.name[1:-4]).exists()]
     for left in [*folder.glob(".step-*.part"), *set_aside]:
         shutil.rmtree(left)
-    part = folder / f".{name}.part"
-    part.mkdir()
-    return part
 
 
 def put_in_place(part: Path, final: Path) -> None:

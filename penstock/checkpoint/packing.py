@@ -6,7 +6,7 @@ dict with other keys than texts), `{"counter": [[key, value], ..]}`.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -57,16 +57,3 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {key: unpack(each, tensors) for key, each in content.items()}
     pairs = {unpack(key, tensors): unpack(each, tensors) for key, each in content}
     return Counter(pairs) if kind == "counter" else pairs
-
-
-def names_in(packed: Any) -> Iterator[str]:
-    """The names of the tensors that `unpack` will ask for."""
-    if isinstance(packed, list):
-        for each in packed:
-            yield from names_in(each)
-    elif isinstance(packed, dict):
-        ((kind, content),) = packed.items()
-        if kind == "tensor":
-            yield content
-        else:
-            yield from names_in(list(content.values()) if kind == "dict" else content)

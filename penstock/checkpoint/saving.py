@@ -1,7 +1,7 @@
 """Saving: all ranks write their parts beside, and the folder gets its name when it is whole."""
 
-import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint import manifest
-from penstock.checkpoint.beside import Saving, own_state, seen, settled, together, written
 from penstock.checkpoint.packing import pack
 from penstock.checkpoint.restore import MODEL
+from penstock.checkpoint.together import Saving, as_one, own_state, savings, settled, write
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.comms.control import Control
 from penstock.comms.groups import broken_off
@@ -28,80 +28,74 @@ def save(
     keep: int = 3,
     wait: bool = True,
 ) -> Saving:
-    """Write `folder/step-00000120`, 120 being the steps done: model, optimizer, learning-rate schedule, random states.
+    """Write `folder/step-00000120`, 120 being the steps done: all that training needs to go on, on any ranks and cut.
 
-    All ranks call it. `extra` (rank 0's): whatever else the program needs to go on, numbers, texts, tensors, and lists and
-    dicts of them; a GradScaler's `state_dict()` goes here. The last `keep` whole checkpoints up to this step stay, older
-    ones are deleted. The folder gets its name when all of it is on the disk, so it is there whole or not at all.
-    With `wait=False` the state is copied to host memory and a thread writes it while training goes on; the next save or
-    resume waits for that, and so does `wait()` of what this returns, which every program calls once before it ends.
+    All ranks call it, after the same step. It is there whole or not at all: it gets its name when all of it is on the disk.
+
+    `folder`: of all checkpoints of a run, made if it is not there; all ranks must see it.
+    `pipe`: its model's parameters and buffers, its count of steps, and the states of Python's and torch's random generators.
+    `optimizer`: of this rank's `pipe.parameters()`; its state is kept under their names. Its options are the same on all ranks.
+    `scheduler`: of the learning rate, the same on all ranks: anything with a `state_dict`.
+    `extra`: what else the program needs to go on, rank 0's: numbers, texts, tensors, and lists, tuples and dicts of them. A
+        GradScaler's `state_dict()` goes here.
+    `keep`: the last so many whole checkpoints up to this step stay, older ones are deleted.
+    `wait`: False copies everything to host memory and leaves the writing to a thread, while training goes on. The next save
+        or resume waits for that, and so does `wait()` of what this returns, which a program calls once before it ends.
 
     Raises, on every rank: PenstockError if a rank cannot write; MismatchError for state that a checkpoint cannot keep, and
     for ranks whose steps or optimizers differ; LostRankError if a rank dies meanwhile. The checkpoints before stay whole.
+
+        saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
     if keep < 1:
         raise PenstockError(f"keep={keep} would keep no checkpoint: use 1 or more")
-    beside = settled(pipe)
+    control = settled(pipe)
     final = Path(folder) / manifest.folder_of(pipe.step_count)
-    tensors: dict[str, Tensor] = {}
-    with together(beside.control, f"collect what goes into {final}"), broken_off(pipe.position.beside):
-        state = own_state(pipe)
-        part = {"step": pipe.step_count, "aliases": pipe.aliases, "model": _packed_model(state, tensors)}
-        part |= _packed_training(pipe, optimizer, scheduler, extra, state, tensors)
+    with as_one(control, f"collect what goes into {final}"), broken_off(pipe.position.beside):
+        part, tensors = _collected(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    saving = Saving(final, partial(_write, beside.control, final, part, tensors, keep), background=not wait)
-    beside.saving = saving
+    written = partial(_write, control, final, part, tensors, keep)
+    if wait:
+        written()
+        return Saving(final)
+    thread = ThreadPoolExecutor(1, f"writing {final.name}")
+    savings[pipe] = saving = Saving(final, thread.submit(written))
+    thread.shutdown(wait=False)
     return saving
 
 
-def _packed_model(state: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """This rank's part of the model: its tensors go into `tensors`; returns the rest."""
-    tensors.update({MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)})
-    return {name: pack(value, f"state.{name}", tensors) for name, value in state.items() if not isinstance(value, Tensor)}
-
-
-def _packed_training(
-    pipe: Pipeline,
-    optimizer: Any,
-    scheduler: Any,
-    extra: Mapping[str, Any] | None,
-    state: Mapping[str, Any],
-    tensors: dict[str, Tensor],
-) -> dict[str, Any]:
-    """This rank's part of everything else; of the schedules, which are alike, the first is kept."""
-    rank, aliases = pipe.position.world.rank, pipe.aliases
+def _collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
+    rank, aliases, state = pipe.position.world.rank, pipe.aliases, own_state(pipe)
     names = {id(parameter): aliases.get(name, name) for name, parameter in pipe.named_parameters()}
-
-    def name_of(parameter: Tensor) -> str | None:
-        return names.get(id(parameter))
-
-    part: dict[str, Any] = {"optimizer": None, "scheduler": None, "extra": None}
-    if optimizer is not None:
-        part["optimizer"] = pack_optimizer(optimizer, name_of, state.__contains__, tensors, rank)
-    if scheduler is not None:
-        part["scheduler"] = pack(scheduler.state_dict(), f"scheduler.{rank}", tensors)
-    if rank == 0:
-        part["extra"] = pack(dict(extra or {}), "extra", tensors)
-    return {**part, "random": pack_random(rank, pipe.topology.device, tensors)}
+    tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    part = {
+        "step": pipe.step_count,
+        "aliases": aliases,
+        "model": {name: pack(value, f"state.{name}", tensors) for name, value in others.items()},
+        "optimizer": None if optimizer is None else pack_optimizer(optimizer, names, state, tensors, rank),
+        "scheduler": None if scheduler is None else pack(scheduler.state_dict(), f"scheduler.{rank}", tensors),
+        "extra": pack(dict(extra or {}), "extra", tensors) if rank == 0 else None,
+        "random": pack_random(rank, pipe.topology.device, tensors),
+    }
+    return part, tensors
 
 
 def _write(control: Control, final: Path, part: dict[str, Any], tensors: dict[str, Tensor], keep: int) -> None:
     """Write and put in place what all ranks have collected; then delete what is older than the last `keep`."""
-    rank, folder = control.topology.rank, final.parent
-    beside = folder / f".{final.name}.part"
-    with together(control, f"write the checkpoint {final}"):
-        try:
-            everyone = written(control, partial(manifest.begin, folder, final.name), beside, part, tensors)
-            if rank == 0:
-                manifest.write(beside, {**_merged([part for part, _ in everyone]), "files": seen(beside, everyone)})
-                manifest.put_in_place(beside, final)
-                manifest.prune(folder, part["step"], keep)
-        except BaseException:
-            if rank == 0:
-                shutil.rmtree(beside, ignore_errors=True)
-            raise
-        control.gather_objects(None, f"to put {final.name} in place")
+    folder, beside = final.parent, final.with_name(f".{final.name}.part")
+
+    def put_in_place(parts: list[dict[str, Any]], files: dict[str, Any]) -> None:
+        manifest.write(beside, {**_merged(parts), "files": files})
+        manifest.put_in_place(beside, final)
+        manifest.prune(folder, part["step"], keep)
+
+    with as_one(control, f"write the checkpoint {final}"):
+        if control.topology.rank == 0:
+            manifest.delete_left_overs(folder)
+        write(control, beside, part, tensors, put_in_place)
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:

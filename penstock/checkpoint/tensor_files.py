@@ -1,15 +1,13 @@
-"""Tensors in safetensors files: written and read through `torch.distributed.checkpoint`, joined into one file.
+"""Tensors in safetensors files: written here, one tensor after the other, and read through the library, which maps them.
 
-Of `torch.distributed.checkpoint` this takes the planners and the Hugging Face storage, whose files hold tensors and JSON
-only. Its default storage unpickles `.metadata` when it loads, and its `save` and `load` talk over the default process
-group, which a save beside the training must leave alone: what ranks have to agree on is agreed on in `beside.py`. It is
-imported when it is used: that takes half a second, unless the launcher has done it already.
+A file is the length of its header, the header (JSON: of each tensor its dtype, shape and place), and the tensors' bytes. The
+library's own `save_file` needs numpy, puts all bytes together in memory and refuses tensors that share some.
 """
 
-import dataclasses
+import ctypes
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,95 +15,85 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-MOST_BYTES = 2**30  # of tensors in a file: its bytes are put together in memory
+from penstock.errors import MismatchError
+
+MOST_BYTES = 2**30  # of tensors in one of the files that a rank writes, so that ranks can share the work of reading them
+DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
+    **{torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"},
+}
 
 
 def write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> list[str]:
     """Write a rank's tensors into files of its own in `folder`; returns the files' names."""
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-    if not tensors:
-        return []
-    writer = HuggingFaceStorageWriter(str(folder), _numbered(tensors), save_distributed=True)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(_apart(tensors), writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    plan = dataclasses.replace(plan, storage_data={**plan.storage_data, "shard_index": rank + 1})
-    written = writer.write_data(planner.finish_plan(plan), planner).wait()
-    return sorted({each.storage_data.relative_path for each in written})
-
-
-def _numbered(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of the file each tensor goes to, so that no file is much larger than MOST_BYTES."""
-    numbers, number, size = {}, 1, 0
+    groups: list[dict[str, Tensor]] = []
+    room = 0
     for name, tensor in tensors.items():
-        if size and size + tensor.nbytes > MOST_BYTES:
-            number, size = number + 1, 0
-        numbers[name], size = number, size + tensor.nbytes
-    return numbers
+        if tensor.nbytes > room:
+            groups.append({})
+            room = MOST_BYTES
+        groups[-1][name] = tensor
+        room -= tensor.nbytes
+    of = f"of-{len(groups):05d}.safetensors"
+    files = {f"shard-{rank + 1:05d}-model-{number:05d}-{of}": group for number, group in enumerate(groups, 1)}
+    for file, group in files.items():
+        write_file(folder / file, group)
+    return list(files)
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as safetensors takes them: contiguous, and no two in one storage."""
-    apart: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().contiguous()
-        where = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if where in storages else tensor
-        storages.add(where)
-    return apart
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file; it is on the disk afterwards.
 
-
-class TensorFiles:
-    """The tensors in the safetensors files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-        self._reader = HuggingFaceStorageReader(str(folder))
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        entries: dict[str, Any] = dict(self._metadata.state_dict_metadata)
-        self.shapes: dict[str, torch.Size] = {name: entry.size for name, entry in entries.items()}
-        self.dtypes: dict[str, torch.dtype] = {name: entry.properties.dtype for name, entry in entries.items()}
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The tensors of these names, in host memory; nothing else is read."""
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-        tensors = {name: torch.empty(self.shapes[name], dtype=self.dtypes[name]) for name in names}
-        if tensors:
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            planner.set_up_planner(dict(tensors), self._metadata, is_coordinator=True)
-            plan = self._reader.prepare_local_plan(planner.create_local_plan())
-            (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-            self._reader.read_data(planner.finish_plan(plan), planner).wait()
-        return tensors
-
-
-def join(files: Iterable[Path], names: Mapping[str, str], path: Path) -> None:
-    """Write one safetensors file, one tensor after the other: `names` are those in it -> those in `files`.
-
-    Wide numbers come first, so that every tensor begins at a multiple of its numbers' size.
+    Wide numbers come first, so that every tensor begins at a multiple of its numbers' size. Raises MismatchError for a dtype
+    that the format does not know.
     """
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-        home = {stored: file for file in opened for stored in file.keys()}  # noqa: SIM118 (no dict)
-        tensors = {name: home[stored].get_tensor(stored) for name, stored in names.items()}  # mapped, not read
-        order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
+    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        if tensor.dtype not in DTYPES:
+            raise MismatchError(f"{name} is {tensor.dtype}, which safetensors files cannot hold: convert it")
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
-            begin, end = end, end + tensors[name].nbytes
-            slice_ = home[names[name]].get_slice(names[name])
-            header[name] = {"dtype": slice_.get_dtype(), "shape": slice_.get_shape(), "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                out.write(tensors.pop(name).reshape(-1).view(torch.uint8).numpy())
+            _write_bytes(tensors[name], file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_bytes(tensor: Tensor, file: Any) -> None:
+    tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    if tensor.nbytes:
+        file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))  # as `tensor.numpy()` would, without numpy
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors in a safetensors file, or in all those of a folder, by name; each is read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._home: dict[str, Any] = {}  # name -> the opened file that has it
+        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+            opened = safe_open(file, framework="pt")
+            self._home |= dict.fromkeys(opened.keys(), opened)
+        self.shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name, file in self._home.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.mapped(name).clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor whose memory is the file's, so that only what is looked at is read."""
+        return self._home[name].get_tensor(name)

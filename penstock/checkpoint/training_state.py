@@ -1,7 +1,7 @@
 """What is trained besides the model, so that any cut can take it up again: the optimizer by names, random numbers."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,37 +11,52 @@ from penstock.checkpoint.packing import pack, unpack
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import placed_as
 
-NameOf = Callable[[Tensor], str | None]
+Names = Mapping[int, str]  # the id of each of this rank's parameters -> the name it is kept under
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def pack_optimizer(optimizer: Any, name_of: NameOf, mine: Callable[[str], bool], tensors: dict[str, Tensor], rank: int) -> Any:
+def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: dict[str, Tensor], rank: int) -> Any:
     """A rank's optimizer: its groups' options and names, and the state of each parameter that is `mine` to keep."""
     packed = optimizer.state_dict()
-    state, groups = dict(packed["state"]), []
-    kept: dict[str, Any] = {}
+    _check_known(optimizer, names, rank)
+    groups = []
     for number, (group, told) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
         options = {key: value for key, value in told.items() if key not in _NOT_OPTIONS}
-        names = []
-        for position, (parameter, index) in enumerate(zip(group["params"], told["params"], strict=True)):
-            name = name_of(parameter)
-            if name is None:
+        groups.append(
+            {
+                "options": pack(options, f"groups.{rank}.{number}", tensors),
+                "words": {key: repr(value) for key, value in options.items()},  # to compare
+                "names": [names[id(parameter)] for parameter in group["params"]],
+            }
+        )
+    state, kept = dict(packed["state"]), {}
+    for parameter, index in _numbered(optimizer, packed):
+        if index in state:
+            aside: dict[str, Tensor] = {}
+            name = names[id(parameter)]
+            value = pack(state.pop(index), f"optimizer.{name}", aside)  # all who have a piece of it pack it
+            if name in mine:
+                kept[name] = value
+                tensors.update(aside)
+    if state:
+        raise MismatchError(f"rank {rank}: the optimizer keeps state of {', '.join(map(repr, state))}, which are no parameters")
+    return {"kind": type(optimizer).__name__, "groups": groups, "state": kept}
+
+
+def _check_known(optimizer: Any, names: Names, rank: int) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
                 raise MismatchError(
                     f"rank {rank}: parameter {position} of the optimizer's group {number} is not one of the pipeline's: "
                     "make the optimizer of pipe.parameters()"
                 )
-            names.append(name)
-            if index in state:
-                aside: dict[str, Tensor] = {}
-                value = pack(state.pop(index), f"optimizer.{name}", aside)
-                if mine(name):
-                    kept[name] = value
-                    tensors.update(aside)
-        words = {key: repr(value) for key, value in options.items()}
-        groups.append({"options": pack(options, f"groups.{rank}.{number}", tensors), "names": names, "words": words})
-    if state:
-        raise MismatchError(f"rank {rank}: the optimizer keeps state of {', '.join(map(repr, state))}, which are no parameters")
-    return {"kind": type(optimizer).__name__, "groups": groups, "state": kept}
+
+
+def _numbered(optimizer: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
+    """Each parameter of the optimizer, and its number in what `state_dict` has `packed`."""
+    for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        yield from zip(group["params"], told["params"], strict=True)
 
 
 def merged_optimizer(parts: Sequence[Any]) -> Any:
@@ -73,7 +88,7 @@ def _check_alike(expected: dict[str, str], got: dict[str, str], number: int, ran
             )
 
 
-def check_optimizer(optimizer: Any, saved: Any, name_of: NameOf) -> None:
+def check_optimizer(optimizer: Any, saved: Any, names: Names) -> None:
     """Raises MismatchError unless `restore_optimizer` can be done."""
     if saved is None:
         raise MismatchError("the checkpoint holds no optimizer: it was saved without optimizer=")
@@ -84,44 +99,37 @@ def check_optimizer(optimizer: Any, saved: Any, name_of: NameOf) -> None:
         raise MismatchError(f"the checkpoint's optimizer has {counts}: make it with the same groups")
     home = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     for number, group in enumerate(optimizer.param_groups):
-        for name in map(name_of, group["params"]):
+        for name in [names.get(id(parameter)) for parameter in group["params"]]:
             if name is None or home.get(name) != number:
                 there = f"in group {home[name]}" if name in home else "not in the optimizer"
                 raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {there}")
 
 
-def restore_optimizer(optimizer: Any, saved: Any, name_of: NameOf, tensors: dict[str, Tensor]) -> None:
+def restore_optimizer(optimizer: Any, saved: Any, names: Names, tensors: Mapping[str, Tensor]) -> None:
     """Give the optimizer the state and the options it had when `saved` was made, to the bit."""
     packed = optimizer.state_dict()
-    state: dict[int, Any] = {}
-    for group, told, then in zip(optimizer.param_groups, packed["param_groups"], saved["groups"], strict=True):
+    for told, then in zip(packed["param_groups"], saved["groups"], strict=True):
         told.update(unpack(then["options"], tensors))
-        for parameter, index in zip(group["params"], told["params"], strict=True):
-            name = name_of(parameter)
-            if name in saved["state"]:
-                state[index] = _laid_out(unpack(saved["state"][name], tensors), parameter)
-    optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
-    for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        for parameter, index in zip(group["params"], told["params"], strict=True):
-            for key, value in state.get(index, {}).items():  # torch has cast them to the parameter's type
-                loaded = optimizer.state[parameter][key]
-                if isinstance(value, Tensor) and loaded.dtype != value.dtype:
-                    optimizer.state[parameter][key] = value.to(loaded.device)
-
-
-def _laid_out(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """`state`, its tensors of the parameter's shape laid out in memory, or over ranks, as the parameter is."""
-    if hasattr(parameter, "placements"):
-        return {
-            key: placed_as(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
-            for key, value in state.items()
-        }
-    return {
-        key: torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride()
-        else value
-        for key, value in state.items()
+    state = {
+        index: {key: _laid_out(value, parameter) for key, value in unpack(saved["state"][name], tensors).items()}
+        for parameter, index in _numbered(optimizer, packed)
+        if (name := names[id(parameter)]) in saved["state"]
     }
+    optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
+    for parameter, index in _numbered(optimizer, packed):
+        for key, value in state.get(index, {}).items():  # torch has cast them to the parameter's type
+            loaded = optimizer.state[parameter][key]
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """`value`, if it is a tensor of the parameter's shape, laid out in memory, or over ranks, as the parameter is."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    if hasattr(parameter, "placements"):
+        return placed_as(value, parameter)
+    return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
 
 
 def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> Any:
@@ -132,9 +140,9 @@ def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> 
     return pack(states, f"random.{rank}", tensors)
 
 
-def restore_random(packed: Any, device: torch.device, tensors: dict[str, Tensor]) -> None:
-    """Put the generators into the states that `pack_random` found."""
-    states = unpack(packed, tensors)
+def restore_random(saved: Sequence[Any], rank: int, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
+    """Put the generators into the states that `pack_random` found on this rank, or on rank 0."""
+    states = unpack(saved[rank if rank < len(saved) else 0], tensors)
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import MismatchError
-from penstock.checkpoint.packing import names_in, pack, unpack
+from penstock.checkpoint.packing import pack, unpack
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -34,7 +34,7 @@ def test_tensors_among_it_come_back_under_names_of_their_own():
     value = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}, "tensor": "a", 3: (torch.ones(()),), "c": Counter({5: 1})}
     tensors: dict[str, torch.Tensor] = {}
     packed = json.loads(json.dumps(pack(value, "it", tensors)))
-    assert sorted(tensors) == sorted(names_in(packed)) == ["it.3.0", "it.a.b", "it.a.b+"]
+    assert sorted(tensors) == ["it.3.0", "it.a.b", "it.a.b+"]
     again = unpack(packed, tensors)
     assert again["a.b"].sum() == 2
     assert again["a"]["b"].sum() == 0

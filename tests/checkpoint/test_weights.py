@@ -22,20 +22,13 @@ def rank_export(path):
 
 
 def rank_import(path):
-    from penstock.checkpoint import weights
+    from penstock.checkpoint import tensor_files
 
     names = []
 
     class Counting:
         def __init__(self, opened):
-            self.opened = opened
-
-        def __enter__(self):
-            self.file = self.opened.__enter__()
-            return self
-
-        def __exit__(self, *args):
-            self.opened.__exit__(*args)
+            self.file = opened
 
         def __getattr__(self, name):
             return getattr(self.file, name)
@@ -44,8 +37,8 @@ def rank_import(path):
             names.append(name)
             return self.file.get_tensor(name)
 
-    opening = weights.safe_open
-    weights.safe_open = lambda *args, **kwargs: Counting(opening(*args, **kwargs))
+    opening = tensor_files.safe_open
+    tensor_files.safe_open = lambda *args, **kwargs: Counting(opening(*args, **kwargs))
     pipe = pipeline()
     checkpoint.import_weights(pipe, path)
     return pipe.state_dict(), names

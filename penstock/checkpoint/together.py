@@ -1,9 +1,10 @@
-"""What the ranks do together for a checkpoint: agree, fail as one, write at the same time, find the newest whole one."""
+"""What the ranks do together for a checkpoint: fail as one, write at the same time, find the newest whole one."""
 
 import itertools
-import threading
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,72 +15,46 @@ from torch import Tensor
 
 from penstock.checkpoint import manifest, tensor_files
 from penstock.comms.control import Control
-from penstock.comms.topology import Topology
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import full
 
 _count = itertools.count()  # of pipelines with checkpoints in this process, the same on every rank
+_controls: WeakKeyDictionary[Pipeline, Control] = WeakKeyDictionary()  # their checkpoints' own
+savings: "WeakKeyDictionary[Pipeline, Saving]" = WeakKeyDictionary()  # which may still go on
 
 
 class Saving:
-    """A checkpoint being written, in a thread if `background`."""
+    """A checkpoint that `save` has begun.
 
-    def __init__(self, path: Path, work: Callable[[], None], background: bool) -> None:
-        self.path = path  # the checkpoint's folder, once it is whole
-        self._work, self._told = work, False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"writing {path.name}")
-        if background:
-            self._thread.start()
-        else:
-            work()
+    `path`: its folder, which is there once it is whole. `written`: when that is, if it is not already.
+    """
 
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:
-            self._error = error
+    def __init__(self, path: Path, written: Future[None] | None = None) -> None:
+        self.path = path
+        self._written, self._waited = written, False
 
     def wait(self) -> Path:
         """Wait until the checkpoint is whole; returns its folder. Raises, on every rank, what went wrong."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._told = True
-        if self._error is not None:
-            raise self._error
+        self._waited = True
+        if self._written is not None:
+            self._written.result()
         return self.path
 
-    def finish(self) -> None:
-        """As `wait`, but an error that has been raised once is not raised again."""
-        told = self._told
-        try:
+    def settle(self) -> None:
+        """As `wait`, but what that has raised already is not raised again."""
+        if not self._waited:
             self.wait()
-        except BaseException:
-            if not told:
-                raise
 
 
-class _Beside:
-    """What the checkpoints of one pipeline share: a control group of their own, and the save that may still go on."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.control = Control(topology, f"penstock/checkpoint/{next(_count)}")
-        self.saving: Saving | None = None
-
-
-_beside: "WeakKeyDictionary[Pipeline, _Beside]" = WeakKeyDictionary()
-
-
-def settled(pipe: Pipeline) -> _Beside:
-    """What the checkpoints of `pipe` share, the save before having ended. Raises what went wrong with that."""
-    if pipe not in _beside:
-        _beside[pipe] = _Beside(pipe.position.world)
-    beside = _beside[pipe]
-    saving, beside.saving = beside.saving, None
+def settled(pipe: Pipeline) -> Control:
+    """The control group of the checkpoints of `pipe`, the save before having ended. Raises what went wrong with that."""
+    saving = savings.pop(pipe, None)
     if saving is not None:
-        saving.finish()
-    return beside
+        saving.settle()
+    if pipe not in _controls:
+        _controls[pipe] = Control(pipe.position.world, f"penstock/checkpoint/{next(_count)}")
+    return _controls[pipe]
 
 
 def own_state(pipe: Pipeline) -> dict[str, Any]:
@@ -97,8 +72,8 @@ def own_state(pipe: Pipeline) -> dict[str, Any]:
 
 
 @contextmanager
-def together(control: Control, what: str) -> Iterator[None]:
-    """If this rank fails inside, so do all, with the same error, which says what could not be done."""
+def as_one(control: Control, what: str) -> Iterator[None]:
+    """If this rank fails inside, so do all, with the same error, which says `what` could not be done."""
     control.connect()
     try:
         yield
@@ -111,28 +86,48 @@ def together(control: Control, what: str) -> Iterator[None]:
         control.fail(error)
 
 
-def written(
-    control: Control, begin: Callable[[], Any], folder: Path, part: dict[str, Any], tensors: dict[str, Tensor]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Rank 0 begins `folder`, each rank writes its tensors there; returns all ranks' parts, and their files' entries."""
-    if control.topology.rank == 0:
-        begin()
-    control.gather_objects(None, f"to begin {folder}")
-    names = tensor_files.write(folder, control.topology.rank, tensors)
-    return control.gather_objects((part, {name: manifest.entry(folder / name) for name in names}), f"to write {folder}")
+def write(
+    control: Control,
+    folder: Path,
+    part: dict[str, Any],
+    tensors: dict[str, Tensor],
+    put_in_place: Callable[[list[dict[str, Any]], dict[str, Any]], None],
+) -> None:
+    """All ranks write their `tensors` into `folder`, of which rank 0 then makes what it is to be; it is gone afterwards.
+
+    `put_in_place` does that: it gets the `part` of every rank, and of every file in the folder the manifest's entry.
+    """
+    first = control.topology.rank == 0
+    try:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+        control.gather_objects(None, f"to begin {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        names = tensor_files.write(folder, control.topology.rank, tensors)
+        mine = part, {name: manifest.entry(folder / name) for name in names}
+        everyone = control.gather_objects(mine, f"to write {folder}")
+        if first:
+            put_in_place([part for part, _ in everyone], _seen(folder, [files for _, files in everyone]))
+    finally:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+    control.gather_objects(None, f"to put {folder} in place")
 
 
-def seen(folder: Path, everyone: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    """All files' entries. Raises PenstockError if one of them cannot be seen from here."""
-    for rank, (_, files) in enumerate(everyone):
+def _seen(folder: Path, everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' files. Raises PenstockError if one of them cannot be seen from here."""
+    for rank, files in enumerate(everyone):
         for name in files:
             if not (folder / name).exists():
                 raise PenstockError(f"rank {rank} wrote {folder / name}, but rank 0 does not see it: save where all ranks do")
-    return {name: entry for _, files in everyone for name, entry in files.items()}
+    return {name: entry for files in everyone for name, entry in files.items()}
 
 
 def newest_whole(control: Control, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest whole checkpoint and its manifest, the same on all ranks."""
+    """The newest whole checkpoint in `folder`, or `folder` itself, and its manifest, the same on all ranks.
+
+    Raises MismatchError if there is none. Of each that is passed over, a warning says why.
+    """
     rank, ranks = control.topology.rank, control.topology.world_size
     one = manifest.step_of(folder) is not None or (folder / manifest.NAME).is_file()
     found = ([folder] if one else manifest.newest_first(folder)) if rank == 0 else []

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.checkpoint import manifest
 from penstock.checkpoint.packing import pack
 from penstock.checkpoint.restore import MODEL
-from penstock.checkpoint.together import Saving, as_one, own_state, savings, settled, write
+from penstock.checkpoint.together import Saving, Told, as_one, own_state, savings, seen, settled, write
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.comms.control import Control
 from penstock.comms.groups import broken_off
@@ -87,8 +87,8 @@ def _write(control: Control, final: Path, part: dict[str, Any], tensors: dict[st
     """Write and put in place what all ranks have collected; then delete what is older than the last `keep`."""
     folder, beside = final.parent, final.with_name(f".{final.name}.part")
 
-    def put_in_place(parts: list[dict[str, Any]], files: dict[str, Any]) -> None:
-        manifest.write(beside, {**_merged(parts), "files": files})
+    def put_in_place(everyone: Told) -> None:
+        manifest.write(beside, {**_merged([part for part, _ in everyone]), "files": seen(beside, everyone)})
         manifest.put_in_place(beside, final)
         manifest.prune(folder, part["step"], keep)
 

@@ -29,6 +29,7 @@ DTYPES = {
 
 def write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> list[str]:
     """Write a rank's tensors into files of its own in `folder`; returns the files' names."""
+    folder.mkdir(parents=True, exist_ok=True)  # where rank 0's cannot be seen from, as rank 0 will tell
     groups: list[dict[str, Tensor]] = []
     room = 0
     for name, tensor in tensors.items():

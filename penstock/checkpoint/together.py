@@ -23,6 +23,8 @@ _count = itertools.count()  # of pipelines with checkpoints in this process, the
 _controls: WeakKeyDictionary[Pipeline, Control] = WeakKeyDictionary()  # their checkpoints' own
 savings: "WeakKeyDictionary[Pipeline, Saving]" = WeakKeyDictionary()  # which may still go on
 
+Told = list[tuple[dict[str, Any], dict[str, Any]]]  # by rank: its part, and file -> the manifest's entry
+
 
 class Saving:
     """A checkpoint that `save` has begun.
@@ -91,36 +93,36 @@ def write(
     folder: Path,
     part: dict[str, Any],
     tensors: dict[str, Tensor],
-    put_in_place: Callable[[list[dict[str, Any]], dict[str, Any]], None],
+    put_in_place: Callable[[Told], None],
 ) -> None:
     """All ranks write their `tensors` into `folder`, of which rank 0 then makes what it is to be; it is gone afterwards.
 
-    `put_in_place` does that: it gets the `part` of every rank, and of every file in the folder the manifest's entry.
+    `put_in_place` does that: it gets the `part` of every rank, and the manifest's entries of the files it has written.
     """
     first = control.topology.rank == 0
     try:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
         control.gather_objects(None, f"to begin {folder}")
-        folder.mkdir(parents=True, exist_ok=True)
         names = tensor_files.write(folder, control.topology.rank, tensors)
         mine = part, {name: manifest.entry(folder / name) for name in names}
         everyone = control.gather_objects(mine, f"to write {folder}")
         if first:
-            put_in_place([part for part, _ in everyone], _seen(folder, [files for _, files in everyone]))
+            put_in_place(everyone)
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
     control.gather_objects(None, f"to put {folder} in place")
 
 
-def _seen(folder: Path, everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks' files. Raises PenstockError if one of them cannot be seen from here."""
-    for rank, files in enumerate(everyone):
+def seen(folder: Path, everyone: Told) -> dict[str, Any]:
+    """The entries of all files. Raises PenstockError if one of them cannot be seen from here."""
+    for rank, (_, files) in enumerate(everyone):
         for name in files:
             if not (folder / name).exists():
                 raise PenstockError(f"rank {rank} wrote {folder / name}, but rank 0 does not see it: save where all ranks do")
-    return {name: entry for files in everyone for name, entry in files.items()}
+    return {name: entry for _, files in everyone for name, entry in files.items()}
 
 
 def newest_whole(control: Control, folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -3,14 +3,13 @@
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from penstock.checkpoint import manifest
 from penstock.checkpoint.restore import MODEL, found
 from penstock.checkpoint.tensor_files import TensorFiles, write_file
-from penstock.checkpoint.together import as_one, newest_whole, own_state, settled, write
+from penstock.checkpoint.together import Told, as_one, newest_whole, own_state, seen, settled, write
 from penstock.comms.control import Control
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
@@ -35,9 +34,10 @@ def export(pipe: Pipeline, path: str | Path) -> None:
     path, control = Path(path), settled(pipe)
     parts = path.with_name(f".{path.name}.parts")
 
-    def join(everyone: list[dict[str, Any]], _: dict[str, Any]) -> None:
-        aliases = {name: first for part in everyone for name, first in part["aliases"].items()}
-        _join(parts, aliases, [name for part in everyone for name in part["no tensors"]], path)
+    def join(everyone: Told) -> None:
+        seen(parts, everyone)
+        aliases = {name: first for part, _ in everyone for name, first in part["aliases"].items()}
+        _join(parts, aliases, [name for part, _ in everyone for name in part["no tensors"]], path)
 
     with as_one(control, f"export to {path}"):
         state = own_state(pipe)

@@ -1,0 +1,153 @@
+"""What ranks do that share nothing but the rendezvous: `fresh.py FOLDER CASE ..` leaves what each of them came to in FOLDER."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock import checkpoint
+from penstock.stage.dtensor import full
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """The products that tensor parallel shares, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, 3)).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator).double(), torch.randn(8, 3, generator=generator).double()
+
+
+def gradients(pipe: ps.Pipeline) -> dict[str, Tensor]:
+    return {name: full(parameter.grad) for name, parameter in pipe.named_parameters()}
+
+
+def stepped(schedule: str = "1f1b", microbatches: int = 4, mesh: tuple[int, int, int] | None = None, **options: Any) -> Any:
+    """The loss and the gradients of one step, on a mesh of (pp, dp, tp) or on one pipeline."""
+    if mesh is not None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+        plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+        options |= {"mesh": ps.comms.init_mesh(*mesh), "tensor_parallel": plan if mesh[2] > 1 else None}
+    pipe = ps.Pipeline(model(), nn.functional.mse_loss, schedule, microbatches, **options)
+    position = pipe.position
+    inputs, target = (each.tensor_split(position.replicas)[position.replica] for each in batch(0))
+    return pipe.step(inputs, target=target), gradients(pipe)
+
+
+def adam(pipe: ps.Pipeline) -> torch.optim.Optimizer:
+    return torch.optim.Adam(pipe.parameters(), lr=0.1)
+
+
+def trained(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer, until: int) -> dict[str, Tensor]:
+    """Go on from the steps that are done; returns the parameters then."""
+    for step in range(pipe.step_count, until):
+        inputs, target = batch(step)
+        pipe.step(inputs, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(pipe.state_dict())
+
+
+def resumed(folder: Path) -> dict[str, Tensor]:
+    pipe = ps.Pipeline(model(), nn.functional.mse_loss, microbatches=4)
+    optimizer = adam(pipe)
+    assert checkpoint.resume(folder.parent / "saved", pipe, optimizer) == {"told": ["text", 1]}
+    return trained(pipe, optimizer, 3)
+
+
+def llama() -> nn.Module:
+    import transformers
+
+    shape = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 17}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_key_value_heads=1, max_position_embeddings=12))
+
+
+def sentences() -> tuple[dict[str, Any], Tensor]:
+    ids = torch.randint(1, 17, (4, 7), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(6)[None] < 3 + torch.arange(4)[:, None]).long()  # where there is one, kernels are the uncut model's
+    return {"input_ids": ids[:, :-1], "attention_mask": mask, "use_cache": False}, ids[:, 1:]
+
+
+def token_loss(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+def exported() -> Any:
+    inputs, target = sentences()
+    example = {name: value[:2] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    pipe = ps.Pipeline(llama(), token_loss, "1f1b", 2, cuts=["model.layers.1"], example_args=(), example_kwargs=example)
+    return pipe.step(target=target, **inputs), gradients(pipe)
+
+
+def failed() -> list[str]:
+    """What each of two steps raises here: the model does on rank 1, and then the ranks have different tables."""
+    pipe = ps.Pipeline(model(), nn.functional.mse_loss, microbatches=4)
+    inputs, target = batch(0)
+    hooks = [each[-1].register_forward_pre_hook(lambda *_: 1 / 0) for each in pipe.stages.values() if pipe.topology.rank == 1]
+    told = [message(lambda: pipe.step(inputs, target=target))]
+    for hook in hooks:
+        hook.remove()
+    pipe.step(inputs, target=target)  # works again
+    schedule = "1f1b" if pipe.topology.rank else "gpipe"
+    return [*told, message(lambda: ps.Pipeline(model(), nn.functional.mse_loss, schedule, 4))]
+
+
+def message(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except ps.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+CASES: dict[str, Callable[[Path], Any]] = {
+    "tp": lambda _: stepped(mesh=(1, 1, 2)),
+    "pp and tp": lambda _: stepped(mesh=(2, 1, 2)),
+    "fsdp": lambda _: stepped(mesh=(1, 2, 1), microbatches=1, data_parallel="fsdp"),
+    "split backward": lambda _: stepped("zb-h1"),
+    "resume": resumed,
+    "transformers": lambda _: exported(),
+    "errors": lambda _: failed(),
+}
+
+
+def run(folder: Path, cases: list[str]) -> None:
+    """Run the cases on this rank."""
+    torch.set_num_threads(1)
+    rank = ps.comms.init_distributed().rank
+    told = {case: CASES[case](folder) for case in cases}
+    torch.save({"hash": hash("the same text"), **told}, folder / f"rank-{rank}.pt")
+
+
+def spawned(rank: int, ranks: int, store: Path, folder: Path, cases: list[str]) -> None:
+    """The first function of a process that `multiprocessing` has spawned."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    run(folder, cases)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    run(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,164 @@
+"""Ranks that start as users start them, by torchrun or spawn: nothing in one of them holds only because another was like it."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fresh
+import pytest
+import torch
+from reference import accumulate, assert_same, merged
+from torch import nn
+
+import penstock as ps
+from penstock import checkpoint
+from penstock.commands.train.config import TrainConfig
+from penstock.commands.train.job import train_rank
+
+pytestmark = pytest.mark.fresh
+
+HERE = Path(__file__).parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+ALIKE = ["tp", "fsdp", "split backward", "resume", "errors"]
+STARTS = {  # who starts how many ranks, for what
+    "torchrun": (2, [*ALIKE, "transformers"]),
+    "spawn": (2, ALIKE),
+    "torchrun, 4 ranks": (4, ["pp and tp"]),
+}
+SMALL = {"steps": 3, "batch": 8, "width": 16, "context": 16, "layers": 2, "microbatches": 4, "dropout": 0}
+
+
+def command(*words: object) -> None:
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "COLUMNS": "120", "NO_COLOR": "1"}
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def by_torchrun(folder: Path, ranks: int, cases: list[str]) -> None:
+    command(*TORCHRUN, ranks, HERE / "own_hash_seed.py", HERE / "fresh.py", folder, *cases)
+
+
+def by_spawn(folder: Path, ranks: int, cases: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context("spawn")
+    store = folder / "store"
+    everyone = [context.Process(target=fresh.spawned, args=(rank, ranks, store, folder, cases)) for rank in range(ranks)]
+    for rank, process in enumerate(everyone):
+        monkeypatch.setenv("PYTHONHASHSEED", str(rank))
+        process.start()
+    for process in everyone:
+        process.join(200)
+    assert [process.exitcode for process in everyone] == [0] * ranks
+
+
+def train(folder: Path) -> None:
+    """A tensor parallel run of the command."""
+    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 100)
+    options = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+    penstock = ("-m", "penstock", "train", "--ranks", 1, "--tp", 2)
+    command(*TORCHRUN, 2, *penstock, "--data", folder / "text.txt", "--out", folder / "runs", *options)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What every rank came to, by who started it; and the folder of the command's run."""
+    base = tmp_path_factory.mktemp("fresh")
+    pipe = ps.Pipeline(fresh.model(), nn.functional.mse_loss, microbatches=4)
+    optimizer = fresh.adam(pipe)
+    fresh.trained(pipe, optimizer, 2)
+    checkpoint.save(base / "saved", pipe, optimizer, extra={"told": ["text", 1]})
+    for name in [*STARTS, "train"]:
+        (base / name).mkdir()
+    with ThreadPoolExecutor() as threads, pytest.MonkeyPatch.context() as monkeypatch:
+        others = [threads.submit(train, base / "train")]
+        others += [threads.submit(by_torchrun, base / name, *STARTS[name]) for name in STARTS if name != "spawn"]
+        by_spawn(base / "spawn", *STARTS["spawn"], monkeypatch)
+        for other in others:
+            other.result()
+    everyone = {
+        name: [torch.load(base / name / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
+        for name, (ranks, _) in STARTS.items()
+    }
+    return everyone, base / "train"
+
+
+def results(started: Any, case: str) -> list[list[Any]]:
+    """What the ranks of every start that has the case came to."""
+    return [[each[case] for each in everyone] for everyone in started[0].values() if case in everyone[0]]
+
+
+def expected(microbatches: int = 4) -> tuple[Any, dict[str, Any]]:
+    whole = fresh.model()
+    loss = accumulate(whole, nn.functional.mse_loss, fresh.batch(0), microbatches)
+    return loss, {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+def test_every_rank_has_hashes_of_its_own(started: Any) -> None:
+    for everyone in started[0].values():
+        assert len({each["hash"] for each in everyone}) == len(everyone)
+
+
+@pytest.mark.parametrize("case", ["tp", "pp and tp"])
+def test_tensor_parallel_has_the_numbers_of_one_process(started: Any, case: str) -> None:
+    loss, gradients = expected()
+    assert results(started, case)
+    for everyone in results(started, case):
+        for ours, mine in everyone:
+            assert abs(ours - loss) < 1e-12
+            assert all((value - gradients[name]).abs().max() < 1e-12 for name, value in mine.items())
+        assert {name for _, mine in everyone for name in mine} == gradients.keys()
+
+
+@pytest.mark.parametrize(("case", "microbatches"), [("fsdp", 2), ("split backward", 4)])
+def test_fsdp_and_a_split_backward_have_the_bits_of_one_process(started: Any, case: str, microbatches: int) -> None:
+    loss, gradients = expected(microbatches)
+    for everyone in results(started, case):
+        assert all(torch.equal(ours, loss) for ours, _ in everyone)
+        assert_same(merged([mine for _, mine in everyone]), gradients)
+
+
+def test_a_checkpoint_of_other_processes_is_resumed_to_the_bit(started: Any) -> None:
+    pipe = ps.Pipeline(fresh.model(), nn.functional.mse_loss, microbatches=4)
+    never_stopped = fresh.trained(pipe, fresh.adam(pipe), 3)
+    for everyone in results(started, "resume"):
+        assert_same(merged(everyone), never_stopped)
+
+
+def test_an_exported_transformers_model_has_the_bits_of_one_process(started: Any) -> None:
+    whole = fresh.llama()
+    inputs, target = fresh.sentences()
+    loss = torch.zeros(())
+    for rows in (slice(0, 2), slice(2, 4)):
+        part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        share = fresh.token_loss(whole(**part), target[rows])
+        share.backward(torch.tensor(0.5))
+        loss = loss + share.detach() * 0.5
+    ((*everyone,),) = results(started, "transformers")
+    assert all(torch.equal(ours, loss) for ours, _ in everyone)
+    assert_same(merged([mine for _, mine in everyone]), {name: each.grad for name, each in whole.named_parameters()})
+
+
+def test_an_error_on_one_rank_is_the_same_on_all_and_so_are_tables_that_differ(started: Any) -> None:
+    for everyone in results(started, "errors"):
+        assert everyone[0] == everyone[1]
+        raised, mismatch = everyone[0]
+        assert raised.startswith("StageError: rank 1, stage 1, ")
+        assert raised.endswith("ZeroDivisionError: division by zero")
+        assert mismatch.startswith(
+            "MismatchError: the ranks do not build the same pipeline: rank 0 has gpipe with 4 microbatches"
+        )
+
+
+def test_penstock_train_shares_products_under_torchrun(started: Any) -> None:
+    _, folder = started
+    (run,) = (folder / "runs").iterdir()
+    losses = json.loads((run / "run.json").read_text())["losses"]
+    alone = train_rank(TrainConfig(ranks=1, data=folder / "text.txt", **SMALL), None).losses
+    assert len(losses) == 3
+    assert losses == pytest.approx(alone, abs=1e-5)  # float32

@@ -13,8 +13,10 @@ from penstock import comms
 from penstock.comms.control import Control
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import Rule, Settings, build
+from penstock.engine.build import Rule, placed, stages, table, wired
 from penstock.engine.clock import skew
+from penstock.engine.comparison import compared, describe
+from penstock.engine.cut import agreed_cut
 from penstock.engine.report import StepReport, measured, numbers
 from penstock.engine.step import Engine, Outcome
 from penstock.errors import PenstockError
@@ -23,9 +25,12 @@ from penstock.mesh.position import position_in
 from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.materialise import Init
 from penstock.randomness import aside
-from penstock.schedule import Event, MeasuredTimeline, Schedule
-from penstock.stage import microbatch
+from penstock.schedule import Event, MeasuredTimeline, Schedule, verify
+from penstock.schedule.rank_program import RankPrograms
+from penstock.schedule.transform import with_full_backwards
+from penstock.stage import microbatch, tied
 from penstock.stage.layers import Recompute, evaluating
+from penstock.stage.parameters import Parameters
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
@@ -117,31 +122,28 @@ class Pipeline:
         self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.clock_error = 0.0  # seconds by which times of different machines may be off
-        settings = Settings(
-            model,
-            loss_fn,
-            schedule,
-            microbatches,
-            options,
-            cuts,
-            example_args,
-            example_kwargs,
-            seed,
-            init,
-            recompute,
-            merge_weight_gradients,
-            data_parallel,
-            tensor_parallel,
-        )
         self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
         self._control.connect()
         with self._together():
-            self._built = build(settings, self.position, self._control)
-            self.skew = skew(self._control, self._built.machines)
-        self.schedule, self.balance = self._built.schedule, self._built.balance
+            self.schedule = table(schedule, self.topology.world_size, microbatches, options)
+            cut = agreed_cut(self._control, self.position, self.schedule, model, cuts, example_args, example_kwargs)
+            runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
+            self._program = verify(runs, skips=cut.skips).program
+            mine = describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel)
+            self._compared = compared(self._control, mine, whole=cut.whole is not None)
+            modules = placed(cut, self._compared, self.topology.device, seed, init)
+            copies = wired(self._control, self.position, cut, modules, self._compared, tensor_parallel, data_parallel)
+            merge, names = merge_weight_gradients, self._compared.names
+            parts = stages(cut, modules, copies, self._compared, runs, self.position, loss_fn, recompute, merge)
+            self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order)
+            shared = tied.owned(cut.tied, runs.placement, modules, self.topology)
+            for each in shared:
+                each.share_value()
+            self.skew = skew(self._control, self._compared.machines)
+        self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
-        self._parameters = self._built.parameters
-        self._engine = Engine(self._built, self.position, self._control, merge_weight_gradients)
+        programs = RankPrograms(self._program, self.topology.rank, merge)
+        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared)
         self._last: Outcome | None = None  # of the last step
 
     # -- training and evaluation ------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ class Pipeline:
         """
         with self._together():
             last = self._done()
-            self.skew = skew(self._control, self._built.machines)  # clocks drift apart
+            self.skew = skew(self._control, self._compared.machines)  # clocks drift apart
             last.clock.offset = self.skew.offset
             intervals = zip(last.actions, last.clock.intervals(), strict=True)
             mine = tuple(Event(self.topology.rank, action, *times) for action, times in intervals)
@@ -272,7 +274,7 @@ class Pipeline:
             ranks = [self.topology.of_job(rank) for rank in range(self.topology.world_size)]
             rows, errors, sizes = zip(*[everyone[rank] for rank in ranks], strict=True)
         self.clock_error = max(errors)
-        return measured(self.schedule, rows, sizes, last.report, self.position, self._built.program.skips)
+        return measured(self.schedule, rows, sizes, last.report, self.position, self._program.skips)
 
     def _done(self) -> Outcome:
         """Of the last step. Raises PenstockError before the first."""

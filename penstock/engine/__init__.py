@@ -1,14 +1,14 @@
 """One step of one rank, from the user's call to the loss: `step.py` is the story, read it first.
 
-    build       from what the user gives to what this rank runs
-    cut         the stages of this rank
-    comparison  what the ranks compare before they build
-    step        one step: split, vote, agree, run, average, conclude
-    batch       the call, and this rank's share of the batch
-    agreement   what all ranks agree on before data flows
-    actions     what F, B, I and W do in a step
-    averaging   gradients become those of the whole batch
-    memory      what a microbatch keeps alive, in bytes
-    clock       when every action ran, on a clock that all ranks share
-    report      what a step came to
+build       from what the user gives to what this rank runs
+cut         the stages of this rank
+comparison  what the ranks compare before they build
+step        one step: split, vote, agree, run, average, conclude
+batch       the call, and this rank's share of the batch
+agreement   what all ranks agree on before data flows
+actions     what F, B, I and W do in a step
+averaging   gradients become those of the whole batch
+memory      what a microbatch keeps alive, in bytes
+clock       when every action ran, on a clock that all ranks share
+report      what a step came to
 """

@@ -1,28 +1,33 @@
 """The end of a step's data: the gradients become those of the whole batch, on all ranks that have the parameters."""
 
 import time
+from collections.abc import Iterable
 
 from penstock.comms.control import waiting
-from penstock.engine.build import Built
 from penstock.mesh import tensor_parallel
 from penstock.mesh.data_parallel import share_state
 from penstock.mesh.position import MeshPosition
+from penstock.stage.parameters import Parameters
+from penstock.stage.stage import Stage
+from penstock.stage.tied import TiedParameter
 
 
-def average(built: Built, position: MeshPosition, training: bool) -> float:
+def average(
+    stages: Iterable[Stage], parameters: Parameters, tied: Iterable[TiedParameter], position: MeshPosition, training: bool
+) -> float:
     """Wait until gradients are averaged over replicas; sum what ranks along `tp` and tied parameters' owners have of them.
 
     Returns the seconds it took.
     """
     began = time.perf_counter()
     with waiting("for the replicas to average the gradients"):
-        for stage in built.stages.values():
+        for stage in stages:
             stage.copies.end(training)
         if position.tp is not None and training:
-            tensor_parallel.complete(built.parameters.parameters())
+            tensor_parallel.complete(parameters.parameters())
         if position.dp is not None and training:
-            for stage in built.stages.values():
+            for stage in stages:
                 share_state(stage.module, position.dp.get_group())
-    for parameter in built.tied if training else ():
+    for parameter in tied if training else ():
         parameter.share_gradient()
     return time.perf_counter() - began

@@ -9,7 +9,7 @@ from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.randomness import mix
-from penstock.schedule import Schedule
+from penstock.schedule.table import Table
 from penstock.stage import microbatch
 
 NOTHING = -1  # rows of a batch that this rank has no part of
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     scale: float  # of all gradients
 
 
-def split(call: Call, position: MeshPosition, schedule: Schedule) -> Batch:
+def split(call: Call, position: MeshPosition, schedule: Table) -> Batch:
     """This rank's share of the batch. Raises MismatchError for inputs or a target that do not fit."""
     rank, device, most = position.pipeline.rank, position.pipeline.device, schedule.microbatches
     inputs: Sequence[tuple[Any, Any]] = ()

@@ -1,11 +1,12 @@
 """What the ranks compare before they build a pipeline: they must all build the same one."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from penstock import partition
+from penstock.comms.control import Control
 from penstock.engine.clock import machine
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
@@ -77,7 +78,21 @@ def check(everyone: Sequence[Description]) -> None:
                     )
 
 
-def by_stage(everyone: Sequence[Mapping[int, Any]]) -> list[Any]:
-    """What the ranks say of their stages, in the order of the stages."""
-    own = {stage: value for each in everyone for stage, value in each.items()}
-    return [own[stage] for stage in sorted(own)]
+class Compared(NamedTuple):
+    """What all ranks' descriptions come to; by stage of the whole model, but for the machines."""
+
+    names: Sequence[Mapping[str, str]]  # its own name of each entry -> the name in the uncut model
+    takes: Sequence[Sequence[str]]  # the keywords that its forward takes
+    machines: Sequence[str]  # of every rank: the same for those that share a clock
+
+
+def compared(control: Control, mine: Description, whole: bool) -> Compared:
+    """Compare all ranks' descriptions; `whole`: the stages were cut from one model. Raises MismatchError as `check`."""
+    everyone = control.gather_objects(mine, "to build the pipeline")
+    check(everyone)
+    names = {stage: names for each in everyone for stage, names in each.names.items()}
+    takes = {stage: takes for each in everyone for stage, takes in each.takes.items()}
+    plain = [names[stage] for stage in sorted(names)]
+    return Compared(
+        partition.names_of(plain, whole), [takes[stage] for stage in sorted(takes)], [each.machine for each in everyone]
+    )

@@ -1,14 +1,16 @@
 """The stages of this rank, cut from the model or given by the user."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import partition
+from penstock.comms.control import Control
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel
+from penstock.mesh.position import MeshPosition
 from penstock.partition.balance import Balance
 from penstock.partition.graph_stage import skips_of
 from penstock.schedule import Schedule, Skip
@@ -28,16 +30,30 @@ class Cut(NamedTuple):
     whole: nn.Module | None = None  # the uncut model, if that is what was cut
     balance: Balance | None = None  # how even the cut is, on the rank that chose it
 
+    @property
+    def order(self) -> list[str] | None:
+        """All names in the uncut model, in its order, if that is what was cut."""
+        return None if self.whole is None else list(self.whole.state_dict())
 
-def cut(
-    model: nn.Module | Sequence[nn.Module], whole: partition.Whole | None, starts: Sequence[str], table: Schedule, rank: int
+
+def agreed_cut(
+    control: Control,
+    position: MeshPosition,
+    table: Schedule,
+    model: nn.Module | Sequence[nn.Module],
+    cuts: Sequence[str] | None,
+    example_args: Sequence[Any] | None,
+    example_kwargs: Mapping[str, Any] | None,
 ) -> Cut:
-    """This rank's share of `model`: of the `whole` one cut at `starts`, of a list of stages, or its only stage.
+    """This rank's share of `model`; where the cut depends on measured times, rank 0 chooses for all.
 
     Raises MismatchError if there are not as many stages as the table has.
     """
-    mine = table.stages_of(rank)
-    given = model if whole is None else whole.cut(starts)
+    whole = partition.whole(model, cuts, example_args, example_kwargs)
+    chooses = whole is not None and not (whole.measures and position.world.rank)
+    starts = whole.starts(table.stages) if whole is not None and chooses else []
+    starts = control.gather_objects(starts, "to agree on the cut")[0]
+    given, mine = model if whole is None else whole.cut(starts), table.stages_of(position.pipeline.rank)
     if isinstance(given, nn.Module):
         if table.stages != table.ranks:
             has = f"{table.name} has {table.stages} stages on {table.ranks} ranks"

@@ -32,7 +32,6 @@ from penstock.engine.actions import Actions, Ahead, explained, forward, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.averaging import average
 from penstock.engine.batch import Batch, Call, split
-from penstock.engine.build import Built
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Ended, StepReport, conclude, peak_memory, weighted_sum
@@ -42,7 +41,10 @@ from penstock.schedule import Size
 from penstock.schedule.program import Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
+from penstock.stage.parameters import Parameters
+from penstock.stage.stage import Stage
 from penstock.stage.stage_input import handed_over
+from penstock.stage.tied import TiedParameter
 
 
 class Outcome(NamedTuple):
@@ -59,12 +61,21 @@ class Outcome(NamedTuple):
 class Engine:
     """What one rank runs its steps with; all ranks call `step` alike."""
 
-    def __init__(self, built: Built, position: MeshPosition, control: Control, merge: bool) -> None:
-        self.built, self.position, self.control, self.stages = built, position, control, built.stages
+    def __init__(
+        self,
+        control: Control,
+        position: MeshPosition,
+        programs: RankPrograms,
+        stages: dict[int, Stage],
+        parameters: Parameters,
+        tied: Sequence[TiedParameter],
+    ) -> None:
+        self.control, self.position, self.stages = control, position, stages
+        self.programs, self.schedule = programs, programs.program.schedule
+        self.parameters, self.tied = parameters, tied
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
-        self.programs = RankPrograms(built.program, position.pipeline.rank, merge)
-        self.agreement = Agreement(control, position, self.programs)
-        self._whole = self.programs.of(training=True)
+        self.agreement = Agreement(control, position, programs)
+        self._whole = programs.of(training=True)
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
         self._ended = 0.0  # when the last step did
 
@@ -77,7 +88,7 @@ class Engine:
         between = time.perf_counter() - self._ended if self._ended else 0.0
         channels = self.channels
         self._forget()
-        batch = split(call, self.position, self.built.schedule)
+        batch = split(call, self.position, self.schedule)
         with waiting("for the replicas to begin the step"):
             begin([self.stages[index].copies for index in self._whole.stages])
 
@@ -90,9 +101,9 @@ class Engine:
         agreed = self.agreement.reach(batch, why)
 
         channels.begin(agreed.known.specs if agreed.known else None)
-        actions = Actions(self.stages, self.built.schedule.stages - 1, batch, agreed, ahead)
+        actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
         self._run(actions, channels, clock, ahead, measurement)
-        averaging = average(self.built, self.position, batch.training)
+        averaging = average(list(self.stages.values()), self.parameters, self.tied, self.position, batch.training)
 
         outcome = self._conclude(actions, clock, measurement, (between, averaging))
         channels.end()
@@ -103,7 +114,7 @@ class Engine:
     def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
         action = self._whole.steps[0].action if self._whole.steps else None
-        alone = self.built.schedule.stages == 1 or self.position.tp is not None  # no votes travel, or others are in the action
+        alone = self.schedule.stages == 1 or self.position.tp is not None  # no votes travel, or others are in the action
         if alone or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
         _, index, microbatch = action
@@ -165,7 +176,7 @@ class Engine:
         auxiliary = [value.item() * weights[microbatch] for microbatch, value in actions.auxiliary] if weights else []
         mine = Ended(*weighted_sum(actions.losses, weights), *clock.summary(), peak_memory(self.device), len(auxiliary), *times)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
-        loss, report = conclude(self.control, self.position, self.built.schedule.placement[-1], mine, auxiliary, why)
+        loss, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, auxiliary, why)
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
         sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
         return Outcome(loss, outputs, report, ran, clock, sizes)
@@ -175,7 +186,7 @@ class Engine:
         """The channels, open: at the first step, and again after a failure."""
         groups = self.control.connect()
         if self._connected is None or self._connected[0] != self.control.generation:
-            self._connected = self.control.generation, Channels(self.built.program, self.position.pipeline, groups)
+            self._connected = self.control.generation, Channels(self.programs.program, self.position.pipeline, groups)
         return self._connected[1]
 
     def _forget(self) -> None:
@@ -187,4 +198,4 @@ class Engine:
         """What decides, besides the batch, what stages send: which parameters are trained, and autocast."""
         kind = self.device.type
         cast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
-        return cast.encode() + bytes(parameter.requires_grad for parameter in self.built.parameters.parameters())
+        return cast.encode() + bytes(parameter.requires_grad for parameter in self.parameters.parameters())

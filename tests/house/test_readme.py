@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from rooms import with_table
+
 from penstock.schedule import Costs, build, names, simulate
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -19,6 +21,10 @@ def test_the_table_of_schedules_is_what_the_simulator_says() -> None:
         assert f"{timeline.makespan:g}" == makespan, name
         assert f"{100 * timeline.bubble:.1f}" == bubble, name
         assert f"{max(timeline.peak_in_flight) * share:g}" == in_flight, name
+
+
+def test_the_rooms_are_those_of_the_package_with_their_own_words() -> None:
+    assert with_table(README) == README, "make rooms"
 
 
 def test_the_drawn_schedule_is_what_the_command_prints() -> None:

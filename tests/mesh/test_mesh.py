@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import within
 from reference import accumulate, assert_same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -669,7 +670,7 @@ def test_an_error_on_one_rank_ends_the_step_on_all_pipelines(name: str) -> None:
         assert told.startswith("rank 3, stage ")
         assert told.endswith("ZeroDivisionError: division by zero")
         assert after == f"this pipeline ended when {told}: start the ranks again"
-        assert seconds < 3
+        assert within(seconds, 3)
 
 
 @pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2"])
@@ -677,7 +678,7 @@ def test_a_lost_rank_ends_all_pipelines(name: str) -> None:
     begin = time.monotonic()
     with pytest.raises(ps.PenstockError, match="rank 3"):
         ps.launch(failing, 4, "ends", MESHES[name])
-    assert time.monotonic() - begin < 10
+    assert within(time.monotonic() - begin, 10)
 
 
 def test_ranks_that_share_products_must_have_the_same_rows() -> None:

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from patience import within
 from timelines import COSTS, measured
 
 from penstock.schedule import Costs, Size, Timeline, build, simulate
@@ -303,8 +304,8 @@ def test_twenty_thousand_actions_are_there_within_a_second_and_move_at_thirty_fr
         )
         frames.append(browser.execute_async_script(pan) / 40)
         time.sleep(0.1)
-    assert min(first) < 1000  # ms
-    assert min(frames) < 1000 / 30
+    assert within(min(first) / 1000, 1)
+    assert within(min(frames) / 1000, 1 / 30)
 
 
 def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):

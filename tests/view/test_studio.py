@@ -10,6 +10,7 @@ from dataclasses import replace
 from http.client import HTTPConnection
 
 import pytest
+from patience import within
 from studios import run_of, served
 
 from penstock import PenstockError
@@ -128,7 +129,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(question, sentence):
 def test_the_largest_question_is_answered_soon():
     start = time.perf_counter()
     asked("interleaved-zb", 16, 32, stages_per_rank=4)
-    assert time.perf_counter() - start < 3  # a fifth of a second on an idle machine
+    assert within(time.perf_counter() - start, 1)  # a fifth of a second on an idle machine
 
 
 # ---- over HTTP

@@ -4,6 +4,7 @@ Nothing else in the package touches a private name of torch (a test looks). What
 supported, 2.11 to 2.15, is decided here and nowhere else.
 """
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass  # see autograd
+from torch._C import _FunctionBase
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload as OpOverload  # what a dispatched operation is
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
@@ -26,7 +30,9 @@ if TYPE_CHECKING:
 # ---- trees of values ------------------------------------------------------------------------------------------------
 # Lists, tuples and dicts (and what transformers' outputs are) taken apart and put together; torch has no public name for it.
 from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -120,7 +126,81 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether something is called before or after the module's own forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_extended(module: nn.Module) -> bool:
+    """Whether this module, unlike others of its class, has hooks or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `Module.compile()` or `torch.compile` was applied to `module`: its graph is bound to what it had then."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The user's module inside what `torch.compile` made of it."""
+    while (inner := getattr(module, "_orig_mod", None)) is not None:
+        module = inner
+    return module
+
+
+def full_tensor(tensor: Any) -> Tensor:
+    """The public `DTensor.full_tensor()`, without its warning that two all-gathers are slower than one, which is known."""
+    about = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = about.level
+    about.setLevel(logging.ERROR)
+    try:
+        return tensor.full_tensor()
+    finally:
+        about.setLevel(level)
+
+
 # ---- autograd -------------------------------------------------------------------------------------------------------
+# DisableTorchFunctionSubclass: inside, `__torch_function__` is not asked; the documents name it, if in a private module.
+
+
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """The public `torch.autograd.backward(edges, gradients)` without its checks of shapes, which whoever calls has made.
+
+    They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.
+    """
+    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def is_python_node(node: Node) -> bool:
+    """Whether a graph's node is that of a `torch.autograd.Function`."""
+    return issubclass(type(node), _FunctionBase)
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """(pack, unpack) of the `saved_tensors_hooks` that are on, a checkpoint's for instance: the public name only sets them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often its memory was changed in place, as far as autograd knows; what it checks itself before a backward."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that `tensor` is a view of, if it is one for autograd."""
+    return tensor._base
+
+
+def leaf_of(memory: Tensor, kind: type[Tensor]) -> Any:
+    """A trainable leaf of class `kind` with this `memory`, for `isinstance` a Parameter; a Parameter made so copies nothing."""
+    leaf: Any = torch.Tensor._make_subclass(kind, memory, True)
+    leaf._is_param = True
+    return leaf
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether somebody has called its `register_hook` or `register_post_accumulate_grad_hook`."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 # ---- process groups (comms) -----------------------------------------------------------------------------------------

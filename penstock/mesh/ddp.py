@@ -10,8 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import torch_private
-from penstock.stage.backward.weight_use import run_backward
 from penstock.stage.copies import StageCopies
+from penstock.torch_private import run_backward
 
 
 class DDPCopies(StageCopies):

@@ -1,9 +1,10 @@
 """Tensors of which ranks have pieces: torch's DTensor, known by its placements, since importing it takes a while."""
 
-import logging
 from typing import Any
 
 from torch import Tensor
+
+from penstock.torch_private import full_tensor
 
 ShardKey = tuple[str, tuple[int, ...]]  # a name, and which piece of it
 
@@ -15,15 +16,7 @@ def local(value: Any) -> Any:
 
 def full(value: Any) -> Any:
     """The whole of `value`, likewise; all who have a piece call it."""
-    if not hasattr(value, "placements"):
-        return value
-    about = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = about.level
-    about.setLevel(logging.ERROR)  # it warns that two all-gathers are slower than one
-    try:
-        return value.full_tensor()
-    finally:
-        about.setLevel(level)
+    return full_tensor(value) if hasattr(value, "placements") else value
 
 
 def placed_as(value: Any, like: Any) -> Any:

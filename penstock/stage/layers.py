@@ -1,6 +1,6 @@
 """How a stage runs its module: layer by layer, each with random numbers of its own, and recomputed where that is asked for."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import MismatchError
 from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import advance, generator_of
+from penstock.torch_private import buffer_slots, has_forward_hooks, is_compiled, is_extended, layers_of
 
 Recompute = Literal["stage", "block"]
 
 # Layers that draw no random numbers need no seed, which would cost them a microsecond or two each time.
 NEVER_RANDOM = frozenset(
-    layer.forward
-    for layer in (
+    (
         nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
         nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Flatten,
     )
@@ -26,7 +26,8 @@ NEVER_RANDOM = frozenset(
 
 
 def _may_draw(layer: Callable[..., Any]) -> bool:
-    return getattr(type(layer), "forward", None) not in NEVER_RANDOM
+    """Whether `layer` may draw random numbers: of those that do not, its hooks may, or what was put over its forward."""
+    return type(layer) not in NEVER_RANDOM or is_extended(layer)  # type: ignore[arg-type]
 
 
 class Layers:
@@ -49,8 +50,8 @@ class Layers:
             raise MismatchError(f"recompute={recompute!r}: use 'stage', 'block' or None")
         self.index, self.module, self.recompute = index, module, recompute
         self.generator = generator_of(device)
-        layers = [layer for layer in module._modules.values() if layer is not None]  # also the second time, unlike children()
-        self._layers = None if numbers is None else tuple(zip(numbers, layers, strict=True))
+        known = numbers is not None and type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+        self._layers = tuple(zip(numbers or (), layers_of(module).values(), strict=True)) if known else None
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module's output. `seed` is of this step and microbatch; it moves the device's generator."""
@@ -61,13 +62,18 @@ class Layers:
     def _run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if seed is None and self.recompute != "block":
             return self.module(*args, **kwargs)
-        compiled = self.module._compiled_call_impl is not None  # by Module.compile(), and so as a whole
-        if isinstance(self.module, GraphStage) and not compiled:
+        whole = is_compiled(self.module)
+        if isinstance(self.module, GraphStage) and not whole:
             return self.module.penstock(args, kwargs, partial(self._call, seed))
-        if self._layers is None or kwargs or len(args) != 1 or compiled:
+        if self._layers is None or kwargs or len(args) != 1 or whole:
             return self._call(seed, self.index, self.module, args, kwargs)
-        (value,) = args
-        for number, layer in self._layers:
+        if has_forward_hooks(self.module) and not hasattr(self.module, "unshard"):  # those of `fully_shard` want a whole
+            with _forward_of(self.module, partial(self._through, self._layers, seed)):
+                return self.module(*args)
+        return self._through(self._layers, seed, args[0])
+
+    def _through(self, layers: Iterable[tuple[int, nn.Module]], seed: int | None, value: Any) -> Any:
+        for number, layer in layers:
             if self.recompute == "block":
                 value = self._call(seed, number, layer, (value,), {})
             else:  # the short way: this runs for every layer and microbatch
@@ -98,6 +104,16 @@ class Layers:
         return checkpoint(run, seed, args, kwargs, use_reentrant=False, preserve_rng_state=seed is None, context_fn=contexts)
 
 
+@contextmanager
+def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """`function` in the place of the module's forward: called as a module, its hooks run around it."""
+    module.forward = function
+    try:
+        yield
+    finally:
+        del module.forward
+
+
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """For the first run, and for the second, which must not move a BatchNorm's statistics once more."""
     return nullcontext(), _buffers_aside(module)
@@ -106,14 +122,14 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractC
 @contextmanager
 def _buffers_aside(module: nn.Module) -> Iterator[None]:
     """Whatever is done to buffers inside is done to copies of them."""
-    owners = [(owner, dict(owner._buffers)) for owner in module.modules() if owner._buffers]
-    for owner, buffers in owners:
-        owner._buffers.update({name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    slots = buffer_slots(module)
     try:
+        for slot in slots:
+            slot.put(slot.tensor.clone())
         yield
     finally:
-        for owner, buffers in owners:
-            owner._buffers.update(buffers)
+        for slot in slots:
+            slot.put(slot.tensor)
 
 
 @contextmanager

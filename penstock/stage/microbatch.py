@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 from penstock.errors import MismatchError
+from penstock.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 
 def sizes(rows: int, pieces: int) -> list[int]:

@@ -1,8 +1,9 @@
-"""What a stage takes from other stages, gives to them, and shares with them."""
+"""The stages that a stage takes values from and gives values to, and the parameters it shares with each of them."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from penstock.schedule import Skip
 from penstock.schedule.table import edges
@@ -10,8 +11,7 @@ from penstock.schedule.table import edges
 Name = tuple[int, str]  # a stage, and a parameter's name in it
 
 
-@dataclass
-class Neighbours:
+class Neighbours(NamedTuple):
     """The stages at the other ends, in order, and the parameters shared with each.
 
     A parameter of several stages belongs to the first of them. Each later one borrows it from the one before, as if its value
@@ -21,8 +21,8 @@ class Neighbours:
 
     sources: tuple[int, ...]
     takers: tuple[int, ...]
-    borrowed: dict[int, list[str]] = field(default_factory=dict)  # source -> own names of the parameters
-    lent: dict[int, list[str]] = field(default_factory=dict)  # taker -> own names
+    borrowed: Mapping[int, list[str]] = {}  # source -> own names of the parameters
+    lent: Mapping[int, list[str]] = {}  # taker -> own names
 
     @classmethod
     def of_chain(cls, index: int) -> "Neighbours":
@@ -31,17 +31,25 @@ class Neighbours:
 
 
 def neighbours_of(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[Name]]) -> list[Neighbours]:
-    """The neighbours of every stage."""
+    """The neighbours of every stage: the next ones, those at the other end of `skips`, and who shares a group of `tied`."""
     ways = edges(stages, skips)
-    found = [
-        Neighbours(tuple(start for start, end in ways if end == stage), tuple(end for start, end in ways if start == stage))
+    hops = [hop for group in tied for hop in _hops(group)]
+    return [
+        Neighbours(
+            sources=tuple(start for start, end in ways if end == stage),
+            takers=tuple(end for start, end in ways if start == stage),
+            borrowed=_by_stage((start, name) for (start, _), (end, name) in hops if end == stage),
+            lent=_by_stage((end, name) for (start, name), (end, _) in hops if start == stage),
+        )
         for stage in range(stages)
     ]
-    for group in tied:
-        for (start, name), (end, further) in _hops(group):
-            found[start].lent.setdefault(end, []).append(name)
-            found[end].borrowed.setdefault(start, []).append(further)
-    return found
+
+
+def _by_stage(names: Iterable[Name]) -> Mapping[int, list[str]]:
+    found = defaultdict[int, list[str]](list)
+    for stage, name in names:
+        found[stage].append(name)
+    return dict(found)
 
 
 def skips_of_tied(tied: Sequence[Sequence[Name]]) -> frozenset[Skip]:

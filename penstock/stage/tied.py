@@ -1,7 +1,6 @@
 """Parameters that several stages share: found by identity, kept equal over the ranks; `neighbours.py` has their gradients."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -37,40 +36,6 @@ def owned(
             stage, name = next(each for each in group if each[0] in modules)
             copies.append(TiedParameter(modules[stage].get_parameter(name), owners, topology))
     return copies
-
-
-class BorrowedParameter:
-    """What takes the place of a parameter, wherever a stage's module has it, while a microbatch is worked on."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.parameter = module.get_parameter(name)
-        self._places = [
-            (owner._parameters, key)
-            for owner in module.modules()
-            for key, parameter in owner._parameters.items()
-            if parameter is self.parameter
-        ]
-
-    def value(self) -> torch.Tensor:
-        """The parameter's value, to be admitted like one that has come from another stage."""
-        return self.parameter.detach().requires_grad_(self.parameter.requires_grad)
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Put `tensor` in the parameter's place, or the parameter back."""
-        for parameters, key in self._places:
-            parameters[key] = tensor  # type: ignore[assignment]
-
-
-@contextmanager
-def installed(standins: Sequence[BorrowedParameter], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """`tensors` in the places of the parameters."""
-    try:
-        for standin, tensor in zip(standins, tensors, strict=True):
-            standin.put(tensor)
-        yield
-    finally:
-        for standin in standins:
-            standin.put(standin.parameter)
 
 
 class TiedParameter:

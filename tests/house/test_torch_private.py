@@ -91,6 +91,104 @@ def test_views_of_one_memory_have_its_key():
     assert torch_private.storage_key(tensor) != torch_private.storage_key(other)
 
 
+def test_forward_hooks_are_seen_and_what_is_compiled_too():
+    layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert not torch_private.has_forward_hooks(layer)
+    layer.register_forward_hook(lambda *_: None)
+    other.register_forward_pre_hook(lambda *_: None)
+    assert torch_private.has_forward_hooks(layer)
+    assert torch_private.has_forward_hooks(other)
+    assert torch_private.is_extended(other)
+    own = nn.Linear(2, 2)
+    assert not torch_private.is_extended(own)
+    own.forward = layer.forward
+    assert torch_private.is_extended(own)
+    assert not torch_private.is_compiled(layer)
+    wrapped = torch.compile(layer, backend="eager")
+    assert torch_private.is_compiled(wrapped)
+    assert torch_private.uncompiled(wrapped) is layer
+    layer.compile(backend="eager")
+    assert torch_private.is_compiled(layer)
+    assert torch_private.uncompiled(layer) is layer
+
+
+def test_the_generator_of_apples_processors_has_its_name():
+    if torch.backends.mps.is_available():
+        assert isinstance(torch_private.mps_generator(), torch.Generator)
+    assert hasattr(torch.mps, "_get_default_mps_generator")
+
+
+# ---- autograd
+
+
+def test_a_backward_runs_from_edges():
+    leaf = torch.ones(2, requires_grad=True)
+    edge = torch.autograd.graph.get_gradient_edge(leaf * 3)
+    torch_private.run_backward([edge], [torch.ones(2)])
+    assert leaf.grad.tolist() == [3, 3]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_nodes_in_python_are_known():
+    leaf = torch.ones(2, requires_grad=True)
+    assert torch_private.is_python_node(Doubled.apply(leaf).grad_fn)
+    assert not torch_private.is_python_node((leaf * 2).grad_fn)
+
+
+def test_hooks_that_pack_saved_tensors_are_found():
+    assert torch_private.saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: [value], lambda packed: packed[0]):
+        pack, unpack = torch_private.saved_tensor_hooks()
+        assert unpack(pack(torch.ones(1))).item() == 1
+    assert torch_private.saved_tensor_hooks() is None
+
+
+def test_changes_in_place_are_counted_over_views():
+    tensor = torch.zeros(3)
+    view = tensor.detach()[1:]
+    before = torch_private.version_of(view)
+    tensor.add_(1)
+    assert torch_private.version_of(view) == before + 1
+
+
+def test_the_base_of_a_view_is_known():
+    leaf = torch.ones(2, 3, requires_grad=True)
+    assert torch_private.base_of(leaf.t()) is leaf
+    assert torch_private.base_of(leaf * 1) is None
+
+
+def test_a_leaf_shares_memory_and_passes_for_a_parameter():
+    class Own(torch.Tensor):
+        pass
+
+    memory = torch.zeros(2)
+    for kind in (Own, nn.Parameter):
+        leaf = torch_private.leaf_of(memory, kind)
+        assert isinstance(leaf, nn.Parameter)
+        assert type(leaf) is kind
+        assert leaf.is_leaf
+        assert leaf.requires_grad
+        assert leaf.data_ptr() == memory.data_ptr()
+
+
+def test_gradient_hooks_of_both_kinds_are_seen():
+    one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    assert not torch_private.has_gradient_hooks(one)
+    one.register_hook(lambda _: None)
+    other.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_private.has_gradient_hooks(one)
+    assert torch_private.has_gradient_hooks(other)
+
+
 # ---- graphs and exports
 
 
@@ -219,7 +317,7 @@ def rank_fsdp(shard):
             each.reshard()
         grads = [parameter.grad for parameter in module.parameters()]
         assert (grads[0] is None) == (step == 0)
-        assert grads[1].full_tensor().tolist() == [[2 * (step + 1)] * 2] * 2
+        assert torch_private.full_tensor(grads[1]).tolist() == [[2 * (step + 1)] * 2] * 2
     return torch_private.is_replicated(module)
 
 

@@ -660,6 +660,6 @@ def test_a_stage_with_small_weights_only_leaves_nothing_to_w() -> None:
             stage.backward(m, [torch.ones(4, 5)])
             stage.backward_weight([m], last=m == 2)
             other(value).backward(torch.ones(4, 5))
-    assert not stage._put_off
+    assert not stage._deferred
     for p, q in zip(module.parameters(), other.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)

@@ -1,7 +1,7 @@
 """The operations whose weight gradients can be put off, and how those are computed: one rule for each operation.
 
 A rule stands in for an operation while a stage runs its forward. It calls the operation with the weights cut off from the
-graph, so that the backward computes the input's gradient only, and leaves with `later.put_off` a formula for the weights'
+graph, so that the backward computes the input's gradient only, and leaves with `defer` a formula for the weights'
 gradients. Each formula makes the same calls, in the same layout, as autograd does for that operation in a full backward
 (pytorch/tools/autograd/derivatives.yaml, torch/csrc/autograd/FunctionsManual.cpp), so the bits are the same. A rule that
 does not cover a case says NotImplemented: then autograd does all of it.
@@ -9,60 +9,48 @@ does not cover a case says NotImplemented: then autograd does all of it.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Gradients = tuple[Tensor | None, Tensor | None]  # of the weight and the bias
-Formula = Callable[[Tensor, Tensor, Tensor], Gradients]  # of output gradient, input, weight
+from penstock.stage.backward.deferred import DeferredGradients
+from penstock.stage.backward.weight_use import Formula, WeightGradients
 
 
-class Later(Protocol):
-    """Where a rule leaves what is put off."""
-
-    def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
-        """Whether both are parameters of the stage or views of one; the bias may be frozen or None."""
-
-    def operands(self, value: Tensor, *weights: Any) -> tuple[Any, ...]:
-        """The input, and the weights outside the graph, as autocast would hand them to a product."""
-
-    def put_off(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`output`, whose gradient is kept for `formula` when the backward reaches it."""
-
-
-def linear(later: Later, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(deferred: DeferredGradients, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: (.., K) and (N, K) -> (.., N). The bias' gradient is a sum over what `I` has at hand, and stays there."""
-    if input.dim() < 2 or weight.dim() != 2 or not later.owns(weight):
+    if input.dim() < 2 or weight.dim() != 2 or not deferred.owns(weight):
         return NotImplemented
-    input, kernel = later.operands(input, weight)
+    input, kernel = deferred.operands(input, weight)
     if input.dim() > 2 and not input.is_contiguous():  # autograd folds the rows, then adds the bias on its own
-        output = later.put_off(F.linear(input.contiguous(), kernel), _of_linear, input, weight)
+        output = deferred.defer(F.linear(input.contiguous(), kernel), _of_linear, input, weight)
         return output if bias is None else output + bias.to(output.dtype)
-    formula = {2: _of_rows, 3: _of_batches}.get(input.dim(), _of_linear) if kernel.is_contiguous() else _of_linear
-    return later.put_off(F.linear(input, kernel, bias), formula, input, weight)
+    return deferred.defer(F.linear(input, kernel, bias), _of_linear, input, weight)
 
 
-def matmul(later: Later, input: Tensor, other: Tensor) -> Tensor:
+def matmul(deferred: DeferredGradients, input: Tensor, other: Tensor) -> Tensor:
     """`input @ weight`: (.., K) and (K, N) -> (.., N)."""
-    if input.dim() < 2 or other.dim() != 2 or not later.owns(other):
+    if input.dim() < 2 or other.dim() != 2 or not deferred.owns(other):
         return NotImplemented
-    input, matrix = later.operands(input, other)
+    input, matrix = deferred.operands(input, other)
     folded = input if input.dim() == 2 else input.contiguous()
-    return later.put_off(torch.matmul(folded, matrix), _of_matmul, input, other)
+    return deferred.defer(torch.matmul(folded, matrix), _of_matmul, input, other)
 
 
-def addmm(later: Later, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def addmm(
+    deferred: DeferredGradients, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     """`bias + mat1 @ weight`: (N), (M, K) and (K, N) -> (M, N)."""
-    if (beta, alpha) != (1, 1) or not later.owns(mat2):
+    if (beta, alpha) != (1, 1) or not deferred.owns(mat2):
         return NotImplemented
-    mat1, matrix = later.operands(mat1, mat2)
-    return later.put_off(torch.addmm(input, mat1, matrix), _of_matmul, mat1, mat2)
+    mat1, matrix = deferred.operands(mat1, mat2)
+    return deferred.defer(torch.addmm(input, mat1, matrix), _of_matmul, mat1, mat2)
 
 
 def embedding(
-    later: Later,
+    deferred: DeferredGradients,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -72,59 +60,42 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """`F.embedding`: indices of any shape and (N, H) -> (.., H)."""
-    if max_norm is not None or sparse or not later.owns(weight):
+    if max_norm is not None or sparse or not deferred.owns(weight):
         return NotImplemented
-    _, matrix = later.operands(input, weight)  # indices: autocast leaves it alone
+    _, matrix = deferred.operands(input, weight)  # indices: autocast leaves it alone
     output = F.embedding(input, matrix, padding_idx, None, norm_type, scale_grad_by_freq)
     padding = -1 if padding_idx is None else padding_idx % len(weight)
-    return later.put_off(output, partial(_of_embedding, padding, scale_grad_by_freq), input, weight)
+    return deferred.defer(output, partial(_of_embedding, padding, scale_grad_by_freq), input, weight)
 
 
 def _convolution(
     dimensions: int,
     operation: Callable[..., Tensor],
-    later: Later,
+    deferred: DeferredGradients,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
     padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    *further: Any,
+    **named: Any,
 ) -> Tensor:
-    """`F.conv1d` and its like: (B, C, ..) and (N, C / groups, ..) -> (B, N, ..)."""
-    if isinstance(padding, str) or input.dim() != dimensions + 2 or not later.owns(weight, bias):
+    """`F.conv1d` and its like, (B, C, ..) and (N, C / groups, ..) -> (B, N, ..); and `F.conv_transpose1d` and its like."""
+    if isinstance(padding, str) or input.dim() != dimensions + 2 or not deferred.owns(weight, bias):
         return NotImplemented
-    input, kernel, shift = later.operands(input, weight, bias)
-    output = operation(input, kernel, shift, stride, padding, dilation, groups)
-    shape = [_each(number, dimensions) for number in (stride, padding, dilation)]
-    formula = partial(_of_convolution, (*shape, False, [0] * dimensions, groups), bias is not None)
-    return later.put_off(output, formula, input, weight, bias)
+    transposed = operation in TRANSPOSED
+    names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    options = dict(zip(names, further, strict=False)) | named
+    input, kernel, shift = deferred.operands(input, weight, bias)
+    output = operation(input, kernel, shift, stride, padding, **options)
+    dilation, groups, outside = (options.get(name, default) for name, default in CONVOLUTION.items())
+    steps, pads, holes, rest = (_each(number, dimensions) for number in (stride, padding, dilation, outside))
+    formula = partial(_of_convolution, (steps, pads, holes, transposed, rest, groups), bias is not None)
+    return deferred.defer(output, formula, input, weight, bias)
 
 
-def _transposed(
-    dimensions: int,
-    operation: Callable[..., Tensor],
-    later: Later,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Tensor:
-    """`F.conv_transpose1d` and its like."""
-    if input.dim() != dimensions + 2 or not later.owns(weight, bias):
-        return NotImplemented
-    input, kernel, shift = later.operands(input, weight, bias)
-    output = operation(input, kernel, shift, stride, padding, output_padding, groups, dilation)
-    stride, padding, dilation, out = (_each(number, dimensions) for number in (stride, padding, dilation, output_padding))
-    formula = partial(_of_convolution, (stride, padding, dilation, True, out, groups), bias is not None)
-    return later.put_off(output, formula, input, weight, bias)
-
-
+CONVOLUTION = {"dilation": 1, "groups": 1, "output_padding": 0}
+TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: linear,
     torch.matmul: matmul,
@@ -136,28 +107,18 @@ RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     Tensor.addmm: addmm,
     F.embedding: embedding,
     **{op: partial(_convolution, n, op) for n, op in enumerate((F.conv1d, F.conv2d, F.conv3d), 1)},
-    **{op: partial(_transposed, n, op) for n, op in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 1)},
+    **{op: partial(_convolution, n, op) for n, op in enumerate(TRANSPOSED, 1)},
 }
 
 
-def _of_rows(gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
-    """`_of_linear` of what is mostly met: (rows, N) and (rows, K) -> (N, K)."""
-    return gradient.t().mm(value), None
-
-
-def _of_batches(gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
-    """`_of_linear` of what is met next: (batch, rows, N) and (batch, rows, K) -> (N, K)."""
-    return gradient.flatten(0, 1).t().mm(value.flatten(0, 1)), None
-
-
-def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
+def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
     flat, rows = _folded(gradient), _folded(value)
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
         return flat.t().mm(rows), None
     return rows.t().mm(flat).t(), None
 
 
-def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
+def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
     flat, rows = _folded(gradient), _folded(value)
     if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
         return flat.t().mm(rows).t(), None
@@ -179,18 +140,18 @@ def _into_matmul(total: Tensor, gradient: Tensor, value: Tensor) -> None:
 
 # The formulas that are one product: it can add to the sum so far as it goes, (total, output gradient, input).
 PRODUCTS: dict[Formula, Callable[[Tensor, Tensor, Tensor], None]] = {
-    _of_rows: _into_linear,
-    _of_batches: _into_linear,
     _of_linear: _into_linear,
     _of_matmul: _into_matmul,
 }
 
 
-def _of_embedding(padding: int, scale: bool, gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
+def _of_embedding(padding: int, scale: bool, gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
     return torch.ops.aten.embedding_dense_backward(gradient, value, len(weight), padding, scale), None
 
 
-def _of_convolution(settings: tuple[Any, ...], biased: bool, gradient: Tensor, value: Tensor, weight: Tensor) -> Gradients:
+def _of_convolution(
+    settings: tuple[Any, ...], biased: bool, gradient: Tensor, value: Tensor, weight: Tensor
+) -> WeightGradients:
     shape = [gradient.shape[1]] if biased else None
     wanted = [False, True, biased]
     _, for_weight, for_bias = torch.ops.aten.convolution_backward(

@@ -1,45 +1,47 @@
 """One use of a weight in a forward whose backward is split: what `W` will compute its gradient from."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _FunctionBase
-from torch._C._autograd import _make_saved_tensor, _top_saved_tensors_default_hooks
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from penstock.stage.backward.rules import Formula, Gradients
+from penstock.stage.graph import Gradients, edge_of
+from penstock.torch_private import saved_tensor_hooks, version_of
+
+WeightGradients = tuple[Tensor | None, Tensor | None]  # of the weight and the bias
+Formula = Callable[[Tensor, Tensor, Tensor], WeightGradients]  # of output gradient, input, weight
+NO_VIEWS = (None, None)
 
 
 class WeightUse:
     """One use of a weight: what its gradient will be computed from."""
 
-    __slots__ = ("formula", "number", "saved", "targets", "value", "version", "views", "weight")
+    __slots__ = ("formula", "number", "targets", "unpacked", "value", "version", "views", "weight")
 
     def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.number, self.formula = number, formula
         self.value: Tensor | None = value
-        self.version = value._version
-        self.saved = None
-        if _top_saved_tensors_default_hooks(False) is not None:  # a checkpoint gives it back only in the backward
-            self.saved, self.value = _make_saved_tensor(value, is_output=False), None
-        self.targets = place_of(weight), place_of(bias)  # whose gradients they are
+        self.version = version_of(value)
+        self.unpacked: Callable[[], Tensor] | None = None
+        if (hooks := saved_tensor_hooks()) is not None:  # a checkpoint gives it back only in the backward
+            pack, unpack = hooks
+            with torch.no_grad():
+                self.value, self.unpacked = None, partial(unpack, pack(value.detach()))
+        self.targets = index_of(weight), index_of(bias)  # whose gradients they are
         self.views = (_view_end(weight), None) if bias is None else (_view_end(weight), _view_end(bias))
         self.weight = bare_of(weight)
-
-    @property
-    def bytes(self) -> int:
-        """Of the weight."""
-        return self.weight.numel() * self.weight.element_size()
 
     def unpack(self) -> Tensor:
         """The saved input. Raises RuntimeError, as autograd does, if it was changed in place."""
         if self.value is None:
-            assert self.saved is not None
-            self.value = self.saved.unpack()
-        elif self.saved is None and self.value._version != self.version:
+            assert self.unpacked is not None
+            self.value = self.unpacked()
+        elif self.unpacked is None and version_of(self.value) != self.version:
             raise RuntimeError(
                 f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it; its"
                 " weight's gradient needs it as it was"
@@ -51,12 +53,12 @@ class WeightUse:
         formula = (self.formula.func, str(self.formula.args)) if isinstance(self.formula, partial) else self.formula
         return self.number, formula, self.targets, self.unpack().shape[1:], gradient.shape[1:]
 
-    def unpack_and(self, keep: Any, gradients: tuple[Tensor | None]) -> None:
+    def unpack_and(self, keep: Callable[[Gradients], None], gradients: Gradients) -> None:
         """In the backward of a checkpoint, which alone gives back what was saved: unpack, then `keep` the `gradients`."""
         self.unpack()
         keep(gradients)
 
-    def compute(self, gradient: Tensor) -> Gradients:
+    def compute(self, gradient: Tensor) -> WeightGradients:
         """The gradients of the weight and the bias."""
         return self.formula(gradient, self.unpack(), self.weight)
 
@@ -64,37 +66,32 @@ class WeightUse:
 Owed = tuple[WeightUse, Tensor]  # a use of a weight, and the gradient of its output
 
 
-NO_VIEWS = (None, None)
+def joined(owed: Sequence[Sequence[Owed]]) -> list[Owed]:
+    """The uses of several microbatches, those of the same operation of the forward as one over the joined rows."""
+    groups: dict[Any, list[Owed]] = {}
+    for use, gradient in chain.from_iterable(owed):
+        groups.setdefault(use.alike(gradient), []).append((use, gradient))
+    return [group[0] if len(group) == 1 else _join(group) for group in groups.values()]
+
+
+def _join(group: Sequence[Owed]) -> Owed:
+    use = copy.copy(group[0][0])
+    use.value = torch.cat([each.unpack() for each, _ in group])
+    use.version = version_of(use.value)
+    return use, torch.cat([gradient for _, gradient in group])
 
 
 def _view_end(weight: Tensor) -> GradientEdge | None:
     """For a view of a trainable parameter, its end of the graph."""
-    return edge_of(weight) if weight.requires_grad and place_of(weight) is None else None
+    return edge_of(weight) if weight.requires_grad and index_of(weight) is None else None
 
 
-def place_of(weight: Tensor | None) -> int | None:
-    """The place of a trainable parameter; None for a view of one, for a frozen one, for None."""
-    return getattr(weight, "place", None)
+def index_of(weight: Tensor | None) -> int | None:
+    """Which of the stage's parameters `weight` stands in for; None for a view of one, for a frozen one, for None."""
+    return getattr(weight, "parameter_index", None)
 
 
 def bare_of(weight: Any) -> Any:
     """`weight` outside the graph, None for None."""
     bare = getattr(weight, "bare", None)
     return weight.detach() if bare is None and weight is not None else bare
-
-
-def edge_of(tensor: Tensor) -> GradientEdge:
-    """`get_gradient_edge(tensor)`; of what an operation made without the changes of grad mode, which take longest."""
-    node = tensor.grad_fn
-    if node is None or not torch.is_grad_enabled():
-        return get_gradient_edge(tensor)
-    of_python = issubclass(type(node), _FunctionBase)  # such a node does not keep the graph alive, a view of its output does
-    return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn if of_python else None)
-
-
-def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward(edges, gradients)` without its checks of shapes, which whoever calls has made.
-
-    They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.
-    """
-    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -1,0 +1,89 @@
+"""What a stage's forward is called with: what the stage before gave, and the keywords of the step that it takes.
+
+Where the user gives the stages as a list, each keyword of `step(.., mask=mask)` goes to every stage whose forward has a
+parameter of that name. It travels with the output of the stage before, as far as the last stage that takes it.
+A stage of a graph takes its messages as they are: the cut has seen to it that each brings what is needed.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from penstock.errors import MismatchError
+from penstock.partition.graph_stage import GraphStage
+from penstock.torch_private import uncompiled
+
+
+class WithKeywords(NamedTuple):
+    """What a stage hands on, and the keywords that ride along."""
+
+    value: Any
+    keywords: dict[str, Any]
+
+
+class Arguments(NamedTuple):
+    """Of one call of a stage's forward."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    keywords: Mapping[str, Any] = {}  # that came; those that later stages take ride along
+
+
+class Signature:
+    """What the forward of `module` takes; `later` are the keywords that some stage after it takes."""
+
+    def __init__(self, module: nn.Module, later: Collection[str] = ()) -> None:
+        self._of_graph, self._later = isinstance(module, GraphStage), frozenset(later)
+        parameters = inspect.signature(uncompiled(module).forward).parameters.values()
+        self.keywords = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self._any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        self._several = len(parameters) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
+        self._names = {each.name for each in parameters}
+
+    def of_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """On the first stage. Raises MismatchError for a keyword that no stage takes."""
+        if self._of_graph or not kwargs:
+            return Arguments(args, kwargs)
+        own = self._own(kwargs, args)
+        for name in kwargs:
+            if name not in own and name not in self._later:
+                takes = ", ".join(self.keywords) or "nothing"
+                raise MismatchError(f"no stage's forward takes {name}=: the first takes {takes}")
+        return Arguments(args, own, kwargs)
+
+    def of_values(self, values: Sequence[Any]) -> Arguments:
+        """From what other stages gave.
+
+        A forward of several parameters gets a tuple or list spread over them, a dict by name; else the value is one.
+        """
+        if self._of_graph or (not self._several and type(values[0]) is not WithKeywords):
+            return Arguments(values, {})
+        value, keywords = values[0] if type(values[0]) is WithKeywords else (values[0], {})
+        args, kwargs = self._spread(value)
+        return Arguments(args, kwargs | self._own(keywords, args, kwargs), keywords) if keywords else Arguments(args, kwargs)
+
+    def hand_on(self, output: Any, keywords: Mapping[str, Any]) -> Any:
+        """What goes to the next stage: the output, and those of the keywords that came which a later one takes."""
+        if not keywords:
+            return output
+        onward = {name: value for name, value in keywords.items() if name in self._later}
+        return WithKeywords(output, onward) if onward else output
+
+    def _spread(self, value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+        if self._several and isinstance(value, tuple | list):
+            return value, {}
+        if self._several and isinstance(value, dict) and value.keys() <= self._names:
+            return (), value
+        return (value,), {}
+
+    def _own(self, keywords: Mapping[str, Any], args: Sequence[Any], named: Collection[str] = ()) -> dict[str, Any]:
+        """Those of `keywords` that this stage takes, besides `args` and what it gets by name."""
+        given = {*self.keywords[: len(args)], *named}
+        return {name: each for name, each in keywords.items() if (self._any or name in self.keywords) and name not in given}
+
+
+def takes(module: nn.Module) -> list[str]:
+    """The keywords that a stage's forward takes; a stage of a graph gets its own straight from where they are."""
+    return [] if isinstance(module, GraphStage) else Signature(module).keywords

@@ -1,0 +1,24 @@
+"""Autocast belongs to the forward: a backward leaves it, as that of plain PyTorch does, which the caller runs outside.
+
+Inside one block of the caller's, autocast casts each parameter once and keeps that cast, a node of the graph, for all
+microbatches. Gradients are the same as with a block for each microbatch, in less memory, but where a parameter is used three
+times, cast and not: autograd sums in the order in which nodes were made. So stages with tied parameters get fresh casts.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def outside_autocast(device: str) -> AbstractContextManager[Any]:
+    """Around a backward on `device` (a type): what autocast did to the forward is in the graph, no more is done to it."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
+def fresh_casts(device: str) -> None:
+    """Have autocast, where it is on, cast parameters anew: before a step they may have changed."""
+    if torch.is_autocast_enabled(device):
+        torch.clear_autocast_cache()

@@ -1,0 +1,83 @@
+"""What a stage exchanges with its neighbours: values, and behind them the parameters that it shares with them.
+
+A borrowed parameter's value enters the graph with the message of the stage it is borrowed from, and its gradient leaves with
+that message's: `neighbours.py` says what for.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from penstock.comms.messages import wire
+from penstock.partition.graph_stage import GraphStage
+from penstock.stage.neighbours import Neighbours
+from penstock.stage.parameter_slot import ParameterSlot, slots_of
+from penstock.stage.stage_input import StageInput
+
+
+class Received(NamedTuple):
+    """What a microbatch got from other stages and gives gradients back to; nothing on the first stage."""
+
+    inputs: tuple[StageInput, ...] = ()  # one for each message
+    borrowed: Sequence[tuple[ParameterSlot, Tensor]] = ()  # what stands in for parameters of earlier stages
+
+
+class Messages:
+    """Those of one stage, in and out; stages that only share parameters with it exchange empty ones."""
+
+    def __init__(self, index: int, module: nn.Module, neighbours: Neighbours) -> None:
+        self._sources, self._takers = neighbours.sources, neighbours.takers
+        graph = module.penstock if isinstance(module, GraphStage) else None
+        self._with_values = {index - 1} if graph is None else set(graph.sources)
+        self._receivers = (index + 1,) if graph is None else graph.takers
+        mine = {id(slot.parameter): slot for slot in slots_of(module)}
+        self._borrowed = {
+            source: [mine[id(module.get_parameter(name))] for name in neighbours.borrowed.get(source, ())]
+            for source in self._sources
+        }
+        self._lent = {taker: [module.get_parameter(name) for name in neighbours.lent.get(taker, ())] for taker in self._takers}
+        self._lends = any(self._lent.values())
+        self._slots = [slot for group in self._borrowed.values() for slot in group]
+        self.shared = [slot.parameter for slot in self._slots] + [each for group in self._lent.values() for each in group]
+
+    def receive(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Received]:
+        """The values for the module, as part of the graph, and what else came with them."""
+        inputs = tuple([StageInput() for _ in messages])
+        if not self._slots:
+            values = [each.admit(message) for each, message in zip(inputs, messages, strict=True)]
+            return self._values(values), Received(inputs)
+        pairs = [
+            each.admit((message, [_value(slot.parameter) for slot in self._borrowed[source]]))
+            for each, source, message in zip(inputs, self._sources, messages, strict=True)
+        ]
+        borrowed = zip(self._slots, [each for _, more in pairs for each in more], strict=True)
+        return self._values([value for value, _ in pairs]), Received(inputs, list(borrowed))
+
+    def _values(self, messages: list[Any]) -> list[Any]:
+        if len(messages) == len(self._with_values):
+            return messages
+        return [each for source, each in zip(self._sources, messages, strict=True) if source in self._with_values]
+
+    def to_takers(self, output: Any) -> Any:
+        """The output; where there are several takers, a message for each."""
+        if len(self._takers) <= 1:
+            return output
+        given = dict(zip(self._receivers, output if len(self._receivers) > 1 else (output,), strict=True))
+        return [given.get(taker, ()) for taker in self._takers]
+
+    def leaves(self, output: Any, received: Received) -> list[Any]:
+        """What the messages of `to_takers` are made of, with the parameters lent to a taker behind its message."""
+        if not self._lends:
+            return wire.flatten(output)[0]
+        here = {id(slot.parameter): tensor for slot, tensor in received.borrowed}
+        leaves: list[Any] = []
+        for message, lent in zip(output if len(self._takers) > 1 else (output,), self._lent.values(), strict=True):
+            leaves += wire.flatten(message)[0]
+            leaves += [here.get(id(parameter), parameter) for parameter in lent]
+        return leaves
+
+
+def _value(parameter: nn.Parameter) -> Tensor:
+    """The parameter's value, to be admitted like one that has come from another stage."""
+    return parameter.detach().requires_grad_(parameter.requires_grad)

@@ -1,0 +1,202 @@
+"""Under autocast a pipeline has the bits of plain PyTorch: forwards inside, backwards outside, a cast for each microbatch."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_same, gradients, make
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import penstock as ps
+from penstock.stage.auxiliary import Collected
+from penstock.stage.stage import Stage
+
+M = 3  # microbatches
+ROWS = 2  # of each
+CPU = torch.device("cpu")
+
+
+class Exact(nn.Module):
+    """A layer that computes in the precision of its weights, inside a model that does not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(self.linear(hidden.float())) @ self.linear.weight
+
+
+class Penalised(nn.Module):
+    """Adds an auxiliary loss, of activations and of weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = self.linear(hidden)
+        ps.auxiliary_loss(output.float().square().mean() + self.linear.weight.square().sum())
+        return output
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, cross: bool) -> None:
+        super().__init__()
+        self.attention, self.cross = nn.MultiheadAttention(width, 2, batch_first=True), cross
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        other = hidden.flip(1) if self.cross else hidden
+        return self.attention(hidden, other, other, need_weights=False)[0]
+
+
+class Tied(nn.Module):
+    """One matrix: an embedding and three products between them, one of them transposed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(width, width), nn.Linear(width, width)
+        self.middle.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.middle(torch.tanh(self.embedding(tokens))) + self.embedding(tokens.flip(0))
+        return self.middle(torch.tanh(hidden.float())) @ self.embedding.weight
+
+
+def rows(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(M * ROWS, *shape)
+
+
+def tokens(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(8, (M * ROWS, *shape))
+
+
+Case = tuple[Callable[[], nn.Sequential], Callable[[], Tensor]]
+MODELS: dict[str, Case] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), rows(8)),
+    "convolution": (
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.ReLU(), nn.ConvTranspose1d(6, 4, 3), nn.BatchNorm1d(4), nn.Flatten()),
+        rows(4, 8)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)), tokens(5)),
+    "an exact layer inside": (lambda: nn.Sequential(nn.Linear(8, 8), Exact(8), nn.Linear(8, 8), Exact(8)), rows(8)),
+    "self attention": (lambda: nn.Sequential(Attention(8, False), nn.Linear(8, 8)), rows(5, 8)),
+    "cross attention": (lambda: nn.Sequential(Attention(8, True), nn.Linear(8, 8)), rows(5, 8)),
+    "transformer": (
+        lambda: nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)]),
+        rows(5, 8)),
+    "gpt": (lambda: make("gpt")[0], tokens(6)),
+    "tied": (lambda: nn.Sequential(Tied(8), nn.Linear(8, 8)), tokens(5)),
+    "auxiliary losses": (lambda: nn.Sequential(nn.Linear(8, 8), Penalised(8), nn.Linear(8, 8), Penalised(8)), rows(8)),
+}  # fmt: skip
+
+
+def loss_fn(output: Tensor, _: Any) -> Tensor:
+    return output.float().square().mean() + output.float().sin().sum()
+
+
+def case(name: str) -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(1)
+    model, batch = MODELS[name]
+    return model(), batch()
+
+
+def plain(name: str, forwards_first: bool) -> dict[str, Tensor | None]:
+    """Gradients of two steps of plain PyTorch."""
+    model, batch = case(name)
+    for _ in range(2):
+        losses = []
+        for each in batch.chunk(M):
+            with torch.autocast("cpu", torch.bfloat16), Collected() as auxiliary:
+                loss = loss_fn(model(each), None)
+                losses.append([loss, *auxiliary])
+            if not forwards_first:
+                torch.autograd.backward(losses[-1], [torch.full_like(value, 1 / M) for value in losses[-1]])
+        for each in losses if forwards_first else ():
+            torch.autograd.backward(each, [torch.full_like(value, 1 / M) for value in each])
+    return gradients(model.named_parameters())
+
+
+def ours(name: str, schedule: Any, **options: Any) -> dict[str, Tensor | None]:
+    model, batch = case(name)
+    pipe = ps.Pipeline(model, loss_fn, schedule, M, topology=ps.Topology(), seed=None, **options)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.step(batch, target=torch.zeros(len(batch)))
+    return gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize("recompute", [None, "stage", "block"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_have_the_bits_of_plain_pytorch(name: str, schedule: str, recompute: str | None) -> None:
+    expected = plain(name, forwards_first=True)
+    assert_same(plain(name, forwards_first=False), expected)
+    assert_same(ours(name, schedule, recompute=recompute), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_merged_weight_gradients_are_exact_to_the_rounding_of_autocast(name: str) -> None:
+    expected, found = plain(name, forwards_first=True), ours(name, "zb-h1", merge_weight_gradients=True)
+    for key, gradient in expected.items():
+        assert torch.allclose(found[key], gradient, rtol=2**-6, atol=2**-6 * gradient.abs().max().item()), key
+
+
+class Casts(TorchDispatchMode):
+    """Notes, by weak reference, what is made of tensors of `shape` in another precision."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape, self.made = shape, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if "_to_copy" in func.__name__ and output.shape == self.shape:
+            self.made.append(weakref.ref(output))
+        return output
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_microbatches_of_a_split_backward_share_one_cast_of_each_weight_until_the_step_ends(transposed: bool) -> None:
+    layer = Transposed() if transposed else nn.Linear(8, 5, bias=False)
+    stage = Stage(0, layer, CPU)
+    with torch.autocast("cpu", torch.bfloat16), Casts(*((8, 5) if transposed else (5, 8))) as casts:
+        for step in range(1, 3):
+            stage.forget()
+            outputs = [stage.forward(m, [torch.randn(4, 8)], split=True) for m in range(M)]
+            assert len(casts.made) == step
+            for m, output in enumerate(outputs):
+                stage.backward(m, [torch.ones_like(output)])
+                stage.backward_weight([m], last=m == M - 1)
+            assert all(cast() is None for cast in casts.made)
+            casts.made = casts.made[:step]
+
+
+class Transposed(nn.Module):
+    """A product with a view of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.t()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_weights_that_change_between_the_steps_of_one_autocast_block_are_cast_anew(schedule: str) -> None:
+    found = []
+    for blocks in (1, 2):
+        model, batch = case("linear")
+        pipe = ps.Pipeline(model, loss_fn, schedule, M, topology=ps.Topology(), seed=None)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
+        for _ in range(blocks):
+            with torch.autocast("cpu", torch.bfloat16):
+                for _ in range(2 // blocks):
+                    pipe.step(batch, target=torch.zeros(len(batch)))
+                    optimizer.step()
+        found.append(pipe.state_dict())
+    assert_same(*found)

@@ -1,0 +1,113 @@
+"""How a stage runs its layers: each with random numbers of its own, whatever draws them, and hooks where users put them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_same, gradients
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.schedule import Action, Kind, Schedule
+
+M = 3
+
+
+def one_rank(stages: int) -> Schedule:
+    """All stages on one rank, one microbatch after the other."""
+    row = []
+    for m in range(M):
+        row += [Action(Kind.F, s, m) for s in range(stages)] + [Action(Kind.B, s, m) for s in reversed(range(stages))]
+    return ps.schedule.from_rows("one after the other", [row], "loop")
+
+
+def noisy(_: Any, __: Any, output: Tensor) -> Tensor:
+    return output + torch.rand_like(output)
+
+
+def noisy_before(_: Any, inputs: tuple[Tensor]) -> Tensor:
+    return inputs[0] + torch.rand_like(inputs[0])
+
+
+class Noise(nn.Module):
+    """A parametrization: the weight with noise on it."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + torch.rand_like(weight)
+
+
+def by_hook(layer: nn.Module) -> None:
+    layer.register_forward_hook(noisy)
+
+
+def by_hook_before(layer: nn.Module) -> None:
+    layer.register_forward_pre_hook(noisy_before)
+
+
+def by_parametrization(layer: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(layer, "weight", Noise())
+
+
+def by_a_forward_of_its_own(layer: nn.Module) -> None:
+    layer.forward = lambda value: noisy(None, None, type(layer).forward(layer, value))
+
+
+WAYS = [by_hook, by_hook_before, by_parametrization, by_a_forward_of_its_own]
+
+
+def losses(make_noisy: Callable[[nn.Module], None], schedule: Any) -> tuple[list[float], dict[str, Tensor | None]]:
+    """Of two steps."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in (model[0], model[3]):
+        make_noisy(layer)
+    pipe = ps.Pipeline(model, nn.functional.mse_loss, schedule, M, topology=ps.Topology())
+    torch.manual_seed(2)  # what is drawn does not depend on it
+    batch = torch.ones(7, 4)
+    return [pipe.step(batch, target=batch).item() for _ in range(2)], gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize("make_noisy", WAYS)
+def test_what_is_drawn_around_a_layer_that_draws_nothing_is_the_same_for_any_cut_and_schedule(make_noisy: Any) -> None:
+    expected, grads = losses(make_noisy, "gpipe")
+    assert expected[0] != expected[1]
+    for schedule in ("zb-h1", one_rank(2), one_rank(4)):
+        found, ours = losses(make_noisy, schedule)
+        assert found == expected
+        assert_same(ours, grads)
+
+
+class Scaled(nn.Sequential):
+    """A Sequential with a forward of its own."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value) * 2
+
+
+def test_a_stage_with_a_forward_of_its_own_runs_that() -> None:
+    torch.manual_seed(1)
+    stages = [Scaled(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
+    pipe = ps.Pipeline(stages, nn.functional.mse_loss, one_rank(2), M, topology=ps.Topology())
+    batch = torch.ones(7, 4)
+    loss = pipe.step(batch, target=batch)
+    torch.testing.assert_close(loss, nn.functional.mse_loss(stages[1](stages[0](batch)), batch))
+
+
+@pytest.mark.parametrize("recompute", [None, "stage", "block"])
+def test_hooks_of_a_stage_run_and_its_layers_draw_what_they_would_without(recompute: Any) -> None:
+    found, calls = [], []
+    for hooked in (False, True):
+        torch.manual_seed(1)
+        stages = [nn.Sequential(nn.Linear(4, 4), nn.Dropout()), nn.Sequential(nn.Dropout(), nn.Linear(4, 4))]
+        if hooked:
+            stages[0].register_forward_pre_hook(lambda *_: calls.append("before"))
+            stages[0].register_forward_hook(lambda *_: calls.append("after"))
+        pipe = ps.Pipeline(stages, nn.functional.mse_loss, one_rank(2), M, topology=ps.Topology(), recompute=recompute)
+        batch = torch.ones(7, 4)
+        found.append((pipe.step(batch, target=batch).item(), gradients(pipe.named_parameters())))
+        assert "forward" not in vars(stages[0])
+    assert calls[:2] == ["before", "after"]
+    assert calls.count("before") == M * (2 if recompute == "stage" else 1)
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])

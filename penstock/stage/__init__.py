@@ -14,6 +14,6 @@
 `neighbours`      which stages are connected to which, and which parameters they share
 `tied`            parameters that several stages share, found and kept equal
 `parameters`      a rank's parameters by their names in the uncut model: state, norms, clipping
-`dtensor`         parameters of which a rank has a piece
+`dtensor`         parameters of which a rank has a shard
 `microbatch`      a batch split into microbatches, their losses weighed, their outputs joined
 """

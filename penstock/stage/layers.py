@@ -33,7 +33,7 @@ def _may_draw(layer: Callable[..., Any]) -> bool:
 class Layers:
     """A stage's module, run layer by layer where its layers are known.
 
-    `numbers` are those, in the uncut model, of the children of a piece of a Sequential. With a seed, each layer draws its
+    `numbers` are those, in the uncut model, of the children of a part of a Sequential. With a seed, each layer draws its
     random numbers from that and its own number; a module whose layers are not known draws from one seed, numbered `index`.
     `recompute`: keep only the input of the whole `stage`, or of each `block` (layer), and run it again in the backward.
     """

@@ -1,4 +1,4 @@
-"""Microbatches: split a batch into pieces, weigh their losses, join their outputs."""
+"""Microbatches: split a batch into them, weigh their losses, join their outputs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from penstock.errors import MismatchError
 from penstock.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
 
 
-def sizes(rows: int, pieces: int) -> list[int]:
-    """Rows of each piece: as equal as can be, the larger ones first. With fewer rows than pieces, the last get none."""
-    return [rows // pieces + (piece < rows % pieces) for piece in range(pieces)]
+def sizes(rows: int, microbatches: int) -> list[int]:
+    """Rows of each microbatch: as equal as can be, the larger ones first. If there are fewer rows, the last get none."""
+    return [rows // microbatches + (microbatch < rows % microbatches) for microbatch in range(microbatches)]
 
 
 def rows(batch: Any, what: str = "batch") -> int | None:
     """The rows of `batch`, any tree of tensors: the first dimension all its tensors share; None if it has no tensor.
 
-    Numbers, None, strings and 0-dimensional tensors belong to every piece. Raises MismatchError if first dimensions differ.
+    Numbers, None, strings and 0-dimensional tensors go to every microbatch. Raises MismatchError if first dimensions differ.
     """
     leaves = [batch] if isinstance(batch, Tensor) else tree_flatten(batch)[0]
     found = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
@@ -36,32 +36,32 @@ def _told(batch: Any, what: str) -> str:
     return ", ".join(f"{name} has {size}" for size, name in found.items())
 
 
-def split(batch: Any, pieces: Sequence[int], device: torch.device | None = None) -> list[Any]:
-    """`batch` cut along the first dimension into pieces of these many rows, as views, on `device`."""
+def split(batch: Any, rows_each: Sequence[int], device: torch.device | None = None) -> list[Any]:
+    """`batch` cut along the first dimension into microbatches of these many rows, as views, on `device`."""
     if isinstance(batch, Tensor):  # the common case, a short way
-        return list(_split_leaf(batch, pieces, device))
+        return list(_split_leaf(batch, rows_each, device))
     leaves, tree = tree_flatten(batch)
-    columns = [_split_leaf(leaf, pieces, device) for leaf in leaves]
-    return [tree_unflatten([column[piece] for column in columns], tree) for piece in range(len(pieces))]
+    columns = [_split_leaf(leaf, rows_each, device) for leaf in leaves]
+    return [tree_unflatten([column[microbatch] for column in columns], tree) for microbatch in range(len(rows_each))]
 
 
 def split_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], pieces: int, device: torch.device
+    args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int, device: torch.device
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], int]:
-    """(args, kwargs) of each of at most `pieces` microbatches, and the rows of all; raises MismatchError if there are none."""
+    """(args, kwargs) of each of at most so many microbatches, and the rows. Raises MismatchError if there are no rows."""
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the common case, a short way
-        counts = sizes_of(args[0], "the batch", pieces)
-        return [((piece,), {}) for piece in split(args[0], counts, device)], sum(counts)
-    counts = sizes_of((args, kwargs), "the batch", pieces)
+        counts = sizes_of(args[0], "the batch", microbatches)
+        return [((microbatch,), {}) for microbatch in split(args[0], counts, device)], sum(counts)
+    counts = sizes_of((args, kwargs), "the batch", microbatches)
     return split((args, kwargs), counts, device), sum(counts)
 
 
-def sizes_of(batch: Any, what: str, pieces: int) -> list[int]:
-    """Rows of each of at most `pieces` microbatches, none of them empty. Raises MismatchError if there are no rows."""
+def sizes_of(batch: Any, what: str, microbatches: int) -> list[int]:
+    """Rows of each of at most so many microbatches, none of them empty. Raises MismatchError if there are no rows."""
     count = rows(batch, what)
     if not count:
         raise MismatchError(f"{what} has no tensor with rows to split into microbatches")
-    return sizes(count, min(count, pieces))
+    return sizes(count, min(count, microbatches))
 
 
 def signature(batch: Any) -> str:
@@ -71,15 +71,15 @@ def signature(batch: Any) -> str:
     return f"{tree} {kinds}"
 
 
-def _split_leaf(leaf: Any, pieces: Sequence[int], device: torch.device | None) -> Sequence[Any]:
+def _split_leaf(leaf: Any, rows_each: Sequence[int], device: torch.device | None) -> Sequence[Any]:
     if not isinstance(leaf, Tensor):
-        return [leaf] * len(pieces)
+        return [leaf] * len(rows_each)
     leaf = leaf.to(device, non_blocking=True) if device is not None else leaf
-    return leaf.split(list(pieces)) if leaf.dim() else [leaf] * len(pieces)
+    return leaf.split(list(rows_each)) if leaf.dim() else [leaf] * len(rows_each)
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """The outputs of all pieces as one: tensors joined along their rows, 0-dimensional ones stacked, others the first's."""
+    """The outputs of all as one: tensors joined along their rows, 0-dimensional ones stacked, others the first's."""
     return tree_map(_join_leaves, *outputs)
 
 
@@ -92,17 +92,17 @@ def _join_leaves(*leaves: Any) -> Any:
 
 
 def counts(targets: Sequence[Any], loss_weight: Callable[[Any], Any]) -> list[float]:
-    """What each piece counts in the batch's loss. Raises MismatchError for what is negative or not a finite number."""
+    """What each microbatch counts in the batch's loss. Raises MismatchError for what is negative or not a finite number."""
     counted = [float(loss_weight(target)) for target in targets]
-    for piece, count in enumerate(counted):
+    for microbatch, count in enumerate(counted):
         if not 0 <= count < float("inf"):
-            raise MismatchError(f"loss_weight is {count} for microbatch {piece}: it must be a finite number, 0 or more")
+            raise MismatchError(f"loss_weight is {count} for microbatch {microbatch}: it must be a finite number, 0 or more")
     return counted
 
 
 def shares(counts: Sequence[float], total: float) -> list[float]:
     """Each count's share of `total`: the sum of mean losses, weighted so, is the mean over the batch.
 
-    A piece that counts nothing has the share 0; so have all when nothing counts.
+    A microbatch that counts nothing has the share 0; so have all when nothing counts.
     """
     return [count / total if total else 0.0 for count in counts]

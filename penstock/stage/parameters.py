@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
-from penstock.stage.dtensor import ShardKey, local, piece_of, placed_as
+from penstock.stage.dtensor import ShardKey, local, placed_as, shard_of
 
 
 class Parameters:
@@ -77,20 +77,20 @@ class Parameters:
         return {**here, **self.shared}
 
     def gradient_norms(self, norm_type: float) -> dict[ShardKey, Tensor]:
-        """The norm of each gradient that this rank counts, or of its piece of one."""
+        """The norm of each gradient that this rank counts, or of its shard of one."""
         return {
-            (name, piece_of(parameter.grad)): torch.linalg.vector_norm(local(parameter.grad), norm_type).cpu()
+            (name, shard_of(parameter.grad)): torch.linalg.vector_norm(local(parameter.grad), norm_type).cpu()
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and name not in self.shared and local(parameter.grad).numel()
         }
 
     def joined(self, parts: Sequence[Mapping[ShardKey, Tensor]], norm_type: float) -> list[Tensor]:
         """The norms of whole gradients, in the uncut model's order, from what all ranks say of theirs."""
-        pieces: dict[str, dict[tuple[int, ...], Tensor]] = {}
+        shards: dict[str, dict[tuple[int, ...], Tensor]] = {}
         for part in parts:
-            for (name, piece), norm in part.items():  # replicas say the same of the same piece
-                pieces.setdefault(name, {})[piece] = norm
-        found = [[each for _, each in sorted(pieces[name].items())] for name in self.order if name in pieces]
+            for (name, shard), norm in part.items():  # replicas say the same of the same shard
+                shards.setdefault(name, {})[shard] = norm
+        found = [[each for _, each in sorted(shards[name].items())] for name in self.order if name in shards]
         return [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]
 
     def clip(self, norms: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -103,12 +103,12 @@ class Parameters:
 
 
 def _here(parameter: nn.Parameter) -> Tensor:
-    """`parameter`, or a tensor with this rank's piece of it and of its gradient."""
-    if (piece := local(parameter)) is parameter:
+    """`parameter`, or a tensor with this rank's shard of it and of its gradient."""
+    if (shard := local(parameter)) is parameter:
         return parameter
-    piece = piece.detach().requires_grad_()
-    piece.grad = local(parameter.grad)
-    return piece
+    shard = shard.detach().requires_grad_()
+    shard.grad = local(parameter.grad)
+    return shard
 
 
 def _shape(value: Any) -> Any:

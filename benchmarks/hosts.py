@@ -26,8 +26,9 @@ from two_hosts import results_of, run
 
 import penstock as ps
 from penstock.commands.bench.steps import action_costs
+from penstock.comms.groups import DESTINATION
 from penstock.comms.messages import wire
-from penstock.comms.messages.lines import DESTINATION, GroupSender, Outbox
+from penstock.comms.messages.group_line import GroupSender, Outbox
 from penstock.comms.messages.wire import TensorSpec
 from penstock.schedule import Costs, Measurement, Schedule
 
@@ -68,7 +69,7 @@ class Link(NamedTuple):
 class WaitingOutbox(Outbox):
     """The other way to send: the rank waits until its message is gone, and computes nothing meanwhile."""
 
-    def post(self, group: Any, tensor: Tensor, spec: TensorSpec) -> None:
+    def post(self, group: Any, tensor: Tensor, spec: TensorSpec, what: object) -> None:
         """Send `tensor` as `spec` through `group`, and wait."""
         group.send([wire.memory(tensor, spec)], DESTINATION, 0).wait()
 
@@ -148,7 +149,7 @@ def _wait_for_sends(pipe: ps.Pipeline) -> None:
     assert pipe._engine is not None
     for channel in pipe._engine.channels.outgoing.values():
         if isinstance(channel.line, GroupSender):
-            channel.line._outbox = WaitingOutbox()
+            channel.line._outbox = WaitingOutbox(channel.line._outbox.failure)
 
 
 # ---- what the simulator says

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, schedule
     from penstock.comms.launcher import launch
     from penstock.comms.topology import Topology
-    from penstock.errors import LostRankError, MismatchError, PenstockError, ScheduleError, StageError
+    from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError, ScheduleError, StageError
     from penstock.model import ShardedMLP
     from penstock.pipeline import Pipeline
     from penstock.stage import microbatch
@@ -24,6 +24,7 @@ __all__ = [
     "MismatchError",
     "PenstockError",
     "Pipeline",
+    "ResourceError",
     "ScheduleError",
     "ShardedMLP",
     "StageError",

@@ -19,3 +19,7 @@ class StageError(PenstockError):
 
 class LostRankError(PenstockError):
     """A rank died, or did not answer within the timeout."""
+
+
+class ResourceError(PenstockError):
+    """A rank's own system refuses it something: a file descriptor, memory, addresses."""

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -204,6 +205,48 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 
 # ---- process groups (comms) -----------------------------------------------------------------------------------------
+
+
+def gloo_options(devices: list[Any], timeout: timedelta) -> Any:
+    """Options of a Gloo group on `devices`, with one thread; the public `dist.new_group` has no way to choose either."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices, options._threads, options._timeout = devices, 1, timeout
+    return options
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Options of an NCCL group; the timeout's public name is `dist.new_group`'s alone."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
+
+
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """What carries the messages of `group`, for each kind of device; torch has no public name for it."""
+    return [group._get_backend(device) for device in group._device_types]
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The one of them for `device`, which an operation that starts at once asks without going through `dist`."""
+    return group._get_backend(device)
+
+
+def all_gather_into(backend: Any, gathered: Tensor, tensor: Tensor) -> Any:
+    """Start what the public `dist.all_gather_into_tensor` does, on a backend; returns the work."""
+    return backend._allgather_base(gathered, tensor)
+
+
+def reduce_scatter_into(backend: Any, piece: Tensor, tensor: Tensor, op: Any) -> Any:
+    """Start what the public `dist.reduce_scatter_tensor` does, on a backend; returns the work."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    return backend._reduce_scatter_base(piece, tensor, options)
+
+
+def default_store() -> dist.Store:
+    """The store at which the world's ranks have met; torch shows it to none that did not make it."""
+    return dist.distributed_c10d._get_default_store()
+
 
 # ---- graphs and exports (partition) ---------------------------------------------------------------------------------
 

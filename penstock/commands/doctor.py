@@ -17,8 +17,11 @@ from torch import Tensor
 from penstock import comms
 from penstock.comms.groups import Groups
 from penstock.comms.launcher import launch
-from penstock.comms.messages.lines import MemorySender, Outbox, receiving_line, sending_line
+from penstock.comms.messages.group_line import Outbox
+from penstock.comms.messages.lines import receiving_line, sending_line
+from penstock.comms.messages.memory_line import MemorySender
 from penstock.comms.messages.wire import describe_tensor
+from penstock.comms.messages.worker import SendFailure
 from penstock.torch_private import NEWEST, release
 
 SIZES = (1, 16_384, 1_048_576)  # floats
@@ -83,7 +86,8 @@ def _nothing() -> None:
 def _ping_pong() -> dict[str, dict[int, float]]:
     """By way, floats of a message -> seconds to the other rank, the median over rounds there and back."""
     topology = comms.init_distributed(device="cpu")
-    groups, outbox, other = Groups(topology, "doctor"), Outbox(), 1 - topology.rank
+    groups, other = Groups(topology, "doctor"), 1 - topology.rank
+    outbox = Outbox(SendFailure(groups))
     if topology.rank == 0:
         outgoing, incoming = sending_line(groups, "there", outbox), receiving_line(groups, "back")
     else:

@@ -1,28 +1,26 @@
 """The ranks of a pipeline as one: they agree before data flows, and a failure on one ends the step on all.
 
 The failure protocol: a rank that cannot go on writes a report to the store and closes its groups. That wakes every rank
-that waits on it, which does the same, and so on; then each reads the reports and raises the same error. A rank that is
-blamed by another and leaves no report is lost.
+that waits on it, which does the same, and so on; then each reads the reports (`reports.py`) and raises the same error. A rank
+that is blamed by another and leaves no report is lost.
 """
 
-import json
 import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from penstock import errors
-from penstock.comms.groups import Groups, break_off
+from penstock.comms import reports
+from penstock.comms.groups import Groups, break_off, is_of_transport
+from penstock.comms.reports import Report
+from penstock.comms.system import named
 from penstock.comms.topology import Topology, lost_or_silent
-from penstock.errors import LostRankError, PenstockError
+from penstock.errors import LostRankError, PenstockError, ResourceError
 
-GRACE = 1.0  # seconds a failing rank waits for the others' reports
-POLL = 0.005
 EXCHANGE_TAG, NUMBER_TAG = 1, 2
 WIDEST = 9  # numbers of a row
 
@@ -46,23 +44,6 @@ def waiting(what: str) -> Iterator[None]:
         raise WaitFailed(what, None, error) from error
 
 
-def is_of_transport(error: BaseException) -> bool:
-    """Whether a collective ended with `error` because of another rank."""
-    told = str(error)
-    return isinstance(error, torch.distributed.DistError) or "gloo/transport" in told or "pair closure" in told
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a failing rank tells the others: its own error, or whom it was waiting for."""
-
-    rank: int
-    when: float
-    error: str | None = None  # the name of the error's class, when the error is this rank's own
-    text: str = ""
-    peer: int | None = None
-
-
 class Control:
     """The control group of one pipeline, or of several side by side.
 
@@ -84,7 +65,10 @@ class Control:
         self._lost: str | None = None
 
     def connect(self) -> Groups | None:
-        """Open the groups if they are not open; None in a world of one. Raises LostRankError once a rank was lost."""
+        """Open the groups if they are not open; None in a world of one.
+
+        Raises LostRankError once a rank was lost, ResourceError if a rank cannot open them.
+        """
         if self._lost:
             raise LostRankError(f"this pipeline ended when {self._lost}: start the ranks again")
         if self.groups is None and not self.alone:
@@ -93,8 +77,11 @@ class Control:
             for group in self.beside:
                 self.groups.at_close(partial(break_off, group))
             try:
-                self._group = self.groups.gloo("control", self.topology.rank, self.topology.world_size)
+                with named(f"rank {self.topology.rank} could not connect to the other ranks"):
+                    self._group = self.groups.gloo("control", self.topology.rank, self.topology.world_size)
                 self._post_receives()
+            except ResourceError as error:
+                self.fail(error)
             except RuntimeError as error:
                 self.fail(WaitFailed("to connect to the other ranks", None, error))
         return self.groups
@@ -182,12 +169,14 @@ class Control:
         """End the step on every rank because of `error`; raises what happened, the same on every rank."""
         if self.alone or self.groups is None:  # there is nobody, or nobody any more, to tell
             raise error
-        self._publish(error)
+        store = self.groups.store
+        reports.publish(store, self._report(error))
         self.close()
         if not isinstance(error, WaitFailed):
             self._lost = str(error) if self.beside else None
             raise error
-        verdict = self._verdict(self._reports(), error)
+        ranks = self.topology.world_size
+        verdict = reports.verdict(reports.read(store, ranks), ranks)
         if self.beside or isinstance(verdict, LostRankError):
             self._lost = str(verdict)
         raise verdict from error.cause
@@ -199,44 +188,8 @@ class Control:
         self.groups = self._group = None
         self._sending = []
 
-    def _publish(self, error: BaseException) -> None:
-        assert self.groups is not None
-        if isinstance(error, WaitFailed):
-            why = lost_or_silent(error.cause, self.topology.timeout)
-            report = Report(self.topology.rank, time.time(), None, f"waited {error.what}: {why}", error.peer)
-        else:
-            kind = type(error).__name__ if isinstance(error, PenstockError) else "PenstockError"
-            text = str(error) if isinstance(error, PenstockError) else f"rank {self.topology.rank} ended: {error!r}"
-            report = Report(self.topology.rank, time.time(), kind, text)
-        self.groups.store.set(f"report-{self.topology.rank}", json.dumps(asdict(report)))
-        self._failed = self.groups.store
-
-    def _reports(self) -> dict[int, Report]:
-        """The reports of this failure: until one names an error of its own, all are accounted for, or the grace is over."""
-        reports: dict[int, Report] = {}
-        deadline = time.monotonic() + GRACE
-        while True:
-            for rank in set(range(self.topology.world_size)) - reports.keys():
-                if self._failed.check([f"report-{rank}"]):
-                    reports[rank] = Report(**json.loads(self._failed.get(f"report-{rank}")))
-            accounted = reports.keys() | {report.peer for report in reports.values()}  # who closes has reported before
-            complete = accounted >= set(range(self.topology.world_size)) or any(report.error for report in reports.values())
-            if complete or time.monotonic() > deadline:
-                return reports
-            time.sleep(POLL)
-
-    def _verdict(self, reports: dict[int, Report], error: WaitFailed) -> PenstockError:
-        """The one error that explains all reports."""
-        own = [report for report in reports.values() if report.error]
-        if own:
-            first = min(own, key=lambda report: (report.when, report.rank))
-            return getattr(errors, str(first.error))(first.text)
-        witnesses = [report for report in reports.values() if report.peer is not None and report.peer not in reports]
-        absent = sorted({report.peer for report in witnesses if report.peer is not None})
-        absent = absent or sorted(set(range(self.topology.world_size)) - reports.keys())
-        witness = min(witnesses or reports.values(), key=lambda report: report.when)
-        told = f"rank {witness.rank} {witness.text}"
-        if not absent:
-            return LostRankError(f"the ranks lost each other: {told}")
-        verb = "does not answer" if "no answer" in told else "is gone"
-        return LostRankError(f"rank {', '.join(map(str, absent))} {verb}: {told}")
+    def _report(self, error: BaseException) -> Report:
+        if not isinstance(error, WaitFailed):
+            return reports.own_report(self.topology.rank, error)
+        why = lost_or_silent(error.cause, self.topology.timeout)
+        return Report(self.topology.rank, time.time(), None, f"waited {error.what}: {why}", error.peer)

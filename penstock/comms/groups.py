@@ -6,6 +6,7 @@ milliseconds. `Groups.close` uses that, on purpose, to wake everybody.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -14,8 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock import torch_private
+from penstock.comms.system import need_descriptors
 from penstock.comms.topology import LOOPBACK, Topology
 
+SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
+FAILED = "failed"  # a key of the store of groups that a rank which gives up leaves there
+POLL = 2e-4  # seconds
 UNUSED_TAG = 2**20  # no message carries it
 NO_TIME = timedelta(milliseconds=1)
 
@@ -30,20 +36,34 @@ class Groups:
         self._closers: list[Callable[[], None]] = []
 
     def gloo(self, name: str, rank: int, size: int) -> Any:
-        """This process as `rank` of a new Gloo group of `size`; returns when all of them are connected."""
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._threads, options._timeout = [_gloo_device()], 1, self.topology.timeout
-        group = dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), rank, size, options)
+        """This process as `rank` of a new Gloo group of `size`; returns when all of them are connected.
+
+        Raises OSError if this rank has no file descriptors for it, RuntimeError if another rank does not come.
+        """
+        need_descriptors(size)
+        store = dist.PrefixStore(name, self.store)
+        self._meet(store, rank, size)
+        group = dist.ProcessGroupGloo(store, rank, size, torch_private.gloo_options([_gloo_device()], self.topology.timeout))
         self._open.append((group, (rank + 1) % size))
         return group
 
     def nccl(self, name: str, rank: int, size: int) -> Any:
         """This process as `rank` of a new NCCL group of `size`: a communicator and streams of its own."""
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.topology.timeout
+        options = torch_private.nccl_options(self.topology.timeout)
         group = dist.ProcessGroupNCCL(dist.PrefixStore(name, self.store), rank, size, options)
         self._open.append((group, (rank + 1) % size))
         return group
+
+    def _meet(self, store: Any, rank: int, size: int) -> None:
+        """Wait for the others to come here, but not when one has failed: Gloo's own wait would not know."""
+        store.set(f"here-{rank}", "")
+        deadline = time.monotonic() + self.topology.timeout.total_seconds()
+        while not store.check([f"here-{other}" for other in range(size)]):
+            if self.store.check([FAILED]):
+                raise dist.DistError("another rank has failed")
+            if time.monotonic() > deadline:
+                raise dist.DistError("timed out")
+            time.sleep(POLL)
 
     def at_close(self, close: Callable[[], None]) -> None:
         """Have `close` called when the groups are closed."""
@@ -55,14 +75,14 @@ class Groups:
             close()
         self._closers.clear()
         for group, peer in self._open:
-            _break_off(group, peer)
+            break_off_backend(group, peer)
         self._open.clear()
 
 
 def break_off(group: dist.ProcessGroup) -> None:
     """End all that this rank waits for in `group`, and with it what others wait for from this rank."""
-    for kind in group._device_types:
-        _break_off(group._get_backend(kind), (group.rank() + 1) % group.size())
+    for backend in torch_private.backends_of(group):
+        break_off_backend(backend, (group.rank() + 1) % group.size())
 
 
 @contextmanager
@@ -76,12 +96,19 @@ def broken_off(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
         raise
 
 
-def _break_off(backend: Any, peer: int) -> None:
+def break_off_backend(backend: Any, peer: int) -> None:
+    """The same for what carries the messages of a group; `peer` is any other rank in it."""
     with suppress(RuntimeError):
         if backend.name() == "gloo":
             backend.recv([torch.empty(1)], peer, UNUSED_TAG).wait(NO_TIME)
         else:
             backend.abort()
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Whether an operation of a group ended with `error` because of another rank."""
+    told = str(error)
+    return isinstance(error, dist.DistError) or "gloo/transport" in told or "pair closure" in told
 
 
 _device: Any = None

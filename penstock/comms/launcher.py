@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import LostRankError, PenstockError
 
@@ -28,7 +29,20 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Wind
 LAST_WORDS = 1.5  # seconds the other ranks have to tell what they know once one has failed
 
 
-Outcome = tuple[bool, Any, str]
+class Outcome(NamedTuple):
+    """What a rank came to."""
+
+    well: bool
+    value: Any  # the function's result, or the error
+    traceback: str = ""
+
+
+class _Job(NamedTuple):
+    """What every rank is started with."""
+
+    work: bytes  # the function and its arguments, pickled
+    ranks: int
+    environment: dict[str, str]  # of the launching process, at that moment; its working directory comes by itself
 
 
 class _Died(LostRankError):
@@ -45,15 +59,23 @@ class RankTraceback(Exception):
 def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     """Run `function(*args)` on `ranks` processes of this machine at once; returns their results, by rank.
 
-    Function, arguments and results must pickle, so the function stands at the top level of a module, and a script that
-    launches does so under `if __name__ == "__main__":`. Each rank computes on one thread unless OMP_NUM_THREADS says
-    otherwise, so that bits do not depend on the number of ranks. The first error of any rank is raised here, its own
-    traceback as the cause; LostRankError if a rank died. No rank outlives the call.
+    `function`: what every rank runs. It pickles, so it stands at the top level of a module, and a script that launches does so
+    under `if __name__ == "__main__":`. Arguments and results pickle too.
+    `ranks`: how many, 1 or more.
+
+        def work(steps):
+            return ps.comms.init_distributed().rank * steps
+
+        ps.launch(work, 4, 10)                                  # [0, 10, 20, 30]
+
+    Ranks have the environment and working directory that this process has now. Each computes on one thread unless
+    OMP_NUM_THREADS says otherwise, so that bits do not depend on the number of ranks. The first error of any rank is raised
+    here, its own traceback as the cause; LostRankError if a rank died. No rank outlives the call.
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise PenstockError(f"cannot launch {ranks!r} ranks: use a whole number of 1 or more")
-    job = _pickled(function, args)
-    with _store() as port, _started(job, ranks, port) as (processes, results):
+    job = _Job(_pickled(function, args), ranks, dict(os.environ))
+    with _store() as port, _started(job, port) as (processes, results):
         outcomes = _outcomes(processes, results)
     return _results(outcomes, ranks)
 
@@ -76,12 +98,6 @@ def _sees_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _context() -> Any:
-    if _sees_gpu():
-        return multiprocessing.get_context("spawn")
-    return _server_context()
 
 
 def _server_context() -> Any:
@@ -112,25 +128,25 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 @contextmanager
 def _store() -> Iterator[int]:
-    """The store the ranks meet at, in this process; its port."""
+    """The store the ranks meet at, in this process, which only this machine reaches; its port."""
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store.port
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    yield port
     del store
 
 
 @contextmanager
-def _started(job: bytes, ranks: int, port: int) -> Iterator[tuple[list[Any], list[Connection]]]:
+def _started(job: _Job, port: int) -> Iterator[tuple[list[Any], list[Connection]]]:
     """The processes of all ranks and where their outcomes come from; they are gone afterwards, whatever happens."""
-    context = _context()
+    context = multiprocessing.get_context("spawn") if _sees_gpu() else _server_context()
     processes, results = [], []
     try:
-        for rank in range(ranks):
+        for rank in range(job.ranks):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(job, rank, ranks, port, sender), name=f"rank {rank}", daemon=False
-            )
+            process = context.Process(target=_rank_main, args=(job, rank, port, sender), name=f"rank {rank}", daemon=False)
             process.start()
             sender.close()
             processes.append(process)
@@ -146,7 +162,7 @@ def _started(job: bytes, ranks: int, port: int) -> Iterator[tuple[list[Any], lis
 
 
 def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[int, Outcome]:
-    """What each rank came to: (went well, result or error, traceback). A rank that never ended is absent.
+    """What each rank came to. A rank that never ended is absent.
 
     Once one rank has failed or died, the others have a short while to say why they did.
     """
@@ -163,25 +179,25 @@ def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[i
                 outcomes[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 processes[rank].join()
-                outcomes[rank] = (False, _Died(f"rank {rank} {_death(processes[rank].exitcode)}"), "")
-            if not outcomes[rank][0]:
+                outcomes[rank] = Outcome(False, _Died(f"rank {rank} {_death(processes[rank].exitcode)}"))
+            if not outcomes[rank].well:
                 deadline = deadline or time.monotonic() + LAST_WORDS
     return outcomes
 
 
 def _results(outcomes: dict[int, Outcome], ranks: int) -> list[Any]:
     """The results by rank, or the error to raise: a rank's own before those that only lost a peer."""
-    failed = [(error, text) for _, (well, error, text) in sorted(outcomes.items()) if not well]
-    deaths = [str(error) for error, _ in failed if isinstance(error, _Died)]
-    told = [each for each in failed if not isinstance(each[0], _Died)]
-    own = [each for each in told if not isinstance(each[0], LostRankError)]
-    for error, text in own or told:
+    failed = [outcome for _, outcome in sorted(outcomes.items()) if not outcome.well]
+    deaths = [str(each.value) for each in failed if isinstance(each.value, _Died)]
+    told = [each for each in failed if not isinstance(each.value, _Died)]
+    own = [each for each in told if not isinstance(each.value, LostRankError)]
+    for _, error, text in own or told:
         if deaths and not own:
             error = LostRankError("; ".join([str(error), *deaths]))
         raise error from RankTraceback(text)
     if deaths:
         raise LostRankError("; ".join(deaths))
-    return [outcomes[rank][1] for rank in range(ranks)]
+    return [outcomes[rank].value for rank in range(ranks)]
 
 
 def _death(exitcode: int | None) -> str:
@@ -190,12 +206,13 @@ def _death(exitcode: int | None) -> str:
     return f"ended with exit code {exitcode} before it was done"
 
 
-def _rank_main(job: bytes, rank: int, ranks: int, port: int, sender: Connection) -> None:
-    """One rank: torchrun's environment, the function, the outcome sent home."""
+def _rank_main(job: _Job, rank: int, port: int, sender: Connection) -> None:
+    """One rank: the caller's environment with torchrun's in it, the function, the outcome sent home."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    os.environ.clear()  # of the server that this rank was forked from
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+        job.environment, RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     import torch
@@ -203,12 +220,10 @@ def _rank_main(job: bytes, rank: int, ranks: int, port: int, sender: Connection)
     from penstock import comms
 
     gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    torch.set_num_threads(_threads())
     try:
-        function, args = pickle.loads(job)
-        outcome = (True, function(*args), "")
-        data = pickle.dumps(outcome)
+        function, args = pickle.loads(job.work)
+        data = pickle.dumps(Outcome(True, function(*args)))
     except BaseException as error:
         data = _pickled_error(error, rank)
     for stream in (sys.stdout, sys.stderr):
@@ -217,14 +232,20 @@ def _rank_main(job: bytes, rank: int, ranks: int, port: int, sender: Connection)
     comms.shutdown()
 
 
+def _threads() -> int:
+    """As many as the caller's environment says: torch has read that of the server."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else 1
+
+
 def _pickled_error(error: BaseException, rank: int) -> bytes:
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
     try:
-        data = pickle.dumps((False, error, text))
+        data = pickle.dumps(Outcome(False, error, text))
         pickle.loads(data)
         return data
     except Exception:
-        return pickle.dumps((False, PenstockError(f"rank {rank}: {type(error).__name__}: {error}"), text))
+        return pickle.dumps(Outcome(False, PenstockError(f"rank {rank}: {type(error).__name__}: {error}"), text))
 
 
 def _die_with_parent() -> None:

@@ -16,9 +16,16 @@ MAX_DIMENSIONS = 14
 
 
 def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
-    """Send `tensor`, of any shape, to rank `dest`; returns when it has been received.
+    """Send a tensor to another rank, which calls `recv_tensor`; returns when it has been received.
 
-    Raises PenstockError if there is no such rank, LostRankError if it does not receive within the timeout.
+    `tensor`: of any shape (up to 14 dimensions) and layout, on any device. Only its values travel, no gradient.
+    `dest`: the receiving rank, as `get_next_rank()` gives it: None, at the end of the pipeline, is an error.
+
+        hidden = ...                                            # (batch, width)
+        ps.comms.send_tensor(hidden, ps.comms.get_next_rank())
+
+    Raises PenstockError if there is no such rank, MismatchError for a dtype that cannot travel, LostRankError
+    if the other rank is lost or does not receive within the timeout.
     """
     topology = current_topology()
     _check_peer(topology, dest, "send to", "next")
@@ -27,16 +34,22 @@ def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     with waiting_for_ranks(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}"):
         dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header))), dest)
-        dist.send(_carried(tensor.detach(), topology).contiguous(), dest)
+        dist.send(tensor.detach().to(topology.carrier).contiguous(), dest)
 
 
 def recv_tensor(
     shape: Sequence[int], src: int | None, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Receive a tensor of `shape` and `dtype` from rank `src`, onto `device` (this rank's by default).
+    """Receive the tensor that another rank sends by `send_tensor`; returns it, contiguous.
 
-    Raises MismatchError if the sender's shape or dtype is another (the message is taken off the wire, so that the next one
-    arrives whole), PenstockError if there is no such rank, LostRankError if nothing comes within the timeout.
+    `shape`, `dtype`: what it must be.
+    `src`: the sending rank, as `get_prev_rank()` gives it: None, at the beginning of the pipeline, is an error.
+    `device`: where to put it; by default this rank's.
+
+        hidden = ps.comms.recv_tensor((batch, width), ps.comms.get_prev_rank())
+
+    Raises MismatchError if what was sent has another shape or dtype (it is taken off the wire, so that the next one arrives
+    whole), PenstockError if there is no such rank, LostRankError if nothing comes within the timeout.
     """
     topology = current_topology()
     _check_peer(topology, src, "receive from", "previous")
@@ -45,7 +58,7 @@ def recv_tensor(
         dist.recv(header, src)
         index, dimensions, *sizes = header.tolist()
         sent_shape, sent_dtype = tuple(sizes[:dimensions]), DTYPES[index]
-        tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.device if topology.backend == "nccl" else "cpu")
+        tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.carrier)
         dist.recv(tensor, src)
     if sent_shape != tuple(shape) or sent_dtype != dtype:
         raise MismatchError(
@@ -53,11 +66,6 @@ def recv_tensor(
             f"which sent a {_words(sent_shape, sent_dtype)}"
         )
     return tensor.to(topology.device if device is None else device)
-
-
-def _carried(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:
-    """`tensor` where the backend can take it from."""
-    return tensor.to(topology.device) if topology.backend == "nccl" else tensor.cpu()
 
 
 def _check_peer(topology: Topology, peer: int | None, verb: str, side: str) -> None:
@@ -69,5 +77,10 @@ def _check_peer(topology: Topology, peer: int | None, verb: str, side: str) -> N
         )
 
 
+def type_name(dtype: torch.dtype) -> str:
+    """`float32` instead of `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _words(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')} tensor"
+    return f"{tuple(shape)} {type_name(dtype)} tensor"

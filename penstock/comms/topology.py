@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from penstock import torch_private
 from penstock.comms.allocator import keep_freed_memory
 from penstock.comms.interface import interface_to
 from penstock.comms.start import name_of_start
@@ -35,6 +36,11 @@ class Topology:
     store: Any = field(default=None, repr=False, compare=False)  # torch.distributed's key-value store, None when alone
     ranks: tuple[int, ...] = ()  # where the pipeline is one of several: its ranks, in order, as the job numbers them
 
+    @property
+    def carrier(self) -> torch.device:
+        """Where tensors must be for the backend to take them."""
+        return self.device if self.backend == "nccl" else CPU
+
     def get_next_rank(self) -> int | None:
         """The rank after this one, None on the last."""
         return self.rank + 1 if self.rank + 1 < self.world_size else None
@@ -56,11 +62,18 @@ def init_distributed(
 ) -> Topology:
     """Join the ranks that torchrun or `penstock.launch` started; without their environment, be a world of one.
 
-    `backend` is `gloo` or `nccl`; by default NCCL when every rank of this machine has a GPU of its own, else Gloo (through
-    host memory for tensors that are not on the CPU, so several ranks may share one GPU). `timeout`, in seconds, is how
-    long a rank waits for another before it gives up. `device` is where the stages live: by default this rank's GPU if
-    there is one and the backend is not asked to be Gloo, else the CPU. A second call returns the first one's topology.
-    From here on the process keeps the memory it frees (`allocator.py`).
+    `backend`: `"gloo"` or `"nccl"`; by default NCCL when every rank of this machine has a GPU of its own, else Gloo (through
+    host memory for tensors that are not on the CPU, so several ranks may share one GPU).
+    `timeout`: seconds, or a timedelta, that a rank waits for another before it gives up; by default ten minutes.
+    `device`: where the stages live; by default this rank's GPU if there is one and the backend is not asked to be Gloo, else
+    the CPU.
+
+        topology = ps.comms.init_distributed(timeout=60)
+        print(f"rank {topology.rank} of {topology.world_size}, on {topology.device}")
+
+    A second call returns the first one's topology, whatever its arguments. From here on the process keeps the memory it frees
+    (`allocator.py`). Raises PenstockError for a backend that is not known and for a GPU that is not there, LostRankError if the
+    other ranks do not start.
     """
     global _current
     if _current is None:
@@ -73,13 +86,19 @@ def init_distributed(
 def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
     """All ranks as a mesh with the axes `pp`, `dp` and `tp`, for `Pipeline(.., mesh=mesh)`; joins them if nobody has yet.
 
-    `pp` is the number of ranks of a pipeline (None: all that the other axes leave), `dp` of its replicas, `tp` of ranks that
-    share the products of each stage. Ranks along `tp`, which talk the most, are numbered next to each other, then those along
-    `dp`. Raises MismatchError if the axes do not make the number of ranks that are running.
+    `pp`: the ranks of a pipeline; None: all that the other axes leave.
+    `dp`: replicas of the pipeline.
+    `tp`: ranks that share the products of each stage. They talk the most and are numbered next to each other, then those
+    along `dp`.
+
+        mesh = ps.comms.init_mesh(pp=2, dp=2)                   # on 4 ranks: pipelines 0, 2 and 1, 3
+        pipe = ps.Pipeline(model, loss_fn, mesh=mesh)
+
+    Every rank makes the same call. Raises MismatchError if the axes do not make the number of ranks that are running, or if
+    ranks ask for different ones.
     """
     topology = current_topology()
-    given = {"pp": pp, "dp": dp, "tp": tp}
-    for axis, size in given.items():
+    for axis, size in {"pp": pp, "dp": dp, "tp": tp}.items():
         if size is not None and (not isinstance(size, int) or size < 1):
             raise MismatchError(f"the mesh's axis {axis} cannot have {size!r} ranks: use a whole number of 1 or more")
     pp = max(1, topology.world_size // (dp * tp)) if pp is None else pp
@@ -142,7 +161,7 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         return Topology(device=device, backend=backend, timeout=timeout)
     if not dist.is_initialized():
         _init_process_group(backend, timeout)
-    store = dist.distributed_c10d._get_default_store()
+    store = torch_private.default_store()
     return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, store)
 
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.control import WaitFailed, is_of_transport
+from penstock.comms.control import WaitFailed
+from penstock.comms.groups import is_of_transport
 from penstock.engine.agreement import Agreed
 from penstock.engine.batch import Batch
 from penstock.errors import PenstockError, StageError

@@ -35,6 +35,7 @@ from penstock.engine.batch import Batch, Call, split
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Ended, StepReport, conclude, peak_memory, weighted_sum
+from penstock.errors import ResourceError
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
@@ -162,7 +163,7 @@ class Engine:
                         handed[transfer] = handed_over(value)
                 clock.sent()
                 made = value = None  # they are on their way
-        except WaitFailed:
+        except (WaitFailed, ResourceError):
             raise
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error

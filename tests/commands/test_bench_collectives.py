@@ -14,7 +14,7 @@ import torch
 import penstock as ps
 from penstock.commands import cli
 from penstock.commands.bench import collectives, timing
-from penstock.comms.collectives.calls import COLLECTIVES
+from penstock.comms.collectives.call import COLLECTIVES
 
 
 def rank_bench(plan: collectives.Plan) -> tuple[list[timing.Row], str]:

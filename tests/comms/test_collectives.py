@@ -14,7 +14,8 @@ from torch import Tensor
 
 import penstock as ps
 from penstock.comms import topology as topology_module
-from penstock.comms.collectives import meeting
+from penstock.comms.collectives import checked_group
+from penstock.comms.collectives.call import call_of
 
 pytestmark = pytest.mark.timed
 
@@ -36,7 +37,7 @@ def reduced(op: str, everyone: Tensor) -> Tensor:
 def rank_all(way: str) -> int:
     """Every operation, root, op and dtype; returns how many checks there were."""
     if way == "headers":
-        meeting.shared_table = lambda *_: None
+        checked_group.shared_memory = lambda *_: None
     topology = comms.init_distributed(backend="gloo")
     rank, ranks, done = topology.rank, topology.world_size, 0
 
@@ -81,6 +82,10 @@ def rank_all(way: str) -> int:
 def test_every_operation_gives_what_its_definition_says(ranks, way):
     counts = ps.launch(rank_all, ranks, way)
     assert min(counts) > (200 if way == "table" else 30)
+
+
+def test_what_ranks_compare_of_a_call_is_the_same_number_in_every_process():
+    assert call_of("all_reduce", (3, 4), torch.float32, None, "sum").digest == 549305048957
 
 
 def rank_shapes() -> None:
@@ -163,7 +168,7 @@ def told(call) -> tuple[str, str]:
 def rank_disagrees(way: str) -> list[tuple[str, str]]:
     """Rank 1 comes late and with something else."""
     if way == "headers":
-        meeting.shared_table = lambda *_: None
+        checked_group.shared_memory = lambda *_: None
     rank = comms.init_distributed(backend="gloo").rank
     odd, large = rank == 1, 1 << 20
     x = torch.ones(3)
@@ -269,7 +274,7 @@ def test_a_world_of_one_needs_no_process_group():
 
 
 def rank_lost(how: str) -> tuple[str, str]:
-    meeting.GRACE = 0.2
+    checked_group.GRACE = 0.2
     topology = comms.init_distributed(backend="gloo")
     topology_module._current = dataclasses.replace(topology, timeout=timedelta(seconds=30 if how == "dies" else 1))
     rank = topology.rank

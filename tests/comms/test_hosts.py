@@ -20,12 +20,12 @@ import pytest
 import torch
 from hosts import TORCHRUN, hosts, run, torchrun, why_not
 from patience import within
-from reference import accumulate, assert_same, data, gradients, make, merged
+from reference import accumulate, assert_same, data, gradients, merged
+from reference import make as make_model
 
 import penstock as ps
 from penstock.comms.interface import interface_to
-from penstock.comms.messages.shared import SECRET, SharedSender, _opened
-from penstock.comms.messages.wire import describe_tensor
+from penstock.comms.shared_memory import SECRET, make, open_of
 from penstock.comms.start import name_of_start
 from penstock.schedule.table import dependencies
 
@@ -57,7 +57,7 @@ def rank_numbers(folder):
 
 
 def trained(schedule):
-    model, loss_fn = make("gpt", depth=8)
+    model, loss_fn = make_model("gpt", depth=8)
     pipe = ps.Pipeline(model, loss_fn, schedule, MICROBATCHES)
     return pipe, [pipe.step(inputs, target=target) for inputs, target in map(batch, range(STEPS))]
 
@@ -88,7 +88,7 @@ def rank_killed(folder):
 def check_numbers(folder, ranks, host_of):
     """What all ranks wrote: the numbers of one process, and the right way for every message."""
     everyone = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
-    model, loss_fn = make("gpt", depth=8)
+    model, loss_fn = make_model("gpt", depth=8)
     losses = [accumulate(model, loss_fn, batch(step), MICROBATCHES) for step in range(STEPS)]
     for rank, told in enumerate(everyone):
         assert told["host"] == host_of(rank)
@@ -187,17 +187,17 @@ def test_every_start_of_the_ranks_has_a_name_of_its_own_whoever_comes_first():
 
 
 def test_a_process_of_another_machine_with_the_same_number_is_not_taken_for_the_sender():
-    """As ranks in containers often have: it may even have such a file and pipe, with a message for somebody else."""
-    other, message = SharedSender(), torch.arange(SECRET, dtype=torch.uint8)
-    other.send(message, describe_tensor(message))
-    where, secret = [os.getpid(), other.file, other.reader], torch.zeros(SECRET, dtype=torch.uint8)
+    """As ranks in containers often have: it may even have such a file, with a message for somebody else."""
+    memory, file = make(4096)
+    memory[SECRET.size] = 7
     begin = time.monotonic()
-    assert _opened(where, secret, timedelta(seconds=9)) is None
+    assert open_of(os.getpid(), file, bytes(SECRET.size)) is None
+    assert open_of(os.getpid(), file + 1000, memory[: SECRET.size]) is None
     assert within(time.monotonic() - begin, 1)
-    receiver = _opened(where, message, timedelta(seconds=9))  # what was sent is still there
-    assert receiver is not None
-    receiver.close()
-    other.close()
+    seen = open_of(os.getpid(), file, memory[: SECRET.size])
+    assert seen is not None
+    assert seen[SECRET.size] == 7  # what was sent is still there
+    os.close(file)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells which interface has an address")

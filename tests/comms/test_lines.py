@@ -1,16 +1,26 @@
 """What messages travel over: shared memory on one machine, else a process group; the numbers are the same."""
 
 import os
+import resource
+import sys
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import accumulate, assert_same, gradients, merged
 from torch import nn
 
 import penstock as ps
-from penstock.comms.messages.lines import GroupReceiver, GroupSender, MemoryReceiver, MemorySender
-from penstock.comms.messages.shared import SharedReceiver, SharedSender
+from penstock.comms import shared_memory
+from penstock.comms.groups import Groups
+from penstock.comms.messages import blocks
+from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
+from penstock.comms.messages.lines import receiving_line, sending_line
+from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
 from penstock.comms.messages.wire import describe_tensor
+from penstock.comms.messages.worker import SendFailure
 
 pytestmark = pytest.mark.timed
 
@@ -33,7 +43,7 @@ def loss_fn(output, target):
 
 def rank_lines(shared):
     if not shared:
-        del os.memfd_create
+        shared_memory.CAN_SHARE = False
     results, kinds = {}, set()
     for width in WIDTHS:
         pipe = ps.Pipeline(make(width), loss_fn, microbatches=4, cuts=["1", "4"])
@@ -63,17 +73,20 @@ def test_numbers_do_not_depend_on_what_messages_travel_over(shared):
 
 @pytest.fixture
 def ends():
-    from datetime import timedelta
-
-    sender = SharedSender()
-    receiver = SharedReceiver(os.getpid(), sender.file, sender.reader, timedelta(seconds=0.2))
+    memory, file = shared_memory.make(blocks.addresses())
+    os.close(file)
+    reader, writer = os.pipe()
+    sender, receiver = MemorySender(memory, writer, Unfailing()), MemoryReceiver(memory, reader, timedelta(seconds=0.2))
     yield sender, receiver
     sender.close()
     receiver.close()
 
 
-def blocks(sender):
-    return sum(map(len, sender._blocks.values()))
+class Unfailing:
+    """Where a sender's thread tells that it has failed: here that is an error."""
+
+    def tell(self, what, error):
+        raise error
 
 
 @pytest.mark.parametrize("tensor", [torch.arange(6.0).view(2, 3).t(), torch.ones(300, 300), torch.ones(1).expand(200_000)])
@@ -81,12 +94,12 @@ def test_a_message_arrives_in_its_layout_and_is_the_receivers_own(ends, tensor):
     sender, receiver = ends
     spec = describe_tensor(tensor)
     sender.send(tensor, spec)
-    arrived = receiver.receive(spec)
+    arrived = receiver.wait(None, spec)
     assert torch.equal(arrived, tensor)
     assert arrived.stride() == spec.stride
     arrived.add_(1)
     sender.send(tensor, spec)
-    assert torch.equal(receiver.receive(spec), tensor)
+    assert torch.equal(receiver.wait(None, spec), tensor)
     assert torch.equal(arrived, tensor + 1)
 
 
@@ -98,20 +111,99 @@ def test_a_block_is_used_again_once_its_message_is_let_go(ends, size, held):
     kept = []
     for _ in range(3):
         sender.send(message, spec)
-        kept.append(receiver.receive(spec))
-    assert blocks(sender) == held
+        kept.append(receiver.wait(None, spec))
+    assert len(sender.blocks.all) == held
     kept.clear()
     for _ in range(5):
         sender.send(message, spec)
-        assert torch.equal(receiver.receive(spec), message)
-    assert blocks(sender) == held
+        assert torch.equal(receiver.wait(None, spec), message)
+    assert len(sender.blocks.all) == held
 
 
 def test_a_silent_sender_and_a_closed_one_end_the_wait(ends):
     sender, receiver = ends
     spec = describe_tensor(torch.ones(3))
     with pytest.raises(RuntimeError, match="timed out"):
-        receiver.receive(spec)
+        receiver.wait(None, spec)
     sender.close()
     with pytest.raises(RuntimeError, match="closed the pipe"):
-        receiver.receive(spec)
+        receiver.wait(None, spec)
+
+
+def test_messages_of_any_length_share_blocks_whose_sizes_are_powers_of_two(ends):
+    sender, receiver = ends
+    for length in range(1, 5000, 7):
+        message = torch.arange(float(length))
+        sender.send(message, describe_tensor(message))
+        assert torch.equal(receiver.wait(None, describe_tensor(message)), message)
+    assert len(sender.blocks.all) == 4  # of 4, 8, 16 and 32 KB
+
+
+def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(ends):
+    sender, receiver = ends
+    in_flight = []
+    for megabytes in (1, 8, 64, 1, 2, 4, 8, 16, 64, 1):
+        message = torch.full((megabytes * 2**18,), float(megabytes))
+        for _ in range(3):
+            sender._send(message, describe_tensor(message))
+            in_flight.append(receiver.wait(None, describe_tensor(message)))
+            assert all(each.unique() == each[0] for each in in_flight)  # nobody's memory was given back
+        lying = sum(each.nbytes + 64 for each in in_flight)
+        assert sender.blocks.written <= max(3 * 3 * (64 * 2**20 + 64), lying + 2**24)
+        in_flight = in_flight[-1:]
+    in_flight.clear()
+    small = torch.ones(2**18)
+    for _ in range(40):  # what was large once is given back when more small ones are needed than ever
+        sender._send(small, describe_tensor(small))
+        in_flight.append(receiver.wait(None, describe_tensor(small)))
+    assert sender.blocks.written <= 3 * 40 * (2**20 + 64)
+
+
+def test_messages_that_take_more_addresses_than_there_are_say_so(ends, monkeypatch):
+    sender, _ = ends
+    message = torch.ones(2**20)
+    monkeypatch.setattr(sender.blocks, "_end", len(sender.blocks._memory) - 2**22)
+    with pytest.raises(OSError, match=r"what is in flight takes more than [\d,]+ bytes of addresses"):
+        sender._send(message, describe_tensor(message))
+
+
+def rank_of_random_shapes(shapes):
+    """Both ways over lines of their own, `shapes` messages of lengths never seen before: descriptors and memory on the way."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    topology = ps.comms.init_distributed()
+    groups = Groups(topology, "shapes")
+    outbox = Outbox(SendFailure(groups))
+    if topology.rank == 0:
+        outgoing, incoming = sending_line(groups, "there", outbox), receiving_line(groups, "back")
+    else:
+        incoming, outgoing = receiving_line(groups, "there"), sending_line(groups, "back", outbox)
+    lengths = torch.randint(1, 2**17, (shapes,), generator=torch.Generator().manual_seed(1)).tolist()
+    ball, found = torch.ones(2**17), []
+    for turn, length in enumerate(lengths):
+        message = ball[:length]
+        spec = describe_tensor(message)
+        outgoing.send(message, spec)
+        arrived = incoming.wait(incoming.post(spec), spec)
+        assert arrived[-1] == 1
+        if turn % (shapes // 50) == 0:
+            found.append((len(os.listdir("/proc/self/fd")), _resident()))
+    dist.barrier()
+    groups.close()
+    return found
+
+
+def _resident():
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what a process holds")
+def test_ten_thousand_shapes_take_no_descriptors_and_no_memory():
+    for found in ps.launch(rank_of_random_shapes, 2, 10_000):
+        descriptors, memory = zip(*found, strict=True)
+        assert len(set(descriptors)) == 1
+        settled = memory[len(memory) // 5 :]
+        middle = (len(settled) - 1) / 2
+        slope = sum((x - middle) * y for x, y in enumerate(settled)) / sum((x - middle) ** 2 for x in range(len(settled)))
+        print(f"{descriptors[0]} descriptors, {settled[-1] / 2**20:.1f} MiB, {slope * 50 / 2**10:+.1f} KiB per 10,000 shapes")
+        assert abs(slope) * 50 < 2**22

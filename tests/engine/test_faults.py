@@ -1,8 +1,11 @@
 """Every fault ends on every rank within seconds, in one clear line, and leaves nothing running."""
 
+import errno
 import json
 import multiprocessing
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
 import penstock as ps
+from penstock.comms.messages import memory_line
 
 pytestmark = pytest.mark.ranks
 
@@ -38,6 +42,8 @@ class Faulty(nn.Module):
     def forward(self, hidden):
         if self.fault == "forward":
             raise ValueError("boom in the\nforward")
+        if self.fault == "foreign":
+            raise Foreign("of a class that only this rank's program knows")
         if self.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "stopped":
@@ -49,6 +55,10 @@ class Faulty(nn.Module):
         if self.fault == "dtype":
             return hidden.double()
         return _Backward.apply(hidden, self) if self.fault == "backward" else hidden
+
+
+class Foreign(ps.MismatchError):
+    """An error of the family, but not of `errors.py`."""
 
 
 class _Backward(torch.autograd.Function):
@@ -136,6 +146,66 @@ def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is
         assert within(seconds, 1)
         assert torch.equal(loss, expected)
     assert len({text for _, text, *_ in everyone}) == 1
+    assert_same(merged([each[-1] for each in everyone]), gradients(uncut.named_parameters()))
+
+
+def test_an_error_of_a_class_from_elsewhere_is_the_nearest_of_the_family_on_the_others():
+    everyone = ps.launch(rank_fails_and_goes_on, RANKS, 1, "foreign")
+    assert [name for name, *_ in everyone] == ["MismatchError", "Foreign", "MismatchError", "MismatchError"]
+    assert {text for _, text, *_ in everyone} == {
+        "rank 1, stage 1, action 1F0, microbatch 0: of a class that only this rank's program knows"
+    }
+
+
+def no_descriptors(*_):
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def rank_is_refused_by_its_system(how):
+    """A good step, one in which rank 1's system refuses it something, and a good one again."""
+    if how == "to send, in a thread":
+        memory_line.LARGE = 0  # bytes
+    pipe, _ = build()
+    inputs, target = data("mlp", 16)
+    if how != "to open lines":
+        pipe.step(inputs, target=target)
+    refused = pipe.topology.rank == 1
+    with pytest.MonkeyPatch.context() as patch:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if refused and how == "to open lines":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
+        elif refused:
+            method = (memory_line.MemoryReceiver, "_taken") if how == "to receive" else (memory_line.Blocks, "take")
+            patch.setattr(*method, no_descriptors)
+        begin = time.monotonic()
+        with pytest.raises(ps.ResourceError) as raised:
+            pipe.step(inputs, target=target)
+        seconds = time.monotonic() - begin
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    loss = pipe.step(inputs, target=target)
+    return str(raised.value), seconds, loss, gradients(pipe.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("to send", "could not send the output of 1F0"),
+        ("to send, in a thread", "could not send the output of 1F0"),
+        ("to receive", "could not receive the output of 0F0"),
+        ("to open lines", "could not open the line 0-1"),
+    ],
+)
+def test_what_a_ranks_own_system_refuses_is_told_there_and_on_all_ranks_at_once(how, words):
+    everyone = ps.launch(rank_is_refused_by_its_system, RANKS, how)
+    uncut = model()
+    expected = accumulate(uncut, nn.functional.cross_entropy, data("mlp", 16), 8)
+    (text,) = {text for text, *_ in everyone}
+    assert re.fullmatch(rf"rank 1 {words}: no file descriptor is free \(limit \d+\): raise `ulimit -n`", text)
+    for _, seconds, loss, _ in everyone:
+        assert seconds < 1
+        assert torch.equal(loss, expected)
     assert_same(merged([each[-1] for each in everyone]), gradients(uncut.named_parameters()))
 
 

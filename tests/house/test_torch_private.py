@@ -1,9 +1,11 @@
 """The door to torch's private parts: what each function needs of torch is there, and does what it is used for."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import penstock as ps
@@ -326,3 +328,31 @@ def test_fully_shard_averages_when_it_is_told_to_though_no_root_forward_is_calle
 
     assert ps.launch(rank_fsdp, 1, fully_shard) == [False]
     assert ps.launch(rank_fsdp, 1, torch_private.replicate) == [True]
+
+
+# ---- process groups
+
+
+def test_a_group_of_ones_own_has_the_options_that_were_given_and_does_collectives_at_once():
+    options = torch_private.gloo_options([dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")], timedelta(seconds=5))
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    tensor = torch.arange(4.0)
+    gathered, piece = torch.empty(4), torch.empty(4)
+    torch_private.all_gather_into(group, gathered, tensor).wait()
+    torch_private.reduce_scatter_into(group, piece, tensor, dist.ReduceOp.SUM).wait()
+    assert torch.equal(gathered, tensor)
+    assert torch.equal(piece, tensor)
+
+
+def test_the_backends_and_the_store_of_torchs_own_group_are_found():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        backend = torch_private.backend_for(world, torch.device("cpu"))
+        assert backend.name() == "gloo"
+        assert any(each is backend for each in torch_private.backends_of(world))
+        torch_private.default_store().set("key", "value")
+        assert torch_private.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()

@@ -1,1 +1,10 @@
-"""Messages between stages: channels, the lines they travel over, and what a message looks like."""
+"""Messages between stages: sent without waiting, received ahead, described once and then bare memory.
+
+wire         what a message looks like: a tree of tensors, its description and its bytes
+blocks       where messages lie in memory that two processes see
+worker       a thread that sends beside the compute, and what becomes of its errors
+memory_line  a line between two processes of one machine
+group_line   a line over process groups: between machines, between GPUs
+lines        which of the two it is
+channels     the transfers from one rank to a neighbour, in order, over a line
+"""

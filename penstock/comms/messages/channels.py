@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comms.control import WaitFailed
+from penstock.comms.control import WaitFailed, waiting
 from penstock.comms.groups import Groups
 from penstock.comms.messages import wire
 from penstock.comms.messages.lines import Outbox, ReceivingLine, SendingLine, receiving_line, sending_line
 from penstock.comms.messages.wire import MessageSpec
+from penstock.comms.messages.worker import SendFailure
+from penstock.comms.system import is_refusal, named, reason
 from penstock.comms.topology import Topology
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, ResourceError
 from penstock.schedule.program import Program, Transfer
 
 Specs = dict[Transfer, MessageSpec]
@@ -29,15 +31,18 @@ class Channels:
     def __init__(self, program: Program, topology: Topology, groups: Groups | None) -> None:
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
-        self._outbox = Outbox()
+        self._outbox: Outbox | None = None
         if groups is None:
             return
+        outbox = self._outbox = Outbox(SendFailure(groups))
+        rank, of_job = groups.topology.rank, topology.of_job
         for source, destination in sorted(program.channels):  # the same order everywhere: opening one waits for its peer
-            name = f"{topology.of_job(source)}-{topology.of_job(destination)}"
-            if topology.rank == source:
-                self.outgoing[destination] = Outgoing(sending_line(groups, name, self._outbox))
-            elif topology.rank == destination:
-                self.incoming[source] = Incoming(receiving_line(groups, name), topology.of_job(source))
+            name = f"{of_job(source)}-{of_job(destination)}"
+            with named(f"rank {rank} could not open the line {name}"), waiting("for the other ranks to open their lines"):
+                if topology.rank == source:
+                    self.outgoing[destination] = Outgoing(sending_line(groups, name, outbox), outbox.failure)
+                elif topology.rank == destination:
+                    self.incoming[source] = Incoming(receiving_line(groups, name), rank, of_job(source))
 
     def begin(self, specs: Specs | None) -> None:
         """Start a step whose messages are described in `specs`; None: each is described when it is sent."""
@@ -52,23 +57,38 @@ class Channels:
         return [*self.outgoing.values(), *self.incoming.values()]
 
     def end(self) -> None:
-        """The step is over on all ranks, so everything that was sent has been received."""
-        self._outbox.empty()
+        """The step is over on all ranks, so everything that was sent has been received. Raises ResourceError if it was not."""
+        if self._outbox is not None:
+            self._outbox.failure.check()
+            self._outbox.empty()
 
 
 class Outgoing:
     """The sending end of a channel."""
 
-    def __init__(self, line: SendingLine) -> None:
-        self.line = line
+    def __init__(self, line: SendingLine, failure: SendFailure) -> None:
+        self.line, self._failure = line, failure
         self.specs: Specs = {}
         self.known = False
 
     def send(self, transfer: Transfer, value: Any) -> None:
-        """Send `value` as `transfer` without waiting. Raises MismatchError if it is not what was agreed."""
-        if self.known and isinstance(value, Tensor) and self.specs[transfer].describes(value):  # the common case
-            self._send(value, self.specs[transfer].leaves[0])
-            return
+        """Send `value` as `transfer` without waiting.
+
+        Raises MismatchError if it is not what was agreed, ResourceError if this rank cannot send it, or one before it.
+        """
+        self._failure.check()
+        try:
+            if self.known and isinstance(value, Tensor) and self.specs[transfer].describes(value):  # the common case
+                self._send(transfer, value, self.specs[transfer].leaves[0])
+            else:
+                self._send_tree(transfer, value)
+        except (OSError, MemoryError, RuntimeError) as error:
+            if is_refusal(error):
+                self._failure.tell(transfer, error)
+                self._failure.check()
+            raise
+
+    def _send_tree(self, transfer: Transfer, value: Any) -> None:
         leaves, tree = wire.flatten(value)
         spec = wire.describe(leaves, tree)
         if not self.known:
@@ -77,11 +97,11 @@ class Outgoing:
         elif spec != (agreed := self.specs[transfer]):
             leaves, spec = _fit(transfer, leaves, spec, agreed), agreed
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
-            self._send(leaf, leaf_spec)
+            self._send(transfer, leaf, leaf_spec)
 
-    def _send(self, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
+    def _send(self, transfer: Transfer, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
         if isinstance(spec, wire.TensorSpec) and spec.bytes:
-            self.line.send(leaf.to(self.line.carrier), spec)
+            self.line.send(leaf.to(self.line.carrier), spec, transfer)
 
 
 def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:
@@ -107,8 +127,8 @@ def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: Messa
 class Incoming:
     """The receiving end of a channel."""
 
-    def __init__(self, line: ReceivingLine, source: int) -> None:
-        self.line, self.source = line, source
+    def __init__(self, line: ReceivingLine, rank: int, source: int) -> None:
+        self.line, self.rank, self.source = line, rank, source
         self.specs: Specs = {}
         self.known = False
         self.posted: deque[tuple[Transfer, list[Any]]] = deque()
@@ -119,7 +139,10 @@ class Incoming:
         self.posted.append((transfer, self._post(self.specs[transfer]) if self.known else []))
 
     def take(self, transfer: Transfer, device: torch.device) -> Any:
-        """Wait for `transfer` and return its message on `device`. Raises WaitFailed if the peer is lost or silent."""
+        """Wait for `transfer` and return its message on `device`.
+
+        Raises WaitFailed if the peer is lost or silent, ResourceError if this rank cannot take what comes.
+        """
         while transfer not in self.early:
             arriving, posted = self.posted.popleft()
             try:
@@ -128,7 +151,9 @@ class Incoming:
                     posted = self._post(self.specs[arriving])
                 spec = self.specs[arriving]
                 tensors = [self.line.wait(each, leaf) for each, leaf in zip(posted, spec.tensors, strict=True)]
-            except (RuntimeError, OSError) as error:
+            except (OSError, MemoryError, RuntimeError) as error:
+                if is_refusal(error):
+                    raise ResourceError(f"rank {self.rank} could not receive the {arriving}: {reason(error)}") from error
                 raise WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error) from error
             if device != self.line.carrier:
                 tensors = [tensor.to(device) for tensor in tensors]

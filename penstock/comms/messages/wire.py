@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from penstock.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
 class TensorSpec(NamedTuple):

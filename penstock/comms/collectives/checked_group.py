@@ -18,17 +18,21 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from penstock.comms.collectives.calls import Call, Table, call_from, shared_table
-from penstock.comms.groups import Groups
+from penstock import torch_private
+from penstock.comms.collectives.call import CollectiveCall, call_from
+from penstock.comms.collectives.call_board import CallBoard
+from penstock.comms.groups import FAILED, Groups
 from penstock.comms.point_to_point import MAX_DIMENSIONS
+from penstock.comms.shared_memory import shared_memory
+from penstock.comms.system import named
 from penstock.comms.topology import Topology, lost_or_silent
-from penstock.errors import LostRankError, MismatchError, PenstockError
+from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError
 
 GRACE = 1.0  # seconds a failing rank waits for what the others were called with
 POLL = 2e-3
 
 
-class Meeting:
+class CheckedGroup:
     """This rank among the ranks of one group, in connections of their own that can be closed when they disagree."""
 
     def __init__(self, topology: Topology, ranks: Sequence[int], group: Any) -> None:
@@ -36,25 +40,22 @@ class Meeting:
         self.rank = self.ranks.index(topology.rank)
         self._theirs = group  # torch's
         self._groups: Groups | None = None
-        self._table: Table | None = None
+        self._board: CallBoard | None = None
         self._timeout = topology.timeout.total_seconds()
-        self._before: Call | None = None  # the last call
+        self._before: CollectiveCall | None = None  # the last call
         self._ended: PenstockError | None = None
 
-    def run(self, call: Call, check: bool, start: Callable[[Any], Any]) -> None:
+    def run(self, call: CollectiveCall, check: bool, start: Callable[[Any], Any]) -> None:
         """Do what `start` does with the group's backend, once all ranks are in the same `call`; returns when it is done.
 
-        Raises MismatchError if they are not, LostRankError if one is lost or does not come; then the group has ended. Does
-        nothing in a group of one.
+        Raises MismatchError if they are not, LostRankError if one is lost or does not come; then the group has ended.
         """
-        if self.size == 1:
-            return
         if self._groups is None:
             self._open(call)
         if check:
-            if self._table is None:
+            if self._board is None:
                 self._exchange(call)
-            elif not self._table.arrive(call.number, self._timeout):
+            elif not self._board.arrive(call.digest, self._timeout):
                 self._fail(call, None)
             self._before = call
         work = start(self._backend)
@@ -63,41 +64,51 @@ class Meeting:
         except RuntimeError as error:
             self._fail(call, error)
 
-    def _open(self, call: Call) -> None:
+    def _open(self, call: CollectiveCall) -> None:
         """Connect the ranks, at first use."""
         if self._ended is not None:
             raise type(self._ended)(f"this group has ended: {self._ended}")
         self._groups = Groups(self.topology, f"collectives/{self._theirs.group_name}/{'-'.join(map(str, self.ranks))}")
         try:
-            self._gloo = self._backend = self._groups.gloo("gloo", self.rank, self.size)
-            if self.topology.backend == "nccl":
-                self._backend = self._theirs._get_backend(self.topology.device)
-            else:
-                self._table = shared_table(self._gloo, self.rank, self.size)
+            with named(f"rank {self.topology.rank} could not connect for the {call}"):
+                self._connect(self._groups)
+        except ResourceError as error:
+            self._groups.store.set(FAILED, "")
+            self._groups.close()
+            self._end(error, None)
         except RuntimeError as error:
             self._fail(call, error)
 
-    def _exchange(self, call: Call) -> None:
+    def _connect(self, groups: Groups) -> None:
+        self._gloo = self._backend = groups.gloo("gloo", self.rank, self.size)
+        if self.topology.backend == "nccl":
+            self._backend = torch_private.backend_for(self._theirs, self.topology.device)
+        else:
+            memory = shared_memory(self._gloo, self.rank, lambda: CallBoard.bytes(self.size))
+            self._board = None if memory is None else CallBoard(memory, self.rank, self.size)
+
+    def _exchange(self, call: CollectiveCall) -> None:
         """Every rank's header to every rank."""
         header = call.header
-        mine = torch.zeros(1, MAX_DIMENSIONS + 5, dtype=torch.int64)
-        mine[0, : len(header) + 1] = torch.tensor([len(header), *header])
-        everyone = mine.new_empty(self.size, mine.shape[1])
+        mine = torch.zeros(MAX_DIMENSIONS + 5, dtype=torch.int64)
+        mine[: len(header) + 1] = torch.tensor([len(header), *header])
+        everyone = mine.new_empty(self.size, len(mine))
         try:
-            self._gloo._allgather_base(everyone, mine).wait()
+            self._gloo.allgather([list(everyone)], [mine]).wait()
         except RuntimeError as error:
             self._fail(call, error)
         calls = [call_from(header[1 : 1 + header[0]]) for header in everyone.tolist()]
         if any(each != call for each in calls):
             self._end(_mismatch({rank: str(each) for rank, each in zip(self.ranks, calls, strict=True)}), None)
 
-    def _fail(self, call: Call, error: RuntimeError | None) -> NoReturn:
+    def _fail(self, call: CollectiveCall, error: RuntimeError | None) -> NoReturn:
         """End this call on all ranks; raises what happened."""
-        groups, table = self._groups, self._table
+        groups, board = self._groups, self._board
         assert groups is not None
-        if table is not None and table.close() < table.count and self._before is not None:
+        if board is not None and board.close() < board.count and self._before is not None:
             call = self._before  # in which this rank was done before
         groups.store.set(f"call-{self.rank}", str(call))
+        groups.store.set(FAILED, "")
         groups.close()
         calls = self._calls(groups.store)
         if len(set(calls.values())) > 1:
@@ -107,7 +118,7 @@ class Meeting:
         silent = f"; nothing is heard of rank {', '.join(absent)}" if absent else ""
         self._end(LostRankError(f"rank {self.topology.rank} waited in {call} and gave up: {why}{silent}"), error)
 
-    def _end(self, ended: PenstockError, cause: RuntimeError | None) -> NoReturn:
+    def _end(self, ended: PenstockError, cause: BaseException | None) -> NoReturn:
         self._groups, self._ended = None, ended
         raise ended from cause
 
@@ -132,16 +143,16 @@ def _mismatch(calls: dict[int, str]) -> MismatchError:
     return MismatchError(f"the ranks are in different calls: {'; '.join(told)}")
 
 
-_meetings: dict[str | None, Meeting] = {}
+_groups: dict[str | None, CheckedGroup] = {}
 
 
-def meeting_of(group: Any, topology: Topology) -> Meeting:
-    """Where this rank meets the other ranks of torch's `group`, the whole world if None."""
+def checked_group(group: Any, topology: Topology) -> CheckedGroup:
+    """This rank in torch's `group`, the whole world if None, with the calls of its ranks checked."""
     if group is not None and (group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0):
         raise PenstockError(f"rank {topology.rank} is not in this group, so it takes no part in its collectives")
     name = None if group is None or group is dist.group.WORLD else group.group_name
-    meeting = _meetings.get(name)
-    if meeting is None or meeting.topology is not topology:
+    checked = _groups.get(name)
+    if checked is None or checked.topology is not topology:
         ranks = range(topology.world_size) if name is None else dist.get_process_group_ranks(group)
-        meeting = _meetings[name] = Meeting(topology, ranks, dist.group.WORLD if name is None else group)
-    return meeting
+        checked = _groups[name] = CheckedGroup(topology, ranks, dist.group.WORLD if name is None else group)
+    return checked

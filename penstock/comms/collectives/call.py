@@ -1,0 +1,51 @@
+"""What a rank of a group was called with: in words for errors, as numbers for the other ranks."""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from penstock.comms.point_to_point import DTYPES, type_name
+
+COLLECTIVES = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+DIGEST_BITS = 40
+
+
+class CollectiveCall(NamedTuple):
+    """What one rank was called with; the same on all ranks, or nothing is done."""
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    root: int | None  # by its number in the group
+    op: str | None
+    header: tuple[int, ...]  # all of it as numbers
+    digest: int  # that stands for all of it, the same in every process
+
+    def __str__(self) -> str:
+        tensor = f"{self.operation} of a {tuple(self.shape)} {type_name(self.dtype)} tensor"
+        op = "" if self.op is None else f", op {self.op}"
+        return tensor + op + ("" if self.root is None else f", root {self.root}")
+
+
+@lru_cache(4096)
+def call_of(operation: str, shape: tuple[int, ...], dtype: torch.dtype, root: int | None, op: str | None) -> CollectiveCall:
+    """The call; kept, because a program makes the same ones again and again."""
+    header = COLLECTIVES.index(operation), DTYPES.index(dtype), -1 if root is None else root, (None, *OPS).index(op), *shape
+    digest = hashlib.blake2b(repr(tuple(map(int, header))).encode(), digest_size=DIGEST_BITS // 8).digest()
+    return CollectiveCall(operation, shape, dtype, root, op, header, int.from_bytes(digest))
+
+
+def call_from(header: Sequence[int]) -> CollectiveCall:
+    """The call that has this header."""
+    operation, dtype, root, op, *shape = header
+    return call_of(COLLECTIVES[operation], tuple(shape), DTYPES[dtype], None if root < 0 else root, (None, *OPS)[op])

@@ -1,0 +1,106 @@
+"""A line over process groups: between machines by Gloo, between GPUs by NCCL."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.comms.groups import DESTINATION, SOURCE, break_off_backend, is_of_transport
+from penstock.comms.messages import wire
+from penstock.comms.messages.wire import TensorSpec
+from penstock.comms.messages.worker import SendFailure, Worker
+
+SMALL = 2**16  # bytes; a larger message is not copied
+MOST_COPIED = 2**22  # bytes of small messages kept until the end of the step
+
+
+class GroupSender:
+    """The sending end: `gloo` for descriptions, `data` for tensors on `carrier`."""
+
+    def __init__(self, gloo: Any, data: Any, carrier: torch.device, outbox: "Outbox") -> None:
+        self._gloo, self._data, self.carrier, self._outbox = gloo, data, carrier, outbox
+
+    def describe(self, packed: Tensor) -> None:
+        """Send a description, its size before it."""
+        for part in (torch.tensor([packed.numel()]), packed):
+            self._outbox.post(self._gloo, part, wire.describe_tensor(part), "description")
+
+    def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
+        """Send a tensor in the layout of `spec`."""
+        self._outbox.post(self._data, tensor, spec, what)
+
+
+class GroupReceiver:
+    """The receiving end. Receives are posted ahead, into fresh buffers, so that data travels while the rank computes."""
+
+    def __init__(self, gloo: Any, data: Any, carrier: torch.device) -> None:
+        self._gloo, self._data, self.carrier = gloo, data, carrier
+
+    def description(self) -> Tensor:
+        """Wait for a description."""
+        size = torch.empty(1, dtype=torch.int64)
+        self._gloo.recv([size], SOURCE, 0).wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self._gloo.recv([data], SOURCE, 0).wait()
+        return data
+
+    def post(self, spec: TensorSpec) -> tuple[Tensor, Any]:
+        """Post the receive of a tensor of `spec`."""
+        buffer = wire.empty(spec, self.carrier)
+        return buffer, self._data.recv([wire.memory(buffer, spec)], SOURCE, 0) if spec.bytes else None
+
+    def wait(self, posted: Any, spec: TensorSpec) -> Tensor:
+        """Wait for it. Raises RuntimeError if the sender is lost or silent."""
+        buffer, work = posted
+        if work is not None:
+            work.wait()
+        return buffer
+
+
+class Outbox:
+    """What a rank is sending through groups, kept alive until it is gone.
+
+    Gloo tells only those who wait that a message is gone. So small ones are copied, and the copies stay, a bounded amount,
+    until the step is over; for large ones a thread waits. (On NCCL, waiting makes only that thread's stream wait.)
+    """
+
+    def __init__(self, failure: SendFailure) -> None:
+        self.failure = failure
+        self._kept: list[tuple[Any, Tensor]] = []
+        self._room = MOST_COPIED
+        self._waiting: Worker | None = None
+
+    def post(self, group: Any, tensor: Tensor, spec: TensorSpec, what: object) -> None:
+        """Send `tensor` as `spec` through `group`."""
+        if spec.bytes <= min(SMALL, self._room):
+            data = wire.copied(tensor, spec)
+            self._room -= spec.bytes
+            self._kept.append((group.send([data], DESTINATION, 0), data))
+        else:
+            data = wire.memory(tensor, spec)
+            self._waiting = self._waiting or Worker("penstock-sent")
+            self._waiting.do(_wait, group.send([data], DESTINATION, 0), data, group, what, self.failure)
+
+    def empty(self) -> None:
+        """Let go of what the step before sent."""
+        for work, _ in self._kept:
+            with suppress(RuntimeError):  # a peer that has what it needs may have ended
+                work.wait()
+        self._kept.clear()
+        self._room = MOST_COPIED
+
+
+def _wait(work: Any, data: Tensor, group: Any, what: object, failure: SendFailure) -> None:
+    """Until `data` is gone. Of a receiver that is lost, whoever waits for it tells."""
+    try:
+        if data.is_cuda:
+            with torch.cuda.stream(torch.cuda.Stream(data.device)):  # never the stream that computes
+                work.wait()
+                torch.cuda.current_stream().synchronize()
+        else:
+            work.wait()
+    except Exception as error:
+        if not is_of_transport(error):
+            failure.tell(what, error)
+            break_off_backend(group, DESTINATION)

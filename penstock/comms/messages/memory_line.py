@@ -1,0 +1,180 @@
+"""A line between two processes of one machine: memory both see, and a pipe that says what is in it.
+
+The sender copies a message into a free block of the memory and writes the block's place into the pipe; the receiver, who
+waits at the pipe, copies a small message out, and takes a large one as it lies: its tensor *is* the block. When that
+tensor's memory is let go, in the backward of the microbatch, the block is marked free and the sender uses it again. Beside
+sockets that is one copy instead of two, and one process to wake up instead of two threads.
+
+Messages of any length share the blocks (`blocks.py`), so that the memory, one mapping, does not grow with their number. The
+pipe has no name either: the receiver opens it through the sender's /proc entry. One whose sender has died reads as closed.
+"""
+
+import mmap
+import os
+import select
+import struct
+import weakref
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.comms.groups import DESTINATION, SOURCE, Groups
+from penstock.comms.messages import wire
+from penstock.comms.messages.blocks import FREE, HEADER, Blocks, addresses
+from penstock.comms.messages.wire import TensorSpec
+from penstock.comms.messages.worker import SendFailure, Worker
+from penstock.comms.shared_memory import shared_memory
+from penstock.comms.topology import CPU
+
+SMALL = 2**16  # bytes; a larger message is not copied out of its block
+LARGE = 2**20  # bytes; copying more is worth a thread
+TICKET = struct.Struct("qq")  # where a block begins in the memory, and the bytes of its message
+
+
+class Views:
+    """What lies in the memory's blocks, as tensors."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._last: dict[int, tuple[TensorSpec, Tensor]] = {}  # start of a block -> what was there last
+
+    def at(self, start: int, spec: TensorSpec) -> Tensor:
+        """The memory of the block at `start` as `spec` describes it: nearly always as the time before."""
+        last = self._last.get(start)
+        if last is None or last[0] != spec:
+            data = self._bytes[start + HEADER : start + HEADER + spec.bytes]
+            last = self._last[start] = spec, wire.shaped(data, spec)
+        return last[1]
+
+
+class MemorySender:
+    """The sending end. From the first large message on, a thread does the copying, in the order of sending."""
+
+    carrier = CPU
+
+    def __init__(self, memory: mmap.mmap, writer: int, failure: SendFailure) -> None:
+        self.blocks, self._views = Blocks(memory), Views(memory)
+        self._writer, self._failure = writer, failure
+        self._copying: Worker | None = None
+
+    def describe(self, packed: Tensor) -> None:
+        """Send a description."""
+        self.send(packed, wire.describe_tensor(packed), "description")
+
+    def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
+        """Send a tensor in the layout of `spec`."""
+        if self._copying is None and spec.bytes > LARGE:
+            self._copying = Worker("penstock-copy")
+        if self._copying is None:
+            self._send(tensor, spec)
+        else:
+            self._copying.do(self._send_beside, tensor.detach(), spec, what)
+
+    def _send(self, tensor: Tensor, spec: TensorSpec) -> None:
+        """Copy `tensor` into a free block, and say so. If nobody reads, others will tell."""
+        start = self.blocks.take(spec.bytes)
+        self._views.at(start, spec).copy_(tensor.detach())
+        with suppress(BrokenPipeError):
+            os.write(self._writer, TICKET.pack(start, spec.bytes))
+
+    def _send_beside(self, tensor: Tensor, spec: TensorSpec, what: object) -> None:
+        """The same in the thread, where an error would be lost; one that follows from closing the line is none."""
+        try:
+            if self._writer >= 0:
+                self._send(tensor, spec)
+        except Exception as error:
+            try:
+                self._failure.tell(what, error)
+            finally:
+                self.close()
+
+    def close(self) -> None:
+        """Let the receiver know that nothing more comes."""
+        writer, self._writer = self._writer, -1
+        with suppress(OSError):
+            os.close(writer)
+
+    __del__ = close
+
+
+class MemoryReceiver:
+    """The receiving end. A message lies in its block, whether it is waited for or not: there is nothing to post."""
+
+    carrier = CPU
+
+    def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta) -> None:
+        self._memory, self._views, self._whole = memory, Views(memory), memoryview(memory)
+        self._pipe, self._patience = pipe, timeout / timedelta(milliseconds=1)
+        self._poll = select.poll()
+        self._poll.register(pipe, select.POLLIN)
+
+    def description(self) -> Tensor:
+        """Wait for a description."""
+        start, size = self._ticket()
+        return self._taken(start, TensorSpec((size,), (1,), torch.uint8, False, size))
+
+    def post(self, spec: TensorSpec) -> None:
+        """Nothing to do."""
+
+    def wait(self, posted: Any, spec: TensorSpec) -> Tensor:
+        """Wait for a tensor of `spec`. Raises RuntimeError if the sender is lost or silent."""
+        return self._taken(self._ticket()[0], spec) if spec.bytes else wire.empty(spec, CPU)
+
+    def _ticket(self) -> tuple[int, int]:
+        if not self._poll.poll(self._patience):
+            raise RuntimeError("timed out")
+        ticket = os.read(self._pipe, TICKET.size)
+        if len(ticket) < TICKET.size:
+            raise RuntimeError("the sender has closed the pipe")
+        start, size = TICKET.unpack(ticket)
+        return start, size
+
+    def _taken(self, start: int, spec: TensorSpec) -> Tensor:
+        """The message in the block at `start`, a copy or the block itself, which is free when nobody needs it any more."""
+        if spec.bytes <= SMALL:
+            tensor = self._views.at(start, spec).clone()
+            self._memory[start] = FREE
+            return tensor
+        view = self._whole[start + HEADER : start + HEADER + spec.bytes]
+        weakref.finalize(view, self._memory.__setitem__, start, FREE).atexit = False
+        return wire.shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
+
+    def close(self) -> None:
+        """Let go of the pipe; messages that were taken stay."""
+        pipe, self._pipe = self._pipe, -1
+        with suppress(OSError):
+            os.close(pipe)
+
+    __del__ = close
+
+
+def offer(gloo: Any, groups: Groups, failure: SendFailure) -> MemorySender | None:
+    """The sending end of a new line, if the process at the other end of `gloo` is on this machine and sees its memory."""
+    memory = shared_memory(gloo, SOURCE, addresses)
+    if memory is None:
+        return None
+    reader, writer = os.pipe()
+    gloo.send([torch.tensor([os.getpid(), reader])], DESTINATION, 0).wait()
+    gloo.recv([torch.zeros(1)], DESTINATION, 0).wait()  # it has opened the pipe
+    os.close(reader)
+    sender = MemorySender(memory, writer, failure)
+    groups.at_close(sender.close)
+    return sender
+
+
+def accept(gloo: Any, groups: Groups) -> MemoryReceiver | None:
+    """The receiving end of a new line, likewise."""
+    memory = shared_memory(gloo, DESTINATION, addresses)
+    if memory is None:
+        return None
+    where = torch.zeros(2, dtype=torch.int64)
+    gloo.recv([where], SOURCE, 0).wait()
+    process, reader = where.tolist()
+    pipe = os.open(f"/proc/{process}/fd/{reader}", os.O_RDONLY)
+    gloo.send([torch.ones(1)], SOURCE, 0).wait()
+    receiver = MemoryReceiver(memory, pipe, groups.topology.timeout)
+    groups.at_close(receiver.close)
+    return receiver

@@ -1,0 +1,77 @@
+"""Memory that processes of one machine see: a file without a name, which the others open through its maker's /proc entry.
+
+The file is gone when the processes are, however those end. Each holds one descriptor of it, its mapping's.
+"""
+
+import errno
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+NAME = "penstock"
+SECRET = struct.Struct("8q")  # how the memory begins, by which a process knows that it has opened the right file
+CAN_SHARE = hasattr(os, "memfd_create")  # Linux
+
+
+def shared_memory(gloo: Any, rank: int, size: Callable[[], int]) -> mmap.mmap | None:
+    """`size()` bytes that all ranks of the group `gloo` see, from SECRET.size on theirs; None on all if one does not see them.
+
+    All ranks of the group call it. Raises OSError on a rank that has no file descriptor free.
+    """
+    announced = torch.full((2 + 8,), -1)  # process, file and secret
+    memory, file = make(size()) if rank == 0 and CAN_SHARE else (None, -1)
+    if memory is not None:
+        announced = torch.tensor([os.getpid(), file, *SECRET.unpack_from(memory)])
+    gloo.broadcast(announced, 0).wait()
+    if rank:
+        process, theirs, *secret = announced.tolist()
+        memory = open_of(process, theirs, SECRET.pack(*secret))
+    seen = torch.tensor([float(memory is not None)])
+    gloo.allreduce(seen, ReduceOp.MIN).wait()
+    if file >= 0:
+        os.close(file)
+    return memory if seen else None
+
+
+def make(size: int) -> tuple[mmap.mmap | None, int]:
+    """Memory of `size` bytes that begins with a new secret, and the file to open it by; (None, -1) if the system refuses it."""
+    file = os.memfd_create(NAME)
+    try:
+        os.ftruncate(file, size)
+        memory = mmap.mmap(file, size)
+    except OSError as error:
+        os.close(file)
+        _raise_if_table_is_full(error)
+        return None, -1
+    memory[: SECRET.size] = os.urandom(SECRET.size)
+    return memory, file
+
+
+def open_of(process: int, file: int, secret: bytes) -> mmap.mmap | None:
+    """The memory that `process` has made.
+
+    None where it is a process of another machine (in containers many have the same number), or this one has no such way.
+    """
+    path = f"/proc/{process}/fd/{file}"
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+            return None
+        own = os.open(path, os.O_RDWR)
+        try:
+            memory = mmap.mmap(own, 0)  # as long as it is
+        finally:
+            os.close(own)
+    except (OSError, ValueError) as error:
+        _raise_if_table_is_full(error)
+        return None
+    return memory if memory[: SECRET.size] == secret else None
+
+
+def _raise_if_table_is_full(error: Exception) -> None:
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise error

@@ -1,0 +1,53 @@
+"""What a rank's own system can refuse it, in words."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from penstock.errors import ResourceError
+
+SPARE = 8  # descriptors that a new group and what is opened with it take beside one for each rank
+
+
+def need_descriptors(ranks: int) -> None:
+    """Raise OSError unless a group of so many ranks can be opened: Gloo ends the process where no file descriptor is free."""
+    taken = []
+    try:
+        for _ in range(ranks + SPARE):
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for number in taken:
+            os.close(number)
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """An OSError inside becomes a ResourceError that begins with `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(f"{what}: {reason(error)}") from error
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether `error` says that this rank's system has refused something; torch says so of memory in a RuntimeError."""
+    return isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error) or "out of memory" in str(error)
+
+
+def reason(error: BaseException) -> str:
+    """Why a call of the system failed, and what to do about it."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE:
+        return f"no file descriptor is free{_limit()}: raise `ulimit -n`"
+    if number == errno.ENFILE:
+        return "no file descriptor is free on this machine: raise `sysctl fs.file-max`"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _limit() -> str:
+    with suppress(ImportError):  # Windows has none
+        import resource
+
+        return f" (limit {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
+    return ""

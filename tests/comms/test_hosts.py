@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it, but not this program
+
 import pytest
 import torch
 from hosts import TORCHRUN, hosts, run, torchrun, why_not

@@ -22,6 +22,7 @@ from torch._ops import OpOverload as OpOverload  # what a dispatched operation i
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
 
@@ -110,6 +111,28 @@ def layers_of(module: nn.Module) -> dict[str, nn.Module]:
 def is_saved(module: nn.Module, name: str) -> bool:
     """Whether `name` is a buffer of `module` itself, and part of its state_dict."""
     return name in module._buffers and name not in module._non_persistent_buffers_set
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The user's module inside what torch.compile made of it."""
+    while (inner := getattr(module, "_orig_mod", None)) is not None:
+        module = inner
+    return module
+
+
+def uncompiled_name(name: str) -> str:
+    """A name of a module's state without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "")
+
+
+def ready_to_draw(module: nn.Module) -> None:
+    """Before `reset_parameters()`: have the numbers of a convolution's weight drawn in one order, whatever its memory format.
+
+    From torch 2.12 on it sees to that itself; before, another weight has to take the place of one that is not contiguous.
+    """
+    if release(torch.__version__) < (2, 12) and isinstance(module, _ConvNd) and not module.weight.is_contiguous():
+        contiguous = torch.empty_like(module.weight, memory_format=torch.contiguous_format)
+        module.weight = nn.Parameter(contiguous, module.weight.requires_grad)
 
 
 def swap_memory(tensor: Tensor, other: Tensor) -> None:

@@ -15,7 +15,7 @@ from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph
 from penstock.partition.unit_times import measure, record
 from penstock.partition.units import units_of
-from penstock.torch_private import layers_of
+from penstock.torch_private import layers_of, uncompiled_name
 
 
 def split(
@@ -185,4 +185,4 @@ def names_of(stages: Sequence[Mapping[str, str]], whole: bool = False) -> list[d
 
 def plain(module: nn.Module) -> dict[str, str]:
     """The names of a stage's state -> the same without what torch.compile adds to them."""
-    return {name: name.replace("_orig_mod.", "") for name in module.state_dict()}
+    return {name: uncompiled_name(name) for name in module.state_dict()}

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +22,15 @@ from penstock.torch_private import is_saved
 
 Call = Callable[..., Any]  # how what may draw random numbers is called: its number, it, args, kwargs
 Route = tuple[int, int]  # from one stage to another
+DONE = "done"  # in a node's meta: the nodes whose values nobody needs after it
+
+
+class Part(NamedTuple):
+    """What one stage does, in training (True) and in evaluation, and whom it takes values from and gives values to."""
+
+    graphs: Mapping[bool, fx.Graph]
+    sources: Mapping[int, int]  # stage -> number of values
+    takers: tuple[int, ...]  # stages
 
 
 class GraphStage(nn.Module):
@@ -32,16 +41,14 @@ class GraphStage(nn.Module):
     What it has besides the model's parts is all in `penstock`, so that it stands in the way of none of their names.
     """
 
-    def __init__(
-        self, whole: ModelGraph, graphs: Mapping[bool, fx.Graph], sources: Mapping[int, int], takers: Sequence[int]
-    ) -> None:
+    def __init__(self, whole: ModelGraph, part: Part) -> None:
         super().__init__()
-        nodes = [node for graph in graphs.values() for node in graph.nodes]
+        nodes = [node for graph in part.graphs.values() for node in graph.nodes]
         for op in ("call_module", "get_attr"):  # units first: they bring their parameters
             for name in dict.fromkeys(str(node.target) for node in nodes if node.op == op):
                 if name != DEVICE:
                     adopt(self, whole, name)
-        self.penstock = StageGraph(self, whole, graphs, dict(sources), tuple(takers))
+        self.penstock = StageGraph(self, whole, part)
 
     def forward(self, *messages: Any, **kwargs: Any) -> Any:
         """What goes to the takers: a message for one, a tuple of messages for several; on the last stage the output."""
@@ -49,52 +56,19 @@ class GraphStage(nn.Module):
 
 
 class StageGraph:
-    """What a stage does, and whom it takes values from and gives values to."""
+    """Runs what a stage does, and lets go of each value after its last use."""
 
-    def __init__(
-        self,
-        stage: GraphStage,
-        whole: ModelGraph,
-        graphs: Mapping[bool, fx.Graph],
-        sources: dict[int, int],
-        takers: tuple[int, ...],
-    ) -> None:
-        self.sources, self.takers = sources, takers  # stage -> number of values; stages
+    def __init__(self, stage: GraphStage, whole: ModelGraph, part: Part) -> None:
+        self.sources, self.takers = part.sources, part.takers
         self.device = next((each.device for each in whole.model.parameters()), torch.device("cpu"))
-        self._stage, self._inputs = stage, whole.inputs
-        self._runners = {training: _Runner(stage, graph) for training, graph in graphs.items()}
+        self._stage, self._inputs, self._graphs = stage, whole.inputs, part.graphs
+        self._nodes = {training: tuple(graph.nodes) for training, graph in part.graphs.items()}
 
     def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call: Call) -> Any:
         """As the stage's forward, with every unit and everything random between them called by `call`."""
-        values = self._received(messages) if self.sources else self._inputs.values(messages, kwargs)
-        return self._runners[self._stage.training].run(call, values)
-
-    def _received(self, messages: Sequence[Any]) -> list[Any]:
-        several = zip(messages, self.sources.values(), strict=True)
-        values = [value for message, count in several for value in ((message,) if count == 1 else message)]
-        return [self.device if isinstance(value, torch.device) else value for value in values]
-
-    @property
-    def code(self) -> str:
-        """What the stage does in training, as Python."""
-        return self._runners[True].graph.python_code("self").src
-
-
-class _Runner:
-    """Runs a stage's graph, and lets go of each value after its last use."""
-
-    def __init__(self, stage: GraphStage, graph: fx.Graph) -> None:
-        self.stage, self.graph = stage, graph
-        self._nodes = tuple(graph.nodes)
-        last_use = {used: node for node in self._nodes for used in node.all_input_nodes}
-        self._done: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # node -> the values that nobody needs after it
-        for used, node in last_use.items():
-            self._done[node].append(used)
-
-    def run(self, call: Call, values: Sequence[Any]) -> Any:
-        """The graph's output for the `values` of its placeholders."""
-        given, env = iter(values), dict[fx.Node, Any]()
-        for node in self._nodes:
+        given = iter(self._received(messages) if self.sources else self._inputs.values(messages, kwargs))
+        env: dict[fx.Node, Any] = {}
+        for node in self._nodes[self._stage.training]:
             if node.op == "placeholder":
                 env[node] = next(given)
             elif node.op == "get_attr":
@@ -106,12 +80,17 @@ class _Runner:
                 with torch.no_grad() if NO_GRAD in node.meta else _NOTHING:
                     env[node] = self._called(call, node, args, kwargs)
                 del args, kwargs
-            for used in self._done[node]:
+            for used in node.meta.get(DONE, ()):
                 del env[used]
         raise AssertionError("a graph ends with its output")
 
+    def _received(self, messages: Sequence[Any]) -> list[Any]:
+        several = zip(messages, self.sources.values(), strict=True)
+        values = [value for message, count in several for value in ((message,) if count == 1 else message)]
+        return [self.device if isinstance(value, torch.device) else value for value in values]
+
     def _part(self, node: fx.Node) -> Any:
-        return reduce(getattr, str(node.target).split("."), self.stage)
+        return reduce(getattr, str(node.target).split("."), self._stage)
 
     def _called(self, call: Call, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         function: Any = node.target
@@ -120,6 +99,11 @@ class _Runner:
         elif node.op == "call_method":
             function, args = getattr(args[0], function), args[1:]
         return call(node.meta[NUMBER], function, args, kwargs) if NUMBER in node.meta else function(*args, **kwargs)
+
+    @property
+    def code(self) -> str:
+        """What the stage does in training, as Python."""
+        return self._graphs[True].python_code("self").src
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -146,15 +130,15 @@ def cut(whole: ModelGraph, starts: Sequence[str]) -> list[GraphStage]:
     """
     cuts = {training: _Cut(graph, starts) for training, graph in whole.graphs.items()}
     _check_statistics(whole.model, cuts[True].stage_of)
-    counts = {route: len(nodes) for route, nodes in cuts[True].routes.items()}
-    if counts != {route: len(nodes) for route, nodes in cuts[False].routes.items()}:
+    counts, others = ({route: len(nodes) for route, nodes in each.routes.items()} for each in cuts.values())
+    if counts != others:
         raise two_ways(whole.model)
     stages = []
     for stage in range(len(starts) + 1):
         sources = {start: count for (start, end), count in counts.items() if end == stage}
-        takers = [end for start, end in counts if start == stage]
-        graphs = {training: each.stage(stage) for training, each in cuts.items()}
-        stages.append(GraphStage(whole, graphs, sources, takers))
+        takers = tuple(end for start, end in counts if start == stage)
+        graphs = {training: each.graph_of(stage) for training, each in cuts.items()}
+        stages.append(GraphStage(whole, Part(graphs, sources, takers)))
     _adopt_rest(stages, whole)
     return stages
 
@@ -178,7 +162,7 @@ class _Cut:
                     here = user
         return dict(sorted(routes.items()))
 
-    def stage(self, stage: int) -> fx.Graph:
+    def graph_of(self, stage: int) -> fx.Graph:
         """The part of the graph that is a stage's."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for (_, end), nodes in self.routes.items():
@@ -188,10 +172,12 @@ class _Cut:
             homes = {self.stage_of[user] for user in node.users} if node.op == "get_attr" else {self.stage_of[node]}
             if stage in homes and node.op != "output":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        messages = [
-            _one_or_all([copies[node] for node in nodes]) for (start, _), nodes in self.routes.items() if start == stage
-        ]
+        sent = [nodes for (start, _), nodes in self.routes.items() if start == stage]
+        messages = [_one_or_all([copies[node] for node in nodes]) for nodes in sent]
         graph.output(_one_or_all(messages) if messages else map_arg(self.graph.output_node().args[0], copies.__getitem__))
+        last_use = {used: node for node in graph.nodes for used in node.all_input_nodes}
+        for used, last in last_use.items():
+            last.meta.setdefault(DONE, []).append(used)
         return graph
 
 

@@ -19,6 +19,7 @@ from penstock.randomness import aside, mix
 from penstock.torch_private import (
     TensorSlot,
     TorchDispatchMode,
+    ready_to_draw,
     storage_key,
     swap_memory,
     tensor_slots,
@@ -107,6 +108,7 @@ def _is_inside(name: str, module: str) -> bool:
 def _initialise(submodule: nn.Module, has_own: bool, init: Init | None) -> None:
     reset = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
     if has_own and callable(reset):
+        ready_to_draw(submodule)
         reset()
     if init is not None:
         init(submodule)

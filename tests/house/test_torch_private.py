@@ -77,6 +77,24 @@ def test_which_buffers_are_saved():
     assert not torch_private.is_saved(module, "b")
 
 
+def test_a_compiled_module_and_its_names_are_the_users():
+    module = nn.Linear(2, 2)
+    compiled = torch.compile(module)
+    assert torch_private.uncompiled(compiled) is torch_private.uncompiled(module) is module
+    assert [torch_private.uncompiled_name(name) for name in compiled.state_dict()] == ["weight", "bias"]
+
+
+def test_a_convolution_draws_the_same_numbers_in_any_memory_format():
+    weights = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        layer = nn.Conv2d(2, 3, 3).to(memory_format=memory_format)
+        torch.manual_seed(1)
+        torch_private.ready_to_draw(layer)
+        layer.reset_parameters()
+        weights.append(layer.weight)
+    assert torch.equal(*weights)
+
+
 def test_memory_is_swapped_under_tensors_that_others_know():
     parameter, other = nn.Parameter(torch.empty(2, device="meta")), torch.ones(2, requires_grad=True)
     end = torch.autograd.graph.get_gradient_edge(parameter)

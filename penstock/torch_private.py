@@ -113,18 +113,6 @@ def is_saved(module: nn.Module, name: str) -> bool:
     return name in module._buffers and name not in module._non_persistent_buffers_set
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The user's module inside what torch.compile made of it."""
-    while (inner := getattr(module, "_orig_mod", None)) is not None:
-        module = inner
-    return module
-
-
-def uncompiled_name(name: str) -> str:
-    """A name of a module's state without what torch.compile adds to it."""
-    return name.replace("_orig_mod.", "")
-
-
 def ready_to_draw(module: nn.Module) -> None:
     """Before `reset_parameters()`: have the numbers of a convolution's weight drawn in one order, whatever its memory format.
 
@@ -170,6 +158,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
     while (inner := getattr(module, "_orig_mod", None)) is not None:
         module = inner
     return module
+
+
+def uncompiled_name(name: str) -> str:
+    """A name of a module's state without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "")
 
 
 def full_tensor(tensor: Any) -> Tensor:

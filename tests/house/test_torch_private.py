@@ -77,10 +77,9 @@ def test_which_buffers_are_saved():
     assert not torch_private.is_saved(module, "b")
 
 
-def test_a_compiled_module_and_its_names_are_the_users():
+def test_the_names_of_a_compiled_module_are_the_users():
     module = nn.Linear(2, 2)
     compiled = torch.compile(module)
-    assert torch_private.uncompiled(compiled) is torch_private.uncompiled(module) is module
     assert [torch_private.uncompiled_name(name) for name in compiled.state_dict()] == ["weight", "bias"]
 
 

@@ -153,12 +153,12 @@ def image_batch(rows: int, seed: int) -> Batch:
 class EncoderDecoder(nn.Module):
     """Every decoder layer looks at what the encoder made: memory, masks and numbers are needed in several stages."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, decoders: int = 3) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(17, 8), nn.Embedding(17, 8)
         shape = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": dropout, "batch_first": True}
         self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(**shape) for _ in range(2))
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(**shape) for _ in range(3))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(**shape) for _ in range(decoders))
         self.head, self.dropout = nn.Linear(8, 17), dropout
         self.register_buffer("bias", torch.linspace(-1, 1, 17), persistent=False)
 
@@ -270,7 +270,7 @@ CASES = {
     "transformer with dropout": Case(lambda: Transformer(dropout=0.3), token_loss, token_batch),
     "u-net": Case(UNet, functional.cross_entropy, image_batch),
     "encoder-decoder": Case(EncoderDecoder, translation_loss, translation_batch),
-    "encoder-decoder with dropout": Case(lambda: EncoderDecoder(0.3), translation_loss, translation_batch),
+    "encoder-decoder with dropout": Case(lambda: EncoderDecoder(0.3, decoders=2), translation_loss, translation_batch),
     "tied": Case(Tied, token_loss, token_batch),
     "tied three times": Case(lambda: Tied(3), token_loss, token_batch),
     "recurrent": Case(Recurrent, token_loss, token_batch),

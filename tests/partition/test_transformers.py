@@ -17,7 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 transformers: Any = pytest.importorskip("transformers")
 
 SHAPE = {
-    "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 17,
+    "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 17,
 }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def llama() -> nn.Module:
 def gpt2() -> nn.Module:
     none = dropouts("attn_pdrop", "embd_pdrop", "resid_pdrop")
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=8, n_layer=3, n_head=2, vocab_size=17, n_positions=12, **none)
+        transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=17, n_positions=12, **none)
     )
 
 
@@ -103,13 +103,13 @@ CASES = {
 
 RUNS = [
     Run("llama", ("model.layers.1",), by="example"),
-    Run("gpt-2, tied", ("transformer.h.0", "transformer.h.2", "lm_head"), "interleaved-1f1b", by="example"),
-    Run("gpt-2, tied", ("transformer.h.1", "transformer.h.2", "lm_head"), "zb-v", by="example"),
-    Run("bert", ("bert.encoder.layer.1", "bert.encoder.layer.2", "cls"), "zb-v", by="example"),
+    Run("gpt-2, tied", ("transformer.h.0", "transformer.h.1", "lm_head"), "interleaved-1f1b", by="example"),
+    Run("gpt-2, tied", ("transformer.h.1", "transformer.ln_f", "lm_head"), "zb-v", by="example"),
+    Run("bert", ("bert.encoder.layer.0", "bert.encoder.layer.1", "cls"), "zb-v", by="example"),
     Run("t5, tied", ("encoder.block.1", "decoder", "decoder.block.1"), "interleaved-1f1b", by="example"),
     Run("vit", None, "1f1b", rows=2, by="measure"),
 ]
-WITHOUT_MASK = Run("llama without a mask", ("model.layers.0", "model.layers.2", "model.norm"), "zb-v", by="example")
+WITHOUT_MASK = Run("llama without a mask", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example")
 
 
 def rank_transformers() -> Any:

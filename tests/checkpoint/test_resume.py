@@ -18,6 +18,7 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.checkpoint.tensor_files import TensorFiles
+from penstock.commands.cli import main
 from penstock.commands.train.config import TrainConfig, saved_options
 from penstock.commands.train.job import token_loss, train_rank
 
@@ -293,10 +294,27 @@ SMALL = ["--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "-
 def penstock(*words):
     environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "penstock", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
 
 
-def test_penstock_train_goes_on_with_a_run_and_export_writes_its_weights(tmp_path):
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The same in this process, for what starts no ranks: all that it told."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["penstock", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "1000")
+        try:
+            main()
+            ended = ""
+        except SystemExit as error:
+            ended = str(error)
+        return ended + "".join(capsys.readouterr())
+
+    return run
+
+
+def test_penstock_train_goes_on_with_a_run_and_export_writes_its_weights(tmp_path, here):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 100)
     done = penstock(
@@ -321,13 +339,11 @@ def test_penstock_train_goes_on_with_a_run_and_export_writes_its_weights(tmp_pat
     assert json.loads((run / "run.json").read_text())["losses"] == [record["loss"] for record in records]
     assert [path.name for path in sorted(run.glob("*step-*"))] == ["step-00000004", "step-00000006"]
 
-    exported = penstock("export", run, tmp_path / "out.safetensors")
-    assert re.search(r"wrote .*out\.safetensors from .*step-00000006", exported.stdout), exported.stderr
+    assert re.search(r"wrote .*out\.safetensors from .*step-00000006", here("export", run, tmp_path / "out.safetensors"))
     assert_same(load_file(tmp_path / "out.safetensors"), expected)
 
     with pytest.raises(ps.PenstockError, match="has come to step 6: give --steps 6 or more, not 5"):
         ps.launch(train_rank, 1, TrainConfig(**{**saved_options(run), "data": text, "steps": 5, "resume": run}), run)
-    wider = penstock("train", "--resume", run, "--width", 32)
-    assert re.search("--width 32: the run in .* has 16, and a resumed run keeps it: leave out --width", wider.stderr)
-    nowhere = penstock("train", "--resume", str(run)[:-1])
-    assert f"is no run, it has no run.json (did you mean {run}?)" in nowhere.stdout + nowhere.stderr
+    wider = here("train", "--resume", run, "--width", 32)
+    assert re.search("--width 32: the run in .* has 16, and a resumed run keeps it: leave out --width", wider)
+    assert f"is no run, it has no run.json (did you mean {run}?)" in here("train", "--resume", str(run)[:-1])

@@ -1,10 +1,10 @@
 """The schedules there are, by name."""
 
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 from penstock.errors import ScheduleError
@@ -27,7 +27,7 @@ Rows = Iterable[Iterable[Cell]]
 def each_rank(rule: Callable[..., Iterable[Cell]]) -> Callable[..., Rows]:
     """A rule for the row of one rank as a rule for the rows of all."""
 
-    @functools.wraps(rule)
+    @wraps(rule)
     def rows(ranks: int, microbatches: int, **options: Any) -> Rows:
         return [rule(rank, ranks, microbatches, **options) for rank in range(ranks)]
 
@@ -87,42 +87,67 @@ def names() -> list[str]:
 
 @collector_paused()
 def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
-    """The table of schedule `name` for P = `ranks`, M = `microbatches` and V = `stages_per_rank`.
+    """The table of a schedule of the catalog.
 
-    `options`: `group_size` of the interleaved families. Raises ScheduleError, with the nearest value that works, for a name,
-    a number or an option it cannot build.
+    `name`: one of `names()`.
+    `ranks`: P, how many ranks the stages are placed on.
+    `microbatches`: M, into how many a batch is split.
+    `stages_per_rank`: V, by default what the family is made for: S = P x V stages in all.
+    `options`: of the family, `group_size` of the interleaved ones: how many microbatches pass through a rank's stages together.
+
+    Raises ScheduleError, with the nearest value that works, for a name, a number or an option it cannot build.
+
+        print(build("1f1b", ranks=2, microbatches=3))
+        # rank 0 | 0F0 0F1 0B0 0F2 0B1 0B2
+        # rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
     family = FAMILIES.get(name)
     if family is None:
         raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
-    numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank, **options}
-    for what, value in numbers.items():
-        if value is None and what not in ("ranks", "microbatches"):
-            continue  # left open
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
+    _check_numbers(name, {"ranks": ranks, "microbatches": microbatches})
+    given = {"stages_per_rank": stages_per_rank, **options}
+    _check_numbers(name, {what: value for what, value in given.items() if value is not None})
     if unknown := sorted(set(options) - set(family.options)):
         known = f"it has {', '.join(family.options)}" if family.options else "it has none"
         raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
     if stages_per_rank is not None:
         _check_stages(name, family, stages_per_rank)
-        if "stages_per_rank" in family.options:
-            options["stages_per_rank"] = stages_per_rank
-    schedule = _table(name, ranks, microbatches, stages_per_rank, options)
-    if "group_size" in options and (reason := _refusal(schedule)):
-        able = (
-            m for near in range(1, microbatches + options["group_size"]) for m in (microbatches - near, microbatches + near)
-        )
-        nearest = next((m for m in able if m > 0 and not _refusal(_table(name, ranks, m, stages_per_rank, options))), None)
-        other = f"use microbatches={nearest}, or leave" if nearest else "leave"
-        raise ScheduleError(f"{reason}: with group_size={options['group_size']}, {other} group_size out")
-    return schedule
+    of = partial(_table, name, family, ranks, stages_per_rank=stages_per_rank, options=options)
+    if "group_size" in options:
+        _check_groups(of, microbatches, options["group_size"])
+    return of(microbatches)
 
 
-def _table(name: str, ranks: int, microbatches: int, stages_per_rank: int | None, options: dict[str, Any]) -> Schedule:
-    family = FAMILIES[name]
+def _table(
+    name: str, family: Family, ranks: int, microbatches: int, stages_per_rank: int | None, options: dict[str, Any]
+) -> Schedule:
+    if stages_per_rank and "stages_per_rank" in family.options:
+        options = options | {"stages_per_rank": stages_per_rank}
     placement = PLACEMENTS[family.placement](ranks * (stages_per_rank or family.stages_per_rank), ranks)
     return from_rows(name, list(family.rule(ranks, microbatches, **options)), placement)
+
+
+def _check_numbers(name: str, numbers: dict[str, Any]) -> None:
+    for what, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
+
+
+def _check_stages(name: str, family: Family, stages_per_rank: int) -> None:
+    if "stages_per_rank" not in family.options and stages_per_rank != family.stages_per_rank:
+        has = "one stage" if family.stages_per_rank == 1 else f"{family.stages_per_rank} stages"
+        raise ScheduleError(f"{name} has {has} on each rank, not stages_per_rank={stages_per_rank}: leave it out")
+    if stages_per_rank < family.least:
+        raise ScheduleError(f"{name} needs stages_per_rank={family.least} or more, not {stages_per_rank}")
+
+
+def _check_groups(of: Callable[[int], Schedule], microbatches: int, group_size: int) -> None:
+    """Raises ScheduleError, with the nearest number of microbatches that works, for groups that no proof accepts."""
+    if reason := _refusal(of(microbatches)):
+        by_distance = sorted(range(1, 2 * microbatches + group_size), key=lambda m: (abs(m - microbatches), m))
+        nearest = next((m for m in by_distance if not _refusal(of(m))), None)
+        other = f"use microbatches={nearest}, or leave" if nearest else "leave"
+        raise ScheduleError(f"{reason}: with group_size={group_size}, {other} group_size out")
 
 
 def _refusal(schedule: Schedule) -> str:
@@ -132,14 +157,6 @@ def _refusal(schedule: Schedule) -> str:
     except ScheduleError as error:
         return str(error)
     return ""
-
-
-def _check_stages(name: str, family: Family, stages_per_rank: int) -> None:
-    if "stages_per_rank" not in family.options and stages_per_rank != family.stages_per_rank:
-        has = "one stage" if family.stages_per_rank == 1 else f"{family.stages_per_rank} stages"
-        raise ScheduleError(f"{name} has {has} on each rank, not stages_per_rank={stages_per_rank}: leave it out")
-    if stages_per_rank < family.least:
-        raise ScheduleError(f"{name} needs stages_per_rank={family.least} or more, not {stages_per_rank}")
 
 
 def did_you_mean(text: str, choices: list[str]) -> str:

@@ -28,27 +28,8 @@ from dataclasses import dataclass, field
 from penstock.errors import ScheduleError
 from penstock.schedule.complete import check_table
 from penstock.schedule.memory import peaks_in_flight
-from penstock.schedule.program import (
-    RECEIVES_AHEAD,
-    Compute,
-    Instruction,
-    Program,
-    Script,
-    Transfer,
-    checked_skips,
-    lower,
-)
-from penstock.schedule.table import (
-    Action,
-    Cell,
-    Kind,
-    Skip,
-    Table,
-    actions_of,
-    collector_paused,
-    dependencies,
-    written,
-)
+from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, checked_skips, lower
+from penstock.schedule.table import Action, Cell, Kind, Skip, Table, actions_of, collector_paused, dependencies, written
 
 SENDS = ("async", "blocking")
 CHANNELS = ("directed", "shared")
@@ -86,7 +67,7 @@ def verify(
     channels: str = "directed",
     skips: Collection[Skip] = (),
 ) -> Proof:
-    """Prove that `schedule` is complete, keeps its memory bound and cannot stop; raises ScheduleError with the reason.
+    """Prove that `schedule` is complete, keeps its memory bound and cannot stop.
 
     `max_in_flight`: the most (stage, microbatch) activations a rank may hold, one number or one for each rank.
     `sends`: `async` (compute goes on while a send waits for its receive), or `blocking` (a rank waits for each send before
@@ -95,6 +76,11 @@ def verify(
     With async sends and directed channels receives are posted ahead, as Penstock does; else each is posted when it is
     needed, together with those of its channel that come before it.
     `skips`: pairs of stages, what the first makes goes straight to the second, past those in between; of the model's cut.
+
+    Raises ScheduleError with the reason: what is missing, which rank holds too much, or the circle in which ranks wait.
+
+        verify(build("1f1b", 2, 2)).peak_in_flight  # (2, 1)
+        verify(build("1f1b", 2, 2), sends="blocking")  # raises: rank 0 waits for rank 1 to receive ..; rank 1 waits for ..
     """
     for name, value, known in (("sends", sends, SENDS), ("channels", channels, CHANNELS)):
         if value not in known:
@@ -105,18 +91,9 @@ def verify(
     checked_skips(skips, schedule.stages)
     program = lower(schedule, RECEIVES_AHEAD if (sends, channels) == ("async", "directed") else 0, skips)
     prove(program, blocking=sends == "blocking", shared=channels == "shared")
-    return Proof(
-        name=schedule.name,
-        ranks=schedule.ranks,
-        stages=schedule.stages,
-        microbatches=schedule.microbatches,
-        actions=sum(map(len, schedule.actions)),
-        transfers=sum(map(len, program.channels.values())),
-        peak_in_flight=peaks,
-        sends=sends,
-        channels=channels,
-        program=program,
-    )
+    size = schedule.ranks, schedule.stages, schedule.microbatches
+    actions, transfers = (sum(map(len, each)) for each in (schedule.actions, program.channels.values()))
+    return Proof(schedule.name, *size, actions, transfers, peaks, sends, channels, program)
 
 
 def _check_memory(schedule: Table, peaks: Sequence[int], bound: int | Sequence[int] | None) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from penstock.schedule.table import Action, Kind
 
+Place = tuple[int, int]  # stage, microbatch
+
 
 def interleaved_1f1b(
     rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int | None = None
@@ -19,11 +21,8 @@ def interleaved_1f1b(
         rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 .. 2B1 .. 0B0 .. 0B1
         rank 1 | .. 1F0 1F1 3F0 3B0 3F1 3B1 1B0 .. 1B1
     """
+    forwards, backwards = interleaved(rank, ranks, microbatches, stages_per_rank, group_size)
     group = group_size or group_size_for(microbatches, ranks)
-    forwards = [(chunk * ranks + rank, m) for chunk, m in in_groups(microbatches, stages_per_rank, group)]
-    backwards = [
-        ((stages_per_rank - 1 - chunk) * ranks + rank, m) for chunk, m in in_groups(microbatches, stages_per_rank, group)
-    ]
     warmup = min(len(forwards), 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * group)
     for place in forwards[:warmup]:
         yield Action(Kind.F, *place)
@@ -33,12 +32,15 @@ def interleaved_1f1b(
         yield Action(Kind.B, *place)
 
 
-def in_groups(microbatches: int, chunks: int, group: int) -> Iterator[tuple[int, int]]:
-    """(chunk, microbatch) in the order of interleaving: a group of microbatches through all chunks, then the next group."""
-    for first in range(0, microbatches, group):
-        for chunk in range(chunks):
-            for microbatch in range(first, min(first + group, microbatches)):
-                yield chunk, microbatch
+def interleaved(
+    rank: int, ranks: int, microbatches: int, stages_per_rank: int, group_size: int | None
+) -> tuple[list[Place], list[Place]]:
+    """The forwards of `rank` and its backwards: a group of microbatches through all its stages, then the next group."""
+    group = group_size or group_size_for(microbatches, ranks)
+    groups = [range(first, min(first + group, microbatches)) for first in range(0, microbatches, group)]
+    down, up = (range(rank, ranks * stages_per_rank, ranks)[::step] for step in (1, -1))
+    forwards, backwards = ([(stage, m) for each in groups for stage in stages for m in each] for stages in (down, up))
+    return forwards, backwards
 
 
 def group_size_for(microbatches: int, ranks: int) -> int:

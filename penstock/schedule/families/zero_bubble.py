@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from penstock.schedule.families.interleaved import group_size_for, in_groups
+from penstock.schedule.families.interleaved import Place, group_size_for, interleaved
 from penstock.schedule.table import Action, Kind
-
-Place = tuple[int, int]  # stage, microbatch
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -48,21 +46,9 @@ def interleaved_zb(
         rank 0 | 0F0 0F1 2F0 2F1 .. 2I0 2W0 2I1 2W1 .. 0I0 0W0 0I1 0W1
         rank 1 | .. 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    group = group_size or group_size_for(microbatches, ranks)
-    order = list(in_groups(microbatches, stages_per_rank, group))
-    forwards = [(chunk * ranks + rank, m) for chunk, m in order]
-    backwards = [((stages_per_rank - 1 - chunk) * ranks + rank, m) for chunk, m in order]
-    warmup = min(len(forwards), (stages_per_rank - 1) * group + ranks - 1 - rank)
-    for place in forwards[:warmup]:
-        yield Action(Kind.F, *place)
-    for index, place in enumerate(backwards):
-        if warmup + index < len(forwards):
-            yield Action(Kind.F, *forwards[warmup + index])
-        yield Action(Kind.I, *place)
-        if index >= rank:
-            yield Action(Kind.W, *backwards[index - rank])
-    for place in backwards[max(0, len(backwards) - rank) :]:
-        yield Action(Kind.W, *place)
+    forwards, backwards = interleaved(rank, ranks, microbatches, stages_per_rank, group_size)
+    warmup = (stages_per_rank - 1) * (group_size or group_size_for(microbatches, ranks)) + ranks - 1 - rank
+    return _put_off(forwards, backwards, warmup + 1, behind=rank)  # the F before each I is the one after the I before it
 
 
 def _put_off(forwards: Sequence[Place], backwards: Sequence[Place], warmup: int, behind: int) -> Iterator[Action]:

@@ -213,19 +213,20 @@ def _seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
             for event in cell:
                 seen[event.action[:2]].append((event.end - event.start) / len(cell))
     taken = {key: fmean(times) if key[0] is Kind.W else median(times) for key, times in seen.items()}
-    split = [stage for stage in range(table.stages) if (Kind.I, stage) in taken and (Kind.W, stage) in taken]
-    parts = [(taken[Kind.I, stage], taken[Kind.W, stage]) for stage in split]
-    share = median([inputs / (inputs + weights) if inputs + weights else 0.5 for inputs, weights in parts] or [0.5])
-    times: dict[Kind, list[float]] = {kind: [] for kind in Kind}
+    halves = {
+        stage: (taken[Kind.I, stage], taken[kind, stage])
+        for kind, stage in taken
+        if kind is Kind.W and (Kind.I, stage) in taken
+    }
+    share = median([inputs / (inputs + weights) if inputs + weights else 0.5 for inputs, weights in halves.values()] or [0.5])
+    costs = []
     for stage in range(table.stages):
-        if (Kind.F, stage) not in taken or (stage not in split and (Kind.B, stage) not in taken):
+        if (Kind.F, stage) not in taken or (stage not in halves and (Kind.B, stage) not in taken):
             raise ScheduleError(f"stage {stage} ran no {'backward' if (Kind.F, stage) in taken else 'forward'}: measure a step")
-        both = taken[Kind.I, stage] + taken[Kind.W, stage] if stage in split else taken[Kind.B, stage]
-        times[Kind.F].append(taken[Kind.F, stage])
-        times[Kind.B].append(taken.get((Kind.B, stage), both))
-        times[Kind.I].append(taken[Kind.I, stage] if stage in split else share * both)
-        times[Kind.W].append(taken[Kind.W, stage] if stage in split else both - share * both)
-    return {kind: tuple(each) for kind, each in times.items()}
+        both = sum(halves[stage]) if stage in halves else taken[Kind.B, stage]
+        inputs, weights = halves.get(stage, (share * both, both - share * both))
+        costs.append((taken[Kind.F, stage], taken.get((Kind.B, stage), both), inputs, weights))
+    return dict(zip(Kind, zip(*costs, strict=True), strict=True))
 
 
 def _between(engine: Samples, stages: int) -> Times:

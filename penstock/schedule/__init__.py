@@ -11,9 +11,9 @@ A table goes this way: family -> table -> verify -> program -> simulate, or the 
 `pytorch_csv`   PyTorch's lowered tables, to be proved
 `rank_program`  what one rank does of a program, for each kind of batch and call
 `transform`     tables made from tables
-`families`      the rules by which tables are made
+`families/`     the rules by which tables are made
 `catalog`       the families there are, by name
-`timing`        when every action runs or ran, and why a rank waits
+`timing/`       when every action runs or ran, and why a rank waits
 """
 
 from penstock.errors import ScheduleError

@@ -9,4 +9,5 @@
 `zb_v`                 two stages a rank, down and back up, and no bubble
 `controllable_memory`  the same shape in half of the memory, or a third
 `dualpipe_v`           a forward and a backward at the same time
+`two_chunks`           what the rules of two stages a rank count by
 """

@@ -1,9 +1,9 @@
 """DualPipeV: forward of one microbatch and backward of another at the same time."""
 
-from collections import deque
 from collections.abc import Iterator
 
-from penstock.schedule.table import Action, Cell, Kind
+from penstock.schedule.families.two_chunks import TwoChunks
+from penstock.schedule.table import Cell
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
@@ -20,73 +20,15 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
     Any P, any M. Bubble (P-1)(F&B + B - 3W) per chunk for M >= 2P, F&B the time of an overlapped pair. (2P+1)/2 microbatches
     in flight.
     """
-    rule = _Row((rank, 2 * ranks - 1 - rank), microbatches)
-    for cell in _steps(rule, rank, ranks, max(microbatches, 2 * ranks)):
-        yield from rule.within(cell)
-
-
-def _steps(rule: "_Row", rank: int, ranks: int, wanted: int) -> Iterator[tuple[Action, ...]]:
-    for _ in range(2 * (ranks - rank - 1)):
-        yield rule.forward(0)
-    for _ in range(rank + 1):
-        yield rule.forward(0)
-        yield rule.forward(1)
-    for _ in range(ranks - rank - 1):
-        yield rule.inputs(1)
-        yield rule.weights()
-        yield rule.forward(1)
+    row, wanted = TwoChunks((rank, 2 * ranks - 1 - rank), microbatches), max(microbatches, 2 * ranks)
+    after, half, odd = ranks - rank - 1, (rank + 1) // 2, (rank + 1) % 2
+    yield from row.run(*["F0"] * (2 * after))
+    yield from row.run(*["F0", "F1"] * (rank + 1))
+    yield from row.run(*["I1", "W", "F1"] * after)
     for index in range(wanted - 2 * ranks + rank + 1):
-        if index == 0 and rank == ranks - 1:
-            yield rule.forward(0)
-            yield rule.full(1)
-        else:
-            yield rule.forward(0) + rule.full(1)
-        yield rule.forward(1) + rule.full(0)
-    for _ in range(ranks - rank - 1):
-        yield rule.full(1)
-        yield rule.forward(1) + rule.full(0)
-    half, odd = divmod(rank + 1, 2)
-    for index in range(rank + 1):
-        yield rule.inputs(1) if index >= half + odd else rule.full(1)
-        yield rule.inputs(0) if index >= half else rule.full(0)
-    for _ in range(ranks - rank - 1):
-        yield rule.weights()
-        yield rule.inputs(0)
-    for _ in range(rank + 1):
-        yield rule.weights()
-
-
-class _Row:
-    """The next action of each kind and chunk of one rank."""
-
-    def __init__(self, stages: tuple[int, int], microbatches: int) -> None:
-        self.stages, self.microbatches = stages, microbatches
-        self._next = {Kind.F: [0, 0], Kind.B: [0, 0]}
-        self._put_off: deque[Action] = deque()
-
-    def forward(self, chunk: int) -> tuple[Action, ...]:
-        return (self._take(Kind.F, Kind.F, chunk),)
-
-    def full(self, chunk: int) -> tuple[Action, ...]:
-        return (self._take(Kind.B, Kind.B, chunk),)
-
-    def inputs(self, chunk: int) -> tuple[Action, ...]:
-        action = self._take(Kind.B, Kind.I, chunk)
-        self._put_off.append(action._replace(kind=Kind.W))
-        return (action,)
-
-    def weights(self) -> tuple[Action, ...]:
-        return (self._put_off.popleft(),) if self._put_off else ()
-
-    def within(self, cell: tuple[Action, ...]) -> Iterator[Cell]:
-        """`cell` without microbatches that do not exist; a group of one is an action."""
-        real = [action for action in cell if action.microbatch < self.microbatches]
-        if len(real) == 2:
-            yield real[0], real[1]
-        else:
-            yield from real
-
-    def _take(self, counted_as: Kind, kind: Kind, chunk: int) -> Action:
-        microbatch = self._next[counted_as][chunk]
-        self._next[counted_as][chunk] += 1
-        return Action(kind, self.stages[chunk], microbatch)
+        first = ["F0", "B1"] if index == 0 and after == 0 else ["F0+B1"]
+        yield from row.run(*first, "F1+B0")
+    yield from row.run(*["B1", "F1+B0"] * after)
+    yield from row.run(*["B1", "B0"] * half, *["B1", "I0"] * odd, *["I1", "I0"] * half)
+    yield from row.run(*["W", "I0"] * after)
+    yield from row.run(*["W"] * (rank + 1))

@@ -11,7 +11,7 @@ train: $(VENV)/ready
 
 # What starts no process, and one pipeline on two ranks: under a minute.
 quick: $(VENV)/ready
-	$(PYTEST) -m "smoke or not (ranks or fresh or timed)"
+	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or timed or slow)"
 
 # What judges times comes last, and alone.
 test: $(VENV)/ready lint kernels

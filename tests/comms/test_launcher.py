@@ -18,6 +18,7 @@ def rank_surroundings():
     return dict(os.environ), os.getcwd(), torch.get_num_threads(), "".join(libc).strip(), sys.path
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_ranks_get_the_callers_environment_and_directory_of_each_launch(start, monkeypatch, tmp_path):
     monkeypatch.setattr(launcher, "_sees_gpu", lambda: start == "spawn")

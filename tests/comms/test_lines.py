@@ -197,6 +197,7 @@ def _resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what a process holds")
 def test_ten_thousand_shapes_take_no_descriptors_and_no_memory():
     for found in ps.launch(rank_of_random_shapes, 2, 10_000):

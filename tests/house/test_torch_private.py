@@ -296,6 +296,7 @@ def rank_ddp():
     assert [each.sum() for each in tensors] == [2, 1]
 
 
+@pytest.mark.ranks
 def test_ddp_is_told_which_backward_is_the_last_and_what_to_leave_alone():
     ps.launch(rank_ddp, 1)
 
@@ -340,6 +341,7 @@ def rank_fsdp(shard):
     return torch_private.is_replicated(module)
 
 
+@pytest.mark.ranks
 def test_fully_shard_averages_when_it_is_told_to_though_no_root_forward_is_called():
     from torch.distributed.fsdp import fully_shard
 

@@ -73,6 +73,7 @@ def processor(record):
 ON_A_TRACK = "slice JOIN thread_track ON track_id = thread_track.id JOIN thread USING (utid) JOIN process USING (upid)"
 
 
+@pytest.mark.slow
 def test_perfetto_opens_the_trace_without_a_complaint(processor):
     complaints = processor.query("SELECT name, value FROM stats WHERE severity != 'info' AND value != 0")
     assert [(row.name, row.value) for row in complaints] == []

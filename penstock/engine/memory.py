@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from penstock.schedule import Size
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
+from penstock.torch_private import TorchDispatchMode, is_compiled, storage_key, tree_leaves
 
 Act = Callable[..., Any]  # (action, values) -> what is made
 
@@ -40,7 +39,7 @@ class Memory:
             elif isinstance(each, Tensor):
                 try:
                     storage = each.untyped_storage()
-                    self._blocks.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                    self._blocks.setdefault(storage_key(each), (StorageWeakRef(storage), storage.nbytes()))
                 except (NotImplementedError, RuntimeError):
                     pass  # a sparse tensor, for one, has no memory of its own
 
@@ -80,7 +79,7 @@ class MemoryMeasurement:
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
-        self._stages = {index: stage for index, stage in stages.items() if not _is_compiled(stage.module)}
+        self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
         self._chosen: dict[int, int] = {}  # stage -> its microbatch
         self._noted: dict[int, Memory] = {}  # stage -> in the forward
         self._owed: dict[int, tuple[Memory, Memory]] = {}  # stage -> there before I, and after it
@@ -121,8 +120,3 @@ class MemoryMeasurement:
 
     def _is_chosen(self, action: Action) -> bool:
         return self._chosen.get(action.stage) == action.microbatch and action.stage in self._noted
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether it, or a module inside, is compiled."""
-    return any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in module.modules())

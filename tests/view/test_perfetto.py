@@ -79,6 +79,7 @@ def test_perfetto_opens_the_trace_without_a_complaint(processor):
     assert [(row.name, row.value) for row in complaints] == []
 
 
+@pytest.mark.slow
 def test_perfetto_finds_every_rank_as_busy_as_the_timeline_and_as_long_idle(record, processor):
     slices: dict = {}
     for row in processor.query(f"SELECT process.name AS process, thread.name AS track, ts, dur, depth FROM {ON_A_TRACK}"):
@@ -103,6 +104,7 @@ def covered(spans):
     return total
 
 
+@pytest.mark.slow
 def test_perfetto_draws_an_arrow_for_every_message(record, processor):
     ends = f"(SELECT slice.id AS id, slice.name AS name, process.name AS rank FROM {ON_A_TRACK})"
     columns = "made.rank AS sender, made.name AS made, needed.rank AS receiver, needed.name AS needed"
@@ -123,6 +125,7 @@ def test_perfetto_draws_an_arrow_for_every_message(record, processor):
     assert Counter((row.sender, row.made, row.receiver, row.needed) for row in arrows) == expected
 
 
+@pytest.mark.slow
 def test_perfetto_counts_what_every_rank_holds(record, processor):
     query = "SELECT process.name AS process, max(value) AS most FROM counter JOIN process_counter_track AS track"
     found = processor.query(f"{query} ON track_id = track.id JOIN process USING (upid) GROUP BY track_id")

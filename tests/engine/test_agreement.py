@@ -1,0 +1,115 @@
+"""What ranks agree on before a step: alike in every interpreter, remembered for the last kinds of batch, cheap for new ones."""
+
+import os
+import subprocess
+import sys
+import time
+from statistics import median
+
+import pytest
+import torch
+from reference import accumulate, assert_same, gradients
+from torch import nn
+
+import penstock as ps
+from penstock.engine import memory
+from penstock.engine.agreement import REMEMBERED, fingerprint
+from penstock.stage.microbatch import signature
+
+BATCHES = """
+import torch
+from penstock.engine.agreement import fingerprint
+from penstock.stage.microbatch import signature
+keywords = {"mask": torch.ones(4, dtype=torch.bool), "n": 3, "name": "x", "none": None, "list": [torch.ones(1)]}
+batch = ((torch.zeros(2, 3), torch.zeros(1)), keywords)
+print(fingerprint(signature(batch).encode()))
+"""
+
+
+@pytest.mark.fresh
+def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", BATCHES],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "random")
+    }
+    assert len(told) == 1
+    assert told.pop().strip().isdecimal()
+
+
+def test_a_signature_tells_structures_shapes_and_dtypes_apart_but_not_values():
+    x = torch.zeros(2, 3)
+    batches = [x, x[:1], x.double(), (x,), [x], {"a": x}, {"b": x}, (x, 1), (x, None), (x, "1"), ()]
+    assert len({fingerprint(signature(batch).encode()) for batch in batches}) == len(batches)
+    assert signature({"a": x, "n": 1}) == signature({"a": x + 1, "n": 2})
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())])
+
+
+def rank_kinds():
+    pipe = ps.Pipeline(model(), nn.functional.mse_loss, "1f1b", 2)
+    known, specs = [], 0
+    for length in [*range(1, REMEMBERED + 20), 1, REMEMBERED + 19]:  # the first is forgotten by then, the last is not
+        inputs = torch.ones(2, length, 8)
+        pipe.step(inputs, target=inputs)
+        known.append(len(pipe._engine.agreement._known))
+        specs = max(specs, len(pipe._engine.programs._known))
+    return known, specs, gradients(pipe.named_parameters())
+
+
+@pytest.mark.ranks
+def test_the_last_kinds_of_batch_are_remembered_and_no_more():
+    everyone = ps.launch(rank_kinds, 2)
+    whole = model()
+    for length in [*range(1, REMEMBERED + 20), 1, REMEMBERED + 19]:
+        inputs = torch.ones(2, length, 8)
+        accumulate(whole, nn.functional.mse_loss, (inputs, inputs), 2)
+    expected = gradients(whole.named_parameters())
+    for known, programs, mine in everyone:
+        assert max(known) == REMEMBERED == known[-1]
+        assert programs <= REMEMBERED
+        assert_same(mine, {name: expected[name] for name in mine})
+
+
+def rank_noted():
+    noted = []
+    memory._Noting.__enter__ = lambda self, enter=memory._Noting.__enter__: noted.append(1) or enter(self)
+    pipe = ps.Pipeline(model(), nn.functional.mse_loss, "interleaved-1f1b", 6)
+    counts = []
+    for rows in (12, 12, 18):
+        pipe.step(torch.ones(rows, 8), target=torch.ones(rows, 8))
+        counts.append(len(noted))
+    return counts
+
+
+@pytest.mark.ranks
+def test_a_new_kind_of_batch_is_measured_by_one_microbatch_a_stage():
+    assert ps.launch(rank_noted, 2) == [[2, 2, 4]] * 2  # two stages a rank
+
+
+def rank_times(width):
+    pipe = ps.Pipeline(nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]), nn.functional.mse_loss, "1f1b", 4)
+
+    def seconds(length):
+        batch = torch.ones(16, length, width)
+        begin = time.perf_counter()
+        pipe.step(batch, target=batch)
+        return time.perf_counter() - begin
+
+    seconds(50)
+    return [(seconds(length), min(seconds(length) for _ in range(2))) for length in range(51, 81)]
+
+
+@pytest.mark.timed
+@pytest.mark.ranks
+def test_a_step_of_a_new_kind_takes_little_longer_than_one_of_a_known_kind():
+    times = ps.launch(rank_times, 2, 256)[0]
+    assert median(new / known for new, known in times) < 1.2

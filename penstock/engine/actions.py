@@ -30,6 +30,7 @@ class Actions:
 
     def __init__(self, stages: Mapping[int, Stage], last: int, batch: Batch, agreed: Agreed, ahead: Ahead | None) -> None:
         self.stages, self.last, self.batch, self.agreed = stages, last, batch, agreed
+        self.program, self.weights, self.skipped = agreed.program, agreed.weights, agreed.without_backward
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.outputs: dict[int, Any] = {}  # by microbatch, in evaluation
         self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
@@ -37,7 +38,7 @@ class Actions:
             stage.copies.alike = agreed.alike
         if ahead is not None:
             self.auxiliary += [(ahead.microbatch, value) for value in ahead.auxiliary]
-            if ahead.microbatch in agreed.without_backward:
+            if ahead.microbatch in self.skipped:
                 stages[0].kept.pop(ahead.microbatch, None)
 
     @property
@@ -49,22 +50,22 @@ class Actions:
         """What the stage makes for each of its takers; nothing on the last stage, whose output becomes the loss."""
         _, index, microbatch = action
         stage, batch = self.stages[index], self.batch
-        keep = batch.training and microbatch not in self.agreed.without_backward
-        output = forward(stage, batch, microbatch, values, keep, (index, microbatch) in self.agreed.program.split)
+        keep = batch.training and microbatch not in self.skipped
+        output = forward(stage, batch, microbatch, values, keep, (index, microbatch) in self.program.split)
         if stage.auxiliary:
             self.auxiliary += [(microbatch, value) for value in stage.auxiliary]
         if index < self.last:
             return messages(stage, output)
         if not batch.training:
             self.outputs[microbatch] = output
-        if batch.targets and microbatch not in self.agreed.without_backward:
+        if batch.targets and microbatch not in self.skipped:
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
         return ()
 
     def backward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """The gradients of what each source gave to the stage. Those of the weights are added too, unless it is split."""
         _, index, microbatch = action
-        stage, weight = self.stages[index], self.agreed.weights[microbatch] * self.batch.scale
+        stage, weight = self.stages[index], self.weights[microbatch] * self.batch.scale
         gradients: Sequence[Tensor | None]
         if index == self.last:
             seed = torch.full_like(self.losses[microbatch], weight)
@@ -73,13 +74,13 @@ class Actions:
             gradients = [each for value in values for each in ((value,) if isinstance(value, Tensor) else value)]
         return [
             each[0] if len(each) == 1 and each[0] is not None else each  # the common case travels bare
-            for each in stage.backward(microbatch, gradients, action in self.agreed.program.last, weight)
+            for each in stage.backward(microbatch, gradients, action in self.program.last, weight)
         ]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """The weights' gradients of one microbatch, or of several that were put off together; none if a later W adds them."""
-        if microbatches := self.agreed.program.weights[action]:
-            self.stages[action.stage].backward_weight(microbatches, action in self.agreed.program.last)
+        if microbatches := self.program.weights[action]:
+            self.stages[action.stage].backward_weight(microbatches, action in self.program.last)
         return ()
 
 

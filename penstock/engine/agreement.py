@@ -3,6 +3,7 @@
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.comms.control import Control
@@ -126,6 +127,7 @@ class Agreement:
         return [shares(each, total) for each in counts]
 
 
+@lru_cache(256)
 def fingerprint(text: bytes) -> int:
     """A number of 48 bits for `text`, the same in every process, exact in a float64."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")

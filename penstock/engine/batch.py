@@ -53,7 +53,7 @@ def split(call: Call, position: MeshPosition, schedule: Table) -> Batch:
     rows, target_rows, signature = NOTHING, NOTHING, ""
     if rank == schedule.placement[0]:
         inputs, rows = microbatch.split_inputs(call.args, call.kwargs, most, device)
-        signature = microbatch.signature((call.args, call.kwargs))
+        signature = microbatch.signature(call.args[0] if len(call.args) == 1 and not call.kwargs else (call.args, call.kwargs))
     if rank == schedule.placement[-1] and (call.training or call.target is not None):
         _check_target(call, rank)
         sizes = microbatch.sizes_of(call.target, "the target", most)

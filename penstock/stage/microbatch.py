@@ -66,6 +66,8 @@ def sizes_of(batch: Any, what: str, microbatches: int) -> list[int]:
 
 def signature(batch: Any) -> str:
     """The structure, shapes and dtypes of `batch` as a text, the same in every process."""
+    if isinstance(batch, Tensor):  # the common case, a short way
+        return f"{tuple(batch.shape)} {batch.dtype}"
     leaves, tree = tree_flatten(batch)
     kinds = [f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves]
     return f"{tree} {kinds}"

@@ -29,7 +29,7 @@ class Kept(NamedTuple):
     received: Received
     edges: tuple[GradientEdge, ...]  # of the outputs: an output itself goes as soon as it is sent
     ends: tuple[Tensor, ...]  # what copies of the stage must know of the graph
-    auxiliary: tuple[tuple[GradientEdge, Tensor], ...]  # losses that arose in the forward
+    auxiliary: Sequence[tuple[GradientEdge, Tensor]]  # losses that arose in the forward
     deferred: DeferredGradients | None  # if the backward is split
 
 
@@ -84,7 +84,7 @@ class Stage:
         self, microbatch: int, args: Any, kwargs: Any, seed: int | None = None, keep: bool = True, split: bool = False
     ) -> Any:
         """As `forward`, for the stage that the batch goes into. Raises MismatchError for a keyword that no stage takes."""
-        return self._forward(microbatch, self._signature.of_batch(args, kwargs), Received(), seed, keep, split)
+        return self._forward(microbatch, self._signature.of_batch(args, kwargs), _NOTHING_RECEIVED, seed, keep, split)
 
     def forward(
         self, microbatch: int, values: Sequence[Any], seed: int | None = None, keep: bool = True, split: bool = False
@@ -110,11 +110,11 @@ class Stage:
             fresh_casts(self._device)
         with _grad_mode(keep), Collected() as auxiliary, _standing_in(deferred, received):
             output = self._layers.run(seed, args, kwargs)
-        output = self._messages.to_takers(self._signature.hand_on(output, keywords))
+        output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
             edges, ends = self._ends(self._messages.leaves(output, received))
-            wanted = tuple([(edge_of(value), value.detach()) for value in auxiliary if value.requires_grad])
+            wanted = [(edge_of(value), value.detach()) for value in auxiliary if value.requires_grad] if auxiliary else ()
             self.kept[microbatch] = Kept(received, edges, ends, wanted, deferred)
         return output
 
@@ -132,8 +132,8 @@ class Stage:
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
         if keep:
-            edges, ends = self._ends([loss])
-            self.kept[microbatch] = self.kept[microbatch]._replace(edges=edges, ends=ends)
+            received, _, _, auxiliary, deferred = self.kept[microbatch]
+            self.kept[microbatch] = Kept(received, *self._ends([loss]), auxiliary, deferred)
         return loss.detach()
 
     def backward(
@@ -145,28 +145,42 @@ class Stage:
         `backward_weight`. On the last stage the one output is the loss, if anything below it requires a gradient at all.
         `last`: the weights' gradients of this step are complete with it. `weight`: of the microbatch's auxiliary losses.
         """
-        received, edges, ends, auxiliary, deferred = self.kept.pop(microbatch)
+        kept = self.kept.pop(microbatch)
+        if kept.deferred is not None:
+            self._deferred[microbatch] = kept.deferred
+        if torch.is_autocast_enabled(self._device):
+            with outside_autocast(self._device):
+                self._backward(kept, gradients, last, weight)
+        else:
+            self._backward(kept, gradients, last, weight)
+        return [each.gradients for each in kept.received.inputs]
+
+    def _backward(self, kept: Kept, gradients: Sequence[Tensor | None], last: bool, weight: float) -> None:
+        received, edges, ends, auxiliary, deferred = kept
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
-        pairs += [(edge, torch.full_like(value, weight)) for edge, value in auxiliary]
-        if deferred is not None:
-            self._deferred[microbatch] = deferred
-        with outside_autocast(self._device):
-            if last:
-                self.copies.expect(ends)
-            if pairs:
-                with _standing_in(deferred, received):
-                    run_backward(*zip(*pairs, strict=True))
-            if last:
-                self._complete()
-        return [each.gradients for each in received.inputs]
+        if auxiliary:
+            pairs += [(edge, torch.full_like(value, weight)) for edge, value in auxiliary]
+        if last:
+            self.copies.expect(ends)
+        if pairs and deferred is None and not received.borrowed:  # the common case
+            run_backward(*zip(*pairs, strict=True))
+        elif pairs:
+            with _standing_in(deferred, received):
+                run_backward(*zip(*pairs, strict=True))
+        if last:
+            self._complete()
 
     def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
         deferred = [self._deferred.pop(microbatch) for microbatch in microbatches if microbatch in self._deferred]
-        with outside_autocast(self._device):
-            self._splitter.end(deferred, last, self.copies.expect if last and self.copies.hooked else None)
-            if last:
-                self._complete()
+        expect = self.copies.expect if last and self.copies.hooked else None
+        if torch.is_autocast_enabled(self._device):
+            with outside_autocast(self._device):
+                self._splitter.end(deferred, last, expect)
+        else:
+            self._splitter.end(deferred, last, expect)
+        if last:
+            self._complete()
 
     def _complete(self) -> None:
         """The gradients of this step are complete."""
@@ -198,3 +212,4 @@ def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_NOTHING_RECEIVED = Received()

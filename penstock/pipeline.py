@@ -17,8 +17,8 @@ from penstock.engine.build import Rule, placed, stages, table, wired
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared, describe
 from penstock.engine.cut import agreed_cut
-from penstock.engine.report import StepReport, measured, numbers
-from penstock.engine.step import Engine, Outcome
+from penstock.engine.report import Outcome, StepReport, measured, numbers
+from penstock.engine.step import Engine
 from penstock.errors import PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
@@ -125,10 +125,11 @@ class Pipeline:
         self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
         self._control.connect()
         with self._together():
-            self.schedule = table(schedule, self.topology.world_size, microbatches, options)
+            self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
             cut = agreed_cut(self._control, self.position, self.schedule, model, cuts, example_args, example_kwargs)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
-            self._program = verify(runs, skips=cut.skips).program
+            if cut.skips or runs.actions != self.schedule.actions:
+                self._program = verify(runs, skips=cut.skips).program
             mine = describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel)
             self._compared = compared(self._control, mine, whole=cut.whole is not None)
             modules = placed(cut, self._compared, self.topology.device, seed, init)
@@ -261,7 +262,7 @@ class Pipeline:
     def timeline(self) -> MeasuredTimeline:
         """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
 
-        Of several pipelines side by side, each gets its own. Memory is in bytes, see `weighing.py`, unless a stage is compiled.
+        Of pipelines side by side, each gets its own. Memory is in bytes (`engine/memory.py`) unless a stage is compiled.
         Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in seconds.
         """
         with self._together():

@@ -138,9 +138,10 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether something is called before or after the module's own forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something is called before or after the module's own forward or backward."""
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(before or module._forward_hooks or module._backward_hooks)
 
 
 def is_extended(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from penstock.mesh.side_by_side import side_by_side
 from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.graph_stage import on
 from penstock.partition.materialise import Init, is_meta, materialise
-from penstock.schedule import Schedule, build, from_rows, verify
+from penstock.schedule import Program, Schedule, build, from_rows, verify
 from penstock.schedule.table import Cell
 from penstock.stage.copies import StageCopies
 from penstock.stage.layers import Recompute
@@ -31,8 +31,8 @@ Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cell
 Modules = dict[int, nn.Module]  # by stage
 
 
-def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
-    """The table that `schedule` stands for - a name, the path of a CSV file, a rule, or itself - once it is proved."""
+def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, options: dict[str, Any]) -> tuple[Schedule, Program]:
+    """The table that `schedule` stands for - a name, the path of a CSV file, a rule, or itself - and its proved program."""
     if isinstance(schedule, str) and schedule.endswith(".csv"):
         schedule = Schedule.from_csv(schedule, **options)
     elif isinstance(schedule, str):
@@ -42,8 +42,7 @@ def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, option
         schedule = from_rows(name, [list(schedule(rank, ranks, microbatches)) for rank in range(ranks)], **options)
     if schedule.ranks != ranks:
         raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {ranks} are running")
-    verify(schedule)
-    return schedule
+    return schedule, verify(schedule).program
 
 
 def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None, init: Init | None) -> Modules:

@@ -75,12 +75,14 @@ class _Noting(TorchDispatchMode):
 class MemoryMeasurement:
     """What one microbatch keeps on each of a rank's `stages`, measured while a step of training runs.
 
-    It is the first to reach the stage: noting what every operation gives takes time, so no other microbatch is slowed.
+    It is the first to reach the stage that will have a backward. Noting what every operation gives takes time, so no other
+    microbatch is slowed.
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
         self._chosen: dict[int, int] = {}  # stage -> its microbatch
+        self._skipped: frozenset[int] = frozenset()
         self._noted: dict[int, Memory] = {}  # stage -> in the forward
         self._owed: dict[int, tuple[Memory, Memory]] = {}  # stage -> there before I, and after it
         self.sizes: dict[int, Size] = {}  # stage -> what was found
@@ -90,8 +92,14 @@ class MemoryMeasurement:
         measured = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
         return {kind: partial(measured[kind], act) for kind, act in acts.items()}
 
+    def skip(self, microbatches: frozenset[int]) -> None:
+        """These have no backward, one that ran ahead perhaps among them."""
+        self._skipped = microbatches
+        for stage in [stage for stage, microbatch in self._chosen.items() if microbatch in microbatches]:
+            del self._chosen[stage], self._noted[stage]
+
     def _forward(self, act: Act, action: Action, values: Any) -> Any:
-        if action.stage not in self._stages or action.stage in self._chosen:
+        if action.stage not in self._stages or action.stage in self._chosen or action.microbatch in self._skipped:
             return act(action, values)
         self._chosen[action.stage] = action.microbatch
         noted = self._noted[action.stage] = Memory(tree_leaves(values))

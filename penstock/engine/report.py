@@ -4,15 +4,16 @@ import math
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.comms.control import Control
+from penstock.engine.clock import Clock
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Border, Event, MeasuredTimeline, Schedule, Size, Timeline
-from penstock.schedule.table import Skip
+from penstock.schedule.table import Action, Skip
 
 NOTHING = -1
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -31,6 +32,17 @@ class StepReport(NamedTuple):
     def bubble(self) -> float:
         """The idle share: (makespan - the busiest rank's work) / makespan."""
         return (self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
+
+
+class Outcome(NamedTuple):
+    """What a step came to."""
+
+    loss: Tensor  # of the whole batch, a scalar, the same on every rank
+    outputs: Sequence[Any]  # of each microbatch, on the last stage's rank in an evaluation
+    report: StepReport
+    actions: Sequence[Action]  # what this rank ran
+    clock: Clock  # and when
+    sizes: Mapping[int, Size]  # stage -> bytes that a microbatch kept there, for this rank's stages where that is known
 
 
 def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:

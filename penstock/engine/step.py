@@ -1,30 +1,32 @@
 r"""One step of one rank, from the user's call to the loss. Read this first: it is the story, top to bottom.
 
-    rank 0   split  vote  0F0 (agree)  0F1 .............. 0B0 ........ 0B1  average  conclude
-                       \    \            \            /           /                /
-    rank 1   split  vote   (agree)  1F0 . 1B0 -------'  1F1  1B1 --'      average  conclude
+    rank 0   split  vote  0F0  agree         0F1             0B0            0B1  average  conclude
+                      \/            \           \           /              /
+    rank 1   split  vote       agree   1F0  1B0 -\---------'   1F1  1B1 --'      average  conclude
 
-A step of 1F1B with two microbatches on two ranks; time goes to the right, arrows are messages.
+A step of 1F1B with two microbatches on two ranks. Time goes to the right; slanted lines are messages: votes, the outputs of 0F0
+and 0F1, the gradients of 1B0 and 1B1.
 
     split      the call becomes this rank's share of the batch          engine/batch.py
+    begin      parameters that replicas share out are fetched           mesh/fsdp.py
     vote       every rank tells every other what it is about to run     engine/agreement.py
     agree      and reads from all votes what the step is like           engine/agreement.py
     0F0 ..     actions, in the order of the rank's program              engine/actions.py, stage/stage.py
                the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
-    \  /      messages between stages, sent without waiting            comms/messages/channels.py
-    average    gradients become those of the whole batch                mesh/
+    \  /       messages between stages, sent without waiting            comms/messages/channels.py
+    measure    in the first step of a kind: what a microbatch keeps     engine/memory.py
+    average    gradients become those of the whole batch                engine/averaging.py, mesh/
     conclude   loss and times, the same on every rank                   engine/report.py
 
-The first stage's first forward waits for nobody, so it runs while the votes travel. When anything raises on one rank, all
-ranks raise the same error: `Pipeline` sees to that, by comms/control.py.
+The first stage's first forward waits for nobody, so it runs while the votes travel; what it made is sent once the ranks have
+agreed. When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control.py.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.messages.channels import Channels
@@ -34,11 +36,10 @@ from penstock.engine.averaging import average
 from penstock.engine.batch import Batch, Call, split
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
-from penstock.engine.report import Ended, StepReport, conclude, peak_memory, weighted_sum
+from penstock.engine.report import Ended, Outcome, conclude, peak_memory, weighted_sum
 from penstock.errors import ResourceError
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import Size
 from penstock.schedule.program import Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
@@ -46,17 +47,6 @@ from penstock.stage.parameters import Parameters
 from penstock.stage.stage import Stage
 from penstock.stage.stage_input import handed_over
 from penstock.stage.tied import TiedParameter
-
-
-class Outcome(NamedTuple):
-    """What a step came to."""
-
-    loss: Tensor  # of the whole batch, a scalar, the same on every rank
-    outputs: Sequence[Any]  # of each microbatch, on the last stage's rank in an evaluation
-    report: StepReport
-    actions: Sequence[Action]  # what this rank ran
-    clock: Clock  # and when
-    sizes: Mapping[int, Size]  # stage -> bytes that a microbatch kept there, for this rank's stages where that is known
 
 
 class Engine:
@@ -100,6 +90,9 @@ class Engine:
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(vote) else None
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
+        if batch.training and agreed.known is None:  # new to this rank, or to another
+            measurement = measurement or MemoryMeasurement(self.stages)
+            measurement.skip(agreed.without_backward)
 
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
@@ -115,7 +108,7 @@ class Engine:
     def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
         action = self._whole.steps[0].action if self._whole.steps else None
-        alone = self.schedule.stages == 1 or self.position.tp is not None  # no votes travel, or others are in the action
+        alone = self.schedule.stages == 1 or self.position.tp is not None  # it waits for little, or for others in the action
         if alone or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
         _, index, microbatch = action

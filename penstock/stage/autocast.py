@@ -2,7 +2,8 @@
 
 Inside one block of the caller's, autocast casts each parameter once and keeps that cast, a node of the graph, for all
 microbatches. Gradients are the same as with a block for each microbatch, in less memory, but where a parameter is used three
-times, cast and not: autograd sums in the order in which nodes were made. So stages with tied parameters get fresh casts.
+times, cast and not: autograd sums in the order in which nodes were made. So stages with a parameter in several
+places get fresh casts; where one module uses its own parameter so, the last bits may differ.
 """
 
 from contextlib import AbstractContextManager, nullcontext

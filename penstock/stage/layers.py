@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import MismatchError
 from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import advance, generator_of
-from penstock.torch_private import buffer_slots, has_forward_hooks, is_compiled, is_extended, layers_of
+from penstock.torch_private import buffer_slots, has_hooks, is_compiled, is_extended, layers_of
 
 Recompute = Literal["stage", "block"]
 
@@ -67,7 +67,9 @@ class Layers:
             return self.module.penstock(args, kwargs, partial(self._call, seed))
         if self._layers is None or kwargs or len(args) != 1 or whole:
             return self._call(seed, self.index, self.module, args, kwargs)
-        if has_forward_hooks(self.module) and not hasattr(self.module, "unshard"):  # those of `fully_shard` want a whole
+        if has_hooks(self.module) and not hasattr(self.module, "unshard"):  # those of `fully_shard` want a whole
+            if seed is not None:  # hooks may draw too; ~index is no layer's number
+                self.generator.manual_seed(advance(seed, ~self.index))
             with _forward_of(self.module, partial(self._through, self._layers, seed)):
                 return self.module(*args)
         return self._through(self._layers, seed, args[0])

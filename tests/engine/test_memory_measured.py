@@ -212,3 +212,31 @@ def test_memory_counts_a_block_once_and_only_once_it_is_gone():
     del block
     assert memory.gone() == kept.gone() == 40
     assert memory.alive().gone() == 0
+
+
+def rank_new_to_others():
+    """On three ranks, batches of another kind that the middle rank cannot tell by itself."""
+    pipe = ps.Pipeline(nn.Sequential(*mlp()[:6]), nn.functional.mse_loss, "1f1b", 4)
+    found = []
+    for rows in (8, 12):
+        batch = torch.ones(rows, WIDTH)
+        pipe.step(batch, target=batch)
+        found.append([size.act for size in pipe.timeline().sizes])
+    return found
+
+
+@pytest.mark.ranks
+def test_a_kind_of_batch_that_is_new_to_another_rank_only_is_measured_too():
+    first, second = ps.launch(rank_new_to_others, 3)[0]
+    assert len(first) == 3
+    assert [2 * each for each in second] == [3 * each for each in first]
+
+
+def test_a_microbatch_that_counts_nothing_is_not_the_one_that_is_measured():
+    pipe = ps.Pipeline(nn.Sequential(*mlp()[:4]), nn.functional.mse_loss, "1f1b", 3, loss_weight=lambda target: target[0, 0])
+    batch, sizes = torch.ones(6, WIDTH), []
+    for counted in ([1, 1, 1], [0, 1, 1], [1, 1, 0]):
+        target = torch.ones(6, WIDTH) * torch.tensor(counted).repeat_interleave(2)[:, None]
+        pipe.step(batch, target=target)
+        sizes.append(pipe.timeline().sizes)
+    assert sizes[0] == sizes[1] == sizes[2] != ()

@@ -200,3 +200,23 @@ def test_weights_that_change_between_the_steps_of_one_autocast_block_are_cast_an
                     optimizer.step()
         found.append(pipe.state_dict())
     assert_same(*found)
+
+
+class OwnBias(nn.Module):
+    """A convolution whose bias is computed anew for each microbatch: memory that the next one may be given again."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16, 4, 1))
+
+    def forward(self, hidden):
+        return nn.functional.conv1d(hidden, self.weight, hidden.detach().mean().expand(16).contiguous())
+
+
+def test_a_cast_is_not_taken_for_that_of_another_tensor_in_the_same_place():
+    pipe = ps.Pipeline(OwnBias(), lambda output, target: (output.float() - target).abs().mean(), "zb-h1", 6)
+    inputs = torch.arange(6.0)[:, None, None].expand(6, 4, 3).contiguous()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = pipe.step(inputs, target=torch.arange(6.0)[:, None, None].expand(6, 16, 3).contiguous())
+        assert loss.item() == 0

@@ -111,3 +111,22 @@ def test_hooks_of_a_stage_run_and_its_layers_draw_what_they_would_without(recomp
     assert calls.count("before") == M * (2 if recompute == "stage" else 1)
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
+
+
+def drop(module, args):
+    return (args[0] * (torch.rand_like(args[0]) > 0.5),)
+
+
+def gradients_with_a_hook(recompute, before):
+    torch.manual_seed(0)
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.functional.mse_loss, "1f1b", 2, recompute=recompute)
+    pipe.stages[0].register_forward_pre_hook(drop)
+    torch.manual_seed(before)
+    loss = pipe.step(torch.linspace(-1, 1, 32).view(4, 8), target=torch.ones(4, 8))
+    return [loss, *[parameter.grad for parameter in pipe.parameters()]]
+
+
+@pytest.mark.parametrize("recompute", [None, "stage", "block"])
+def test_a_hook_of_the_whole_stage_draws_the_same_whatever_was_drawn_before_and_when_it_runs_again(recompute):
+    expected = gradients_with_a_hook(None, 1)
+    assert all(map(torch.equal, gradients_with_a_hook(recompute, 2), expected))

@@ -47,7 +47,11 @@ class DeferredGradients:
         if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
             return value, *map(bare_of, weights)
         dtype = torch.get_autocast_dtype(device)
-        return value.to(dtype), *[None if weight is None else self._cast(bare_of(weight), dtype) for weight in weights]
+        return value.to(dtype), *[None if weight is None else self._as(weight, dtype) for weight in weights]
+
+    def _as(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Only casts of what lies in a parameter's memory are kept: where a temporary tensor was, another may come to lie."""
+        return self._cast(bare_of(weight), dtype) if self._is_ours(weight) else weight.detach().to(dtype)
 
     def _cast(self, bare: Tensor, dtype: torch.dtype) -> Tensor:
         """`bare` as autocast casts it, once for all microbatches unless it is changed in between."""

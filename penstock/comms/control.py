@@ -113,7 +113,6 @@ class Control:
     def hear(self, what: str) -> list[list[float]]:
         """The second half: wait for the others' rows."""
         rows, receiving = self._heard
-        rows[self.topology.rank] = self._told
         for peer, work in zip(self._peers, receiving, strict=True):
             try:
                 if isinstance(work, RuntimeError):
@@ -121,7 +120,9 @@ class Control:
                 work.wait()
             except RuntimeError as error:
                 raise WaitFailed(f"for rank {peer} {what}", peer, error) from error
-        return rows[:, : self._width].tolist()
+        heard = rows[:, : self._width].tolist()
+        heard[self.topology.rank] = self._told[: self._width].tolist()  # not into `rows`: it may be of an inference mode before
+        return heard
 
     def _post_receives(self) -> None:
         """Post the receives of the next exchange; a peer that has ended meanwhile matters only if there is one."""

@@ -125,11 +125,13 @@ def _gloo_device() -> Any:
         policy = os.sched_getscheduler(0) if hasattr(os, "SCHED_BATCH") else None
         try:
             if policy == os.SCHED_OTHER:
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+                with suppress(OSError):  # some sandboxes know no other policy
+                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
             _device = _new_gloo_device()
         finally:
             if policy == os.SCHED_OTHER:
-                os.sched_setscheduler(0, policy, os.sched_param(0))
+                with suppress(OSError):
+                    os.sched_setscheduler(0, policy, os.sched_param(0))
     return _device
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
@@ -177,7 +177,7 @@ def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[i
             rank = pending.pop(receiver)
             try:
                 outcomes[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
+            except (EOFError, OSError):  # OSError: in the middle of its outcome
                 processes[rank].join()
                 outcomes[rank] = Outcome(False, _Died(f"rank {rank} {_death(processes[rank].exitcode)}"))
             if not outcomes[rank].well:
@@ -219,6 +219,7 @@ def _rank_main(job: _Job, rank: int, port: int, sender: Connection) -> None:
 
     from penstock import comms
 
+    os.register_at_fork(after_in_child=sender.close)  # a process that the rank forks would hide the rank's death
     gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
     torch.set_num_threads(_threads())
     try:
@@ -227,7 +228,8 @@ def _rank_main(job: _Job, rank: int, port: int, sender: Connection) -> None:
     except BaseException as error:
         data = _pickled_error(error, rank)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
+            stream.flush()
     sender.send_bytes(data)  # from now on the launching process may end this one
     comms.shutdown()
 

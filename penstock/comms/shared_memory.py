@@ -27,14 +27,16 @@ def shared_memory(gloo: Any, rank: int, size: Callable[[], int]) -> mmap.mmap | 
     memory, file = make(size()) if rank == 0 and CAN_SHARE else (None, -1)
     if memory is not None:
         announced = torch.tensor([os.getpid(), file, *SECRET.unpack_from(memory)])
-    gloo.broadcast(announced, 0).wait()
-    if rank:
-        process, theirs, *secret = announced.tolist()
-        memory = open_of(process, theirs, SECRET.pack(*secret))
-    seen = torch.tensor([float(memory is not None)])
-    gloo.allreduce(seen, ReduceOp.MIN).wait()
-    if file >= 0:
-        os.close(file)
+    try:
+        gloo.broadcast(announced, 0).wait()
+        if rank:
+            process, theirs, *secret = announced.tolist()
+            memory = open_of(process, theirs, SECRET.pack(*secret))
+        seen = torch.tensor([float(memory is not None)])
+        gloo.allreduce(seen, ReduceOp.MIN).wait()
+    finally:
+        if file >= 0:
+            os.close(file)
     return memory if seen else None
 
 
@@ -44,6 +46,7 @@ def make(size: int) -> tuple[mmap.mmap | None, int]:
     try:
         os.ftruncate(file, size)
         memory = mmap.mmap(file, size)
+        memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would give memory to every address
     except OSError as error:
         os.close(file)
         _raise_if_table_is_full(error)
@@ -64,6 +67,7 @@ def open_of(process: int, file: int, secret: bytes) -> mmap.mmap | None:
         own = os.open(path, os.O_RDWR)
         try:
             memory = mmap.mmap(own, 0)  # as long as it is
+            memory.madvise(mmap.MADV_DONTDUMP)
         finally:
             os.close(own)
     except (OSError, ValueError) as error:

@@ -32,7 +32,8 @@ def named(what: str) -> Iterator[None]:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether `error` says that this rank's system has refused something; torch says so of memory in a RuntimeError."""
-    return isinstance(error, (OSError, MemoryError)) or "allocate memory" in str(error) or "out of memory" in str(error)
+    told = ("allocate memory", "out of memory", "start new thread")
+    return isinstance(error, (OSError, MemoryError)) or any(each in str(error) for each in told)
 
 
 def reason(error: BaseException) -> str:

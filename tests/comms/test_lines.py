@@ -1,5 +1,7 @@
 """What messages travel over: shared memory on one machine, else a process group; the numbers are the same."""
 
+import errno
+import mmap
 import os
 import resource
 import sys
@@ -16,6 +18,7 @@ import penstock as ps
 from penstock.comms import shared_memory
 from penstock.comms.groups import Groups
 from penstock.comms.messages import blocks
+from penstock.comms.messages.blocks import FREE, SPARE, Blocks
 from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
 from penstock.comms.messages.lines import receiving_line, sending_line
 from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
@@ -163,7 +166,7 @@ def test_messages_that_take_more_addresses_than_there_are_say_so(ends, monkeypat
     sender, _ = ends
     message = torch.ones(2**20)
     monkeypatch.setattr(sender.blocks, "_end", len(sender.blocks._memory) - 2**22)
-    with pytest.raises(OSError, match=r"what is in flight takes more than [\d,]+ bytes of addresses"):
+    with pytest.raises(OSError, match=r"no room in this line's [\d,]+ bytes of addresses"):
         sender._send(message, describe_tensor(message))
 
 
@@ -208,3 +211,74 @@ def test_ten_thousand_shapes_take_no_descriptors_and_no_memory():
         slope = sum((x - middle) * y for x, y in enumerate(settled)) / sum((x - middle) ** 2 for x in range(len(settled)))
         print(f"{descriptors[0]} descriptors, {settled[-1] / 2**20:.1f} MiB, {slope * 50 / 2**10:+.1f} KiB per 10,000 shapes")
         assert abs(slope) * 50 < 2**22
+
+
+def rank_forks():
+    """How many ends of its lines a rank has, how many are open in a process that it forks, and that it can go on."""
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.functional.mse_loss, "1f1b", 2)
+    pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    ends = [end.line for end in (*pipe._engine.channels.outgoing.values(), *pipe._engine.channels.incoming.values())]
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(getattr(end, "_writer", -1) >= 0 or getattr(end, "_pipe", -1) >= 0 for end in ends))
+    _, status = os.waitpid(child, 0)
+    loss = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    return len(ends), os.waitstatus_to_exitcode(status), torch.isfinite(loss).item()
+
+
+@pytest.mark.ranks
+def test_a_process_that_a_rank_forks_holds_no_end_of_its_lines():
+    assert ps.launch(rank_forks, 2) == [(2, 0, True)] * 2
+
+
+def rank_inference():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = ps.Pipeline(model, nn.functional.mse_loss, "1f1b", 2)
+    batch = torch.linspace(0, 1, 16).view(4, 4)
+    with torch.inference_mode():
+        _, before = pipe.eval(batch, target=batch)
+    return before.item(), pipe.step(batch, target=batch).item()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_in_inference_mode_leaves_nothing_that_the_next_step_stumbles_over(ranks):
+    for evaluated, trained in ps.launch(rank_inference, ranks):
+        assert evaluated == trained
+
+
+def test_where_the_system_takes_no_memory_back_blocks_keep_it():
+    memory = mmap.mmap(-1, 2**28)
+
+    class Refuses:
+        """Memory of a sandbox that knows no such advice."""
+
+        def __getattr__(self, name):
+            return getattr(memory, name)
+
+        def __len__(self):
+            return len(memory)
+
+        def __getitem__(self, place):
+            return memory[place]
+
+        def __setitem__(self, place, value):
+            memory[place] = value
+
+        def madvise(self, *advice):
+            raise OSError(errno.ENOSYS, "no such advice")
+
+    mine = Blocks(Refuses())
+    for power in range(12, 26):
+        memory[mine.take(2**power)] = FREE
+    assert mine.written > SPARE
+
+
+def test_a_line_with_no_addresses_left_uses_larger_blocks_that_are_free():
+    memory = mmap.mmap(-1, 2**20)
+    mine = Blocks(memory)
+    memory[mine.take(2**18)] = FREE  # half of it
+    taken = [mine.take(2**17) for _ in range(2)]
+    assert len(set(taken)) == 2
+    with pytest.raises(OSError, match="no room in this line's 1,048,576 bytes of addresses: raise `ulimit -v`"):
+        mine.take(2**18)

@@ -8,6 +8,7 @@ what is in flight: then it is given back.
 import errno
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 HEADER = 64  # bytes before a block's data; the first says whether the block is in use
@@ -50,10 +51,17 @@ class Blocks:
             if self._memory[block.start] == FREE:
                 return block
         if self._end + size > len(self._memory):
-            raise OSError(errno.ENOMEM, f"what is in flight takes more than {len(self._memory):,} bytes of addresses")
+            return self._free_among_larger(size)
         blocks.append(Block(self._end))
         self._end += size
         return blocks[-1]
+
+    def _free_among_larger(self, size: int) -> Block:
+        for larger in sorted(each for each in self._by_size if each > size):
+            for block in self._by_size[larger]:
+                if self._memory[block.start] == FREE:
+                    return block
+        raise OSError(errno.ENOMEM, f"no room in this line's {len(self._memory):,} bytes of addresses: raise `ulimit -v`")
 
     def _give_back(self) -> None:
         """Have free blocks take no memory, if they take too much."""
@@ -61,8 +69,9 @@ class Blocks:
         idle = sum(block.written for block in free)
         if idle > max(SPARE, KEPT_FREE * (self.written - idle)):
             for block in free:
-                self._memory.madvise(mmap.MADV_REMOVE, block.start, -(-block.written // PAGE) * PAGE)
-                block.written = 0
+                with suppress(OSError):  # some sandboxes know no such advice: then the block keeps its memory
+                    self._memory.madvise(mmap.MADV_REMOVE, block.start, -(-block.written // PAGE) * PAGE)
+                    block.written = 0
 
     @property
     def all(self) -> list[Block]:

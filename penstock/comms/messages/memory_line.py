@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comms.groups import DESTINATION, SOURCE, Groups
@@ -31,12 +32,33 @@ from penstock.comms.topology import CPU
 
 SMALL = 2**16  # bytes; a larger message is not copied out of its block
 LARGE = 2**20  # bytes; copying more is worth a thread
+LONGEST = 2**31 - 1  # milliseconds that `poll` can wait
 TICKET = struct.Struct("qq")  # where a block begins in the memory, and the bytes of its message
 
 
-class Views:
-    """What lies in the memory's blocks, as tensors."""
+_ends: "weakref.WeakSet[MemorySender | MemoryReceiver]" = weakref.WeakSet()
 
+
+def _close_in_a_child() -> None:
+    """In a process that a rank forks, a data loader's for instance: the pipe's ends are the rank's alone."""
+    for end in list(_ends):
+        end.close()
+
+
+if hasattr(os, "register_at_fork"):  # there is none on Windows
+    os.register_at_fork(after_in_child=_close_in_a_child)
+
+
+def _free(memory: mmap.mmap, start: int, process: int) -> None:
+    """A message's tensor is gone; in a process forked while it was there that means nothing."""
+    if os.getpid() == process:
+        memory[start] = FREE
+
+
+class Views:
+    """What lies in the memory's blocks, as tensors: ordinary ones, also where an evaluation makes them in inference mode."""
+
+    @torch.inference_mode(False)
     def __init__(self, memory: mmap.mmap) -> None:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._last: dict[int, tuple[TensorSpec, Tensor]] = {}  # start of a block -> what was there last
@@ -45,8 +67,9 @@ class Views:
         """The memory of the block at `start` as `spec` describes it: nearly always as the time before."""
         last = self._last.get(start)
         if last is None or last[0] != spec:
-            data = self._bytes[start + HEADER : start + HEADER + spec.bytes]
-            last = self._last[start] = spec, wire.shaped(data, spec)
+            with torch.inference_mode(False):
+                data = self._bytes[start + HEADER : start + HEADER + spec.bytes]
+                last = self._last[start] = spec, wire.shaped(data, spec)
         return last[1]
 
 
@@ -59,6 +82,7 @@ class MemorySender:
         self.blocks, self._views = Blocks(memory), Views(memory)
         self._writer, self._failure = writer, failure
         self._copying: Worker | None = None
+        _ends.add(self)
 
     def describe(self, packed: Tensor) -> None:
         """Send a description."""
@@ -107,9 +131,10 @@ class MemoryReceiver:
 
     def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta) -> None:
         self._memory, self._views, self._whole = memory, Views(memory), memoryview(memory)
-        self._pipe, self._patience = pipe, timeout / timedelta(milliseconds=1)
+        self._pipe, self._patience = pipe, min(timeout / timedelta(milliseconds=1), LONGEST)
         self._poll = select.poll()
         self._poll.register(pipe, select.POLLIN)
+        _ends.add(self)
 
     def description(self) -> Tensor:
         """Wait for a description."""
@@ -139,7 +164,7 @@ class MemoryReceiver:
             self._memory[start] = FREE
             return tensor
         view = self._whole[start + HEADER : start + HEADER + spec.bytes]
-        weakref.finalize(view, self._memory.__setitem__, start, FREE).atexit = False
+        weakref.finalize(view, _free, self._memory, start, os.getpid()).atexit = False
         return wire.shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
 
     def close(self) -> None:
@@ -157,11 +182,13 @@ def offer(gloo: Any, groups: Groups, failure: SendFailure) -> MemorySender | Non
     if memory is None:
         return None
     reader, writer = os.pipe()
-    gloo.send([torch.tensor([os.getpid(), reader])], DESTINATION, 0).wait()
-    gloo.recv([torch.zeros(1)], DESTINATION, 0).wait()  # it has opened the pipe
-    os.close(reader)
     sender = MemorySender(memory, writer, failure)
     groups.at_close(sender.close)
+    try:
+        gloo.send([torch.tensor([os.getpid(), reader])], DESTINATION, 0).wait()
+        gloo.recv([torch.zeros(1)], DESTINATION, 0).wait()  # it has opened the pipe
+    finally:
+        os.close(reader)
     return sender
 
 
@@ -173,8 +200,11 @@ def accept(gloo: Any, groups: Groups) -> MemoryReceiver | None:
     where = torch.zeros(2, dtype=torch.int64)
     gloo.recv([where], SOURCE, 0).wait()
     process, reader = where.tolist()
-    pipe = os.open(f"/proc/{process}/fd/{reader}", os.O_RDONLY)
-    gloo.send([torch.ones(1)], SOURCE, 0).wait()
+    try:
+        pipe = os.open(f"/proc/{process}/fd/{reader}", os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise dist.DistError("the sender is gone") from error
     receiver = MemoryReceiver(memory, pipe, groups.topology.timeout)
     groups.at_close(receiver.close)
+    gloo.send([torch.ones(1)], SOURCE, 0).wait()
     return receiver

@@ -23,8 +23,8 @@ from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.schedule import Program, Schedule, build, from_rows, verify
 from penstock.schedule.table import Cell
 from penstock.stage.copies import StageCopies
+from penstock.stage.exchange.neighbours import neighbours_of
 from penstock.stage.layers import Recompute
-from penstock.stage.neighbours import neighbours_of
 from penstock.stage.stage import Stage
 
 Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row

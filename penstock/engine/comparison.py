@@ -14,7 +14,7 @@ from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import MeshPosition
 from penstock.mesh.tensor_parallel import Plan
 from penstock.schedule import Schedule
-from penstock.stage.arguments import takes
+from penstock.stage.exchange.arguments import takes
 
 
 class Description(NamedTuple):

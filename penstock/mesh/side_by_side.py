@@ -8,7 +8,7 @@ from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.position import MeshPosition
 from penstock.stage.copies import StageCopies
-from penstock.stage.neighbours import Name
+from penstock.stage.exchange.neighbours import Name
 
 
 def side_by_side(

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.randomness import advance
-from penstock.stage.arguments import Arguments, Signature
 from penstock.stage.autocast import fresh_casts, outside_autocast
 from penstock.stage.auxiliary import Collected
 from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.split import Splitter
 from penstock.stage.copies import StageCopies
+from penstock.stage.exchange.arguments import Arguments, Signature
+from penstock.stage.exchange.messages import Messages, Received
+from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import Layers, Recompute
-from penstock.stage.messages import Messages, Received
-from penstock.stage.neighbours import Neighbours
 from penstock.stage.parameter_slot import installed
 from penstock.torch_private import run_backward
 
@@ -39,7 +39,7 @@ class Stage:
     `index` is its number, `module` what it computes, on `device`; `loss_fn(output, target)` the loss, on the last stage.
     `numbers` are those of its layers, `recompute` says what is run again in the backward: see `layers.py`.
     `neighbours` are the stages it is connected to, by default those of a chain.
-    `later`: keywords that stages after this one take (`arguments.py`).
+    `later`: keywords that stages after this one take (`exchange/arguments.py`).
     `merge`: weights' gradients that were put off may be summed in another order (see `backward/split.py`).
     `copies`: what other ranks have of the stage (see `copies.py`).
     `in_order`: microbatches' W come in the order of their I.

@@ -1,4 +1,4 @@
-"""Parameters that several stages share: found by identity, kept equal over the ranks; `neighbours.py` has their gradients."""
+"""Parameters that several stages share: found by identity, kept equal over ranks. Their gradients: `exchange/neighbours.py`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock.comms.point_to_point import recv_tensor, send_tensor
 from penstock.comms.topology import Topology
-from penstock.stage.neighbours import Name
+from penstock.stage.exchange.neighbours import Name
 
 
 def find(stages: Sequence[nn.Module]) -> list[list[Name]]:

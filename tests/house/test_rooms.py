@@ -11,7 +11,6 @@ ENTRIES = 13
 FULLER = {
     "penstock": "the rooms themselves, and what all of them use",
     "penstock/learn/labs": "a file for each lab",
-    "penstock/stage": "16 files that wait to be grouped",
 }
 MAPPED = {"penstock": "in README (test_readme.py)", "penstock.learn.labs": "in learn.catalog, for `penstock lab`"}
 PACKAGES = [module for module, path in MODULES.items() if path.name == "__init__.py"]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from penstock.comms.messages import wire
 from penstock.partition.graph_stage import GraphStage
-from penstock.stage.neighbours import Neighbours
+from penstock.stage.exchange.neighbours import Neighbours
+from penstock.stage.exchange.stage_input import StageInput
 from penstock.stage.parameter_slot import ParameterSlot, slots_of
-from penstock.stage.stage_input import StageInput
 
 
 class Received(NamedTuple):

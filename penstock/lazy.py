@@ -13,6 +13,7 @@ def face(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], 
     """
 
     def find(name: str) -> Any:
+        """The value of `name`, imported now and kept in the package."""
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{homes[name]}")

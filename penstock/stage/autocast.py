@@ -6,17 +6,18 @@ times, cast and not: autograd sums in the order in which nodes were made. So sta
 places get fresh casts; where one module uses its own parameter so, the last bits may differ.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-
 
 def outside_autocast(device: str) -> AbstractContextManager[Any]:
-    """Around a backward on `device` (a type): what autocast did to the forward is in the graph, no more is done to it."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+    """Around a backward on `device` (a type): what autocast did to the forward is in the graph, no more is done to it.
+
+    It costs something where there is nothing to leave: whoever calls has looked whether autocast is on.
+    """
+    return torch.autocast(device, enabled=False)
 
 
 def fresh_casts(device: str) -> None:

@@ -16,6 +16,7 @@ from penstock.schedule.rank_program import RankProgram, RankPrograms
 from penstock.stage.microbatch import shares, sizes
 
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
+CALLS = {True: "step()", False: "eval()"}  # what votes `training`; other calls exchange rows too
 
 
 class Vote(NamedTuple):
@@ -137,7 +138,7 @@ def check(votes: Sequence[Vote], position: MeshPosition) -> None:
     """Raises MismatchError if `votes`, of all ranks, do not fit together."""
     for rank, vote in enumerate(votes):
         if vote.training != votes[0].training:
-            calls = ["step()" if each.training else "eval()" for each in (votes[0], vote)]
+            calls = [CALLS.get(each.training, "another of the pipeline's methods") for each in (votes[0], vote)]
             raise MismatchError(f"the ranks do different things: rank 0 calls {calls[0]}, rank {rank} calls {calls[1]}")
         if vote.step != votes[0].step:
             raise MismatchError(

@@ -30,7 +30,7 @@ import torch
 
 from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.messages.channels import Channels
-from penstock.engine.actions import Actions, Ahead, explained, forward, messages
+from penstock.engine.actions import Actions, Acts, Ahead, explained, forward, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.averaging import average
 from penstock.engine.batch import Batch, Call, split
@@ -40,7 +40,7 @@ from penstock.engine.report import Ended, Outcome, conclude, peak_memory, weight
 from penstock.errors import ResourceError
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
-from penstock.schedule.program import Transfer
+from penstock.schedule.program import Step, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
 from penstock.stage.exchange.stage_input import handed_over
@@ -78,7 +78,7 @@ class Engine:
         """
         between = time.perf_counter() - self._ended if self._ended else 0.0
         channels = self.channels
-        self._forget()
+        self.forget()
         batch = split(call, self.position, self.schedule)
         with waiting("for the replicas to begin the step"):
             begin([self.stages[index].copies for index in self._whole.stages])
@@ -96,7 +96,8 @@ class Engine:
 
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
-        self._run(actions, channels, clock, ahead, measurement)
+        acts = measurement.around(actions.acts) if measurement else actions.acts
+        self.run(agreed.program.steps, acts, channels, clock, ahead)
         averaging = average(list(self.stages.values()), self.parameters, self.tied, self.position, batch.training)
 
         outcome = self._conclude(actions, clock, measurement, (between, averaging))
@@ -127,16 +128,13 @@ class Engine:
         clock.ahead = 1
         return Ahead(microbatch, [made], stage.auxiliary)
 
-    def _run(
-        self, actions: Actions, channels: Channels, clock: Clock, ahead: Ahead | None, measurement: MemoryMeasurement | None
-    ) -> None:
+    def run(self, steps: Sequence[Step], acts: Acts, channels: Channels, clock: Clock, ahead: Ahead | None = None) -> None:
         """The clock cycle: for each line of the program post, take, act, send."""
         incoming, outgoing, handed = channels.incoming, channels.outgoing, dict[Transfer, Any]()
-        acts = measurement.around(actions.acts) if measurement else actions.acts
         elsewhere = not all(stage.copies.ready for stage in self.stages.values())  # parameters, before a stage's first action
         made: Any = ahead.made.pop() if ahead else None
         try:
-            for action, receives, needs, gives in actions.agreed.program.steps:
+            for action, receives, needs, gives in steps:
                 for transfer in receives:
                     incoming[transfer.source].post(transfer)
                 if made is None:
@@ -183,7 +181,7 @@ class Engine:
             self._connected = self.control.generation, Channels(self.programs.program, self.position.pipeline, groups)
         return self._connected[1]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Let go of whatever a step that failed has left."""
         for stage in self.stages.values():
             stage.forget()

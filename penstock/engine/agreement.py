@@ -16,7 +16,7 @@ from penstock.schedule.rank_program import RankProgram, RankPrograms
 from penstock.stage.microbatch import shares, sizes
 
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
-CALLS = {True: "step()", False: "eval()"}  # what votes `training`; other calls exchange rows too
+CALLS = {1.0: "step()", 0.0: "eval()"}  # what votes `training`; other methods exchange rows too
 
 
 class Vote(NamedTuple):

@@ -9,14 +9,17 @@ from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.schedule.families.controllable_memory import v_half, v_min
-from penstock.schedule.families.dualpipe_v import dualpipe_v
-from penstock.schedule.families.gpipe import gpipe
-from penstock.schedule.families.interleaved import interleaved_1f1b
-from penstock.schedule.families.looped_bfs import looped_bfs
-from penstock.schedule.families.naive import naive
-from penstock.schedule.families.one_f_one_b import one_f_one_b
-from penstock.schedule.families.zb_v import zb_v
-from penstock.schedule.families.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from penstock.schedule.families.one_f_one_b import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+)
+from penstock.schedule.families.two_chunks import dualpipe_v, zb_v
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import PLACEMENTS, Cell, collector_paused
 from penstock.schedule.verify import verify

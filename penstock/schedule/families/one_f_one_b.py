@@ -1,8 +1,39 @@
-"""1F1B: as soon as a microbatch can go back, it does."""
+"""From naive to zero bubble: first some forwards, then one forward and one backward in turn.
+
+The schedules differ in how many forwards come first, in the order in which microbatches pass a rank's stages, and in whether
+the weight gradients are put off: they wait for nobody, so they fill what would be idle.
+"""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
+
+Place = tuple[int, int]  # stage, microbatch
+
+
+def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """Stop and wait: `for m: F m, B m`.
+
+    Any P, any M. Bubble (P-1) M T, T = one rank's forward and backward of one microbatch: only one rank works at a time.
+    One activation in flight. It is what a model cut by hand does without a schedule.
+
+        rank 0 | F0 .. .. B0 F1 .. .. B1
+        rank 1 | .. F0 B0 .. .. F1 B1 ..
+    """
+    return _in_turn(_passes(rank, ranks, microbatches), first=0)
+
+
+def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965).
+
+    Any P, any M. Bubble (P-1) T, T = one rank's forward and backward of one microbatch. M activations in flight on every
+    rank. The backwards run in ascending order, so that all schedules sum gradients alike.
+
+        rank 0 | F0 F1 F2 .. .. B0 B1 B2
+        rank 1 | .. F0 F1 F2 B0 B1 B2 ..
+    """
+    return _in_turn(_passes(rank, ranks, microbatches), first=microbatches)
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -14,10 +45,111 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 0 | F0 F1 .. B0 F2 B1 .. B2
         rank 1 | .. F0 B0 F1 B1 F2 B2 ..
     """
-    warmup = min(ranks - 1 - rank, microbatches)
-    for microbatch in range(warmup):
-        yield Action(Kind.F, rank, microbatch)
-    for microbatch in range(microbatches):
-        if warmup + microbatch < microbatches:
-            yield Action(Kind.F, rank, warmup + microbatch)
-        yield Action(Kind.B, rank, microbatch)
+    return _in_turn(_passes(rank, ranks, microbatches), first=ranks - 1 - rank)
+
+
+def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2) -> Iterator[Action]:
+    """All forwards stage by stage, then all backwards, breadth first (Lamy-Poirier 2022, arXiv 2211.05953).
+
+    Any P, V and M. Bubble (P-1) T / V for M >= P. M microbatches in flight, as GPipe. The backwards run in ascending order
+    of microbatches, so that all schedules sum gradients alike.
+
+        rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 2B1 0B0 0B1
+        rank 1 | .. 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 ..
+    """
+    passes = _passes(rank, ranks, microbatches, stages_per_rank, group_size=microbatches)
+    return _in_turn(passes, first=len(passes.forwards))
+
+
+def interleaved_1f1b(
+    rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int | None = None
+) -> Iterator[Action]:
+    """1F1B over V stages on each rank (Narayanan et al. 2021, arXiv 2104.04473).
+
+    Microbatches pass in groups of g: a group goes through all of a rank's stages before the next one enters. Warm up with
+    w = min(MV, 2(P-1-r) + (V-1)g) forwards; then, for each backward: the next forward if there is one, the next backward.
+    Any P, V and M; g = P where P divides M, else the batch is cut into M // P groups, as equal as they can be.
+    Bubble (P-1) T / V, 1F1B's over V, for V times the messages. In flight on rank r, in microbatches:
+    ((V-1)P + 2(P-1-r) + 1)/V.
+
+        rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 .. 2B1 .. 0B0 .. 0B1
+        rank 1 | .. 1F0 1F1 3F0 3B0 3F1 3B1 1B0 .. 1B1
+    """
+    passes = _passes(rank, ranks, microbatches, stages_per_rank, group_size)
+    return _in_turn(passes, first=2 * (ranks - 1 - rank) + (stages_per_rank - 1) * passes.group_size)
+
+
+def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """1F1B with the weight gradients put off, in 1F1B's memory (Qi et al. 2023, arXiv 2401.10241).
+
+    F x (P-1-r); then for b in 0..M-1: the next F if there is one; I b; the next W if b >= r; then the W left. Any P, any M.
+    Bubble (P-1)(F + I - W) for M >= P and F, I >= W. P activations in flight.
+
+        rank 0 | F0 F1 .. I0 W0 F2 .. I1 W1 I2 W2
+        rank 1 | .. F0 I0 F1 I1 W0 F2 I2 W1 W2
+    """
+    return _in_turn(_passes(rank, ranks, microbatches), first=ranks - 1 - rank, weights_behind=rank)
+
+
+def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """Zero bubble by span, for twice 1F1B's memory (Qi et al. 2023, arXiv 2401.10241).
+
+    As zb-h1 with F x 2(P-1-r) first, and W from b >= 2r on. Any P, any M. For M >= 2P-1 the longest span of a rank has the
+    bubble (P-1)(F + I - 2W): none at F = I = W. The makespan has zb-h1's: ranks start and end at different times, so the
+    gain is real only where no barrier (a norm over all ranks, an ordinary optimizer step) stands between two steps.
+    2P-1 activations in flight.
+
+        rank 0 | F0 F1 F2 .. I0 W0 I1 W1 I2 W2
+        rank 1 | .. F0 I0 F1 I1 F2 I2 W0 W1 W2
+    """
+    return _in_turn(_passes(rank, ranks, microbatches), first=2 * (ranks - 1 - rank), weights_behind=2 * rank)
+
+
+def interleaved_zb(
+    rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2, group_size: int | None = None
+) -> Iterator[Action]:
+    """Interleaved 1F1B with the weight gradients put off (PyTorch's InterleavedZeroBubble).
+
+    In the order of interleaved-1f1b: w = min(MV, (V-1)g + (P-1-r)) forwards; then for each b: the next F if there is one,
+    I b, the next W if b >= r; then the W left. Any P, V and M; groups as there. Bubble (P-1)(F + I - W) / V. P microbatches
+    in flight. Sensitive to the cost of sends: see `penstock show --send`.
+
+        rank 0 | 0F0 0F1 2F0 2F1 .. 2I0 2W0 2I1 2W1 .. 0I0 0W0 0I1 0W1
+        rank 1 | .. 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    """
+    passes = _passes(rank, ranks, microbatches, stages_per_rank, group_size)
+    return _in_turn(passes, first=(stages_per_rank - 1) * passes.group_size + ranks - 1 - rank, weights_behind=rank)
+
+
+class _Passes(NamedTuple):
+    """In which order microbatches pass the stages of a rank: a group through all its stages, then the next group."""
+
+    group_size: int
+    forwards: list[Place]
+    backwards: list[Place]
+
+
+def _passes(rank: int, ranks: int, microbatches: int, stages_per_rank: int = 1, group_size: int | None = None) -> _Passes:
+    """Without a `group_size` M microbatches make M // P groups (one, if M < P), as equal as they can be."""
+    size = group_size or -(-microbatches // max(1, microbatches // ranks))
+    groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
+    down, up = (range(rank, ranks * stages_per_rank, ranks)[::step] for step in (1, -1))
+    return _Passes(size, *([(stage, m) for group in groups for stage in stages for m in group] for stages in (down, up)))
+
+
+def _in_turn(passes: _Passes, first: int, weights_behind: int | None = None) -> Iterator[Action]:
+    """`first` forwards, as far as there are so many; then in turn the next forward, while there is one, and the next backward.
+
+    With `weights_behind` a backward is I, and then the W of so many backwards ago; the W left come last.
+    """
+    _, forwards, backwards = passes
+    for place in forwards[:first]:
+        yield Action(Kind.F, *place)
+    for index, place in enumerate(backwards):
+        if first + index < len(forwards):
+            yield Action(Kind.F, *forwards[first + index])
+        yield Action(Kind.B if weights_behind is None else Kind.I, *place)
+        if weights_behind is not None and index >= weights_behind:
+            yield Action(Kind.W, *backwards[index - weights_behind])
+    for place in backwards[-weights_behind:] if weights_behind else ():
+        yield Action(Kind.W, *place)

@@ -1,4 +1,4 @@
-"""The next actions of a rank that has two stages, chunk 0 and chunk 1, for rules that say what comes next and not which."""
+"""ZB-V and DualPipeV: two stages on each rank, down and back up, by rules that say what comes next and not which."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -6,7 +6,61 @@ from collections.abc import Iterator
 from penstock.schedule.table import Action, Cell, Kind
 
 
-class TwoChunks:
+def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
+    """Zero bubble in 1F1B's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
+
+    Rank r has the stages r (chunk 0) and 2P-1-r (chunk 1), so the last stage stands beside the first and the backward starts
+    at once. With n = max(M, 2P-1), microbatches from M on left out at the end:
+
+        F0 x (2(P-r)-1); (F1 F0) x r; (F1 I1 W1) x (P-r)
+        while F1 < F0 or F0 < n: [F0 if F0 < n] I0 W0 F1 I1 W1
+        (I0 I1) x r; (I0 W0) x (P-r); the W1 left; the W0 left
+
+    Any P, any M. At F = I = W the span has no bubble, the makespan (P-1) F/2 (F of a whole rank). P microbatches in flight.
+    """
+    row = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches)
+    wanted = max(microbatches, 2 * ranks - 1)
+    yield from row.run(*["F0"] * (2 * (ranks - rank) - 1))
+    yield from row.run(*["F1", "F0"] * rank)
+    yield from row.run(*["F1", "I1", "W1"] * (ranks - rank))
+    while row.done["F1"] < row.done["F0"] or row.done["F0"] < wanted:
+        if row.done["F0"] < wanted:
+            yield from row.run("F0")
+        yield from row.run("I0", "W0", "F1", "I1", "W1")
+    yield from row.run(*["I0", "I1"] * rank)
+    yield from row.run(*["I0", "W0"] * (ranks - rank))
+    yield from row.run(*["W1"] * len(row.put_off), *["W0"] * len(row.put_off))
+
+
+def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
+    """Overlaps forward and backward of different microbatches (DeepSeek's DualPipe, arXiv 2412.19437, cut in half).
+
+    Rank r has the stages r (chunk 0) and 2P-1-r (chunk 1). With {a, b} a pair that may overlap, Fc, Bc, Ic, W the next of
+    their kind on chunk c (W: the oldest put off, if any), and n = max(M, 2P), microbatches from M on left out at the end:
+
+        1  F0 x 2(P-r-1)                  2  (F0 F1) x (r+1)               3  (I1 W F1) x (P-r-1)
+        4  ({F0 B1} {F1 B0}) x (n-2P+r+1), on rank P-1 F0 then B1 the first time
+        5  (B1 {F1 B0}) x (P-r-1)         6  (B1 B0) x (r+1), in its second half I for B
+        7  (W I0) x (P-r-1)               8  W x (r+1)
+
+    Any P, any M. Bubble (P-1)(F&B + B - 3W) per chunk for M >= 2P, F&B the time of an overlapped pair. (2P+1)/2 microbatches
+    in flight.
+    """
+    row, wanted = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches), max(microbatches, 2 * ranks)
+    after, half, odd = ranks - rank - 1, (rank + 1) // 2, (rank + 1) % 2
+    yield from row.run(*["F0"] * (2 * after))
+    yield from row.run(*["F0", "F1"] * (rank + 1))
+    yield from row.run(*["I1", "W", "F1"] * after)
+    for index in range(wanted - 2 * ranks + rank + 1):
+        first = ["F0", "B1"] if index == 0 and after == 0 else ["F0+B1"]
+        yield from row.run(*first, "F1+B0")
+    yield from row.run(*["B1", "F1+B0"] * after)
+    yield from row.run(*["B1", "B0"] * half, *["B1", "I0"] * odd, *["I1", "I0"] * half)
+    yield from row.run(*["W", "I0"] * after)
+    yield from row.run(*["W"] * (rank + 1))
+
+
+class _TwoChunks:
     """What a rank has done so far. Microbatches from M = `microbatches` on are counted, and left out."""
 
     def __init__(self, stages: tuple[int, int], microbatches: int) -> None:
@@ -20,22 +74,19 @@ class TwoChunks:
             real = [action for action in map(self._next, cell.split("+")) if action and action.microbatch < self.microbatches]
             if len(real) == 2:
                 yield real[0], real[1]
-            elif real:
-                yield real[0]
+            else:
+                yield from real
 
     def _next(self, name: str) -> Action | None:
-        letter, chunk = name[0], name[1:]
-        if letter == "W":
+        kind, chunk = Kind(name[0]), name[1:]
+        if kind is Kind.W:
             found = (action for action in self.put_off if not chunk or action.stage == self.stages[int(chunk)])
             if action := next(found, None):
                 self.put_off.remove(action)
             return action
-        counted = "F" + chunk if letter == "F" else "B" + chunk
-        action = Action(_KINDS[letter], self.stages[int(chunk)], self.done[counted])
+        counted = "F" + chunk if kind is Kind.F else "B" + chunk
+        action = Action(kind, self.stages[int(chunk)], self.done[counted])
         self.done[counted] += 1
-        if letter == "I":
+        if kind is Kind.I:
             self.put_off.append(action._replace(kind=Kind.W))
         return action
-
-
-_KINDS = {kind.value: kind for kind in Kind}

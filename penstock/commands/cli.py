@@ -3,6 +3,7 @@
 Only that command is imported, so that those that need little answer at once.
 """
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Union
 
 import tyro
 
+from penstock import __version__
 from penstock.errors import PenstockError
 
 
@@ -100,6 +102,7 @@ class Studio:
         serve(self.port, self.browser)
 
 
+ABOUT = "Pipeline-parallel training you can read, prove and see. `penstock --version` says which Penstock this is."
 COMMANDS = {  # name -> the module with its class, which is called after it
     "train": "train.command",
     "export": "cli",
@@ -118,11 +121,19 @@ def _command(name: str) -> Any:
 
 
 def _parsed(words: Sequence[str]) -> Any:
-    """The command that was typed, with its options; without one, what tyro says of all of them ends the program."""
-    name = words[0] if words else ""
-    if name not in COMMANDS:
+    """The command that was typed, with its options. Raises PenstockError if there is no such command.
+
+    Without a command, what tyro says of all of them ends the program.
+    """
+    words = words or ["--help"]
+    name = words[0]
+    if name.startswith("-"):
         every: Any = Union[*(Annotated[_command(each), tyro.conf.subcommand(each)] for each in COMMANDS)]
-        return tyro.cli(every, prog="penstock", description="Pipeline-parallel training you can read, prove and see.")
+        return tyro.cli(every, prog="penstock", description=ABOUT, args=words)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise PenstockError(f"there is no command {name!r}{meant}: choose from {', '.join(COMMANDS)}")
     command = _command(name)
     given: dict[str, Any] = {"default": command.of_run(words)} if name == "train" else {}
     return tyro.cli(command, prog=f"penstock {name}", args=words[1:], **given)
@@ -130,8 +141,11 @@ def _parsed(words: Sequence[str]) -> Any:
 
 def main() -> None:
     """Run the command that was typed; an error of Penstock's is one line and exit code 1, Ctrl-C is 130."""
+    words = sys.argv[1:]
+    if words == ["--version"]:
+        return print(f"penstock {__version__}")
     try:
-        _parsed(sys.argv[1:]).run()
+        _parsed(words).run()
     except PenstockError as error:
         sys.exit(f"penstock: {error}")
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """The face: a model cut over the ranks that trains like the whole one."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,16 +19,17 @@ from penstock.engine.comparison import compared, describe
 from penstock.engine.cut import agreed_cut
 from penstock.engine.report import Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
-from penstock.errors import PenstockError
+from penstock.errors import MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
+from penstock.mesh.sampler import ReplicaSampler
 from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.materialise import Init
 from penstock.randomness import aside
 from penstock.schedule import Event, MeasuredTimeline, Schedule, verify
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.transform import with_full_backwards
-from penstock.stage import microbatch, tied
+from penstock.stage import tied
 from penstock.stage.layers import Recompute, evaluating
 from penstock.stage.parameters import Parameters
 
@@ -149,19 +150,45 @@ class Pipeline:
 
     # -- training and evaluation ------------------------------------------------------------------------------------
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        scale: float = 1.0,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Forward and backward of one batch; gradients are added to the parameters' `.grad`. Returns the loss, everywhere.
 
-        `args` and `kwargs` are the first stage's input, any tree of tensors with the same number of rows; `target` is the
-        loss's, likewise. Only the first stage's rank reads the inputs and only the last one's the target. The loss is the
-        mean over the whole batch, a scalar in the loss's dtype. A batch of fewer rows than microbatches runs as many
-        microbatches as it has rows.
+        args, kwargs
+            The first stage's input, any tree of tensors with the same number of rows. A keyword of the model's that has the
+            name of one of those below is given by position.
+        target
+            The loss's, likewise. Only the first stage's rank reads the inputs and only the last one's the target: others may
+            pass None. Where both are given the target, they compare some of its values.
+        scale
+            What the gradients are multiplied by, the same on every rank: 1/k adds those of the mean over k batches up in k
+            calls (docs/data.md). The loss is not scaled.
+        losses
+            A list that gets each microbatch's loss instead of what it holds, in the order of the rows, on every rank that gives
+            one; NaN for a microbatch that counts nothing. With replicas, those of this one.
+        return_outputs
+            Return (loss, outputs): the batch's, detached, on the last stage's rank, None on the others.
+
+        The loss is the mean over the whole batch, a scalar in the loss's dtype, detached: the backward has been done. A batch
+        of fewer rows than microbatches runs as many microbatches as it has rows.
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
         LostRankError when a rank dies or is silent. After the first two the next step works, unless there is an axis dp or tp;
         the gradients of the failed one are incomplete.
         """
-        return self._run(args, kwargs, target, training=True).loss
+        outcome = self._run(
+            True, args, kwargs, target, scale=scale, wants_losses=losses is not None, wants_outputs=return_outputs
+        )
+        if losses is not None:
+            losses[:] = outcome.losses
+        return (outcome.loss, outcome.joined()) if return_outputs else outcome.loss
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Forward only, modules in evaluation mode; touches no gradient and no buffer.
@@ -170,13 +197,12 @@ class Pipeline:
         the loss on every rank. Raises as `step` does.
         """
         with evaluating(list(self.stages.values())):
-            outcome = self._run(args, kwargs, target, training=False)
-        outputs = microbatch.join(outcome.outputs) if outcome.outputs else None
-        return outputs if target is None else (outputs, outcome.loss)
+            outcome = self._run(False, args, kwargs, target, wants_outputs=True)
+        return outcome.joined() if target is None else (outcome.joined(), outcome.loss)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, training: bool) -> Outcome:
+    def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **wanted: Any) -> Outcome:
         settings = self.loss_fn is not None, self.loss_weight, self.seed, self.scaler
-        call = Call(training, args, kwargs, target, self.step_count, *settings)
+        call = Call(training, args, kwargs, target, self.step_count, *settings, **wanted)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         with self._together(), aside(self.topology.device) if draws else nullcontext():
             self._engine.offset = self.skew.offset
@@ -197,6 +223,22 @@ class Pipeline:
             yield
         except BaseException as error:
             self._control.fail(error)
+
+    def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
+        """Which rows of `dataset` this rank's loader reads: the same on all ranks of a pipeline, others on each replica.
+
+            loader = DataLoader(dataset, batch_size=32, sampler=pipe.sampler(dataset))  # rows of one replica's batch
+
+        Each iteration is the next epoch, `shuffle` makes each another shuffle, which depends on `seed` and the epoch only, and
+        `set_epoch(n)` goes on at epoch n. Every replica gets len(dataset) // dp rows an epoch; the rows left over come first
+        in the next. See docs/data.md.
+
+        Raises MismatchError for a dataset without a length, or with fewer rows than replicas.
+        """
+        if not hasattr(dataset, "__len__"):
+            told = f"a {type(dataset).__name__} has no length to sample from"
+            raise MismatchError(f"{told}: let it share its rows out itself, by pipe.position.replica of pipe.position.replicas")
+        return ReplicaSampler(len(dataset), self.position.replica, self.position.replicas, shuffle, seed)
 
     # -- parameters: see parameters.py ------------------------------------------------------------------------------
 

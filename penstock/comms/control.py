@@ -22,7 +22,7 @@ from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import LostRankError, PenstockError, ResourceError
 
 EXCHANGE_TAG, NUMBER_TAG = 1, 2
-WIDEST = 9  # numbers of a row
+WIDEST = 11  # numbers of a row
 
 
 class WaitFailed(PenstockError):

@@ -10,9 +10,11 @@ from penstock.comms.control import WaitFailed
 from penstock.comms.groups import is_of_transport
 from penstock.engine.agreement import Agreed
 from penstock.engine.batch import Batch
+from penstock.engine.report import Losses
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
+from penstock.torch_private import tree_map
 
 Acts = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]]  # (action, values) -> what it makes, for each taker
 
@@ -32,7 +34,7 @@ class Actions:
         self.stages, self.last, self.batch, self.agreed = stages, last, batch, agreed
         self.program, self.weights, self.skipped = agreed.program, agreed.weights, agreed.without_backward
         self.losses: dict[int, Tensor] = {}  # by microbatch
-        self.outputs: dict[int, Any] = {}  # by microbatch, in evaluation
+        self.outputs: dict[int, Any] = {}  # by microbatch, if they are wanted
         self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
         for stage in stages.values():
             stage.copies.alike = agreed.alike
@@ -56,8 +58,8 @@ class Actions:
             self.auxiliary += [(microbatch, value) for value in stage.auxiliary]
         if index < self.last:
             return messages(stage, output)
-        if not batch.training:
-            self.outputs[microbatch] = output
+        if batch.call.wants_outputs:
+            self.outputs[microbatch] = tree_map(_detached, output)
         if batch.targets and microbatch not in self.skipped:
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
         return ()
@@ -82,6 +84,16 @@ class Actions:
         if microbatches := self.program.weights[action]:
             self.stages[action.stage].backward_weight(microbatches, action in self.program.last)
         return ()
+
+    def told(self) -> Losses:
+        """What the others are told of the losses when the step ends; each microbatch's own only if a rank wants it."""
+        own = {number: loss.item() for number, loss in self.losses.items()} if self.agreed.wants_losses else {}
+        auxiliary = [(number, loss.item(), self.weights[number]) for number, loss in self.auxiliary] if self.weights else []
+        return Losses(own, auxiliary)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def forward(stage: Stage, batch: Batch, microbatch: int, values: Sequence[Any], keep: bool, split: bool) -> Any:

@@ -1,14 +1,13 @@
 """What all ranks agree on before a step's data flows: each tells a vote, and reads the same from all votes."""
 
-import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.comms.control import Control
 from penstock.comms.messages.channels import Specs
-from penstock.engine.batch import NOTHING, Batch
+from penstock.engine.batch import NOTHING, Batch, digest
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
@@ -16,24 +15,29 @@ from penstock.schedule.rank_program import RankProgram, RankPrograms
 from penstock.stage.microbatch import shares, sizes
 
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
-CALLS = {1.0: "step()", 0.0: "eval()"}  # what votes `training`; other methods exchange rows too
+CALLS = {1.0: "step()", 0.0: "eval()"}  # what votes `training`: other methods exchange rows too
+OTHER = "another of the pipeline's methods"
 
 
 class Vote(NamedTuple):
     """What one rank says of the step it is about to run; numbers, which travel as float64."""
 
     training: float
-    step: float
     rows: float
     target_rows: float
     counts: float  # how many it has
     signature: float  # of the inputs: a fingerprint
     modes: float  # of what else on this rank decides what its stages send: a fingerprint
+    step: float
+    scale: float  # of the gradients, as the user gave it
+    wants_losses: float  # of each microbatch
+    inputs: float  # a fingerprint of their values; 0: not looked at
+    target: float  # likewise
 
     @property
     def kind(self) -> tuple[float, ...]:
         """What is the same in every step of the same kind."""
-        return self[:1] + self[2:]
+        return self[:6]
 
 
 class Known(NamedTuple):
@@ -50,6 +54,7 @@ class Agreed(NamedTuple):
     weights: Sequence[float]  # of each microbatch in the loss over all replicas, if there is a target
     without_backward: frozenset[int]  # microbatches of weight 0
     alike: bool  # whether all replicas have as many microbatches, and the same ones of weight 0
+    wants_losses: bool  # of each microbatch, on some rank
     kind: tuple[object, ...]
     known: Known | None  # None in the first step of its kind
 
@@ -64,14 +69,18 @@ class Agreement:
 
     def tell(self, batch: Batch, modes: bytes, what: str) -> Vote:
         """Send this rank's vote without waiting; `what` says what for, should it fail."""
+        call = batch.call
         vote = Vote(
-            batch.training,
-            batch.step,
+            call.training,
             batch.rows,
             batch.target_rows,
             len(batch.counts),
             fingerprint(batch.signature.encode()) if batch.signature else 0,
             fingerprint(modes),
+            call.step,
+            call.scale,
+            call.wants_losses,
+            *batch.seen,
         )
         self.control.tell(vote, what)
         return vote
@@ -96,6 +105,7 @@ class Agreement:
             weights=weights[mine],
             without_backward=skipped[mine],
             alike=len({(len(each), skips) for each, skips in zip(microbatches, skipped, strict=True)}) == 1,
+            wants_losses=any(vote.wants_losses for vote in votes),
             kind=kind,
             known=self._recalled(kind),
         )
@@ -128,22 +138,21 @@ class Agreement:
         return [shares(each, total) for each in counts]
 
 
-@lru_cache(256)
-def fingerprint(text: bytes) -> int:
-    """A number of 48 bits for `text`, the same in every process, exact in a float64."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+fingerprint = lru_cache(256)(digest)  # of texts that come again and again
 
 
 def check(votes: Sequence[Vote], position: MeshPosition) -> None:
     """Raises MismatchError if `votes`, of all ranks, do not fit together."""
-    for rank, vote in enumerate(votes):
-        if vote.training != votes[0].training:
-            calls = [CALLS.get(each.training, "another of the pipeline's methods") for each in (votes[0], vote)]
-            raise MismatchError(f"the ranks do different things: rank 0 calls {calls[0]}, rank {rank} calls {calls[1]}")
-        if vote.step != votes[0].step:
-            raise MismatchError(
-                f"the ranks are apart: rank 0 is at step {votes[0].step:.0f}, rank {rank} at step {vote.step:.0f}"
-            )
+    alike: dict[str, tuple[str, Callable[[float], str]]] = {
+        "training": ("do different things", lambda call: f"calls {CALLS.get(call, OTHER)}"),
+        "step": ("are apart", lambda step: f"is at step {step:.0f}"),
+        "scale": ("do not scale their gradients alike", lambda scale: f"has scale={scale:.6g}"),
+    }
+    for name, (differ, said) in alike.items():
+        first, *others = [getattr(vote, name) for vote in votes]
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise MismatchError(f"the ranks {differ}: rank 0 {said(first)}, rank {rank} {said(other)}")
     for replica, pipelines in enumerate(position.pipelines):
         _check_batch(votes, pipelines, f"replica {replica}: " if position.replicas > 1 else "")
     for copies in position.stages:
@@ -168,6 +177,25 @@ def _check_batch(votes: Sequence[Vote], pipelines: Sequence[Sequence[int]], wher
             raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
     if len({_said(votes, ranks, "signature") for ranks in pipelines}) > 1:
         raise MismatchError(f"{where}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
+    everyone = [rank for ranks in pipelines for rank in ranks]
+    readers = [rank for rank in everyone if votes[rank].rows != NOTHING]  # of the inputs
+    _check_values(votes, everyone, "target", where)
+    _check_values(votes, readers if all(votes[rank].target for rank in readers) else everyone, "inputs", where)
+
+
+def _check_values(votes: Sequence[Vote], ranks: Sequence[int], what: str, where: str) -> None:
+    """Inputs of some rows must not meet the target of others.
+
+    Where a rank that reads the inputs was given their target, that is all there is to compare: inputs that nobody reads may
+    differ, by a random crop for instance.
+    """
+    told = [rank for rank in ranks if getattr(votes[rank], what)]
+    for rank in told:
+        if getattr(votes[rank], what) != getattr(votes[told[0]], what):
+            raise MismatchError(
+                f"{where}rank {rank}'s batch is another than rank {told[0]}'s: they were given different values as {what}. "
+                "Give both the same rows (pipe.sampler(dataset), one seed for all loaders), or None where they are not read"
+            )
 
 
 def _said(votes: Sequence[Vote], ranks: Sequence[int], what: str) -> float:

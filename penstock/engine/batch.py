@@ -1,9 +1,12 @@
 """What goes into a step: the user's call, and from it this rank's share of the batch, split into microbatches."""
 
+import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
@@ -11,8 +14,10 @@ from penstock.mesh.position import MeshPosition
 from penstock.randomness import mix
 from penstock.schedule.table import Table
 from penstock.stage import microbatch
+from penstock.torch_private import tree_leaves
 
 NOTHING = -1  # rows of a batch that this rank has no part of
+LOOKED_AT = 64  # values of a tensor that are compared between ranks
 
 
 class Call(NamedTuple):
@@ -27,13 +32,15 @@ class Call(NamedTuple):
     loss_weight: Callable[[Any], Any] | None = None
     seed: int | None = None
     scaler: torch.amp.GradScaler | None = None
+    scale: float = 1.0  # of the gradients, besides the scaler's
+    wants_losses: bool = False  # of each microbatch
+    wants_outputs: bool = False  # on the last stage's rank
 
 
 class Batch(NamedTuple):
     """This rank's share of it: what its actions work on, and what the other ranks must know."""
 
-    training: bool
-    step: int
+    call: Call
     inputs: Sequence[tuple[Any, Any]]  # (args, kwargs) of each microbatch, on the first stage's rank
     rows: int  # of the inputs there, else NOTHING
     signature: str  # of their structure, shapes and dtypes, there
@@ -42,10 +49,18 @@ class Batch(NamedTuple):
     counts: Sequence[float]  # what each microbatch counts in the loss, there and if it is not by rows
     seed: int | None  # of this step's random numbers, None for whatever the generator gives
     scale: float  # of all gradients
+    seen: tuple[int, int]  # fingerprints of the values of inputs and target on the ranks that read either, see `seen`
+
+    @property
+    def training(self) -> bool:
+        """Whether it is a step, not an evaluation."""
+        return self.call.training
 
 
 def split(call: Call, position: MeshPosition, schedule: Table) -> Batch:
     """This rank's share of the batch. Raises MismatchError for inputs or a target that do not fit."""
+    if not isinstance(call.scale, int | float) or not math.isfinite(call.scale):
+        raise MismatchError(f"step() cannot scale gradients by {call.scale!r}: give a number, 1/k for the mean over k batches")
     rank, device, most = position.pipeline.rank, position.pipeline.device, schedule.microbatches
     inputs: Sequence[tuple[Any, Any]] = ()
     targets: Sequence[Any] = ()
@@ -62,18 +77,37 @@ def split(call: Call, position: MeshPosition, schedule: Table) -> Batch:
             counts = microbatch.counts(targets, call.loss_weight)
     seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
-    return Batch(
-        call.training,
-        call.step,
-        inputs,
-        rows,
-        signature,
-        targets,
-        target_rows,
-        counts,
-        seed,
-        scale * position.replicas,  # whose gradients are averaged
-    )
+    scale *= call.scale * position.replicas  # whose gradients are averaged
+    ends = {schedule.placement[0], schedule.placement[-1]}
+    compares = rank in ends and (len(ends) > 1 or position.tp is not None)
+    values = (seen((call.args, call.kwargs)), seen(call.target)) if compares else (0, 0)
+    return Batch(call, inputs, rows, signature, targets, target_rows, counts, seed, scale, values)
+
+
+def seen(batch: Any) -> int:
+    """A fingerprint of some values of each tensor, the same in every process; 0 where there are none, or none to look at.
+
+    Nothing waits for a device: of a batch that is not on the CPU nothing is seen.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if not tensors or any(type(each) is not Tensor or each.layout != torch.strided or not each.is_cpu for each in tensors):
+        return 0
+    return digest(b"".join(map(_some_values, tensors)))
+
+
+def _some_values(tensor: Tensor) -> bytes:
+    """Of at most LOOKED_AT, those of up to 16 rows."""
+    left, slices = LOOKED_AT, []
+    for size in tensor.shape:
+        taken = min(size, left, 16) or 1
+        slices.append(slice(None, None, max(1, math.ceil(size / taken))))
+        left //= taken
+    return bytes(tensor[tuple(slices)].detach().contiguous().flatten().view(torch.uint8).tolist())
+
+
+def digest(text: bytes) -> int:
+    """A number of 48 bits for `text`, the same in every process, exact in a float64."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
 
 def _check_target(call: Call, rank: int) -> None:

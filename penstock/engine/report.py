@@ -14,6 +14,7 @@ from penstock.engine.clock import Clock
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Border, Event, MeasuredTimeline, Schedule, Size, Timeline
 from penstock.schedule.table import Action, Skip
+from penstock.stage import microbatch
 
 NOTHING = -1
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -38,11 +39,16 @@ class Outcome(NamedTuple):
     """What a step came to."""
 
     loss: Tensor  # of the whole batch, a scalar, the same on every rank
-    outputs: Sequence[Any]  # of each microbatch, on the last stage's rank in an evaluation
+    losses: Sequence[Tensor]  # of each microbatch of this pipeline, if a rank wants them
+    outputs: Sequence[Any]  # of each microbatch, on the last stage's rank if it wants them
     report: StepReport
     actions: Sequence[Action]  # what this rank ran
     clock: Clock  # and when
     sizes: Mapping[int, Size]  # stage -> bytes that a microbatch kept there, for this rank's stages where that is known
+
+    def joined(self) -> Any:
+        """The outputs of the whole batch; None where there are none."""
+        return microbatch.join(self.outputs) if self.outputs else None
 
 
 def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
@@ -95,25 +101,39 @@ class Ended(NamedTuple):
     averaging: float
 
 
-def conclude(
-    control: Control, position: MeshPosition, last_rank: int, mine: Ended, auxiliary: list[float], what: str
-) -> tuple[Tensor, StepReport]:
-    """The end of a step, reached by all ranks together: the loss and the times, the same on every rank.
+class Losses(NamedTuple):
+    """What one rank has of the microbatches' losses."""
 
-    `last_rank`, of every pipeline, has the loss; `auxiliary` are this rank's, weighted.
+    own: Mapping[int, float]  # microbatch -> its loss, on the last stage's rank, if a rank wants them
+    auxiliary: Sequence[tuple[int, float, float]]  # microbatch, an auxiliary loss of it, its weight
+
+
+def conclude(
+    control: Control, position: MeshPosition, last_rank: int, mine: Ended, losses: Losses, wanted: int, what: str
+) -> tuple[Tensor, list[Tensor], StepReport]:
+    """The end of a step, reached by all ranks together: losses and times, the same on every rank.
+
+    `last_rank`, of every pipeline, has the loss; of the first `wanted` microbatches each one's own is told.
     """
     everyone = [Ended(*row) for row in control.gather(mine, what)]
-    losses = [everyone[ranks[last_rank]] for ranks in position.counted]
-    value = losses[0].loss if len(losses) == 1 else math.fsum(each.loss for each in losses)
-    if any(each.auxiliary for each in everyone):  # summed exactly, so that it does not matter which rank has which
-        told = control.gather_objects(auxiliary, what)
-        value = math.fsum([value, *(term for ranks in position.counted for rank in ranks for term in told[rank])])
-    dtype = next((each.dtype for each in losses if each.dtype != NOTHING), 0)  # a replica may have nothing that counts
-    loss = torch.tensor(value, dtype=DTYPES[int(dtype)], device=control.topology.device)
-    ran = [each for each in everyone if each.end]  # a rank may have no stage
-    makespan = max(each.end for each in ran) - min(each.start for each in ran)
-    columns = (tuple(getattr(each, name) for each in everyone) for name in ("busy", "memory", "between", "averaging"))
-    return loss, StepReport(makespan, *columns)
+    ended = [everyone[ranks[last_rank]] for ranks in position.counted]
+    values, each = [one.loss for one in ended], list[float]()
+    if wanted or any(one.auxiliary for one in everyone):  # summed exactly, so that it does not matter which rank has which
+        told: list[Losses] = control.gather_objects(losses, what)
+        values += [loss * weight for ranks in position.counted for rank in ranks for _, loss, weight in told[rank].auxiliary]
+        each = [_of_microbatch([told[rank] for rank in position.counted[position.replica]], m) for m in range(wanted)]
+    dtype = DTYPES[int(next((one.dtype for one in ended if one.dtype != NOTHING), 0))]  # a replica may have nothing that counts
+    loss, *of_each = (torch.tensor(value, dtype=dtype, device=control.topology.device) for value in (math.fsum(values), *each))
+    ran = [one for one in everyone if one.end]  # a rank may have no stage
+    makespan = max(one.end for one in ran) - min(one.start for one in ran)
+    columns = (tuple(getattr(one, name) for one in everyone) for name in ("busy", "memory", "between", "averaging"))
+    return loss, of_each, StepReport(makespan, *columns)
+
+
+def _of_microbatch(told: Sequence[Losses], which: int) -> float:
+    """Its loss with its auxiliary ones; NaN for a microbatch that counts nothing."""
+    own = next((one.own[which] for one in told if which in one.own), math.nan)
+    return math.fsum([own, *(loss for one in told for number, loss, _ in one.auxiliary if number == which)])
 
 
 def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> tuple[float, int]:

@@ -163,15 +163,15 @@ class Engine:
         self, actions: Actions, clock: Clock, measurement: MemoryMeasurement | None, times: tuple[float, float]
     ) -> Outcome:
         """The loss and the times of all ranks; `times` are this rank's `between` and `averaging`, see `StepReport`."""
-        agreed, weights = actions.agreed, actions.agreed.weights
+        agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
-        auxiliary = [value.item() * weights[microbatch] for microbatch, value in actions.auxiliary] if weights else []
-        mine = Ended(*weighted_sum(actions.losses, weights), *clock.summary(), peak_memory(self.device), len(auxiliary), *times)
+        total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
+        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
-        loss, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, auxiliary, why)
+        loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
         sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
-        return Outcome(loss, outputs, report, ran, clock, sizes)
+        return Outcome(loss, of_each, outputs, report, ran, clock, sizes)
 
     @property
     def channels(self) -> Channels:

@@ -1,6 +1,7 @@
 """Pipelines side by side: the ranks that have a stage of this rank's share its rows (`dp`) or its products (`tp`).
 
 position         where this rank stands in the mesh
+sampler          which rows of a dataset each replica is given
 ddp              a stage that DistributedDataParallel holds equal
 fsdp             a stage whose parameters `fully_shard` has spread over its replicas
 data_parallel    the stages along `dp`, made one of the two, or by a function of the user's

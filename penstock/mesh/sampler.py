@@ -1,0 +1,47 @@
+"""Which rows of a dataset each replica is given, epoch by epoch: ranks of one pipeline the same, replicas none twice."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+from penstock.errors import MismatchError
+from penstock.randomness import mix
+
+
+class ReplicaSampler(Sampler[int]):
+    """Numbers of rows for a DataLoader, `DataLoader(dataset, batch_size, sampler=sampler)`: those of one replica.
+
+    Shuffle after shuffle of the whole dataset makes one long row of numbers, which replicas take in turns. No row is lost and
+    none doubled: where `rows` do not divide by `replicas`, those left over by one epoch are the first of the next, so that all
+    replicas have as many batches. Each iteration is the next epoch; `set_epoch` chooses it.
+
+    Raises MismatchError for fewer rows than replicas.
+    """
+
+    def __init__(self, rows: int, replica: int = 0, replicas: int = 1, shuffle: bool = True, seed: int = 0) -> None:
+        if rows < replicas:
+            raise MismatchError(f"{rows} rows cannot be shared out over {replicas} replicas (dp): each needs one")
+        self.rows, self.replica, self.replicas, self.shuffle, self.seed = rows, replica, replicas, shuffle, seed
+        self.epoch = 0  # the next iteration's
+
+    def __len__(self) -> int:
+        """Rows of this replica in an epoch."""
+        return self.rows // self.replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that of `epoch`, the ones after it follow: for a training that is resumed."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        """This replica's rows of one epoch."""
+        taken = len(self) * self.replicas
+        begin, self.epoch = self.epoch * taken, self.epoch + 1
+        first, last = begin // self.rows, (begin + taken - 1) // self.rows  # of the shuffles that the epoch takes from
+        numbers = [row for which in range(first, last + 1) for row in self._shuffled(which)]
+        return iter(numbers[begin - first * self.rows :][:taken][self.replica :: self.replicas])
+
+    def _shuffled(self, which: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.rows))
+        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(mix(self.seed, which))).tolist()

@@ -1,0 +1,289 @@
+"""What a step is given, and what it tells besides the loss: the same rows on all ranks, accumulation, losses, outputs."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from reference import accumulate, assert_same, data, gradients, make, merged
+from torch import nn
+
+import penstock as ps
+from penstock.engine.batch import LOOKED_AT, _some_values, seen
+from penstock.mesh.sampler import ReplicaSampler
+
+ROWS, M = 9, 4
+
+
+# -- the same rows -----------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_of_values_depends_on_them_and_on_no_layout():
+    tokens = torch.arange(32 * 1025).view(32, 1025)
+    assert seen(tokens[:, 1:]) == seen(tokens[:, 1:].clone()) == seen({"labels": tokens[:, 1:]})
+    others = [tokens, tokens + 1, tokens.flip(0), tokens[:9], tokens.float(), (tokens, tokens)]
+    assert len({seen(each) for each in others}) == len(others)
+    odd = [
+        torch.ones(()),
+        torch.ones(3, 0),
+        torch.ones(2) > 0,
+        torch.ones(2, dtype=torch.complex64),
+        torch.tensor(float("nan")),
+    ]
+    assert all(seen(each) == seen(each.clone()) > 0 for each in odd)
+
+
+def test_few_values_are_looked_at_and_none_where_that_would_wait():
+    for shape in ((1_000_000,), (33, 1025), (32, 3, 64, 64), (5, 2, 2, 2, 2, 2, 2, 2, 2)):
+        assert len(_some_values(torch.zeros(shape, dtype=torch.uint8))) <= LOOKED_AT
+    assert seen(None) == seen([3, "x"]) == 0
+    assert seen(torch.ones(3, device="meta")) == seen([torch.ones(3), torch.eye(3).to_sparse()]) == 0
+
+
+def other_target(rank, batch):
+    """Loaders of different seeds, with targets of different rows."""
+    return data("mlp", ROWS, seed=rank)
+
+
+def only_what_is_read(rank, batch):
+    return (batch[0], None) if rank == 0 else (None, batch[1])
+
+
+def other_crop(rank, batch):
+    """The same rows, whose inputs each rank has made noisy by itself."""
+    return batch[0] + rank, batch[1]
+
+
+def other_inputs(rank, batch):
+    """Rank 0 is given no target, and the last rank the inputs of other rows."""
+    return (batch[0], None) if rank == 0 else (batch[0] + 1, batch[1])
+
+
+def middle(rank, batch):
+    """A rank that reads nothing is given something else."""
+    return other_target(rank, batch) if rank == 1 else batch
+
+
+GIVEN = {other_target: "target", only_what_is_read: None, other_crop: None, other_inputs: "inputs", middle: None}
+
+
+def rank_data():
+    """Everything about the batch that takes three ranks, in one go."""
+    rank, batch = ps.comms.init_distributed().rank, data("mlp", ROWS)
+    told = {}
+    for given in GIVEN:
+        pipe = ps.Pipeline(*make("mlp"), "1f1b", M)
+        inputs, target = given(rank, batch)
+        try:
+            pipe.step(inputs, target=target)
+            told[given.__name__] = None
+        except ps.MismatchError as error:
+            told[given.__name__] = str(error)
+            pipe.step(batch[0], target=batch[1])  # the next step works
+    try:
+        pipe.step(batch[0], target=batch[1], scale=1 / (rank + 1))
+    except ps.MismatchError as error:
+        told["scale"] = str(error)
+    try:
+        pipe.step(batch[0], target=batch[1], scale=float("nan") if rank == 1 else 1.0)
+    except ps.MismatchError as error:
+        told["nan"] = str(error)
+    return told, rank_accumulates(), rank_is_told(batch, rank)
+
+
+def rank_accumulates():
+    found = {}
+    for schedule in ("1f1b", "zb-h1"):
+        for k in (2, 3):
+            pipe = ps.Pipeline(*make("mlp"), schedule, M)
+            losses = [
+                pipe.step(data("mlp", ROWS, seed)[0], target=data("mlp", ROWS, seed)[1], scale=1 / k) for seed in range(k)
+            ]
+            found[schedule, k] = losses, gradients(pipe.named_parameters())
+    return found
+
+
+def rank_is_told(batch, rank):
+    inputs, target = batch
+    pipe = ps.Pipeline(*make("mlp"), "interleaved-1f1b", M)
+    losses = ["what it held"] if rank else None  # rank 0 wants none
+    loss, outputs = pipe.step(inputs, target=target, losses=losses, return_outputs=True)
+    plain, few = pipe.step(inputs, target=target), []
+    pipe.step(inputs[:2], target=target[:2], losses=few)
+    return loss, losses, outputs, plain, few, pipe.last_rank == rank
+
+
+@pytest.fixture(scope="module")
+def everyone():
+    return ps.launch(rank_data, 3)
+
+
+@pytest.mark.ranks
+def test_inputs_of_some_rows_with_the_target_of_others_are_refused_by_name(everyone):
+    for told, *_ in everyone:
+        for given, what in GIVEN.items():
+            words = what and f"rank 2's batch is another than rank 0's: they were given different values as {what}. "
+            assert told[given.__name__] == words or told[given.__name__].startswith(words), given.__doc__
+
+
+@pytest.mark.ranks
+def test_ranks_that_scale_gradients_differently_are_told_so(everyone):
+    for told, *_ in everyone:
+        assert told["scale"] == "the ranks do not scale their gradients alike: rank 0 has scale=1, rank 1 has scale=0.5"
+        assert "step() cannot scale gradients by nan" in told["nan"]
+
+
+@pytest.mark.ranks
+def test_k_calls_with_scale_1_over_k_have_the_gradients_of_accumulation_in_one_process(everyone):
+    for schedule, k in everyone[0][1]:
+        whole, loss_fn = make("mlp")
+        losses = []
+        for seed in range(k):
+            pairs = list(zip(*(each.tensor_split(M) for each in data("mlp", ROWS, seed)), strict=True))
+            parts = [(loss_fn(whole(piece), target), len(target) / ROWS) for piece, target in pairs]
+            losses.append(sum(part.detach() * share for part, share in parts))
+            for part, share in parts:
+                part.backward(torch.full_like(part, share * (1 / k)))
+        expected = gradients(whole.named_parameters())
+        assert_same(merged([each[1][schedule, k][1] for each in everyone]), expected)
+        assert all(all(map(torch.equal, each[1][schedule, k][0], losses)) for each in everyone)  # not scaled
+
+
+@pytest.mark.ranks
+def test_with_one_microbatch_scale_is_what_multiplying_the_loss_is():
+    pipe, (inputs, target) = ps.Pipeline(*make("mlp"), "gpipe", 1), data("mlp", ROWS)
+    whole, loss_fn = make("mlp")
+    for _ in range(3):
+        pipe.step(inputs, target=target, scale=1 / 3)
+        (loss_fn(whole(inputs), target) * (1 / 3)).backward()
+    assert_same(gradients(pipe.named_parameters()), gradients(whole.named_parameters()))
+
+
+@pytest.mark.ranks
+def test_a_list_gets_each_microbatchs_loss_on_every_rank_that_gives_one(everyone):
+    (inputs, target), (whole, loss_fn) = data("mlp", ROWS), make("mlp")
+    expected = [loss_fn(whole(x), y).detach() for x, y in zip(inputs.tensor_split(M), target.tensor_split(M), strict=True)]
+    few = [loss_fn(whole(x), y).detach() for x, y in zip(inputs[:2].split(1), target[:2].split(1), strict=True)]
+    for rank, (*_, (loss, losses, _, plain, two, _)) in enumerate(everyone):
+        assert torch.equal(loss, plain)
+        assert losses is None if rank == 0 else len(losses) == M and all(map(torch.equal, losses, expected))
+        assert len(two) == 2
+        assert all(map(torch.equal, two, few))
+
+
+@pytest.mark.ranks
+def test_the_outputs_of_a_training_step_are_on_the_last_stages_rank_detached(everyone):
+    (inputs, _), (whole, _) = data("mlp", ROWS), make("mlp")
+    expected = torch.cat([whole(piece).detach() for piece in inputs.tensor_split(M)])
+    for *_, (_, _, outputs, _, _, last) in everyone:
+        assert (outputs is not None) == last
+        assert outputs is None or (torch.equal(outputs, expected) and not outputs.requires_grad)
+
+
+def counted(target):
+    return (target != -100).sum()
+
+
+class Asking(nn.Module):
+    def forward(self, hidden):
+        ps.auxiliary_loss(hidden.square().mean())
+        return hidden * 2
+
+
+@pytest.mark.ranks
+def test_a_microbatchs_loss_has_its_auxiliary_losses_and_is_nan_where_nothing_counts():
+    pipe = ps.Pipeline(nn.Sequential(Asking(), Asking()), nn.functional.cross_entropy, "gpipe", 3, counted)
+    inputs, target, losses = torch.eye(3), torch.tensor([1, -100, 2]), []
+    loss = pipe.step(inputs, target=target, losses=losses)
+    own = nn.functional.cross_entropy(inputs[:1] * 4, target[:1]) + 1 / 3 + 4 / 3
+    assert [each.isnan().item() for each in losses] == [False, True, False]
+    torch.testing.assert_close(losses[0], own)
+    torch.testing.assert_close((losses[0] + losses[2]) / 2, loss)
+
+
+# -- rows by replica ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "replicas"), [(12, 1), (12, 3), (11, 3), (5, 4), (4, 4), (7, 2)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_row_is_lost_or_doubled_over_epochs_and_replicas_have_as_many(rows, replicas, shuffle):
+    samplers = [ReplicaSampler(rows, replica, replicas, shuffle, seed=5) for replica in range(replicas)]
+    taken, epochs = [], 2 * rows
+    for _ in range(epochs):
+        each = [list(sampler) for sampler in samplers]
+        assert {len(numbers) for numbers in each} == {len(samplers[0])} == {rows // replicas}
+        taken += [numbers[place] for place in range(rows // replicas) for numbers in each]
+    shuffles = [taken[first : first + rows] for first in range(0, len(taken) - rows + 1, rows)]
+    assert all(sorted(numbers) == list(range(rows)) for numbers in shuffles)
+    assert (len({tuple(numbers) for numbers in shuffles}) > 1) == shuffle
+
+
+def test_each_iteration_is_the_next_epoch_and_a_resumed_one_goes_on_where_it_was_told():
+    sampler, again = ReplicaSampler(10, 1, 3), ReplicaSampler(10, 1, 3)
+    epochs = [list(sampler) for _ in range(5)]
+    assert epochs[0] != epochs[1]
+    again.set_epoch(3)
+    assert [list(again), list(again)] == epochs[3:]
+    assert list(ReplicaSampler(10, 1, 3, seed=1)) != epochs[0]
+
+
+def rank_samples():
+    mesh = ps.comms.init_mesh(pp=2, dp=2)
+    pipe = ps.Pipeline(make("mlp")[0], mesh=mesh, microbatches=2)
+    try:
+        pipe.sampler(range(1))
+    except ps.MismatchError as error:
+        return mesh.get_local_rank("dp"), list(pipe.sampler(range(10))), str(error)
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_a_pipeline_sample_the_same_rows_and_replicas_others():
+    everyone = ps.launch(rank_samples, 4)
+    by_replica = {replica: numbers for replica, numbers, _ in everyone}
+    assert all(numbers == by_replica[replica] for replica, numbers, _ in everyone)
+    assert sorted(by_replica[0] + by_replica[1]) == list(range(10))
+    assert {text for *_, text in everyone} == {"1 rows cannot be shared out over 2 replicas (dp): each needs one"}
+
+
+@pytest.mark.ranks
+def test_a_dataset_without_a_length_is_refused_with_what_to_do():
+    with pytest.raises(ps.MismatchError, match="no length to sample from: let it share its rows out itself"):
+        ps.Pipeline(make("mlp")[0], microbatches=2).sampler(iter([1]))
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def rank_page(blocks):
+    names = {"__name__": "a page"}
+    for block in blocks:
+        exec(compile(block, "data.md", "exec"), names)
+    last = names["train"]()
+    pipe = ps.Pipeline(*make("mlp"), "1f1b", M)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    batches = [data("mlp", ROWS, seed) for seed in range(4)]
+    names["accumulate"](pipe, optimizer, batches, k=2)
+    loss, losses, _, report = names["told"](pipe, *batches[0])
+    fields = {name: getattr(report, name) for name in re.findall(r"`(\w+)` \(", PAGE.partition("pipe.report` has")[2])}
+    return last, pipe.state_dict(), len(losses), loss.item(), len(fields)
+
+
+@pytest.mark.ranks
+def test_the_pages_code_runs_and_accumulates_as_one_process():
+    everyone = ps.launch(rank_page, 2, re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    whole, loss_fn = make("mlp")
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for pair in (range(2), range(2, 4)):
+        for seed in pair:
+            accumulate(whole, loss_fn, data("mlp", ROWS, seed), M)
+        for parameter in whole.parameters():
+            parameter.grad *= 0.5  # exact
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = accumulate(whole, loss_fn, data("mlp", ROWS, 0), M)
+    assert_same(merged([state for _, state, *_ in everyone]), whole.state_dict())
+    for last, _, count, told, fields in everyone:
+        assert last == everyone[0][0]
+        assert (count, told, fields) == (M, loss.item(), 5)  # makespan, busy, bubble, between, averaging

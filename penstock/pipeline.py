@@ -289,7 +289,7 @@ class Pipeline:
         with self._together():
             norms = self._parameters.gradient_norms(norm_type)
             everyone = self._control.gather_objects(norms, "to clip their gradients")
-        return self._parameters.clip(self._parameters.joined(everyone, norm_type), max_norm, norm_type)
+        return self._parameters.clip(everyone, max_norm, norm_type)
 
     def metrics(self) -> dict[str, float]:
         """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.

@@ -43,7 +43,7 @@ from penstock.mesh.position import MeshPosition
 from penstock.schedule.program import Step, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
-from penstock.stage.exchange.stage_input import handed_over
+from penstock.stage.graph import handed_over
 from penstock.stage.parameters import Parameters
 from penstock.stage.stage import Stage
 from penstock.stage.tied import TiedParameter

@@ -1,7 +1,7 @@
 """How a stage runs its module: layer by layer, each with random numbers of its own, and recomputed where that is asked for."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -56,7 +56,7 @@ class Layers:
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module's output. `seed` is of this step and microbatch; it moves the device's generator."""
         if self.recompute == "stage" and torch.is_grad_enabled():
-            return self._again(self._run, seed, self.module, args, kwargs)
+            return _again(self._run, seed, self.module, args, kwargs)
         return self._run(seed, args, kwargs)
 
     def _run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -70,8 +70,11 @@ class Layers:
         if has_hooks(self.module) and not hasattr(self.module, "unshard"):  # those of `fully_shard` want a whole
             if seed is not None:  # hooks may draw too; ~index is no layer's number
                 self.generator.manual_seed(advance(seed, ~self.index))
-            with _forward_of(self.module, partial(self._through, self._layers, seed)):
+            self.module.forward = partial(self._through, self._layers, seed)
+            try:
                 return self.module(*args)
+            finally:
+                del self.module.forward
         return self._through(self._layers, seed, args[0])
 
     def _through(self, layers: Iterable[tuple[int, nn.Module]], seed: int | None, value: Any) -> Any:
@@ -88,7 +91,7 @@ class Layers:
         self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if self.recompute == "block" and isinstance(layer, nn.Module) and torch.is_grad_enabled():
-            return self._again(partial(self._seeded, number, layer), seed, layer, args, kwargs)
+            return _again(partial(self._seeded, number, layer), seed, layer, args, kwargs)
         return self._seeded(number, layer, seed, args, kwargs)
 
     def _seeded(
@@ -98,27 +101,14 @@ class Layers:
             self.generator.manual_seed(advance(seed, number))
         return layer(*args, **kwargs)
 
-    def _again(
-        self, run: Callable[..., Any], seed: int | None, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """`run`, and in the backward once more; a seed makes random numbers the same, else torch brings them back."""
-        contexts = partial(_contexts, module)
-        return checkpoint(run, seed, args, kwargs, use_reentrant=False, preserve_rng_state=seed is None, context_fn=contexts)
 
+def _again(run: Callable[..., Any], seed: int | None, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`run`, and in the backward once more; a seed makes random numbers the same, else torch brings them back.
 
-@contextmanager
-def _forward_of(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` in the place of the module's forward: called as a module, its hooks run around it."""
-    module.forward = function
-    try:
-        yield
-    finally:
-        del module.forward
-
-
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """For the first run, and for the second, which must not move a BatchNorm's statistics once more."""
-    return nullcontext(), _buffers_aside(module)
+    The second run must not move a BatchNorm's statistics once more.
+    """
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": seed is None}
+    return checkpoint(run, seed, args, kwargs, context_fn=lambda: (nullcontext(), _buffers_aside(module)), **options)
 
 
 @contextmanager

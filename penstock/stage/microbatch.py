@@ -29,10 +29,10 @@ def rows(batch: Any, what: str = "batch") -> int | None:
 
 def _told(batch: Any, what: str) -> str:
     """Which tensors of `batch` have how many rows, one of each number."""
-    tensors = ((path, leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor) and leaf.dim())
     found: dict[int, str] = {}
-    for path, leaf in tensors:
-        found.setdefault(leaf.shape[0], f"{what}{keystr(path)}")
+    for path, leaf in tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            found.setdefault(leaf.shape[0], f"{what}{keystr(path)}")
     return ", ".join(f"{name} has {size}" for size, name in found.items())
 
 

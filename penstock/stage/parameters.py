@@ -38,12 +38,12 @@ class Parameters:
         """Each parameter once."""
         return iter({id(parameter): parameter for _, parameter in self.named_parameters()}.values())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers by their names in the uncut model."""
+    def state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
+        """Parameters and buffers by their names in the uncut model; if `keep_vars` they themselves, else cut off."""
         return {
             self.names[stage][name]: value
             for stage, module in self.modules.items()
-            for name, value in module.state_dict().items()
+            for name, value in module.state_dict(keep_vars=keep_vars).items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -68,13 +68,11 @@ class Parameters:
 
     def aliases(self) -> dict[str, str]:
         """Further names of tensors that several names stand for, on this rank or over the ranks -> the first."""
-        states = {stage: module.state_dict(keep_vars=True) for stage, module in self.modules.items()}
-        named = [(self.names[stage][own], value) for stage, state in states.items() for own, value in state.items()]
+        tensors = {name: value for name, value in self.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         first: dict[int, str] = {}
-        for name, value in named:
-            first.setdefault(id(value), name)
-        here = {name: first[id(value)] for name, value in named if isinstance(value, Tensor) and first[id(value)] != name}
-        return {**here, **self.shared}
+        for name, tensor in tensors.items():
+            first.setdefault(id(tensor), name)
+        return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name} | self.shared
 
     def gradient_norms(self, norm_type: float) -> dict[ShardKey, Tensor]:
         """The norm of each gradient that this rank counts, or of its shard of one."""
@@ -84,22 +82,23 @@ class Parameters:
             if parameter.grad is not None and name not in self.shared and local(parameter.grad).numel()
         }
 
-    def joined(self, parts: Sequence[Mapping[ShardKey, Tensor]], norm_type: float) -> list[Tensor]:
-        """The norms of whole gradients, in the uncut model's order, from what all ranks say of theirs."""
+    def clip(self, parts: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
+        """Scale this rank's gradients by what all ranks' `gradient_norms` ask for; returns the norm of the whole model's."""
+        norms = self._joined(parts, norm_type)
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+        parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
+        total = total.to(parameters[0].device) if parameters else total
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return total
+
+    def _joined(self, parts: Sequence[Mapping[ShardKey, Tensor]], norm_type: float) -> list[Tensor]:
+        """The norms of whole gradients, in the uncut model's order."""
         shards: dict[str, dict[tuple[int, ...], Tensor]] = {}
         for part in parts:
             for (name, shard), norm in part.items():  # replicas say the same of the same shard
                 shards.setdefault(name, {})[shard] = norm
         found = [[each for _, each in sorted(shards[name].items())] for name in self.order if name in shards]
         return [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]
-
-    def clip(self, norms: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Scale this rank's gradients by what `norms`, of the whole model, ask for; returns their norm."""
-        total = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type) if norms else torch.zeros(())
-        parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
-        total = total.to(parameters[0].device) if parameters else total
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-        return total
 
 
 def _here(parameter: nn.Parameter) -> Tensor:

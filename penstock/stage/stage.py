@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.randomness import advance
-from penstock.stage.autocast import fresh_casts, outside_autocast
 from penstock.stage.auxiliary import Collected
 from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.split import Splitter
@@ -107,13 +106,13 @@ class Stage:
         deferred = self._splitter.begin() if split and keep else None
         seed = None if seed is None else advance(seed, self._first + microbatch)
         if self._splitter.tied:
-            fresh_casts(self._device)
+            self._fresh_casts()
         with _grad_mode(keep), Collected() as auxiliary, _standing_in(deferred, received):
             output = self._layers.run(seed, args, kwargs)
         output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
-            edges, ends = self._ends(self._messages.leaves(output, received))
+            edges, ends = self._ends(self._messages.leaves(output, received)) if self.loss_fn is None else _LOSS_FOLLOWS
             wanted = [(edge_of(value), value.detach()) for value in auxiliary if value.requires_grad] if auxiliary else ()
             self.kept[microbatch] = Kept(received, edges, ends, wanted, deferred)
         return output
@@ -145,42 +144,30 @@ class Stage:
         `backward_weight`. On the last stage the one output is the loss, if anything below it requires a gradient at all.
         `last`: the weights' gradients of this step are complete with it. `weight`: of the microbatch's auxiliary losses.
         """
-        kept = self.kept.pop(microbatch)
-        if kept.deferred is not None:
-            self._deferred[microbatch] = kept.deferred
-        if torch.is_autocast_enabled(self._device):
-            with outside_autocast(self._device):
-                self._backward(kept, gradients, last, weight)
-        else:
-            self._backward(kept, gradients, last, weight)
-        return [each.gradients for each in kept.received.inputs]
-
-    def _backward(self, kept: Kept, gradients: Sequence[Tensor | None], last: bool, weight: float) -> None:
-        received, edges, ends, auxiliary, deferred = kept
+        received, edges, ends, auxiliary, deferred = self.kept.pop(microbatch)
+        if deferred is not None:
+            self._deferred[microbatch] = deferred
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if auxiliary:
             pairs += [(edge, torch.full_like(value, weight)) for edge, value in auxiliary]
-        if last:
-            self.copies.expect(ends)
-        if pairs and deferred is None and not received.borrowed:  # the common case
-            run_backward(*zip(*pairs, strict=True))
-        elif pairs:
-            with _standing_in(deferred, received):
-                run_backward(*zip(*pairs, strict=True))
-        if last:
-            self._complete()
+        with self._outside_autocast():
+            if last:
+                self.copies.expect(ends)
+            if pairs:
+                with _standing_in(deferred, received):
+                    run_backward(*zip(*pairs, strict=True))
+            if last:
+                self._complete()
+        return [each.gradients for each in received.inputs]
 
     def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
         deferred = [self._deferred.pop(microbatch) for microbatch in microbatches if microbatch in self._deferred]
         expect = self.copies.expect if last and self.copies.hooked else None
-        if torch.is_autocast_enabled(self._device):
-            with outside_autocast(self._device):
-                self._splitter.end(deferred, last, expect)
-        else:
+        with self._outside_autocast():
             self._splitter.end(deferred, last, expect)
-        if last:
-            self._complete()
+            if last:
+                self._complete()
 
     def _complete(self) -> None:
         """The gradients of this step are complete."""
@@ -196,7 +183,25 @@ class Stage:
         self.kept.clear()
         self._deferred.clear()
         self._splitter.refresh()
-        fresh_casts(self._device)
+        self._fresh_casts()
+
+    def _outside_autocast(self) -> AbstractContextManager[Any]:
+        """Around a backward: what autocast did to the forward is in the graph, no more is done to it.
+
+        So it is in plain PyTorch, whose users leave autocast before they call `backward()`.
+        """
+        return torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else _NOTHING
+
+    def _fresh_casts(self) -> None:
+        """Have autocast, where it is on, cast parameters anew: before a step, and where a parameter is in several places.
+
+        Inside one block of the caller's, autocast casts each parameter once and keeps that cast, a node of the graph, for all
+        microbatches. Gradients are the same as with a block for each microbatch, in less memory, but where a parameter is used
+        three times, cast and not: autograd sums in the order in which nodes were made. So stages with a parameter in several
+        places get fresh casts; where one module uses its own parameter so, the last bits may differ.
+        """
+        if torch.is_autocast_enabled(self._device):
+            torch.clear_autocast_cache()
 
 
 def _standing_in(deferred: DeferredGradients | None, received: Received) -> AbstractContextManager[None]:
@@ -213,3 +218,4 @@ def _grad_mode(enabled: bool) -> AbstractContextManager[Any]:
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _NOTHING_RECEIVED = Received()
+_LOSS_FOLLOWS: tuple[Any, Any] = (), ()  # it is where the backward of the last stage starts

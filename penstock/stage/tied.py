@@ -57,11 +57,9 @@ class TiedParameter:
             parameter.grad = self._from_first(mine)
 
     def _from_first(self, mine: torch.Tensor) -> torch.Tensor:
+        first, *others = map(self.topology.of_job, self.owners)
         if self.topology.rank != self.owners[0]:
-            return self._receive(self.owners[0])
-        for owner in self.owners[1:]:
-            send_tensor(mine, self.topology.of_job(owner))
+            return recv_tensor(mine.shape, first, mine.dtype, mine.device)
+        for other in others:
+            send_tensor(mine, other)
         return mine
-
-    def _receive(self, owner: int) -> torch.Tensor:
-        return recv_tensor(self.parameter.shape, self.topology.of_job(owner), self.parameter.dtype, self.parameter.device)

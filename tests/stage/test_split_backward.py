@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.mesh.data_parallel import kind_of
+from penstock.stage.backward import deferred
 from penstock.stage.backward import split as split_backward
-from penstock.stage.backward import weight_use
 from penstock.stage.copies import StageCopies
 from penstock.stage.stage import Stage
 
@@ -306,8 +306,8 @@ PUT_OFF = {
 @pytest.mark.parametrize("name", PUT_OFF)
 def test_the_weight_gradients_of_products_are_put_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    original = weight_use.WeightUse.compute
-    monkeypatch.setattr(weight_use.WeightUse, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
+    original = deferred.WeightUse.compute
+    monkeypatch.setattr(deferred.WeightUse, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
     stage = split_stage(make(name))
     value = MODULES[name][1]()
     output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split=True)

@@ -1,20 +1,83 @@
 """What one microbatch on one stage has put off: the uses of weights that its forward noted, their gradients owed by `W`."""
 
+import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.stage.backward.weight_use import NO_VIEWS, Formula, Owed, WeightUse, bare_of
-from penstock.stage.graph import Gradients, enter
+from penstock.stage.graph import Gradients, edge_of, enter
 from penstock.stage.parameter_slot import ParameterSlot
-from penstock.torch_private import DisableTorchFunctionSubclass, base_of, run_backward, version_of
+from penstock.torch_private import DisableTorchFunctionSubclass, base_of, run_backward, saved_tensor_hooks, version_of
 
+WeightGradients = tuple[Tensor | None, Tensor | None]  # of the weight and the bias
+Formula = Callable[[Tensor, Tensor, Tensor], WeightGradients]  # of output gradient, input, weight
 Casts = dict[Any, tuple[int, Tensor]]  # a weight, or a view of one -> its version, and what autocast makes of it
+NO_VIEWS = (None, None)
+
+
+class WeightUse:
+    """One use of a weight: what its gradient will be computed from."""
+
+    __slots__ = ("formula", "number", "targets", "unpacked", "value", "version", "views", "weight")
+
+    def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.number, self.formula = number, formula
+        self.value: Tensor | None = value
+        self.version = version_of(value)
+        self.unpacked: Callable[[], Tensor] | None = None
+        if (hooks := saved_tensor_hooks()) is not None:  # a checkpoint gives it back only in the backward
+            pack, unpack = hooks
+            with torch.no_grad():
+                self.value, self.unpacked = None, partial(unpack, pack(value.detach()))
+        self.targets = _index_of(weight), _index_of(bias)  # whose gradients they are
+        self.views = (_view_end(weight), None) if bias is None else (_view_end(weight), _view_end(bias))
+        self.weight = _bare_of(weight)
+
+    def unpack(self) -> Tensor:
+        """The saved input. Raises RuntimeError, as autograd does, if it was changed in place."""
+        if self.value is None:
+            assert self.unpacked is not None
+            self.value = self.unpacked()
+        elif self.unpacked is None and version_of(self.value) != self.version:
+            raise RuntimeError(
+                f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it; its"
+                " weight's gradient needs it as it was"
+            )
+        return self.value
+
+    def unpack_and(self, keep: Callable[[Gradients], None], gradients: Gradients) -> None:
+        """In the backward of a checkpoint, which alone gives back what was saved: unpack, then `keep` the `gradients`."""
+        self.unpack()
+        keep(gradients)
+
+    def compute(self, gradient: Tensor) -> WeightGradients:
+        """The gradients of the weight and the bias."""
+        return self.formula(gradient, self.unpack(), self.weight)
+
+
+Owed = tuple[WeightUse, Tensor]  # a use of a weight, and the gradient of its output
+
+
+def joined(owed: Sequence[Sequence[Owed]]) -> list[Owed]:
+    """The uses of several microbatches, those of the same operation of the forward as one over the joined rows."""
+    alike: dict[Any, list[Owed]] = {}
+    for use, gradient in itertools.chain.from_iterable(owed):
+        formula = (use.formula.func, str(use.formula.args)) if isinstance(use.formula, partial) else use.formula
+        key = use.number, formula, use.targets, use.unpack().shape[1:], gradient.shape[1:]
+        alike.setdefault(key, []).append((use, gradient))
+    return [group[0] if len(group) == 1 else _join(group) for group in alike.values()]
+
+
+def _join(group: Sequence[Owed]) -> Owed:
+    use = copy.copy(group[0][0])
+    use.value = torch.cat([each.unpack() for each, _ in group])
+    use.version = version_of(use.value)
+    return use, torch.cat([gradient for _, gradient in group])
 
 
 class DeferredGradients:
@@ -45,22 +108,22 @@ class DeferredGradients:
         """The input, and the weights outside the graph, as autocast would hand them to a product."""
         device = value.device.type
         if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
-            return value, *map(bare_of, weights)
+            return value, *map(_bare_of, weights)
         dtype = torch.get_autocast_dtype(device)
-        return value.to(dtype), *[None if weight is None else self._as(weight, dtype) for weight in weights]
+        return value.to(dtype), *[None if weight is None else self._cast(weight, dtype) for weight in weights]
 
-    def _as(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Only casts of what lies in a parameter's memory are kept: where a temporary tensor was, another may come to lie."""
-        return self._cast(bare_of(weight), dtype) if self._is_ours(weight) else weight.detach().to(dtype)
+    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """As autocast casts it: once for all microbatches, unless it is changed in between.
 
-    def _cast(self, bare: Tensor, dtype: torch.dtype) -> Tensor:
-        """`bare` as autocast casts it, once for all microbatches unless it is changed in between."""
-        key = bare.data_ptr(), bare.shape, bare.stride(), dtype
-        version, cast = self._casts.get(key, (None, None))
-        if cast is None or version != version_of(bare):
-            cast = bare.to(dtype)
-            self._casts[key] = version_of(bare), cast
-        return cast
+        Only casts of what lies in a parameter's memory are kept: where a temporary tensor was, another may come to lie.
+        """
+        if not self._is_ours(weight):
+            return weight.detach().to(dtype)
+        bare = _bare_of(weight)
+        key, version = (bare.data_ptr(), bare.shape, bare.stride(), dtype), version_of(bare)
+        if key not in self._casts or self._casts[key][0] != version:
+            self._casts[key] = version, bare.to(dtype)
+        return self._casts[key][1]
 
     def defer(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`output`, connected so that `I` keeps its gradient for `formula`."""
@@ -105,11 +168,31 @@ class DeferredGradients:
             left = [standin.grad for standin in self.standins.values()]
         return [*left, *(each for use, (gradient,) in self.gradients.items() for each in (use.value, gradient))]
 
-    def left(self) -> dict[int, Tensor]:
-        """Index of a parameter -> the gradient that `I` left on its stand-in; taken from there."""
-        left = {}
+    def take_left(self, sums: dict[int, Tensor]) -> None:
+        """Add to `sums` the gradients that `I` left on the stand-ins, by index of the parameter; none are left afterwards."""
         with DisableTorchFunctionSubclass():
             for index, standin in self.standins.items():
                 if standin.grad is not None:
-                    left[index], standin.grad = standin.grad, None
-        return left
+                    add(sums, index, standin.grad)
+                    standin.grad = None
+
+
+def add(sums: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    """Add to one of the `sums`: as a new tensor, since others may hold the ones that are added."""
+    sums[index] = sums[index] + gradient if index in sums else gradient
+
+
+def _view_end(weight: Tensor) -> GradientEdge | None:
+    """For a view of a trainable parameter, its end of the graph."""
+    return edge_of(weight) if weight.requires_grad and _index_of(weight) is None else None
+
+
+def _index_of(weight: Tensor | None) -> int | None:
+    """Which of the stage's parameters `weight` stands in for; None for a view of one, for a frozen one, for None."""
+    return getattr(weight, "parameter_index", None)
+
+
+def _bare_of(weight: Any) -> Any:
+    """`weight` outside the graph, None for None."""
+    bare = getattr(weight, "bare", None)
+    return weight.detach() if bare is None and weight is not None else bare

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.stage.backward.deferred import DeferredGradients
-from penstock.stage.backward.weight_use import Formula, WeightGradients
+from penstock.stage.backward.deferred import DeferredGradients, Formula, WeightGradients
 
 
 def linear(deferred: DeferredGradients, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -130,18 +129,10 @@ def _folded(value: Tensor) -> Tensor:
     return value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
 
 
-def _into_linear(total: Tensor, gradient: Tensor, value: Tensor) -> None:
-    total.addmm_(gradient.reshape(-1, gradient.shape[-1]).t(), value.reshape(-1, value.shape[-1]))
-
-
-def _into_matmul(total: Tensor, gradient: Tensor, value: Tensor) -> None:
-    total.addmm_(value.reshape(-1, value.shape[-1]).t(), gradient.reshape(-1, gradient.shape[-1]))
-
-
-# The formulas that are one product: it can add to the sum so far as it goes, (total, output gradient, input).
-PRODUCTS: dict[Formula, Callable[[Tensor, Tensor, Tensor], None]] = {
-    _of_linear: _into_linear,
-    _of_matmul: _into_matmul,
+# The formulas that are one product, so that it can be added to a sum as it goes -> its factors, of output gradient and input.
+PRODUCTS: dict[Formula, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    _of_linear: lambda gradient, value: (_folded(gradient).t(), _folded(value)),
+    _of_matmul: lambda gradient, value: (_folded(value).t(), _folded(gradient)),
 }
 
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.stage.backward.deferred import Casts, DeferredGradients
-from penstock.stage.backward.groups import Group, grouped, hand_over, sum_of
+from penstock.stage.backward.deferred import Casts, DeferredGradients, Owed, WeightUse, joined
+from penstock.stage.backward.groups import Group, grouped
 from penstock.stage.backward.rules import PRODUCTS
 from penstock.stage.backward.standins import stand_in
-from penstock.stage.backward.weight_use import Owed, WeightUse, joined
 from penstock.stage.parameter_slot import ParameterSlot, slots_of
 from penstock.torch_private import has_gradient_hooks, is_compiled, run_backward
 
@@ -70,9 +69,10 @@ class Splitter:
 
     def begin(self) -> DeferredGradients | None:
         """For one microbatch; None if nothing of it is to be put off."""
-        if self._stock:
-            return self._stock.pop()
-        return stand_in(self._slots, self._active, self.casts) if self._active else None
+        if self._stock or not self._active:
+            return self._stock.pop() if self._stock else None
+        standins = {index: stand_in(self._slots[index].parameter, index) for index in self._active}
+        return DeferredGradients(self._slots, standins, self.casts)
 
     def end(self, deferred: Sequence[DeferredGradients], last: bool = False, expect: Expect | None = None) -> None:
         """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
@@ -89,7 +89,7 @@ class Splitter:
                 run_backward(group.ends, group.gradients(owed, left))
                 groups.remove(group)
         with torch.enable_grad():
-            ends = [hand_over(partial(group.gradients, owed, left), group.parameters) for group in groups]
+            ends = [_HandOver.apply(partial(group.gradients, owed, left), *group.parameters) for group in groups]
         gradients = list(ends)
         if expect is not None:
             others = self._reached_in_i()
@@ -109,7 +109,9 @@ class Splitter:
             self._worth = self._judged(deferred[0], owed[0])
         uses = owed[0] if len(owed) == 1 else joined(owed)
         uses += itertools.chain.from_iterable(each.taken() for each in others)
-        left = sum_of([each.left() for each in (*deferred, *others)])
+        left = dict[int, Tensor]()
+        for each in (*deferred, *others):
+            each.take_left(left)
         if self.merge:
             uses = [pair for pair in uses if not self._added_to_sum(*pair)]
         return uses, left
@@ -142,12 +144,25 @@ class Splitter:
     def _added_to_sum(self, use: WeightUse, gradient: Tensor) -> bool:
         """Whether the weight's gradient could be, and so was, added in the product itself."""
         index, _ = use.targets
-        product = PRODUCTS.get(use.formula)
-        if product is None or index is None:
+        factors = PRODUCTS.get(use.formula)
+        if factors is None or index is None:
             return False
         weight = self._slots[index].parameter
         if weight.grad is None or gradient.dtype != weight.dtype or has_gradient_hooks(weight):
             return False
         with torch.no_grad():
-            product(weight.grad, gradient, use.unpack())
+            weight.grad.addmm_(*factors(gradient, use.unpack()))
         return True
+
+
+class _HandOver(torch.autograd.Function):
+    """An empty tensor whose backward gives `parameters` the gradients that `compute` returns then, held by nobody else."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[[], Sequence[Tensor]], *parameters: Tensor) -> Tensor:
+        ctx.compute = compute
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.compute()

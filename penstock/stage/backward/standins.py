@@ -10,16 +10,14 @@ A checkpointed forward is recomputed with the same stand-ins, once, in `I`.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.backward.deferred import Casts, DeferredGradients
+from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.rules import RULES
-from penstock.stage.parameter_slot import ParameterSlot
 from penstock.torch_private import DisableTorchFunctionSubclass, leaf_of
 
 # What makes views of a weight whose products with an input are still a weight's.
@@ -87,12 +85,8 @@ def _no(*tensors: Any) -> bool:
     return False
 
 
-def stand_in(slots: Sequence[ParameterSlot], active: Iterable[int], casts: Casts) -> DeferredGradients:
-    """Stand-ins for those of the `slots` that are `active`, and where one microbatch at a time leaves what it puts off."""
-    return DeferredGradients(slots, {index: _leaf(slots[index].parameter, index) for index in active}, casts)
-
-
-def _leaf(parameter: nn.Parameter, index: int) -> Any:
+def stand_in(parameter: nn.Parameter, index: int) -> Any:
+    """A stand-in for the stage's `parameter` of this index."""
     bare = parameter.detach()
     leaf = leaf_of(bare, Weight if parameter.dim() > 1 else nn.Parameter)
     leaf.parameter_index, leaf.bare = index, bare

@@ -2,6 +2,5 @@
 
 `neighbours`      which stages are connected to which, and which parameters they share
 `messages`        what comes from them and goes to them: values, and the parameters that stages share
-`stage_input`     one message as it comes in: where it enters the graph and where its gradients come out
 `arguments`       what of that the module's forward is called with, and the keywords that ride along
 """

@@ -38,19 +38,19 @@ class Signature:
         self._of_graph, self._later = isinstance(module, GraphStage), frozenset(later)
         parameters = inspect.signature(uncompiled(module).forward).parameters.values()
         self.keywords = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        self._any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        self._several = len(parameters) > 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
-        self._names = {each.name for each in parameters}
+        kinds = {each.kind.name for each in parameters}
+        self._any = "VAR_KEYWORD" in kinds
+        self._by_name_only = kinds <= {"KEYWORD_ONLY", "VAR_KEYWORD"}
+        self._several = len(parameters) > 1 or "VAR_POSITIONAL" in kinds or self._by_name_only
 
     def of_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         """On the first stage. Raises MismatchError for a keyword that no stage takes."""
         if self._of_graph or not kwargs:
             return Arguments(args, kwargs)
         own = self._own(kwargs, args)
-        for name in kwargs:
-            if name not in own and name not in self._later:
-                takes = ", ".join(self.keywords) or "nothing"
-                raise MismatchError(f"no stage's forward takes {name}=: the first takes {takes}")
+        if unknown := [name for name in kwargs if name not in own and name not in self._later]:
+            takes = ", ".join(self.keywords) or "nothing"
+            raise MismatchError(f"no stage's forward takes {unknown[0]}=: the first takes {takes}")
         return Arguments(args, own, kwargs)
 
     def of_values(self, values: Sequence[Any]) -> Arguments:
@@ -62,20 +62,20 @@ class Signature:
             return Arguments(values, {})
         value, keywords = values[0] if type(values[0]) is WithKeywords else (values[0], {})
         args, kwargs = self._spread(value)
-        return Arguments(args, kwargs | self._own(keywords, args, kwargs), keywords) if keywords else Arguments(args, kwargs)
+        if keywords:
+            kwargs = kwargs | self._own(keywords, args, kwargs)
+        return Arguments(args, kwargs, keywords)
 
     def hand_on(self, output: Any, keywords: Mapping[str, Any]) -> Any:
         """What goes to the next stage: the output, and those of the keywords that came which a later one takes."""
-        if not keywords:
-            return output
         onward = {name: value for name, value in keywords.items() if name in self._later}
         return WithKeywords(output, onward) if onward else output
 
     def _spread(self, value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
         if self._several and isinstance(value, tuple | list):
             return value, {}
-        if self._several and isinstance(value, dict) and value.keys() <= self._names:
-            return (), value
+        if self._several and isinstance(value, Mapping) and (self._by_name_only or value.keys() <= set(self.keywords)):
+            return (), dict(value)
         return (value,), {}
 
     def _own(self, keywords: Mapping[str, Any], args: Sequence[Any], named: Collection[str] = ()) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.comms.messages import wire
 from penstock.partition.graph_stage import GraphStage
 from penstock.stage.exchange.neighbours import Neighbours
-from penstock.stage.exchange.stage_input import StageInput
+from penstock.stage.graph import StageInput
 from penstock.stage.parameter_slot import ParameterSlot, slots_of
 
 
@@ -32,32 +32,29 @@ class Messages:
         self._with_values = {index - 1} if graph is None else set(graph.sources)
         self._receivers = (index + 1,) if graph is None else graph.takers
         mine = {id(slot.parameter): slot for slot in slots_of(module)}
-        self._borrowed = {
-            source: [mine[id(module.get_parameter(name))] for name in neighbours.borrowed.get(source, ())]
-            for source in self._sources
-        }
-        self._lent = {taker: [module.get_parameter(name) for name in neighbours.lent.get(taker, ())] for taker in self._takers}
-        self._lends = any(self._lent.values())
-        self._slots = [slot for group in self._borrowed.values() for slot in group]
-        self.shared = [slot.parameter for slot in self._slots] + [each for group in self._lent.values() for each in group]
+        self._borrowed = [
+            [mine[id(module.get_parameter(name))] for name in neighbours.borrowed.get(source, ())] for source in self._sources
+        ]
+        self._lent = [[module.get_parameter(name) for name in neighbours.lent.get(taker, ())] for taker in self._takers]
+        self._slots = [slot for group in self._borrowed for slot in group]
+        self.shared = [slot.parameter for slot in self._slots] + [each for group in self._lent for each in group]
+        self._lends = any(self._lent)
 
     def receive(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Received]:
         """The values for the module, as part of the graph, and what else came with them."""
-        inputs = tuple([StageInput() for _ in messages])
+        inputs, borrowed = tuple([StageInput() for _ in messages]), list[tuple[ParameterSlot, Tensor]]()
         if not self._slots:
             values = [each.admit(message) for each, message in zip(inputs, messages, strict=True)]
-            return self._values(values), Received(inputs)
-        pairs = [
-            each.admit((message, [_value(slot.parameter) for slot in self._borrowed[source]]))
-            for each, source, message in zip(inputs, self._sources, messages, strict=True)
-        ]
-        borrowed = zip(self._slots, [each for _, more in pairs for each in more], strict=True)
-        return self._values([value for value, _ in pairs]), Received(inputs, list(borrowed))
-
-    def _values(self, messages: list[Any]) -> list[Any]:
-        if len(messages) == len(self._with_values):
-            return messages
-        return [each for source, each in zip(self._sources, messages, strict=True) if source in self._with_values]
+        else:
+            values = []
+            for each, slots, message in zip(inputs, self._borrowed, messages, strict=True):
+                lent = [slot.parameter.detach().requires_grad_(slot.parameter.requires_grad) for slot in slots]
+                value, entered = each.admit((message, lent))  # as if it had come from there
+                values.append(value)
+                borrowed += zip(slots, entered, strict=True)
+        if len(values) > len(self._with_values):
+            values = [each for source, each in zip(self._sources, values, strict=True) if source in self._with_values]
+        return values, Received(inputs, borrowed)
 
     def to_takers(self, output: Any) -> Any:
         """The output; where there are several takers, a message for each."""
@@ -72,12 +69,7 @@ class Messages:
             return wire.flatten(output)[0]
         here = {id(slot.parameter): tensor for slot, tensor in received.borrowed}
         leaves: list[Any] = []
-        for message, lent in zip(output if len(self._takers) > 1 else (output,), self._lent.values(), strict=True):
+        for message, lent in zip(output if len(self._takers) > 1 else (output,), self._lent, strict=True):
             leaves += wire.flatten(message)[0]
             leaves += [here.get(id(parameter), parameter) for parameter in lent]
         return leaves
-
-
-def _value(parameter: nn.Parameter) -> Tensor:
-    """The parameter's value, to be admitted like one that has come from another stage."""
-    return parameter.detach().requires_grad_(parameter.requires_grad)

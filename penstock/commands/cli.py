@@ -14,6 +14,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from penstock import __version__
+from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
 
 
@@ -47,6 +48,8 @@ class Export:
 
     def run(self) -> None:
         """Join the checkpoint's files, without starting ranks."""
+        if not self.source.exists():
+            raise PenstockError(f"{self.source} does not exist{nearest_path(self.source)}")
         from penstock import checkpoint
 
         print(f"wrote {self.out} from {checkpoint.export_folder(self.source, self.out)}")

@@ -11,7 +11,7 @@ from penstock.commands.source import table_of
 from penstock.errors import PenstockError
 from penstock.schedule import Costs, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
 from penstock.view.differences import differences
-from penstock.view.files import write
+from penstock.view.files import write, writing
 from penstock.view.record import Record, load
 from penstock.view.terminal import colors, draw, summary, terminal_width
 
@@ -38,7 +38,7 @@ def proved(source: str, ranks: int, microbatches: int, **options: int | None) ->
 
 def _is_lowered(path: Path) -> bool:
     """Whether a table says itself what is sent and received when."""
-    return path.is_file() and _LOWERED.search(path.read_text(encoding="utf-8-sig")) is not None
+    return path.is_file() and _LOWERED.search(path.read_text(encoding="utf-8-sig", errors="replace")) is not None
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ class Show(Simulated):
         print(draw(timeline, terminal_width(), colors()))
         print(summary(timeline))
         if self.csv is not None:
-            schedule.to_csv(self.csv)
+            with writing(self.csv):
+                schedule.to_csv(self.csv)
             print(f"wrote {self.csv}")
         return Record((timeline,))
 

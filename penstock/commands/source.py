@@ -19,7 +19,7 @@ def table_of(name: str, ranks: int, microbatches: int, **options: int | None) ->
         return schedule
     if given:
         raise PenstockError(f"the table {name} is read as it stands: leave out {', '.join(given)}")
-    if not Path(name).exists():
+    if not Path(name).is_file():
         raise PenstockError(f"the table {name} does not exist{nearest_path(Path(name))}")
     return Schedule.from_csv(name)
 

@@ -23,8 +23,8 @@ class Schedule(Table):
         `placement`: as in `from_rows`.
         `name`: what it is called, by default `path`.
 
-        Raises OSError where there is no such file, ScheduleError for a cell that is no action and for a table that `verify`
-        refuses: one that is not complete, or that would stop.
+        Raises OSError where there is no such file, ScheduleError for one that is no text, for a cell that is no action and
+        for a table that `verify` refuses: one that is not complete, or that would stop.
         """
         schedule = from_rows(name or str(path), read(path), placement)
         verify(schedule)
@@ -32,9 +32,12 @@ class Schedule(Table):
 
 
 def read(path: Path) -> list[list[str]]:
-    """The cells of the CSV file at `path`, a row for each line."""
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        return list(csv.reader(file))
+    """The cells of the CSV file at `path`, a row for each line. Raises ScheduleError for a file that is no text."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            return list(csv.reader(file))
+    except (UnicodeError, csv.Error) as error:
+        raise ScheduleError(f"{path} is damaged, or no CSV table: {error}") from error
 
 
 def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placement = None) -> Schedule:
@@ -48,7 +51,10 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
         >>> from_rows("mine", [["0F0", "0B0"], ["1F0", "1B0"]]).placement
         (0, 1)
     """
-    cells = [[cell for each in row for cell in (parsed(each) if isinstance(each, str) else (each,))] for row in rows]
+    try:
+        cells = [[cell for each in row for cell in (parsed(each) if isinstance(each, str) else (each,))] for row in rows]
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error}") from error
     table = tuple(tuple(action for cell in row for action in actions_of(cell)) for row in cells)
     overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
     stages = 1 + max((action.stage for row in table for action in row), default=-1)

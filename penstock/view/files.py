@@ -1,6 +1,7 @@
 """Pictures of timelines, each written to the file it is asked for."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import PenstockError
@@ -32,8 +33,15 @@ def write(
     )
     for path, writer in writers:
         if path is not None:
-            try:
+            with writing(path):
                 writer(path)
-            except OSError as error:
-                raise PenstockError(f"{path} cannot be written: {error.strerror or error}") from error
             yield path
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Around what writes the file or folder `path`. Raises PenstockError where the system refuses that."""
+    try:
+        yield
+    except OSError as error:
+        raise PenstockError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -110,7 +110,8 @@ def read(text: str | bytes, file: str) -> Record:
         labels = tuple(str(step["label"]) for step in data["steps"])
         return Record(steps, None if planned is None else _timeline(name, planned), str(data["unit"]), labels)
     except (ValueError, KeyError, TypeError, AttributeError, ScheduleError) as error:
-        raise PenstockError(f"{file} is not a timeline that Penstock wrote: {error!r}") from error
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise PenstockError(f"{file} is not a timeline that Penstock wrote: {why}") from error
 
 
 # ---- to JSON

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +100,49 @@ def test_a_wrong_option_fails_in_two_seconds_with_the_nearest_that_works(words, 
     assert done.returncode != 0
     assert told in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("train --schedule damaged.csv", "damaged.csv is damaged, or no CSV table: 'utf-8' codec can't decode byte 0xff"),
+        ("train --schedule folder.csv", "the table folder.csv does not exist"),
+        ("train --resume folder.csv", "--resume folder.csv is no run, it has no run.json: give the folder of a run"),
+        ("train --resume run", "run/run.json is damaged, it is not what `penstock train` wrote there: resume another run"),
+        ("train --data short.txt", "--data short.txt has 5 bytes: at least 1301 are needed for a context of 64"),
+        ("train --model mlp --width 32", "--width 32 is less than the images' 64 pixels: use 64 or more"),
+        ("train --out short.txt", "short.txt cannot be written: File exists"),
+        ("show damaged.csv", "damaged.csv is damaged, or no CSV table: 'utf-8' codec can't decode byte 0xff"),
+        ("show words.csv", "words.csv: cannot read 'hello' as an action"),
+        ("show 1f1b --csv nowhere/table.csv", "nowhere/table.csv cannot be written: No such file or directory"),
+        ("show run/run.json", "run/run.json is not a timeline that Penstock wrote: Expecting property name"),
+        ("export rum", "rum does not exist (did you mean run?)"),
+        ("bench --steps 0", "--steps 0 is too few: use 1 or more"),
+        ("bench --forward -1", "--forward -1 is less than nothing: use 0 or more"),
+        ("studio --port 99999", "--port 99999 cannot be used: ports are numbers up to 65535; leave it out to take a free one"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(line, told, tmp_path, monkeypatch):
+    (tmp_path / "damaged.csv").write_bytes(b"0F0,0B0\n\xff\xfe")
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "words.csv").write_text("hello,world\n")
+    (tmp_path / "short.txt").write_text("hello")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{damaged")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert str(ended.value).startswith(f"penstock: {told}")
+    assert "\n" not in str(ended.value)
+
+
+def test_a_port_that_is_taken_is_told_in_one_line(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["penstock", "studio", "--port", str(port)])
+        with pytest.raises(SystemExit, match=f"^penstock: --port {port} cannot be used: Address already in use; leave it out"):
+            cli.main()
 
 
 def test_show_draws_the_table_with_its_bubble_and_memory(tmp_path):

@@ -21,6 +21,7 @@ from penstock.comms.collectives import operations as ours
 from penstock.comms.collectives.call import COLLECTIVES
 from penstock.comms.launcher import launch
 from penstock.errors import PenstockError
+from penstock.view.files import writing
 
 SIZES = tuple(4**power for power in range(5, 15))  # 1 KB to 256 MB
 NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "all_to_all": "all-to-all"}
@@ -77,10 +78,8 @@ def bench(plan: Plan, ranks: int, table: Path | None, plot: Path | None) -> None
     _say(NOTES)
     for path, write in ((table, _write_table), (plot, _write_plot)):
         if path is not None:
-            try:
+            with writing(path):
                 write(rows, path)
-            except OSError as error:
-                raise PenstockError(f"{path} cannot be written: {error.strerror or error}") from error
             _say(f"wrote {path}")
 
 

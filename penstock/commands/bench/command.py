@@ -8,6 +8,7 @@ import tyro
 
 from penstock.commands.source import table_of
 from penstock.comms.launcher import start_ahead
+from penstock.errors import PenstockError
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Bench:
         """Check first, then start."""
         if self.subject is not None:
             return self.subject.run()
+        if self.steps < 1:
+            raise PenstockError(f"--steps {self.steps} is too few: use 1 or more")
+        for name in ("forward", "megabytes"):
+            if getattr(self, name) < 0:
+                raise PenstockError(f"--{name} {getattr(self, name):g} is less than nothing: use 0 or more")
         schedule = table_of(self.schedule, self.ranks, self.microbatches)
         start_ahead()
         from penstock.commands.bench.steps import bench

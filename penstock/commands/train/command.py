@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.commands.train.config import TrainConfig, saved_options
 from penstock.comms.launcher import start_ahead
 from penstock.errors import PenstockError
+from penstock.view.files import writing
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class Train(TrainConfig):
         if config.processes not in (processes, 0):
             raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
         config.check()
+        if os.environ.get("RANK", "0") == "0":
+            with writing(config.out):
+                config.out.mkdir(parents=True, exist_ok=True)
         start_ahead()
         from penstock.commands.train.job import train
 
@@ -32,7 +36,7 @@ class Train(TrainConfig):
     def of_run(cls, words: Sequence[str]) -> "Train":
         """The options where `words` do not give them: with --resume RUN that run's; but another schedule has its own V."""
         given = {word.split("=")[0]: word.partition("=")[2] or following for word, following in pairwise([*words, ""])}
-        if "--resume" not in given:
+        if not given.get("--resume"):
             return cls()
         saved = saved_options(Path(given["--resume"]))
         if "--schedule" in given:

@@ -1,5 +1,6 @@
 """What `penstock train` can be told: typed options, checked before anything is started. No torch."""
 
+import importlib.util
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -111,8 +112,10 @@ class TrainConfig:
             )
         if not 0 <= self.dropout < 1:
             raise PenstockError(f"--dropout {self.dropout} is not a share: use 0 up to, but not including, 1")
-        if self.data is not None and not self.data.exists():
-            raise PenstockError(f"--data {self.data} does not exist{nearest_path(self.data)}")
+        if self.model == "mlp":
+            self._check_digits()
+        if self.data is not None:
+            self._check_text(self.data)
         table = self.table()
         most = self.depth + 3 if self.model == "gpt" else 2 * self.depth + 1
         if table.stages > most:
@@ -121,6 +124,24 @@ class TrainConfig:
                 f"{table.stages} stages need more layers than the model's {most}: use {fewer} or fewer, or --layers"
             )
         return table
+
+    def _check_digits(self) -> None:
+        """Raises PenstockError without scikit-learn, and for a width that the images do not fit into."""
+        if importlib.util.find_spec("sklearn") is None:
+            raise PenstockError("--model mlp: the digits come with scikit-learn: pip install 'penstock[mlp]'")
+        if self.width < PIXELS:
+            raise PenstockError(f"--width {self.width} is less than the images' {PIXELS} pixels: use {PIXELS} or more")
+
+    def _check_text(self, path: Path) -> None:
+        """Raises PenstockError if there is no text at `path`, or too little to learn from."""
+        if not path.exists():
+            raise PenstockError(f"--data {path} does not exist{nearest_path(path)}")
+        size = sum(file.stat().st_size for file in text_files(path))
+        if int(size * HELD_OUT) <= self.context:
+            raise PenstockError(
+                f"--data {path} has {size} bytes: at least {int((self.context + 1) / HELD_OUT) + 1} are needed for a context "
+                f"of {self.context}"
+            )
 
     def _check_same_run(self, saved: dict[str, Any]) -> None:
         """Raises PenstockError where this is to be another run than the one it resumes."""
@@ -140,18 +161,26 @@ class TrainConfig:
 
 
 HEADS = 4
+PIXELS = 64  # of an image of a digit
+HELD_OUT = 0.05  # share of a text
 SETTINGS = "run.json"
 SAME = ("model", "data", "batch", "learning_rate", "layers", "width", "context", "dropout", "seed")  # if resumed
+
+
+def text_files(path: Path) -> list[Path]:
+    """The file at `path`, or all below the folder."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def saved_options(folder: Path) -> dict[str, Any]:
     """The options of the run in `folder`. Raises PenstockError if there is none."""
     path = folder / SETTINGS
     if not path.is_file():
-        raise PenstockError(f"--resume {folder} is no run, it has no {SETTINGS}{nearest_path(folder)}")
+        instead = ": give the folder of a run" if folder.is_dir() else nearest_path(folder)
+        raise PenstockError(f"--resume {folder} is no run, it has no {SETTINGS}{instead}")
     try:
         saved = json.loads(path.read_text())["config"]
         kept = saved.keys() - {"resume", "compare"}
         return {field.name: saved[field.name] for field in fields(TrainConfig) if field.name in kept}
     except (ValueError, KeyError, TypeError) as error:
-        raise PenstockError(f"{path} is not what `penstock train` wrote: {error!r}; resume another run") from error
+        raise PenstockError(f"{path} is damaged, it is not what `penstock train` wrote there: resume another run") from error

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.commands.train.config import HELD_OUT, PIXELS, text_files
 from penstock.randomness import mix
 
 MOST_BYTES = 8_000_000  # of text read: more than a short training sees
-HELD_OUT = 0.05
 
 
 @dataclass(frozen=True)
@@ -63,45 +62,30 @@ def _generator(seed: int, step: int) -> torch.Generator:
 
 
 def text(path: Path | None, context: int) -> Text:
-    """The bytes of a file, of all files below a folder, or (None) of the Python sources of the standard library.
-
-    Raises PenstockError if that is too little to learn from.
-    """
-    standard = Path(sysconfig.get_path("stdlib"))
-    files = sorted(_files(path)) if path is not None else sorted(standard.glob("*.py")) + sorted(standard.glob("[a-z]*/*.py"))
+    """The bytes of a file, of all files below a folder, or (None) of the Python sources of the standard library."""
     data = bytearray()
-    for file in files:
-        if "site-packages" not in file.parts:
-            data += file.read_bytes()[: MOST_BYTES - len(data)]
+    for file in text_files(path) if path is not None else _sources():
+        data += file.read_bytes()[: MOST_BYTES - len(data)]
         if len(data) >= MOST_BYTES:
             break
     held_out = int(len(data) * HELD_OUT)
-    if held_out <= context:
-        raise PenstockError(
-            f"{path} has {len(data)} bytes: at least {int((context + 1) / HELD_OUT) + 1} are needed for a context of {context}"
-        )
     everything = torch.frombuffer(data, dtype=torch.uint8)
     return Text(everything[:-held_out], everything[-held_out:], context)
 
 
-def _files(path: Path) -> Iterator[Path]:
-    return (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else iter([path])
+def _sources() -> list[Path]:
+    standard = Path(sysconfig.get_path("stdlib"))
+    packages = sorted(standard.glob("[a-z]*/*.py"))
+    return sorted(standard.glob("*.py")) + [file for file in packages if file.parent.name != "site-packages"]
 
 
 def digits(width: int) -> Digits:
-    """Scikit-learn's 1797 handwritten digits (8 x 8, from UCI's Optical Recognition of Handwritten Digits).
+    """Scikit-learn's 1797 handwritten digits (8 x 8, from UCI's Optical Recognition of Handwritten Digits)."""
+    from sklearn.datasets import load_digits
 
-    Raises PenstockError without scikit-learn, or for a width below the images' 64.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise PenstockError("the digits come with scikit-learn: pip install 'penstock[mlp]'") from error
-    if width < 64:
-        raise PenstockError(f"--width {width} is less than the images' 64 pixels: use 64 or more")
     loaded = load_digits()
     images = torch.tensor(loaded.data, dtype=torch.float32) / 16
     order = torch.randperm(len(images), generator=_generator(0, 0))
     inputs = torch.zeros(len(images), width)
-    inputs[:, :64] = images[order]
+    inputs[:, :PIXELS] = images[order]
     return Digits(inputs, torch.tensor(loaded.target)[order], held_out=len(images) // 5)

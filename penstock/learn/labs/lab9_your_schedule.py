@@ -72,7 +72,9 @@ def learners(path: Path, ranks: int, microbatches: int) -> Schedule:
             hand_out(path)
         table = table_of(str(path), path.read_text(encoding="utf-8"), ranks, microbatches)
         ps.schedule.verify(table)
-    except (ps.ScheduleError, OSError, UnicodeError) as error:
+    except OSError as error:
+        stop(f"{path} cannot be read or written: {error.strerror or error}")
+    except (ps.ScheduleError, UnicodeError) as error:
         stop(in_lines(str(error) if str(path) in str(error) else f"{path}: {error}"))
     return table
 

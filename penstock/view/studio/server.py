@@ -5,6 +5,7 @@ elsewhere gets here, not even by a name that it points to this address (DNS rebi
 """
 
 import json
+import os
 import re
 import socket
 import webbrowser
@@ -124,7 +125,8 @@ def server(port: int = 0) -> "BaseWSGIServer":
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except (OSError, OverflowError) as error:
-        raise PenstockError(f"--port {port} cannot be used: {error}; leave it out to take a free one") from error
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "ports are numbers up to 65535"
+        raise PenstockError(f"--port {port} cannot be used: {why}; leave it out to take a free one") from error
     with listening:  # the server has its own copy
         return make_server("127.0.0.1", port, app, threaded=True, request_handler=Quiet, fd=listening.fileno())
 

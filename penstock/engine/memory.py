@@ -10,6 +10,7 @@ it is not measured; a compiled function inside a stage looks as if it kept nothi
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -34,14 +35,13 @@ class Memory:
     def note(self, tensors: Iterable[Any]) -> None:
         """Those of `tensors` that are such, too; of one that is made of others, theirs."""
         for each in tensors:
-            if hasattr(each, "__tensor_flatten__"):
+            if type(each) is not Tensor and hasattr(each, "__tensor_flatten__"):
                 self.note(getattr(each, name) for name in each.__tensor_flatten__()[0])
             elif isinstance(each, Tensor):
-                try:
-                    storage = each.untyped_storage()
-                    self._blocks.setdefault(storage_key(each), (StorageWeakRef(storage), storage.nbytes()))
-                except (NotImplementedError, RuntimeError):
-                    pass  # a sparse tensor, for one, has no memory of its own
+                with suppress(NotImplementedError, RuntimeError):  # a sparse tensor, for one, has no memory of its own
+                    if (key := storage_key(each)) not in self._blocks:
+                        storage = each.untyped_storage()
+                        self._blocks[key] = StorageWeakRef(storage), storage.nbytes()
 
     def alive(self) -> "Memory":
         """What of it is there now."""
@@ -68,7 +68,7 @@ class _Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self._memory.note(tree_leaves(output))
+        self._memory.note((output,) if type(output) is Tensor else tree_leaves(output))
         return output
 
 

@@ -65,7 +65,6 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
     ]
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -17,8 +17,6 @@ from penstock.comms import topology as topology_module
 from penstock.comms.collectives import checked_group
 from penstock.comms.collectives.call import call_of
 
-pytestmark = pytest.mark.timed
-
 comms = ps.comms
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 MOVED_ONLY = (torch.int16, torch.bool, torch.complex64, torch.complex128)
@@ -291,6 +289,7 @@ def rank_lost(how: str) -> tuple[str, str]:
 
 
 @pytest.mark.ranks
+@pytest.mark.timed
 def test_a_lost_rank_is_an_error_on_the_others():
     with pytest.raises(
         ps.LostRankError, match=r"rank 0 waited in all_reduce of a \(2,\) float32 tensor, op sum and gave up: .*"

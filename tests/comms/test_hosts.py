@@ -31,7 +31,7 @@ from penstock.comms.shared_memory import SECRET, make, open_of
 from penstock.comms.start import name_of_start
 from penstock.schedule.table import dependencies
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timed]
+pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "several-machines.md"

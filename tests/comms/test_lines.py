@@ -25,8 +25,6 @@ from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
 from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.messages.worker import SendFailure
 
-pytestmark = pytest.mark.timed
-
 WIDTHS = (8, 40_000)  # a small message, and one that is lent
 
 

@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.engine import clock, comparison
 from penstock.schedule.table import dependencies
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timed]
+pytestmark = pytest.mark.ranks
 
 AHEAD = 1000.0  # seconds by which each rank's clock is ahead of the one before
 

@@ -133,7 +133,6 @@ STEP_FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize(("where", "fault", "family", "words"), STEP_FAULTS)
 def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is_right(where, fault, family, words):
     everyone = ps.launch(rank_fails_and_goes_on, RANKS, where, fault)
@@ -299,7 +298,6 @@ def rank_loses_one(where, fault, folder):
         raise
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize(
     ("fault", "verb", "least"), [("killed", "is gone", 0), ("exit", "is gone", 0), ("stopped", "does not answer", 3)]

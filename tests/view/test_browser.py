@@ -21,7 +21,6 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.timed,
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver"),
 ]
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
@@ -289,6 +288,7 @@ def test_nothing_is_wider_than_the_window(visit, width):
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.timed
 def test_twenty_thousand_actions_are_there_within_a_second_and_move_at_thirty_frames_a_second(visit):
     first, frames = [], []
     for _ in range(3):  # the best of three: other work goes on on this machine

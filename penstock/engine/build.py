@@ -21,6 +21,7 @@ from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.graph_stage import on
 from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.schedule import Program, Schedule, build, from_rows, verify
+from penstock.schedule.schedule import read
 from penstock.schedule.table import Cell
 from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.neighbours import neighbours_of
@@ -34,7 +35,7 @@ Modules = dict[int, nn.Module]  # by stage
 def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, options: dict[str, Any]) -> tuple[Schedule, Program]:
     """The table that `schedule` stands for - a name, the path of a CSV file, a rule, or itself - and its proved program."""
     if isinstance(schedule, str) and schedule.endswith(".csv"):
-        schedule = Schedule.from_csv(schedule, **options)
+        schedule = from_rows(schedule, read(schedule), **options)
     elif isinstance(schedule, str):
         schedule = build(schedule, ranks=ranks, microbatches=microbatches, **options)
     elif not isinstance(schedule, Schedule):

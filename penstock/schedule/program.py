@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.table import Action, Cell, Kind, Skip, Table, collector_paused, edges
+from penstock.schedule.table import Action, Cell, Kind, Skip, Table, collector_paused, takers
 
 RECEIVES_AHEAD = 2  # of one channel: the one being waited for, and one that travels while the rank computes
 
@@ -111,51 +111,34 @@ def checked_skips(skips: Collection[Skip], stages: int) -> None:
             raise ScheduleError(f"no skip goes from stage {start} to stage {end} of {stages}: it passes at least one by")
 
 
-class _Route(NamedTuple):
-    """From one stage to another that takes what it makes."""
-
-    rank: int  # where that is
-    taker: int | None  # as in `Transfer`
-    carried: dict[int, Transfer]  # by microbatch
-
-
 class Transfers:
-    """All transfers of a table: by the stages between which they go, and by channel in the order in which it makes them."""
+    """All transfers of a table: what each action makes and needs, and by channel in the order in which the table makes them."""
 
     def __init__(self, schedule: Table, skips: Collection[Skip] = ()) -> None:
-        home, stages = schedule.placement, schedule.stages
-        self.between: dict[tuple[int, int], dict[int, Transfer]] = {}  # from stage, to stage: by microbatch
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        self._makes, self._needs = _routes(stages), _routes(stages)
-        for start, end in edges(stages, skips):
-            for kind, maker, taker in ((Kind.F, start, end), (Kind.B, end, start)):
-                route = _Route(home[taker], taker if end > start + 1 else None, {})
-                self.between[maker, taker] = route.carried
-                self._makes[kind][maker].append(route)
-                self._needs[kind][taker].append(route)
+        self.between: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)  # from stage, to stage: by microbatch
+        ways, goes = self.between, takers(schedule.stages, skips)
+        comes = {Kind.F: goes[Kind.B], Kind.B: goes[Kind.F], Kind.I: goes[Kind.F], Kind.W: goes[Kind.W]}
+        self._makes = {kind: [[(taker, ways[s, taker]) for taker in to] for s, to in enumerate(goes[kind])] for kind in Kind}
+        self._needs = {kind: [[ways[giver, s] for giver in by] for s, by in enumerate(comes[kind])] for kind in Kind}
         for source, row in enumerate(schedule.actions):
             for action in row:
                 kind, stage, microbatch = action
-                for destination, far, carried in self._makes[kind][stage]:
-                    carried[microbatch] = transfer = Transfer(action, source, destination, far)
+                for taker, way in self._makes[kind][stage]:
+                    destination, far = schedule.placement[taker], taker if abs(taker - stage) > 1 else None
+                    way[microbatch] = transfer = Transfer(action, source, destination, far)
                     if source != destination:
                         self.channels[source, destination].append(transfer)
 
     def made_by(self, action: Action) -> tuple[Transfer, ...]:
         """What takes what `action` makes to the stages that need it."""
         kind, stage, microbatch = action
-        return tuple([carried[microbatch] for _, _, carried in self._makes[kind][stage]])
+        return tuple([way[microbatch] for _, way in self._makes[kind][stage]])
 
     def needed_by(self, action: Action) -> tuple[Transfer, ...]:
         """What brings what `action` works on, as far as the table makes it."""
         kind, stage, microbatch = action
-        return tuple([carried[microbatch] for _, _, carried in self._needs[kind][stage] if microbatch in carried])
-
-
-def _routes(stages: int) -> dict[Kind, list[list[_Route]]]:
-    """Kind -> stage -> its routes, none yet. I has those of B."""
-    forward, backward, nothing = ([list[_Route]() for _ in range(stages)] for _ in range(3))
-    return {Kind.F: forward, Kind.B: backward, Kind.I: backward, Kind.W: nothing}
+        return tuple([way[microbatch] for way in self._needs[kind][stage] if microbatch in way])
 
 
 @collector_paused()

@@ -69,6 +69,15 @@ def edges(stages: int, skips: Collection[Skip] = ()) -> list[tuple[int, int]]:
     return sorted({*pairwise(range(stages)), *skips})
 
 
+def takers(stages: int, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
+    """Kind -> stage -> to which stages goes what such an action makes, in order: outputs onward, gradients back."""
+    onward, back, nowhere = ([list[int]() for _ in range(stages)] for _ in range(3))
+    for start, end in edges(stages, skips):
+        onward[start].append(end)
+        back[end].append(start)
+    return {Kind.F: onward, Kind.B: back, Kind.I: back, Kind.W: nowhere}
+
+
 def dependencies(action: Action, stages: int, skips: Collection[Skip] = ()) -> Iterator[tuple[Action, ...]]:
     """What `action` waits for: for each dependency, the alternatives that satisfy it (I stands for B).
 

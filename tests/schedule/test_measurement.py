@@ -9,7 +9,7 @@ from random_tables import whole_numbers
 from test_simulate import table
 
 from penstock.schedule import Costs, Kind, Measurement, Schedule, ScheduleError, Timeline, build, names, simulate
-from penstock.schedule.timing.measurement import MeasuredCosts, gaps_of, table_of
+from penstock.schedule.timing.measurement import gaps_of, table_of
 from penstock.schedule.transform import with_full_backwards
 
 LAYERS = 24
@@ -29,7 +29,7 @@ def ran(schedule: Schedule, layers: list[int], send: float = 0.0, engine: float 
     """A step of layers that take 4, 3 and 2 (F, I, W), on an engine that takes its time after every action."""
     forward, inputs, weights = ([unit * size + engine for size in layers] for unit in (4, 3, 2))
     full = tuple(5 * size + engine for size in layers)
-    timeline = simulate(schedule, MeasuredCosts(forward, inputs, weights, send, backward=full))
+    timeline = simulate(schedule, Costs(forward, inputs, weights, send, backward=full))
     rows = tuple(tuple(event._replace(end=event.end - engine) for event in row) for row in timeline.rows)
     return Timeline(f"{schedule.name}, measured", rows)
 
@@ -102,9 +102,9 @@ def test_what_i_takes_of_a_backward_is_its_share_on_other_stages_or_half():
 
 
 def test_a_full_backward_may_take_other_than_both_halves():
-    costs = MeasuredCosts(1, 2, 3, backward=(4,))
+    costs = Costs(1, 2, 3, backward=(4,))
     assert simulate(table("0F0 0F1 0B0 0I1 0W1"), costs).makespan == 1 + 1 + 4 + 2 + 3
-    with pytest.raises(ScheduleError, match=r"backward has 1 costs for 2 stages: use Measurement.predict"):
+    with pytest.raises(ScheduleError, match=r"backward has 1 costs for 2 stages: give one number, or one for each stage"):
         simulate(build("1f1b", 2, 2), costs)
 
 

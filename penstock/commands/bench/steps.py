@@ -14,7 +14,6 @@ from penstock.learn.devices import EmulatedLayer
 from penstock.learn.emulated_device import EmulatedDevice
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Kind, Measurement, Schedule, Timeline, simulate
-from penstock.schedule.timing.measurement import MeasuredCosts
 
 WARM_UP = 3  # steps
 
@@ -74,7 +73,7 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
     )
 
 
-def action_costs(measured: Measurement, send: float = 0.0, **message: Any) -> MeasuredCosts:
+def action_costs(measured: Measurement, send: float = 0.0, **message: Any) -> Costs:
     """What the actions took, without the engine's time between them; `send` and what else is said of messages as in `Costs`."""
     seconds = measured.seconds
-    return MeasuredCosts(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], send, backward=seconds[Kind.B], **message)
+    return Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], send, backward=seconds[Kind.B], **message)

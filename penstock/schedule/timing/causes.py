@@ -16,13 +16,12 @@ counts as `fill`, `imbalance` or `drain`.
 """
 
 import enum
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
-from penstock.schedule.timing.events import Border, Channel, Event, Events
+from penstock.schedule.timing.events import Event, Events
 
 Cell = tuple[Event, ...]  # one event, or the two of a pair
 
@@ -100,56 +99,23 @@ def critical_path(step: Events) -> tuple[Event, ...]:
     """The chain of events, first to last, that made the step as long as it was: see `Timeline.critical_path`."""
     if not step.events:
         return ()
-    arrivals, places = _arrivals(step), _places(step)
+    places = _places(step)
     path = [max(step.events, key=lambda event: event.end)]
-    while waited_for := list(_waited_for(path[-1], step, arrivals, *places[path[-1].action])):
+    while waited_for := list(_waited_for(path[-1], step, *places[path[-1].action])):
         path.append(max(waited_for, key=lambda each: each[0])[1])  # on a tie the first, which is its own rank's
     return tuple(reversed(path))
 
 
-Arrivals = dict[tuple[Action, int], tuple[float, Event]]
-
-
-def _waited_for(event: Event, step: Events, arrivals: Arrivals, before: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
+def _waited_for(event: Event, step: Events, before: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
     """What `event` of `cell` could not start before, each with the time at which it allowed the start."""
     for last in before[-1:]:
         yield last.end, last
     for member in cell:
         for needed in step.needs(member):
-            yield (needed.end, needed) if needed.rank == event.rank else arrivals[needed.action, member.action.stage]
+            yield (needed.end, needed) if needed.rank == event.rank else step.arrivals[needed.action, member.action.stage]
 
 
 def _places(step: Events) -> dict[Action, tuple[Cell, Cell]]:
     """For every action, the cell before it on its rank (if any) and its own."""
     rows = [[(), *step.cells(rank)] for rank in range(step.ranks)]
     return {event.action: (before, cell) for row in rows for before, cell in pairwise(row) for event in cell}
-
-
-def _arrivals(step: Events) -> Arrivals:
-    """For what every action sends to each stage: when that message arrives, and the event at whose end its queue began."""
-    home = {event.action.stage: event.rank for event in step.events}
-    channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
-    queue_began: dict[tuple[int, int], Event] = {}
-    arrivals = {}
-    takers = _takers(step)
-    for event in step.events:
-        for taker, border in takers[event.action.kind, event.action.stage]:
-            ends = event.rank, home.get(taker, event.rank)
-            if ends[0] == ends[1]:
-                continue
-            if channels[ends].free <= event.end:
-                queue_began[ends] = event
-            arrivals[event.action, taker] = channels[ends].carry(event.end, border), queue_began[ends]
-    return arrivals
-
-
-def _takers(step: Events) -> dict[tuple[Kind, int], list[tuple[int, Border]]]:
-    """Kind, stage -> the stages that such an action sends to, in order, and what a message there costs."""
-    chain = list(pairwise(range(step.stages)))
-    borders = dict(zip(chain, step.borders or [Border()] * len(chain), strict=False))
-    takers: dict[tuple[Kind, int], list[tuple[int, Border]]] = defaultdict(list)
-    for (start, end), border in sorted((borders | dict(step.skips)).items()):
-        takers[Kind.F, start].append((end, border))
-        takers[Kind.B, end].append((start, border))
-        takers[Kind.I, end].append((start, border))
-    return takers

@@ -1,12 +1,13 @@
 """The events of one step: when every action ran, or would run."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from penstock.schedule.memory import Size
-from penstock.schedule.table import Action, Pair, Skip, dependencies
+from penstock.schedule.table import Action, Pair, Skip, dependencies, takers
 
 
 class Event(NamedTuple):
@@ -36,6 +37,13 @@ class Channel:
         """When a message over `border` arrives that the rank hands over at the time `ready`."""
         self.free = max(self.free, ready) + border.transmission
         return self.free + border.latency
+
+
+class Arrival(NamedTuple):
+    """When a message arrives, and the event at whose end the queue began in which it stood."""
+
+    when: float
+    queue_began: Event
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,29 @@ class Events:
     @cached_property
     def _at(self) -> dict[Action, Event]:
         return {event.action: event for event in self.events}
+
+    @cached_property
+    def arrivals(self) -> dict[tuple[Action, int], Arrival]:
+        """For what every action sends to each stage on another rank, when that arrives at the costs of messages."""
+        home = {event.action.stage: event.rank for event in self.events}
+        goes = takers(self.stages, [skip for skip in self.skips if skip[1] < self.stages])
+        channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
+        queue_began: dict[tuple[int, int], Event] = {}
+        arrivals = {}
+        for event in self.events:
+            kind, stage, _ = event.action
+            for taker in goes[kind][stage]:
+                ends = event.rank, home.get(taker, event.rank)
+                if ends[0] != ends[1]:
+                    if channels[ends].free <= event.end:
+                        queue_began[ends] = event
+                    when = channels[ends].carry(event.end, self._border(min(stage, taker), max(stage, taker)))
+                    arrivals[event.action, taker] = Arrival(when, queue_began[ends])
+        return arrivals
+
+    def _border(self, low: int, high: int) -> Border:
+        """What a message between two stages costs; nothing where that is not known."""
+        return self.skips[low, high] if high > low + 1 else self.borders[low] if self.borders else Border()
 
     @cached_property
     def start(self) -> float:

@@ -101,29 +101,25 @@ def _straggler(here: Measurement, now: float) -> Straggler | None:
 
 def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None:
     """How `rank` compares with the others, stage for stage by the layers they have; None if it is not slower."""
-    mine = here.schedule.stages_of(rank)
-    others = [stage for stage in range(here.schedule.stages) if stage not in mine]
+    table, mine, layers = here.schedule, here.schedule.stages_of(rank), here.layers
+    others = [stage for stage in range(table.stages) if stage not in mine]
     if not others or not mine:
         return None
-    layers = here.layers
-    fair = {
-        kind: [
-            layers[stage] * median(times[other] / layers[other] for other in others) if stage in mine else time
-            for stage, time in enumerate(times)
-        ]
-        for kind, times in here.seconds.items()
-    }
-    actions = here.schedule.actions[rank]
-    planned = sum(fair[action.kind][action.stage] for action in actions)
-    excess = sum(here.seconds[action.kind][action.stage] for action in actions) - planned
-    if excess <= STRAGGLES * planned:
+
+    def shared(times: Sequence[float]) -> tuple[float, ...]:
+        usual = median(times[stage] / layers[stage] for stage in others)
+        return tuple(layers[stage] * usual if stage in mine else time for stage, time in enumerate(times))
+
+    fair = replace(here, seconds={kind: shared(times) for kind, times in here.seconds.items()})
+    actions = table.actions[rank]
+    took, planned = (sum(each.seconds[kind][stage] for kind, stage, _ in actions) for each in (here, fair))
+    if took - planned <= STRAGGLES * planned:
         return None
-    ran = dict.fromkeys(action.kind for action in actions)
     times = {
-        kind: (fmean(here.seconds[kind][stage] for stage in mine), fmean(fair[kind][stage] for stage in mine)) for kind in ran
+        kind: (fmean(here.seconds[kind][stage] for stage in mine), fmean(fair.seconds[kind][stage] for stage in mine))
+        for kind in dict.fromkeys(action.kind for action in actions)
     }
-    repaired = replace(here, seconds={kind: tuple(each) for kind, each in fair.items()})
-    return Straggler(rank, excess / len(actions), times, now - repaired.predict(here.schedule).makespan)
+    return Straggler(rank, (took - planned) / len(actions), times, now - fair.predict(table).makespan)
 
 
 # ---- what would make it shorter

@@ -22,20 +22,7 @@ from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
 
 Times = dict[Kind, tuple[float, ...]]  # kind -> seconds, of every stage
-Samples = dict[tuple[Kind, int], list[float]]  # kind, stage -> seconds, each time it was seen
-
-
-@dataclass(frozen=True)
-class MeasuredCosts(Costs):
-    """`Costs` that say what a full backward takes where it is not what I and W take one after the other."""
-
-    backward: tuple[float, ...] = ()  # of B, on every stage
-
-    def table(self, stages: int) -> dict[Kind, list[float]]:
-        """Kind -> cost of every stage. Raises ScheduleError as `Costs.table`, and unless B has a cost for each stage."""
-        if len(self.backward) != stages:
-            raise ScheduleError(f"backward has {len(self.backward)} costs for {stages} stages: use Measurement.predict")
-        return super().table(stages) | {Kind.B: list(self.backward)}
+Samples = dict[object, list[float]]  # what was measured -> seconds, each time it was seen
 
 
 @dataclass(frozen=True)
@@ -73,24 +60,20 @@ class Measurement:
         table, gaps = tables[0], [gap for timeline in timelines for gap in gaps_of(timeline)]
         waits = [gap for gap in gaps if gap.waited]
         whole = _by_border(((gap, gap.message) for gap in waits), table)
-        engine: Samples = defaultdict(list)
-        for gap in gaps:
-            if gap.before and not gap.waits(whole.get(gap.border, 0.0)):
-                engine[gap.before.action[:2]].append(max(0.0, gap.after.start - gap.before.end))
-        between = _between(engine, table.stages)
+        between = _between((gap for gap in gaps if not gap.waits(whole.get(gap.border, 0.0))), table.stages)
         sends = _by_border(((gap, gap.message - _of(between, gap.needed)) for gap in waits), table)
-        seconds = _seconds(timelines, table)
         sizes = next((timeline.sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
-        return cls(table, seconds, between, tuple(sends.values()), around, _checked(layers, table.stages), sizes)
+        layers = _checked(layers, table.stages)
+        return cls(table, _seconds(timelines, table), between, tuple(sends.values()), around, layers, sizes)
 
     @property
-    def costs(self) -> MeasuredCosts:
+    def costs(self) -> Costs:
         """For `simulate`, of tables with the same stages. Each action contains the engine's time after it."""
         forward, backward, inputs, weights = (
             tuple(map(sum, zip(self.seconds[kind], self.between[kind], strict=True))) for kind in Kind
         )
         act, keep = zip(*self.sizes, strict=True) if self.sizes else (1, None)
-        return MeasuredCosts(forward, inputs, weights, self.send, act=act, keep=keep, backward=backward)
+        return Costs(forward, inputs, weights, self.send, act=act, keep=keep, backward=backward)
 
     def predict(self, schedule: Schedule, layers: Sequence[float] = ()) -> Timeline:
         """When every action of `schedule` would run on such ranks, with as many rows in a microbatch.
@@ -135,9 +118,9 @@ class Measurement:
 
 def table_of(timeline: Timeline) -> Schedule:
     """The table whose actions `timeline` has, under its name."""
-    rows = [[tuple(event.action for event in cell) for cell in timeline.cells(rank)] for rank in range(timeline.ranks)]
-    cells = [[actions[0] if len(actions) == 1 else (actions[0], actions[1]) for actions in row] for row in rows]
-    return from_rows(timeline.name.removesuffix(", measured").removesuffix(", predicted"), cells)
+    name = timeline.name.removesuffix(", measured").removesuffix(", predicted")
+    table = from_rows(name, [[event.action for event in row] for row in timeline.rows])
+    return replace(table, overlaps=timeline.overlaps)
 
 
 def _of(times: Times, event: Event | None) -> float:
@@ -207,17 +190,14 @@ def gaps_of(timeline: Timeline) -> Iterator[Gap]:
 
 def _seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     """What every action costs, on every stage."""
-    seen: Samples = defaultdict(list)
+    seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         for cell in (cell for rank in range(timeline.ranks) for cell in timeline.cells(rank)):
             for event in cell:
                 seen[event.action[:2]].append((event.end - event.start) / len(cell))
     taken = {key: fmean(times) if key[0] is Kind.W else median(times) for key, times in seen.items()}
-    halves = {
-        stage: (taken[Kind.I, stage], taken[kind, stage])
-        for kind, stage in taken
-        if kind is Kind.W and (Kind.I, stage) in taken
-    }
+    split = [stage for stage in range(table.stages) if {(Kind.I, stage), (Kind.W, stage)} <= taken.keys()]
+    halves = {stage: (taken[Kind.I, stage], taken[Kind.W, stage]) for stage in split}
     share = median([inputs / (inputs + weights) if inputs + weights else 0.5 for inputs, weights in halves.values()] or [0.5])
     costs = []
     for stage in range(table.stages):
@@ -229,24 +209,29 @@ def _seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     return dict(zip(Kind, zip(*costs, strict=True), strict=True))
 
 
-def _between(engine: Samples, stages: int) -> Times:
-    """The engine's time after every action: the median, where it was not seen that of its kind, or of all."""
-    usual = median([time for times in engine.values() for time in times] or [0.0])
-    found = {}
-    for kind in Kind:
-        of_kind = median([time for (which, _), times in engine.items() if which is kind for time in times] or [usual])
-        found[kind] = tuple(median(engine.get((kind, stage)) or [of_kind]) for stage in range(stages))
-    return found
+def _between(engines: Iterable[Gap], stages: int) -> Times:
+    """The engine's time after every action, of gaps that are its alone: where none was seen that of its kind, or of all."""
+    seen: Samples = defaultdict(list)
+    for gap in engines:
+        if gap.before:
+            kind, stage, _ = gap.before.action
+            for key in ((kind, stage), kind, None):
+                seen[key].append(max(0.0, gap.after.start - gap.before.end))
+    return {kind: tuple(_usual(seen, (kind, stage), kind, None) for stage in range(stages)) for kind in Kind}
 
 
 def _by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Skip, float]:
-    """The median over each border between two neighbouring stages, never below 0: else of the two ranks, else of all."""
-    seen: dict[Skip | frozenset[int] | None, list[float]] = defaultdict(list)
+    """Over each border between two neighbouring stages, never below 0: where none was seen that of the two ranks, or of all."""
+    seen: Samples = defaultdict(list)
     for gap, seconds in samples:
         for key in (gap.border, _ends(gap.border, table), None):
             seen[key].append(max(0.0, seconds))
-    borders = pairwise(range(table.stages))
-    return {each: median(seen.get(each) or seen.get(_ends(each, table)) or seen.get(None) or [0.0]) for each in borders}
+    return {border: _usual(seen, border, _ends(border, table), None) for border in pairwise(range(table.stages))}
+
+
+def _usual(seen: Samples, *keys: object) -> float:
+    """The median under the first of `keys` that has any samples; 0 if none has."""
+    return next((median(seen[key]) for key in keys if key in seen), 0.0)
 
 
 def _ends(border: Skip, table: Schedule) -> frozenset[int]:

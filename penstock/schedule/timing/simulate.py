@@ -19,8 +19,8 @@ Cost = float | Sequence[float]  # one number for all stages (or all borders betw
 class Costs:
     """What actions, messages and activations cost: a number for all stages, or a sequence with one for each stage.
 
-    Times are in any one unit. A full backward `B` costs `backward_input` + `backward_weight`. A pair of overlapping actions
-    costs both less `overlap`, the share (0 to 1) of the shorter one that the longer one hides.
+    Times are in any one unit. A full backward `B` costs `backward_input` + `backward_weight`, unless `backward` says what it
+    takes. A pair of overlapping actions costs both less `overlap`, the share (0 to 1) of the shorter one that the longer hides.
 
     A message between two ranks occupies its channel for `size` / `bandwidth` and then travels for `send`. There is one
     channel for each ordered pair of ranks: first in, first out, in the order of the sender's table. These three are a number
@@ -42,16 +42,18 @@ class Costs:
     keep: Cost | None = None
     overlap: float = 0
     skips: Mapping[Skip, float] = field(default_factory=dict)
+    backward: Cost | None = None
 
     def table(self, stages: int) -> dict[Kind, list[float]]:
         """Kind -> cost of every stage.
 
         Raises ScheduleError if a sequence does not have one cost for each stage, or a cost is negative or no finite number.
         """
-        forward, inputs, weights = (
-            _costs(name, getattr(self, name), stages) for name in ("forward", "backward_input", "backward_weight")
-        )
-        full = [i + w for i, w in zip(inputs, weights, strict=True)]
+        forward = _costs("forward", self.forward, stages)
+        inputs = _costs("backward_input", self.backward_input, stages)
+        weights = _costs("backward_weight", self.backward_weight, stages)
+        both = [i + w for i, w in zip(inputs, weights, strict=True)]
+        full = both if self.backward is None else _costs("backward", self.backward, stages)
         return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
 
     def borders(self, stages: int) -> tuple[Border, ...]:

@@ -107,9 +107,10 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
     family = FAMILIES.get(name)
     if family is None:
         raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
-    _check_numbers(name, {"ranks": ranks, "microbatches": microbatches})
-    given = {"stages_per_rank": stages_per_rank, **options}
-    _check_numbers(name, {what: value for what, value in given.items() if value is not None})
+    given = {what: value for what, value in {"stages_per_rank": stages_per_rank, **options}.items() if value is not None}
+    for what, value in {"ranks": ranks, "microbatches": microbatches, **given}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
     if unknown := sorted(set(options) - set(family.options)):
         known = f"it has {', '.join(family.options)}" if family.options else "it has none"
         raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
@@ -128,12 +129,6 @@ def _table(
         options = options | {"stages_per_rank": stages_per_rank}
     placement = PLACEMENTS[family.placement](ranks * (stages_per_rank or family.stages_per_rank), ranks)
     return from_rows(name, list(family.rule(ranks, microbatches, **options)), placement)
-
-
-def _check_numbers(name: str, numbers: dict[str, Any]) -> None:
-    for what, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
 
 
 def _check_stages(name: str, family: Family, stages_per_rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 from penstock.schedule.program import Program, Step, lower
@@ -34,7 +35,7 @@ class RankPrograms:
 
     def __init__(self, program: Program, rank: int, merge: bool = False) -> None:
         self.program, self.rank, self.merge = program, rank, merge
-        self._known: dict[object, RankProgram] = {}  # the one used last stands last
+        self._known = lru_cache(REMEMBERED)(self._made)
 
     def of(
         self, training: bool, microbatches: int | None = None, without_backward: frozenset[int] = frozenset()
@@ -45,12 +46,7 @@ class RankPrograms:
         """
         if microbatches is None:
             microbatches = self.program.schedule.microbatches
-        key = training, microbatches, without_backward if training else frozenset()
-        found = self._known.pop(key, None) or self._made(*key)
-        self._known[key] = found
-        if len(self._known) > REMEMBERED:
-            del self._known[next(iter(self._known))]
-        return found
+        return self._known(training, microbatches, without_backward if training else frozenset())
 
     def _made(self, training: bool, microbatches: int, without_backward: frozenset[int]) -> RankProgram:
         whole = self.program.schedule

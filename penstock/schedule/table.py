@@ -4,6 +4,7 @@ import csv
 import enum
 import gc
 import hashlib
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,10 +43,8 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Action":
         """The action written as stage, kind, microbatch: `2F3`. Raises ScheduleError for anything else."""
-        for kind in Kind:
-            stage, found, microbatch = text.strip().partition(kind.value)
-            if found and stage.isdecimal() and microbatch.isdecimal():
-                return cls(kind, int(stage), int(microbatch))
+        if cell := re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip()):
+            return cls(Kind(cell[2]), int(cell[1]), int(cell[3]))
         raise ScheduleError(f"cannot read {text!r} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
 
 
@@ -64,15 +63,10 @@ def written(cell: Cell) -> str:
     return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"
 
 
-def edges(stages: int, skips: Collection[Skip] = ()) -> list[tuple[int, int]]:
-    """From which stage something goes to which, in order: from each to the next, and over the skips."""
-    return sorted({*pairwise(range(stages)), *skips})
-
-
 def takers(stages: int, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
-    """Kind -> stage -> to which stages goes what such an action makes, in order: outputs onward, gradients back."""
+    """Kind -> stage -> the stages that take what such an action makes, in order: outputs go onward, gradients back."""
     onward, back, nowhere = ([list[int]() for _ in range(stages)] for _ in range(3))
-    for start, end in edges(stages, skips):
+    for start, end in sorted({*pairwise(range(stages)), *skips}):
         onward[start].append(end)
         back[end].append(start)
     return {Kind.F: onward, Kind.B: back, Kind.I: back, Kind.W: nowhere}

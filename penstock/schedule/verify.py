@@ -127,13 +127,11 @@ def _check_order(table: Table) -> None:
     """What an action needs from its own rank comes before it, and is not done at the same time."""
     outputs, gradients = ([set[int]() for _ in table.placement] for _ in range(2))  # stage -> for which microbatches, so far
     made = {kind: outputs if kind is Kind.F else gradients for kind in Kind}
-    needs = {
-        kind: [
-            [made[options[0].kind][options[0].stage] for options in _own_needs(table, Action(kind, stage, 0))]
-            for stage in range(table.stages)
-        ]
-        for kind in Kind
-    }
+
+    def needs_of(kind: Kind, stage: int) -> list[set[int]]:
+        return [made[options[0].kind][options[0].stage] for options in _own_needs(table, Action(kind, stage, 0))]
+
+    needs = {kind: [needs_of(kind, stage) for stage in range(table.stages)] for kind in Kind}
     for rank in range(table.ranks):
         for cell in table.cells(rank):
             for kind, stage, microbatch in actions_of(cell):
@@ -242,7 +240,8 @@ class _Machine:
     def _told(self, rank: int, peer: int, front: Transfer) -> str:
         """What `rank` waits for, and, if both directions share a channel, what it has in front where it meets `peer`."""
         post = f"the {'send' if front.source == rank else 'receive'} of the {front} in front of its queue with rank {peer}"
-        awaited, before = self._awaited(rank), f"before {_text(self.waits[rank].cell)}"
+        awaited, cell = self._awaited(rank), self.waits[rank].cell
+        before = f"before {'the end' if cell is None else written(cell)}"
         if awaited.source == rank:
             waits = f"waits for rank {awaited.destination} to receive the {awaited}, {before}"
         else:
@@ -250,7 +249,3 @@ class _Machine:
         if not self.shared:
             return f"rank {rank} {waits}"
         return f"rank {rank} {waits}, with {post}" if peer in awaited[1:3] else f"rank {rank} has {post}, and {waits}"
-
-
-def _text(cell: Cell | None) -> str:
-    return "the end" if cell is None else written(cell)

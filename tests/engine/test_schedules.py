@@ -1,5 +1,6 @@
 """Every schedule on real processes: the bits of one process."""
 
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.engine import build
 from penstock.schedule.transform import with_weights_last
 
 pytestmark = pytest.mark.ranks
@@ -232,6 +234,15 @@ def test_a_function_or_a_csv_is_a_schedule(tmp_path: Path) -> None:
     for results in zip(*everyone, strict=True):
         assert all(each == loss for each, _ in results)
         assert_same(merged([grads for _, grads in results]), gradients(model.named_parameters()))
+
+
+def test_a_csv_is_proved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, proved = str(tmp_path / "mine.csv"), []
+    ps.schedule.build("zb-v", 2, 5).to_csv(path)
+    monkeypatch.setattr(sys.modules["penstock.schedule.verify"], "prove", lambda program, **_: proved.append(program))
+    schedule, program = build.table(path, 2, 5, {})
+    assert proved == [program]
+    assert schedule.actions == ps.schedule.build("zb-v", 2, 5).actions
 
 
 def rank_merged(name: str, last: bool) -> dict[str, Any]:

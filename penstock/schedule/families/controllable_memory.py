@@ -10,10 +10,11 @@ the order of the slots as soon as they can run, and a W whenever none can.
 from collections import deque
 from collections.abc import Sequence
 
-from penstock.schedule.memory import peaks_in_flight
+from penstock.schedule.memory import Size, peaks_in_flight
 from penstock.schedule.table import Action, Kind, dependencies
 
 PERIOD = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
+ONE = Size()  # what is in flight from F to W
 
 Slots = dict[int, Action]  # of one rank
 
@@ -73,7 +74,7 @@ def _move_ends(slots: list[Slots], steady: range, bound: int) -> None:
     at = {action: slot for row in slots for slot, action in row.items()}
     home = {action: rank for rank, row in enumerate(slots) for action in row.values()}
     stages = 2 * len(slots)
-    held = [0] * len(slots)  # in flight on every rank before the slot looked at
+    held = [0.0] * len(slots)  # in flight on every rank before the slot looked at
     for action in sorted(at, key=lambda action: (at[action], home[action])):
         slot, rank = at[action], home[action]
         if slot not in steady:
@@ -81,10 +82,10 @@ def _move_ends(slots: list[Slots], steady: range, bound: int) -> None:
             target = _earliest(slots[rank], action, max(needs, default=-1) + 1, slot, held[rank], bound)
             slots[rank][target] = slots[rank].pop(slot)
             at[action] = target
-        held[rank] += _raises(action)
+        held[rank] += ONE.change(action.kind)
 
 
-def _earliest(row: Slots, action: Action, begin: int, slot: int, held: int, bound: int) -> int:
+def _earliest(row: Slots, action: Action, begin: int, slot: int, held: float, bound: int) -> int:
     """The first free slot from `begin` on to which `action` can move from `slot`, `held` activations in flight before it."""
     if action.kind is not Kind.F:
         return next((target for target in range(begin, slot) if target not in row), slot)
@@ -93,15 +94,10 @@ def _earliest(row: Slots, action: Action, begin: int, slot: int, held: int, boun
         if held >= bound:
             break
         if target in row:
-            held -= _raises(row[target])
+            held -= ONE.change(row[target].kind)
         else:
             best = target
     return best
-
-
-def _raises(action: Action) -> int:
-    """What `action` adds to the activations in flight on its rank."""
-    return (action.kind is Kind.F) - (action.kind is Kind.W)
 
 
 def _list_schedule(slots: list[Slots], bound: int) -> list[list[Action]]:
@@ -109,7 +105,7 @@ def _list_schedule(slots: list[Slots], bound: int) -> list[list[Action]]:
     stages = 2 * len(slots)
     waiting = [deque(action for action in _in_order(row) if action.kind is not Kind.W) for row in slots]
     put_off: list[deque[Action]] = [deque() for _ in slots]
-    held = [0] * len(slots)
+    held = [0.0] * len(slots)
     done: set[Action] = set()
     table: list[list[Action]] = [[] for _ in slots]
 
@@ -130,7 +126,7 @@ def _list_schedule(slots: list[Slots], bound: int) -> list[list[Action]]:
                 continue
             if action.kind is Kind.I:
                 put_off[rank].append(action._replace(kind=Kind.W))
-            held[rank] += _raises(action)
+            held[rank] += ONE.change(action.kind)
             row.append(action)
             now.append(action)
         done.update(now)

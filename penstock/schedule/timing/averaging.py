@@ -1,7 +1,10 @@
 """When replicas have averaged their gradients: what a table hides of it, and what remains."""
 
+from collections import defaultdict
+
 from penstock.errors import ScheduleError
 from penstock.schedule.table import Kind
+from penstock.schedule.timing.events import Border, Channel
 from penstock.schedule.timing.simulate import Cost, Costs
 from penstock.schedule.timing.timeline import Timeline
 
@@ -25,15 +28,6 @@ def averaged(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shar
         raise ScheduleError(f"{timeline.name} has no backward: there are no gradients to average")
     takes = Costs(backward_weight=seconds).table(max(ready) + 1)[Kind.W]
     end = max(event.end for event in timeline.events)
-    links: dict[int, list[tuple[float, float]]] = {}
-    for stage, (rank, when) in ready.items():
-        links.setdefault(0 if shared else rank, []).append((when if overlapped else end, takes[stage]))
-    return max(end, *(_done(sorted(link)) for link in links.values()))
-
-
-def _done(link: list[tuple[float, float]]) -> float:
-    """When a link has carried what comes so: (when, how long), in order."""
-    free = 0.0
-    for when, takes in link:
-        free = max(free, when) + takes
-    return free
+    leaving = sorted((when if overlapped else end, takes[stage], rank) for stage, (rank, when) in ready.items())
+    links: dict[int, Channel] = defaultdict(Channel)
+    return max(end, *(links[0 if shared else rank].carry(when, Border(lasts)) for when, lasts, rank in leaving))

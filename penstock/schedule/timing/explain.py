@@ -143,22 +143,16 @@ def _others(here: Measurement) -> Iterator[Alternative]:
 def _best(others: Sequence[Alternative]) -> Alternative | None:
     """The fastest; of those about as fast the one that holds the least."""
     fastest = min((other.seconds for other in others), default=0.0)
-    return min((other for other in others if other.seconds <= (1 + NOTABLE) * fastest), key=_burden, default=None)
-
-
-def _burden(other: Alternative) -> tuple[float, float]:
-    return other.held, other.seconds
+    near = [other for other in others if other.seconds <= (1 + NOTABLE) * fastest]
+    return min(near, key=lambda other: (other.held, other.seconds), default=None)
 
 
 def _more(here: Measurement) -> Alternative | None:
     """The same schedule with twice the microbatches; None for a table that is not the catalog's."""
     table = here.schedule
-    size = table.ranks, table.microbatches, table.stages // table.ranks
-    same = _built(table.name, *size)
-    other = _built(table.name, size[0], 2 * size[1], size[2])
-    if not same or not other or same.actions != table.actions:
-        return None
-    return _alternative(here, other)
+    stages_per_rank = table.stages // table.ranks
+    same, twice = (_built(table.name, table.ranks, times * table.microbatches, stages_per_rank) for times in (1, 2))
+    return _alternative(here, twice) if same and twice and same.actions == table.actions else None
 
 
 def _alternative(here: Measurement, other: Schedule) -> Alternative:

@@ -86,12 +86,6 @@ class Costs:
         keeps = acts if self.keep is None else _costs("keep", self.keep, stages, what="an amount of memory")
         return tuple(map(Size, acts, keeps))
 
-    def checked_overlap(self) -> float:
-        """`overlap`. Raises ScheduleError if it is no share."""
-        if not 0 <= self.overlap <= 1:
-            raise ScheduleError(f"overlap is {self.overlap}: give the share of the shorter action that is hidden, 0 to 1")
-        return float(self.overlap)
-
 
 def _costs(name: str, cost: Cost, count: int, each: str = "stage", what: str = "a time") -> list[float]:
     costs = _listed(name, cost, count, each)
@@ -135,6 +129,8 @@ def until_it_stops(schedule: Table, costs: Costs = Costs()) -> Timeline:
     Raises ScheduleError as `simulate`, but not for a circle.
     """
     _check_places(schedule)
+    if not 0 <= costs.overlap <= 1:
+        raise ScheduleError(f"overlap is {costs.overlap}: give the share of the shorter action that is hidden, 0 to 1")
     machine = _Machine(schedule, costs)
     with collector_paused():
         machine.run()
@@ -177,7 +173,7 @@ class _Machine:
     """Ranks that run their rows: each as far as it can, and again when what it waits for has come."""
 
     def __init__(self, schedule: Table, costs: Costs) -> None:
-        self.schedule, self.overlap = schedule, costs.checked_overlap()
+        self.schedule, self.overlap = schedule, float(costs.overlap)
         self.works = _works(schedule, costs)
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
         self.waits_for: list[Times | None] = [None] * schedule.ranks

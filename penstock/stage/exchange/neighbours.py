@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.schedule import Skip
-from penstock.schedule.table import edges
+from penstock.schedule import Kind, Skip
+from penstock.schedule.table import takers
 
 Name = tuple[int, str]  # a stage, and a parameter's name in it
 
@@ -32,12 +32,12 @@ class Neighbours(NamedTuple):
 
 def neighbours_of(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[Name]]) -> list[Neighbours]:
     """The neighbours of every stage: the next ones, those at the other end of `skips`, and who shares a group of `tied`."""
-    ways = edges(stages, skips)
+    goes = takers(stages, skips)
     hops = [hop for group in tied for hop in _hops(group)]
     return [
         Neighbours(
-            sources=tuple(start for start, end in ways if end == stage),
-            takers=tuple(end for start, end in ways if start == stage),
+            sources=tuple(goes[Kind.B][stage]),
+            takers=tuple(goes[Kind.F][stage]),
             borrowed=_by_stage((start, name) for (start, _), (end, name) in hops if end == stage),
             lent=_by_stage((end, name) for (start, name), (end, _) in hops if start == stage),
         )

@@ -53,11 +53,15 @@ def release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+class _OldTorch(PenstockError, ImportError):
+    """What stands on torch cannot be imported; also an ImportError, which the ranks' server passes over, so it is told once."""
+
+
 def refuse_older(version: str) -> None:
     """Raises PenstockError if torch lacks what this module stands on."""
     if release(version) < OLDEST:
         newer = ".".join(map(str, OLDEST))
-        raise PenstockError(f"Penstock needs torch {newer} or newer, this is {version}: pip install 'torch>={newer}'")
+        raise _OldTorch(f"Penstock needs torch {newer} or newer, this is {version}: pip install 'torch>={newer}'")
 
 
 refuse_older(torch.__version__)

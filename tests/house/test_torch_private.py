@@ -1,5 +1,8 @@
 """The door to torch's private parts: what each function needs of torch is there, and does what it is used for."""
 
+import os
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,8 +34,20 @@ def test_an_older_torch_is_refused_in_a_sentence_and_a_newer_one_is_not():
     told = r"Penstock needs torch 2.11 or newer, this is 2.10.1\+cpu: pip install 'torch>=2.11'"
     with pytest.raises(ps.PenstockError, match=told):
         torch_private.refuse_older("2.10.1+cpu")
+    with pytest.raises(ps.PenstockError, match=r"this is 2\.8\.0: "):
+        torch_private.refuse_older("2.8.0")
     for version in ("2.11.0", "2.15.0+cu132", "2.16.0.dev20270101", "3.0.0a0+git1234"):
         torch_private.refuse_older(version)
+
+
+@pytest.mark.fresh
+def test_a_command_over_an_older_torch_says_so_once_though_its_ranks_server_has_it_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.8.0'")
+    paths = os.pathsep.join([str(tmp_path), str(Path(ps.__file__).parents[1])])
+    command = [sys.executable, "-m", "penstock", "train", "--ranks", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": paths})
+    assert done.stderr == "penstock: Penstock needs torch 2.11 or newer, this is 2.8.0: pip install 'torch>=2.11'\n"
+    assert (done.returncode, done.stdout) == (1, "")
 
 
 def test_the_package_asks_for_the_releases_that_are_known():

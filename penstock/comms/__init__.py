@@ -2,7 +2,7 @@
 
 launcher        starts ranks on this machine for a function
 topology        which rank this is, among how many, on which device; the mesh of all
-start           the name of one start of all ranks
+meeting         what ranks write in the store that they meet at: the name of a start, who has left
 interface       which network leads to the other ranks
 allocator       has a process keep the memory it frees
 point_to_point  a tensor from one rank to another

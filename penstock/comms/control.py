@@ -9,7 +9,6 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -74,8 +73,6 @@ class Control:
         if self.groups is None and not self.alone:
             self.generation += 1
             self.groups = Groups(self.topology, f"{self.name}/{self.generation}")
-            for group in self.beside:
-                self.groups.at_close(partial(break_off, group))
             try:
                 with named(f"rank {self.topology.rank} could not connect to the other ranks"):
                     self._group = self.groups.gloo("control", self.topology.rank, self.topology.world_size)
@@ -170,17 +167,18 @@ class Control:
         """End the step on every rank because of `error`; raises what happened, the same on every rank."""
         if self.alone or self.groups is None:  # there is nobody, or nobody any more, to tell
             raise error
-        store = self.groups.store
-        reports.publish(store, self._report(error))
+        groups, mine = self.groups, self._report(error)
+        reports.publish(groups, mine)
         self.close()
+        for group in self.beside:
+            break_off(group)
         if not isinstance(error, WaitFailed):
             self._lost = str(error) if self.beside else None
             raise error
-        ranks = self.topology.world_size
-        verdict = reports.verdict(reports.read(store, ranks), ranks)
+        verdict = reports.verdict(groups, mine)
         if self.beside or isinstance(verdict, LostRankError):
             self._lost = str(verdict)
-        raise verdict from error.cause
+        raise verdict from (None if is_of_transport(error.cause) else error.cause)  # the transport's words help nobody
 
     def close(self) -> None:
         """Close the groups; the next `connect` opens new ones."""
@@ -192,5 +190,5 @@ class Control:
     def _report(self, error: BaseException) -> Report:
         if not isinstance(error, WaitFailed):
             return reports.own_report(self.topology.rank, error)
-        why = lost_or_silent(error.cause, self.topology.timeout)
-        return Report(self.topology.rank, time.time(), None, f"waited {error.what}: {why}", error.peer)
+        end = lost_or_silent(error.cause, self.topology.timeout)
+        return Report(self.topology.rank, time.time(), None, f"waited {error.what}", error.peer, end)

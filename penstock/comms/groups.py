@@ -6,8 +6,7 @@ milliseconds. `Groups.close` uses that, on purpose, to wake everybody.
 """
 
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -16,24 +15,26 @@ import torch
 import torch.distributed as dist
 
 from penstock import torch_private
+from penstock.comms.meeting import departed, looks
 from penstock.comms.system import need_descriptors
-from penstock.comms.topology import LOOPBACK, Topology
+from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
 FAILED = "failed"  # a key of the store of groups that a rank which gives up leaves there
-POLL = 2e-4  # seconds
 UNUSED_TAG = 2**20  # no message carries it
 NO_TIME = timedelta(milliseconds=1)
 
 
 class Groups:
-    """The process groups of one pipeline, opened under names that all ranks agree on."""
+    """The process groups of one pipeline, or of some `ranks`, opened under names that all of them agree on."""
 
-    def __init__(self, topology: Topology, name: str) -> None:
+    def __init__(self, topology: Topology, name: str, ranks: Sequence[int] | None = None) -> None:
         self.topology = topology
+        self.ranks = range(topology.world_size) if ranks is None else ranks
         self.store = dist.PrefixStore(name, topology.store)
         self._open: list[tuple[Any, int]] = []  # each group, and a peer in it
-        self._closers: list[Callable[[], None]] = []
+        self._closers: list[Callable[[], object]] = []
+        closed_on_leaving.add(self)
 
     def gloo(self, name: str, rank: int, size: int) -> Any:
         """This process as `rank` of a new Gloo group of `size`; returns when all of them are connected.
@@ -55,27 +56,27 @@ class Groups:
         return group
 
     def _meet(self, store: Any, rank: int, size: int) -> None:
-        """Wait for the others to come here, but not when one has failed: Gloo's own wait would not know."""
+        """Wait for the others to come here, but not when one has failed or left: Gloo's own wait would not know."""
         store.set(f"here-{rank}", "")
-        deadline = time.monotonic() + self.topology.timeout.total_seconds()
-        while not store.check([f"here-{other}" for other in range(size)]):
-            if self.store.check([FAILED]):
+        for _ in looks(self.topology.timeout.total_seconds()):
+            if store.check([f"here-{other}" for other in range(size)]):
+                return
+            if self.store.check([FAILED]) or departed(self.topology.store, self.ranks):
                 raise dist.DistError("another rank has failed")
-            if time.monotonic() > deadline:
-                raise dist.DistError("timed out")
-            time.sleep(POLL)
+        raise dist.DistError("timed out")
 
-    def at_close(self, close: Callable[[], None]) -> None:
+    def at_close(self, close: Callable[[], object]) -> None:
         """Have `close` called when the groups are closed."""
         self._closers.append(close)
 
-    def close(self) -> None:
-        """Close all groups now, whoever waits on them."""
+    def close(self, failed: bool = True) -> None:
+        """Close all groups now, whoever waits on them; if nothing has `failed`, what GPUs do for others may come to its end."""
         for close in self._closers:
             close()
         self._closers.clear()
         for group, peer in self._open:
-            break_off_backend(group, peer)
+            if failed or group.name() == "gloo":
+                break_off_backend(group, peer)
         self._open.clear()
 
 

@@ -6,6 +6,7 @@ them, and join through a store that this process holds.
 """
 
 import gc
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -20,12 +21,15 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
+from penstock.comms.meeting import FINISHED, depart
+from penstock.comms.system import reason
 from penstock.errors import LostRankError, PenstockError
 
 T = TypeVar("T")
 # The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
-PRELOAD = ["__main__", "penstock.pipeline", "penstock.checkpoint", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
+PRELOAD = ["penstock.pipeline", "penstock.checkpoint", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
+UNGUARDED = 86  # the exit code of a rank that launches ranks while it imports the program
 LAST_WORDS = 1.5  # seconds the other ranks have to tell what they know once one has failed
 
 
@@ -70,14 +74,23 @@ def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
 
     Ranks have the environment and working directory that this process has now. Each computes on one thread unless
     OMP_NUM_THREADS says otherwise, so that bits do not depend on the number of ranks. The first error of any rank is raised
-    here, its own traceback as the cause; LostRankError if a rank died. No rank outlives the call.
+    here, its own traceback as the cause; LostRankError if a rank died, or waits for one that has returned. No rank outlives
+    the call.
     """
+    _end_if_imported_by_a_rank()
     if not isinstance(ranks, int) or ranks < 1:
         raise PenstockError(f"cannot launch {ranks!r} ranks: use a whole number of 1 or more")
     job = _Job(_pickled(function, args), ranks, dict(os.environ))
-    with _store() as port, _started(job, port) as (processes, results):
-        outcomes = _outcomes(processes, results)
+    with _store() as store, _started(job, store.port) as (processes, results):
+        outcomes = _outcomes(processes, results, store)
     return _results(outcomes, ranks)
+
+
+def _end_if_imported_by_a_rank() -> None:
+    """A rank imports the program that launched it, under another name: without a guard, that launches ranks again."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
+            os._exit(UNGUARDED)
 
 
 def start_ahead() -> None:
@@ -127,15 +140,14 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 @contextmanager
-def _store() -> Iterator[int]:
-    """The store the ranks meet at, in this process, which only this machine reaches; its port."""
+def _store() -> Iterator[Any]:
+    """The store the ranks meet at, in this process, which only this machine reaches."""
     from torch.distributed import TCPStore
 
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    yield port
-    del store
+    yield store
 
 
 @contextmanager
@@ -161,10 +173,11 @@ def _started(job: _Job, port: int) -> Iterator[tuple[list[Any], list[Connection]
             receiver.close()
 
 
-def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[int, Outcome]:
+def _outcomes(processes: Sequence[Any], results: Sequence[Connection], store: Any) -> dict[int, Outcome]:
     """What each rank came to. A rank that never ended is absent.
 
-    Once one rank has failed or died, the others have a short while to say why they did.
+    Once one rank has failed or died, the others have a short while to say why they did. Those that wait for one that has
+    ended before it joined them find that in the `store`.
     """
     outcomes: dict[int, Outcome] = {}
     pending: dict[Any, int] = {receiver: rank for rank, receiver in enumerate(results)}
@@ -179,8 +192,10 @@ def _outcomes(processes: Sequence[Any], results: Sequence[Connection]) -> dict[i
                 outcomes[rank] = pickle.loads(receiver.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, OSError):  # OSError: in the middle of its outcome
                 processes[rank].join()
-                outcomes[rank] = Outcome(False, _Died(f"rank {rank} {_death(processes[rank].exitcode)}"))
-            if not outcomes[rank].well:
+                outcomes[rank] = Outcome(False, _death(rank, processes[rank].exitcode))
+            if outcomes[rank].well:
+                depart(store, rank, FINISHED)
+            else:
                 deadline = deadline or time.monotonic() + LAST_WORDS
     return outcomes
 
@@ -194,16 +209,19 @@ def _results(outcomes: dict[int, Outcome], ranks: int) -> list[Any]:
     for _, error, text in own or told:
         if deaths and not own:
             error = LostRankError("; ".join([str(error), *deaths]))
-        raise error from RankTraceback(text)
+        raise error from (RankTraceback(text) if text else None)
     if deaths:
         raise LostRankError("; ".join(deaths))
     return [outcomes[rank].value for rank in range(ranks)]
 
 
-def _death(exitcode: int | None) -> str:
+def _death(rank: int, exitcode: int | None) -> PenstockError:
+    if exitcode == UNGUARDED:
+        where = "this program launches ranks wherever it is imported, and every rank imports it"
+        return PenstockError(f'{where}: put what launches under `if __name__ == "__main__":`')
     if exitcode is not None and exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    return f"ended with exit code {exitcode} before it was done"
+        return _Died(f"rank {rank} was killed by {signal.Signals(-exitcode).name}")
+    return _Died(f"rank {rank} ended with exit code {exitcode} before it was done")
 
 
 def _rank_main(job: _Job, rank: int, port: int, sender: Connection) -> None:
@@ -217,21 +235,24 @@ def _rank_main(job: _Job, rank: int, port: int, sender: Connection) -> None:
     )  # fmt: skip
     import torch
 
-    from penstock import comms
+    from penstock.comms.topology import shutdown, tell_departure
 
     os.register_at_fork(after_in_child=sender.close)  # a process that the rank forks would hide the rank's death
     gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
     torch.set_num_threads(_threads())
     try:
         function, args = pickle.loads(job.work)
-        data = pickle.dumps(Outcome(True, function(*args)))
+        value = function(*args)
+        tell_departure(FINISHED)
+        data = pickle.dumps(Outcome(True, value))
     except BaseException as error:
         data = _pickled_error(error, rank)
+        tell_departure(f"ended with {reason(error)}")
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
             stream.flush()
     sender.send_bytes(data)  # from now on the launching process may end this one
-    comms.shutdown()
+    shutdown()
 
 
 def _threads() -> int:
@@ -241,6 +262,8 @@ def _threads() -> int:
 
 
 def _pickled_error(error: BaseException, rank: int) -> bytes:
+    if isinstance(error, SystemExit) and not error.code:  # which would end the launching program too, as if all were well
+        error = PenstockError(f"rank {rank} called sys.exit() before its function was done")
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
     try:
         data = pickle.dumps(Outcome(False, error, text))

@@ -28,11 +28,11 @@ def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
     if the other rank is lost or does not receive within the timeout.
     """
     topology = current_topology()
-    _check_peer(topology, dest, "send to", "next")
+    dest = _checked_peer(topology, dest, "send to", "next")
     if tensor.dim() > MAX_DIMENSIONS or tensor.dtype not in DTYPES:
         raise MismatchError(f"cannot send a tensor of {tensor.dim()} dimensions and {tensor.dtype}")
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    with waiting_for_ranks(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}"):
+    with waiting_for_ranks(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}", [dest]):
         dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header))), dest)
         dist.send(tensor.detach().to(topology.carrier).contiguous(), dest)
 
@@ -52,9 +52,9 @@ def recv_tensor(
     whole), PenstockError if there is no such rank, LostRankError if nothing comes within the timeout.
     """
     topology = current_topology()
-    _check_peer(topology, src, "receive from", "previous")
+    src = _checked_peer(topology, src, "receive from", "previous")
     header = torch.empty(MAX_DIMENSIONS + 2, dtype=torch.int64)
-    with waiting_for_ranks(topology, f"for a {_words(shape, dtype)} from rank {src}"):
+    with waiting_for_ranks(topology, f"for a {_words(shape, dtype)} from rank {src}", [src]):
         dist.recv(header, src)
         index, dimensions, *sizes = header.tolist()
         sent_shape, sent_dtype = tuple(sizes[:dimensions]), DTYPES[index]
@@ -68,13 +68,14 @@ def recv_tensor(
     return tensor.to(topology.device if device is None else device)
 
 
-def _check_peer(topology: Topology, peer: int | None, verb: str, side: str) -> None:
+def _checked_peer(topology: Topology, peer: int | None, verb: str, side: str) -> int:
     if peer is None:
         raise PenstockError(f"rank {topology.rank} has nobody to {verb}: there is no {side} rank at this end")
     if not 0 <= peer < topology.world_size or peer == topology.rank:
         raise PenstockError(
             f"rank {topology.rank} cannot {verb} rank {peer}: the other ranks are among 0 to {topology.world_size - 1}"
         )
+    return peer
 
 
 def type_name(dtype: torch.dtype) -> str:

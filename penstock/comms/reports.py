@@ -1,28 +1,30 @@
-"""What ranks tell each other, through the store, when a step fails, and the one error that follows from it on all of them."""
+"""What ranks tell each other through the store when they cannot go on, and the one error that follows on all of them."""
 
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from penstock import errors
-from penstock.comms.groups import FAILED
+from penstock.comms.groups import FAILED, Groups
+from penstock.comms.meeting import departed, left, looks
+from penstock.comms.topology import MOMENT
 from penstock.errors import LostRankError, PenstockError
 
 GRACE = 1.0  # seconds a failing rank waits for the others' reports
-POLL = 0.005
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a failing rank tells the others: its own error, or whom it was waiting for."""
+    """What a failing rank tells the others: its own error, or what it waited for, from whom, and how that ended."""
 
     rank: int
     when: float
     error: str | None = None  # the name of the error's class, when the error is this rank's own
     text: str = ""
     peer: int | None = None
+    end: str = ""
 
 
 def own_report(rank: int, error: BaseException) -> Report:
@@ -33,46 +35,63 @@ def own_report(rank: int, error: BaseException) -> Report:
     return Report(rank, time.time(), family.__name__, str(error))
 
 
-def publish(store: Any, report: Report) -> None:
+def publish(groups: Groups, report: Report) -> None:
     """Write `report`, unless its rank has written one before."""
-    store.compare_set(_key(report.rank), "", json.dumps(asdict(report)))
-    store.set(FAILED, "")
+    with suppress(RuntimeError):  # the store may be gone, with the rank that had it
+        groups.store.compare_set(_key(report.rank), "", json.dumps(asdict(report)))
+        groups.store.set(FAILED, "")
 
 
-def read(store: Any, ranks: int) -> dict[int, Report]:
-    """The reports of a failure: until one names an error of its own, all `ranks` are accounted for, or the grace is over."""
-    reports: dict[int, Report] = {}
-    deadline = time.monotonic() + GRACE
-    while True:
-        for rank in set(range(ranks)) - reports.keys():
-            if store.check([_key(rank)]):
-                reports[rank] = Report(**json.loads(store.get(_key(rank))))
-        accounted = reports.keys() | {report.peer for report in reports.values()}  # who closes has reported before
-        complete = accounted >= set(range(ranks)) or any(report.error for report in reports.values())
-        if complete or time.monotonic() > deadline:
-            return reports
-        time.sleep(POLL)
+def read(groups: Groups, mine: Report) -> tuple[list[Report], dict[int, str]]:
+    """The reports of a failure, `mine` or what this rank had written before among them; what became of ranks that have left.
+
+    Waits until one names an error of its own, all ranks are accounted for, or the grace is over. A rank that another waited
+    for may be dead, but what it told at its end may also be still on its way.
+    """
+    reports, gone, begin = dict[int, Report](), dict[int, str](), time.monotonic()
+    with suppress(RuntimeError):
+        for _ in looks(GRACE):
+            for rank in set(groups.ranks) - reports.keys():
+                if groups.store.check([_key(rank)]):
+                    reports[rank] = Report(**json.loads(groups.store.get(_key(rank))))
+            gone = departed(groups.topology.store, set(groups.ranks) - reports.keys())
+            blamed = {each.peer for each in reports.values()} if time.monotonic() > begin + MOMENT else set()
+            if own_error(reports.values()) or reports.keys() | gone.keys() | blamed >= set(groups.ranks):
+                break
+    reports.setdefault(mine.rank, mine)
+    return [reports[rank] for rank in sorted(reports)], gone
 
 
-def verdict(reports: dict[int, Report], ranks: int) -> PenstockError:
-    """The one error that explains all reports: a rank's own, the first, else who is lost."""
-    own = [report for report in reports.values() if report.error]
-    if own:
-        first = min(own, key=lambda report: (report.when, report.rank))
-        return getattr(errors, str(first.error))(first.text)
-    return _lost(reports.values(), sorted(set(range(ranks)) - reports.keys()))
+def own_error(reports: Collection[Report]) -> PenstockError | None:
+    """The first error that a rank told as its own, if there is one."""
+    own = [(each.when, each.rank, each.error, each.text) for each in reports if each.error]
+    if not own:
+        return None
+    _, _, kind, text = min(own)
+    return getattr(errors, kind)(text)
 
 
-def _lost(reports: Collection[Report], silent: list[int]) -> LostRankError:
-    """Who is gone: whoever is blamed and leaves no report, else all that left none."""
-    witnesses = [report for report in reports if report.peer in silent]
-    absent = sorted({report.peer for report in witnesses if report.peer is not None}) or silent
+def verdict(groups: Groups, mine: Report) -> PenstockError:
+    """The one error that explains all reports: a rank's own, else who is lost: whoever is blamed and leaves no report."""
+    reports, gone = read(groups, mine)
+    if error := own_error(reports):
+        return error
+    silent = sorted(set(groups.ranks) - {each.rank for each in reports})
+    witnesses = [each for each in reports if each.peer in silent]
+    absent = sorted({each.peer for each in witnesses if each.peer is not None}) or silent
     witness = min(witnesses or reports, key=lambda report: report.when)
-    told = f"rank {witness.rank} {witness.text}"
+    waited = f"rank {witness.rank} {witness.text}"
+    if told := {rank: gone[rank] for rank in absent if rank in gone}:
+        return left(told, waited)
+    return lost(absent, waited, witness.end)
+
+
+def lost(absent: Sequence[int], waited: str, end: str) -> LostRankError:
+    """The error where somebody `waited` for ranks that are heard of no more, until its `end`."""
     if not absent:
-        return LostRankError(f"the ranks lost each other: {told}")
-    verb = "does not answer" if "no answer" in told else "is gone"
-    return LostRankError(f"rank {', '.join(map(str, absent))} {verb}: {told}")
+        return LostRankError(f"the ranks lost each other: {waited}: {end}")
+    verb = "does not answer" if "no answer" in end else "is gone"
+    return LostRankError(f"rank {', '.join(map(str, absent))} {verb}: {waited}: {end}")
 
 
 def _key(rank: int) -> str:

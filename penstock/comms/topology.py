@@ -2,7 +2,9 @@
 
 import atexit
 import os
-from collections.abc import Iterator
+import sys
+import weakref
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,10 +18,12 @@ from torch.distributed.rendezvous import rendezvous
 from penstock import torch_private
 from penstock.comms.allocator import keep_freed_memory
 from penstock.comms.interface import interface_to
-from penstock.comms.start import name_of_start
+from penstock.comms.meeting import FINISHED, depart, departed, left, looks, name_of_start
+from penstock.comms.system import reason
 from penstock.errors import LostRankError, MismatchError, PenstockError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are long to look at a stopped job
+MOMENT = 0.2  # seconds between the end of a rank's connections and what it tells of its own
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CPU = torch.device("cpu")
 
@@ -55,6 +59,7 @@ class Topology:
 
 
 _current: Topology | None = None
+closed_on_leaving: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups of this process, see `Groups.close`
 
 
 def init_distributed(
@@ -110,7 +115,7 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
     if not dist.is_initialized():  # a world of one
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     everyone: list[Any] = [None] * topology.world_size
-    with waiting_for_ranks(topology, "for the other ranks to make a mesh"):
+    with waiting_for_ranks(topology, "for the other ranks to make a mesh", range(topology.world_size)):
         dist.all_gather_object(everyone, (pp, dp, tp))
     for rank, sizes in enumerate(everyone):
         if sizes != everyone[0]:
@@ -124,11 +129,21 @@ def current_topology() -> Topology:
 
 
 def shutdown() -> None:
-    """Leave the ranks: end the process group, forget the topology."""
+    """Leave the ranks: end the process groups, forget the topology. Whoever waits for this rank, now or later, is told."""
     global _current
+    error = getattr(sys, "last_value", None)  # what ended the program, if something has
+    tell_departure(FINISHED if error is None else f"ended with {reason(error)}")
+    for groups in list(closed_on_leaving):
+        groups.close(failed=False)
     if dist.is_initialized():
         dist.destroy_process_group()
     _current = None
+
+
+def tell_departure(how: str) -> None:
+    """Tell the other ranks what became of this one."""
+    if _current is not None and _current.store is not None:
+        depart(_current.store, _current.rank, how)
 
 
 def get_next_rank() -> int | None:
@@ -191,14 +206,16 @@ def _choose_interface(master: str) -> None:
 
 
 @contextmanager
-def waiting_for_ranks(topology: Topology, what: str) -> Iterator[None]:
-    """Tell a lost or silent peer in words instead of the transport's."""
+def waiting_for_ranks(topology: Topology, what: str, ranks: Collection[int]) -> Iterator[None]:
+    """Tell of a lost, silent or absent peer in words instead of the transport's."""
     try:
         yield
     except RuntimeError as error:
-        raise LostRankError(
-            f"rank {topology.rank} waited {what} and gave up: {lost_or_silent(error, topology.timeout)}"
-        ) from error
+        waited = f"rank {topology.rank} waited {what}"
+        for _ in looks(MOMENT):
+            if gone := departed(topology.store, ranks):
+                raise left(gone, waited) from None
+        raise LostRankError(f"{waited} and gave up: {lost_or_silent(error, topology.timeout)}") from None
 
 
 def lost_or_silent(error: BaseException, timeout: timedelta) -> str:

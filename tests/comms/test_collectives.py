@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import signal
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ from patience import within
 from torch import Tensor
 
 import penstock as ps
+from penstock.comms import reports
 from penstock.comms import topology as topology_module
 from penstock.comms.collectives import checked_group
 from penstock.comms.collectives.call import call_of
@@ -272,7 +274,7 @@ def test_a_world_of_one_needs_no_process_group():
 
 
 def rank_lost(how: str) -> tuple[str, str]:
-    checked_group.GRACE = 0.2
+    reports.GRACE = 0.2
     topology = comms.init_distributed(backend="gloo")
     topology_module._current = dataclasses.replace(topology, timeout=timedelta(seconds=30 if how == "dies" else 1))
     rank = topology.rank
@@ -298,3 +300,25 @@ def test_a_lost_rank_is_an_error_on_the_others():
     errors = ps.launch(rank_lost, 3, "is silent")
     assert {kind for kind, _ in errors} == {"LostRankError"}
     assert "no answer within 1 s" in errors[0][1]
+
+
+def rank_without_descriptors() -> str:
+    """Rank 1 has none for another group."""
+    rank = comms.init_distributed(backend="gloo").rank
+    group = dist.new_group([0, 1, 2])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
+    kind, error = told(lambda: comms.all_reduce(torch.ones(2), group=group))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert comms.all_reduce(torch.ones(1)).item() == 3  # other groups go on
+    return f"{kind}: {error}"
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux tells what a process holds")
+def test_what_one_ranks_system_refuses_is_the_same_error_on_all():
+    (error,) = set(ps.launch(rank_without_descriptors, 3))
+    assert error.startswith(
+        "ResourceError: rank 1 could not connect for the all_reduce of a (2,) float32 tensor, op sum: no file"
+    )

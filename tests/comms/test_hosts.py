@@ -27,8 +27,8 @@ from reference import make as make_model
 
 import penstock as ps
 from penstock.comms.interface import interface_to
+from penstock.comms.meeting import name_of_start
 from penstock.comms.shared_memory import SECRET, make, open_of
-from penstock.comms.start import name_of_start
 from penstock.schedule.table import dependencies
 
 pytestmark = pytest.mark.ranks

@@ -1,11 +1,20 @@
-"""Ranks started by `launch` have what the caller has at that moment, and meet where only this machine comes."""
+"""Ranks started by `launch` have what the caller has at that moment, meet where only this machine comes, and end in words.
+
+This file is the program of torchrun's ranks as well.
+"""
 
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it, but not this program
 
 import pytest
 import torch
+from patience import within
+from torch import nn
 
 import penstock as ps
 from penstock.comms import launcher
@@ -42,7 +51,109 @@ def test_ranks_get_the_callers_environment_and_directory_of_each_launch(start, m
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who listens")
 def test_the_store_of_launch_listens_on_the_loopback_only():
-    with launcher._store() as port:
+    with launcher._store() as store:
+        port = store.port
         lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
         listening = [line[1] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
     assert listening == [f"0100007F:{port:04X}"]
+
+
+def rank_leaves(when, folder):
+    """Rank 1 leaves, the others go on; what they are told."""
+    rank, x = int(os.environ["RANK"]), torch.ones(4, 4)
+    leaves, begin = rank == 1, time.monotonic()
+    try:
+        if leaves and when == "before it starts":
+            return
+        ps.comms.init_distributed()
+        if when == "before a tensor":
+            return None if leaves else ps.comms.recv_tensor((3,), 1)
+        if when == "before a collective":
+            for _ in range(3 if leaves else 6):  # which the root does not wait in
+                ps.comms.broadcast(x)
+        if leaves and when in ("before a collective", "before a pipeline"):
+            return
+        pipe = ps.Pipeline(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), nn.functional.mse_loss, "1f1b", 2)
+        pipe.step(x, target=x)
+        if leaves and when == "with an error":
+            raise ValueError("its own\ntrouble")
+        if not leaves:
+            pipe.step(x, target=x)
+    except ps.LostRankError as error:
+        (Path(folder) / str(rank)).write_text(f"{time.monotonic() - begin:.2f} {error}")
+        raise
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("when", "waited"),
+    [
+        ("before it starts", "waited for the other ranks to start"),
+        ("before a pipeline", "waited to connect to the other ranks"),
+        ("before a step", r"waited for rank 1 to begin step\(\), before [02]F0"),
+        ("before a tensor", r"waited for a \(3,\) float32 tensor from rank 1"),
+        ("before a collective", r"waited in broadcast of a \(4, 4\) float32 tensor, root 0"),
+    ],
+)
+def test_whoever_waits_for_a_rank_that_has_finished_is_told_so_at_once(when, waited, tmp_path):
+    words = f"rank [02] {waited}, but rank 1 has finished: every rank must make the same calls"
+    with pytest.raises(ps.LostRankError, match=f"^{words}$") as raised:
+        ps.launch(rank_leaves, 3, when, tmp_path)
+    assert "gloo" not in str(raised.value.__cause__)
+    for told in tmp_path.iterdir():
+        assert within(float(told.read_text().split()[0]), 2)
+
+
+@pytest.mark.ranks
+def test_the_others_of_a_rank_that_ends_with_an_error_of_its_own_are_told_which(tmp_path):
+    with pytest.raises(ValueError, match="its own\ntrouble"):
+        ps.launch(rank_leaves, 3, "with an error", tmp_path)
+    for rank in (0, 2):
+        assert "but rank 1 ended with ValueError: its own trouble" in (tmp_path / str(rank)).read_text()
+
+
+@pytest.mark.ranks
+@pytest.mark.fresh
+def test_under_torchrun_too_they_are_told_of_one_that_has_finished(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode
+    assert "gloo" not in ended.stderr
+    told = [path.read_text() for path in tmp_path.iterdir()]
+    assert told
+    for each in told:
+        assert each.endswith("F0, but rank 1 has finished: every rank must make the same calls")
+
+
+UNGUARDED = """
+import penstock as ps
+def work(): return 1
+print("read", flush=True)
+ps.launch(work, 2)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.fresh
+def test_a_program_without_a_main_guard_is_told_to_have_one_and_nothing_else(tmp_path):
+    (tmp_path / "program.py").write_text(UNGUARDED)
+    ended = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.stdout.count("read") in (2, 3)  # here, and where a rank came to it
+    words = "this program launches ranks wherever it is imported, and every rank imports it: put what launches under"
+    assert ended.stderr.splitlines()[-1] == f'penstock.errors.PenstockError: {words} `if __name__ == "__main__":`'
+    assert ended.stderr.count("Traceback (most") == 1
+
+
+def rank_exits():
+    if ps.comms.init_distributed().rank == 1:
+        sys.exit()
+
+
+@pytest.mark.ranks
+def test_a_rank_that_calls_exit_does_not_end_the_program_as_if_all_were_well():
+    with pytest.raises(ps.PenstockError, match=r"rank 1 called sys.exit\(\) before its function was done"):
+        ps.launch(rank_exits, 2)
+
+
+if __name__ == "__main__":
+    rank_leaves("before a step", sys.argv[1])

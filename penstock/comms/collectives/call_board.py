@@ -10,7 +10,7 @@ from penstock.comms.shared_memory import SECRET
 NAP, LONGEST_NAP = 10e-6, 1e-3  # seconds between looks at the board: longer from look to look
 ROWS = 2  # nobody begins a call before all have come to the one before, so no rank is more than one call ahead
 COUNT_BITS = 64 - DIGEST_BITS  # of a word, above the call's digest
-CLOSED = 0  # the word that says that a rank has given up
+CLOSED = 0  # the word that says which call, if any, a rank does not come to
 
 
 class CallBoard:
@@ -27,9 +27,9 @@ class CallBoard:
         """What a board for `size` ranks takes."""
         return SECRET.size + 8 * (1 + ROWS * size)
 
-    def close(self) -> int:
-        """Tell the others that this rank gives up; the number of the call in which the first one did."""
-        self._words[CLOSED] = self._words[CLOSED] or self.count
+    def close(self, call: int) -> int:
+        """Tell the others that this rank does not come to `call`, nor to any later one; the first such of all ranks'."""
+        self._words[CLOSED] = min(self._words[CLOSED] or call, call)
         return self._words[CLOSED]
 
     def arrive(self, digest: int, timeout: float) -> bool:
@@ -63,9 +63,9 @@ class CallBoard:
         return self._words[self._row : self._row + self._size].tolist()
 
     def _agree(self, words: list[int]) -> bool:
-        """Whether nobody has given up, and all that have come to this call have the same number."""
+        """Whether nobody stays away, and all that have come to this call have the same number."""
         if words.count(self._mine) < self._size:  # else no need to look closer
             for word in words:
                 if word != self._mine and word >> DIGEST_BITS == self._tag:
                     return False
-        return self._words[CLOSED] == 0
+        return not 0 < self._words[CLOSED] <= self.count

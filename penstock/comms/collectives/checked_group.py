@@ -21,15 +21,14 @@ import torch.distributed as dist
 from penstock import torch_private
 from penstock.comms.collectives.call import CollectiveCall, call_from
 from penstock.comms.collectives.call_board import CallBoard
-from penstock.comms.groups import FAILED, Groups
+from penstock.comms.groups import Groups
+from penstock.comms.meeting import left
 from penstock.comms.point_to_point import MAX_DIMENSIONS
+from penstock.comms.reports import Report, own_error, own_report, publish, read
 from penstock.comms.shared_memory import shared_memory
 from penstock.comms.system import named
 from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError
-
-GRACE = 1.0  # seconds a failing rank waits for what the others were called with
-POLL = 2e-3
 
 
 class CheckedGroup:
@@ -68,14 +67,15 @@ class CheckedGroup:
         """Connect the ranks, at first use."""
         if self._ended is not None:
             raise type(self._ended)(f"this group has ended: {self._ended}")
-        self._groups = Groups(self.topology, f"collectives/{self._theirs.group_name}/{'-'.join(map(str, self.ranks))}")
+        name = f"collectives/{self._theirs.group_name}/{'-'.join(map(str, self.ranks))}"
+        self._groups = Groups(self.topology, name, self.ranks)
         try:
             with named(f"rank {self.topology.rank} could not connect for the {call}"):
                 self._connect(self._groups)
         except ResourceError as error:
-            self._groups.store.set(FAILED, "")
+            publish(self._groups, own_report(self.topology.rank, error))
             self._groups.close()
-            self._end(error, None)
+            self._end(error)
         except RuntimeError as error:
             self._fail(call, error)
 
@@ -85,7 +85,9 @@ class CheckedGroup:
             self._backend = torch_private.backend_for(self._theirs, self.topology.device)
         else:
             memory = shared_memory(self._gloo, self.rank, lambda: CallBoard.bytes(self.size))
-            self._board = None if memory is None else CallBoard(memory, self.rank, self.size)
+            self._board = board = None if memory is None else CallBoard(memory, self.rank, self.size)
+            if board is not None:
+                groups.at_close(lambda: board.close(board.count + 1))
 
     def _exchange(self, call: CollectiveCall) -> None:
         """Every rank's header to every rank."""
@@ -99,39 +101,33 @@ class CheckedGroup:
             self._fail(call, error)
         calls = [call_from(header[1 : 1 + header[0]]) for header in everyone.tolist()]
         if any(each != call for each in calls):
-            self._end(_mismatch({rank: str(each) for rank, each in zip(self.ranks, calls, strict=True)}), None)
+            self._end(_mismatch({rank: str(each) for rank, each in zip(self.ranks, calls, strict=True)}))
 
     def _fail(self, call: CollectiveCall, error: RuntimeError | None) -> NoReturn:
         """End this call on all ranks; raises what happened."""
         groups, board = self._groups, self._board
         assert groups is not None
-        if board is not None and board.close() < board.count and self._before is not None:
+        if board is not None and board.close(board.count) < board.count and self._before is not None:
             call = self._before  # in which this rank was done before
-        groups.store.set(f"call-{self.rank}", str(call))
-        groups.store.set(FAILED, "")
+        mine = Report(self.topology.rank, time.time(), text=str(call))
+        publish(groups, mine)
         groups.close()
-        calls = self._calls(groups.store)
-        if len(set(calls.values())) > 1:
-            self._end(_mismatch({self.ranks[rank]: each for rank, each in sorted(calls.items())}), error)
-        why = lost_or_silent(error, self.topology.timeout) if error else "another rank gave up, or did not come"
-        absent = [str(self.ranks[rank]) for rank in range(self.size) if rank not in calls]
+        reports, gone = read(groups, mine)
+        if own := own_error(reports):
+            self._end(own)
+        if len({each.text for each in reports}) > 1:
+            self._end(_mismatch({each.rank: each.text for each in reports}))
+        waited = f"rank {self.topology.rank} waited in {call}"
+        if gone:
+            self._end(left(gone, waited))
+        end = lost_or_silent(error, self.topology.timeout) if error else "another rank gave up, or did not come"
+        absent = [str(rank) for rank in self.ranks if rank not in {each.rank for each in reports}]
         silent = f"; nothing is heard of rank {', '.join(absent)}" if absent else ""
-        self._end(LostRankError(f"rank {self.topology.rank} waited in {call} and gave up: {why}{silent}"), error)
+        self._end(LostRankError(f"{waited} and gave up: {end}{silent}"))
 
-    def _end(self, ended: PenstockError, cause: BaseException | None) -> NoReturn:
+    def _end(self, ended: PenstockError) -> NoReturn:
         self._groups, self._ended = None, ended
-        raise ended from cause
-
-    def _calls(self, store: Any) -> dict[int, str]:
-        """What each rank was called with, of all ranks or of those that have said so after GRACE."""
-        calls: dict[int, str] = {}
-        deadline = time.monotonic() + GRACE
-        while len(calls) < self.size and time.monotonic() < deadline:
-            for rank in set(range(self.size)) - calls.keys():
-                if store.check([f"call-{rank}"]):
-                    calls[rank] = store.get(f"call-{rank}").decode()
-            time.sleep(POLL)
-        return calls
+        raise ended from None  # the transport's words help nobody
 
 
 def _mismatch(calls: dict[int, str]) -> MismatchError:

@@ -49,7 +49,7 @@ class SendFailure:
             rank = self._groups.topology.rank
             self._first = ResourceError(f"rank {rank} could not send the {what}: {reason(error)}")
             self._first.__cause__ = error
-            publish(self._groups.store, own_report(rank, self._first))
+            publish(self._groups, own_report(rank, self._first))
 
     def check(self) -> None:
         """Raise ResourceError if there was one."""

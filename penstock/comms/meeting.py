@@ -1,0 +1,76 @@
+"""What ranks write for each other in the store that they meet at: the name of one start of all of them, and who has left.
+
+torchrun's agents keep the store when they start the ranks again, and with it what the ranks of the start before have
+written there. Each start must find names of its own. No number that torchrun gives will do: with several machines one agent
+may count a restart that another has not.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from penstock.errors import LostRankError
+
+NAP, LONGEST_NAP = 2e-4, 5e-3  # seconds between looks at the store: longer from look to look
+CURRENT = "penstock-start"
+DEPARTED = "departed"  # somebody has; after "-" and a rank: what became of that one
+FINISHED = "has finished"
+
+
+def looks(seconds: float) -> Iterator[None]:
+    """Moments to look at the store, for so many seconds, at least one."""
+    nap, deadline = NAP, time.monotonic() + seconds
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP)
+        yield
+
+
+def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name for this start of `world_size` ranks, the same on all of them and never given before. All ranks call it.
+
+    Rank 0 chooses a name and waits until every rank has signed there; then it says who. A rank whose signature is not among
+    them has met the name of an earlier start, and waits for a newer one. Raises LostRankError if not all have come within
+    `timeout`, or one has left.
+    """
+    mine, name, seconds = uuid.uuid4().hex, "", timeout.total_seconds()
+    if rank == 0:
+        store.set(CURRENT, mine)
+    for _ in looks(seconds):
+        current = mine if rank == 0 else store.get(CURRENT).decode() if store.check([CURRENT]) else ""
+        if current != name:
+            name = current
+            store.set(f"{name}/rank-{rank}", mine)
+        signatures = [f"{name}/rank-{other}" for other in range(world_size)]
+        if rank == 0 and store.check(signatures):
+            store.set(f"{name}/ready", json.dumps([store.get(each).decode() for each in signatures]))
+        if store.check([f"{name}/ready"]) and mine in json.loads(store.get(f"{name}/ready")):
+            return name
+        if gone := departed(store, range(world_size)):
+            raise left(gone, f"rank {rank} waited for the other ranks to start")
+    raise LostRankError(f"rank {rank} waited {seconds:g} s for the other ranks to start")
+
+
+def depart(store: Any, rank: int, how: str) -> None:
+    """Tell the others what became of `rank`; what is told first holds."""
+    with suppress(RuntimeError):  # the store may be gone, with the rank that had it
+        store.compare_set(f"{DEPARTED}-{rank}", "", how)
+        store.set(DEPARTED, "")
+
+
+def departed(store: Any, ranks: Collection[int]) -> dict[int, str]:
+    """What became of those of `ranks` that have left."""
+    if store is None or not store.check([DEPARTED]):
+        return {}
+    return {rank: store.get(key).decode() for rank in ranks if store.check([key := f"{DEPARTED}-{rank}"])}
+
+
+def left(gone: dict[int, str], waited: str) -> LostRankError:
+    """The error where somebody `waited` for ranks of which some are gone."""
+    what_to_do = ": every rank must make the same calls" if FINISHED in gone.values() else ""
+    return LostRankError(f"{waited}, but {', '.join(f'rank {rank} {how}' for rank, how in gone.items())}{what_to_do}")

@@ -79,8 +79,9 @@ class Pipeline:
     scaler
         A GradScaler for float16, whose scale the backward starts with; `ShardedGradScaler` where there are several ranks.
     init
-        `init(submodule)`, called on each submodule of a model on the meta device, after its `reset_parameters()`. A rank gives
-        memory to its own stages only, and the values are the same for any cut.
+        `init(submodule)`, called on each submodule of a model on the meta device, after its `reset_parameters()` and the
+        `_init_weights(submodule)` that models of transformers have. A rank gives memory to its own stages only, and the values
+        are the same for any cut. What none of these writes must be loaded before the first step.
     mesh
         A DeviceMesh of all ranks with any of the axes `pp`, `dp`, `tp`, for instance of `ps.comms.init_mesh`. Pipelines along
         `dp` are replicas: each is given rows of its own, and the loss is the mean over all their rows. Ranks along `tp` are
@@ -133,11 +134,11 @@ class Pipeline:
                 self._program = verify(runs, skips=cut.skips).program
             mine = describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel)
             self._compared = compared(self._control, mine, whole=cut.whole is not None)
-            modules = placed(cut, self._compared, self.topology.device, seed, init)
+            modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
             copies = wired(self._control, self.position, cut, modules, self._compared, tensor_parallel, data_parallel)
             merge, names = merge_weight_gradients, self._compared.names
             parts = stages(cut, modules, copies, self._compared, runs, self.position, loss_fn, recompute, merge)
-            self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order)
+            self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
             shared = tied.owned(cut.tied, runs.placement, modules, self.topology)
             for each in shared:
                 each.share_value()
@@ -255,12 +256,14 @@ class Pipeline:
         """This rank's parameters, for its optimizer; one that several of its stages share comes once."""
         return self._parameters.parameters()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, strict: bool = True) -> dict[str, Any]:
         """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole.
 
         What `fully_shard` or `tensor_parallel` has spread over ranks comes as DTensors: `full_tensor()`, which all who have a
-        piece call, is the whole of one.
+        piece call, is the whole of one. Raises MismatchError while something has no value yet, unless `strict` is False.
         """
+        if strict:
+            self._parameters.check_values()
         return self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

@@ -61,7 +61,7 @@ def _kept(pipe: Pipeline, content: dict[str, Any], files: TensorFiles) -> dict[s
     tensors = [name.removeprefix(MODEL) for name in files if name.startswith(MODEL)]
     stored = {name: name for name in [*tensors, *content["model"]]} | content["aliases"]
     places = found(pipe, {name: files.shapes.get(MODEL + kept) for name, kept in stored.items()})
-    for name, value in pipe.state_dict().items():
+    for name, value in pipe.state_dict(strict=False).items():
         at = MODEL + stored[places[name]]
         if at in files and (dtype := files.mapped(at).dtype) != value.dtype:
             raise MismatchError(
@@ -81,7 +81,7 @@ def found(pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, str]:
     for further, first in aliases.items():
         names.setdefault(first, [first]).append(further)
     found = {}
-    for name in pipe.state_dict():
+    for name in pipe.state_dict(strict=False):
         places = [place for place in names.get(aliases.get(name, name), [name]) if place in shapes]
         if places:
             found[name] = places[0]

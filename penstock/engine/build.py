@@ -46,14 +46,19 @@ def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, option
     return schedule, verify(schedule).program
 
 
-def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None, init: Init | None) -> Modules:
-    """This rank's stages on `device`; what of them is on the meta device is given memory and initialised."""
+def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None, init: Init | None) -> tuple[Modules, set[str]]:
+    """This rank's stages on `device`; what of them is on the meta device is given memory and initialised.
+
+    Also the names in the uncut model of what nothing initialises: they are to be loaded.
+    """
+    unset: set[str] = set()
     for index, module in cut.modules.items():
         if is_meta(module) and cut.whole is not None:
-            materialise(cut.whole, None, device, seed, init, only=compared.names[index].values())
+            only = {slot.name for slot in torch_private.tensor_slots(module)}
+            unset |= materialise(cut.whole, None, device, seed, init, only, may_be_loaded=True)
         elif is_meta(module):
-            materialise(module, compared.names[index], device, seed, init)
-    return {index: on(module, device) for index, module in cut.modules.items()}
+            unset |= materialise(module, compared.names[index], device, seed, init, may_be_loaded=True)
+    return {index: on(module, device) for index, module in cut.modules.items()}, unset
 
 
 def wired(

@@ -73,11 +73,12 @@ class Engine:
     def step(self, call: Call) -> Outcome:
         """Run one step, the same on every rank.
 
-        Raises MismatchError for a batch that does not fit, StageError when the model or the loss raises, and WaitFailed when a
-        peer is lost or silent.
+        Raises MismatchError for a batch that does not fit and for parameters without values, StageError when the model or the
+        loss raises, and WaitFailed when a peer is lost or silent.
         """
         between = time.perf_counter() - self._ended if self._ended else 0.0
         channels = self.channels
+        self.parameters.check_values()
         self.forget()
         batch = split(call, self.position, self.schedule)
         with waiting("for the replicas to begin the step"):

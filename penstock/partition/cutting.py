@@ -144,7 +144,8 @@ class Whole:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
             return Balance.best(self.order, sizes, stages, PARAMETERS)
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
-        recorded = record(self.model, {name: module for module, name in first.items()}, *self._example)
+        model = self.model if self._graph is None else graph_stage.cut(self._graph, [])[0]  # which runs where it was exported
+        recorded = record(model, {name: module for module, name in first.items()}, *self._example)
         times = dict(zip([unit.module for unit in recorded], measure(recorded), strict=True))
         return Balance.best(self.order, [times[module] for module in modules.values()], stages)
 

@@ -5,6 +5,7 @@ neither on the number of ranks nor on the cut, and no rank needs memory for more
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from penstock.randomness import aside, mix
 from penstock.torch_private import (
     TensorSlot,
     TorchDispatchMode,
+    is_saved,
     ready_to_draw,
     storage_key,
     swap_memory,
@@ -43,36 +45,41 @@ def materialise(
     seed: int | None = 0,
     init: Init | None = None,
     only: Container[str] | None = None,
-) -> None:
+    may_be_loaded: bool = False,
+) -> set[str]:
     """Give every parameter and buffer of `module` that is on the meta device memory on `device`, and initialise it.
 
     As if the module had been built on `device` and `module.apply(init)` called: submodule by submodule, children first,
-    each by its own `reset_parameters()` and then by `init(submodule)`. The random numbers are seeded by `seed` and the
-    submodule's name in the uncut model, and the generators' state is put back; `seed=None` draws from them as they are.
+    each by its own `reset_parameters()`, then by `_init_weights(submodule)` of the model it belongs to, if that has one as
+    transformers' models do, and then by `init(submodule)`. The random numbers are seeded by `seed` and the submodule's name
+    in the uncut model, and the generators' state is put back; `seed=None` draws from them as they are.
 
     `names`: the module's own names of parameters and buffers -> those in the uncut model, where they differ.
     `only`: names of those to materialise, everything else stays as it is; so a stage can be materialised in the uncut model.
+    `may_be_loaded`: what a state_dict has may be left without a value; returns those names in the uncut model.
     Parameters stay the objects they are: those that are tied stay tied, wherever else they are used, and are initialised
     with the first submodule that has them. What has memory already keeps its values, whatever `init` does to it.
-    Raises MismatchError, and leaves the module as it was, if neither `reset_parameters()` nor `init` writes one of them.
+    Raises MismatchError, and leaves the module as it was, if nothing writes one that must have a value.
     """
     slots = tensor_slots(module)
     made = _wanted(slots, only)
     try:
         for slot in made.values():
             _move(slot.tensor, device)
-        watch = _Watch(slots, made, device)
+        watch, models = _Watch(slots, made, device), _models(module)
         for name, submodule in _children_first(module):
             if not any(_is_inside(slot.name, name) for slot in made.values()):
                 continue
             with _seeded(device, seed, _whole_name(name, slots, names or {})), torch.no_grad(), watch.inside(name):
-                _initialise(submodule, watch.may_write(name, submodule), init)
-        _check([slot for key, slot in made.items() if key not in watch.written], names or {}, init)
+                _initialise(submodule, watch.may_write(name, submodule), [_model_of(name, models), init])
+        left = {key: slot for key, slot in made.items() if key not in watch.written}
+        _check([slot for slot in left.values() if not (may_be_loaded and _is_saved(slot))], names or {}, init)
     except BaseException:
         for slot in made.values():
             if not slot.tensor.is_meta:
                 _move(slot.tensor, META)
         raise
+    return {(names or {}).get(slot.name, slot.name) for slot in slots if id(slot.tensor) in left}
 
 
 def _wanted(slots: Sequence[TensorSlot], only: Container[str] | None) -> dict[int, TensorSlot]:
@@ -105,12 +112,28 @@ def _is_inside(name: str, module: str) -> bool:
     return not module or name.startswith(f"{module}.")
 
 
-def _initialise(submodule: nn.Module, has_own: bool, init: Init | None) -> None:
+def _models(module: nn.Module) -> dict[str, Init]:
+    """The `_init_weights(submodule)` of those in `module` that have one, by the names of these."""
+    own = {name: getattr(each, "_init_weights", None) for name, each in module.named_modules()}
+    return {name: each for name, each in own.items() if callable(each) and _takes_a_module(each)}
+
+
+def _takes_a_module(function: Callable[..., Any]) -> bool:
+    return [*inspect.signature(function).parameters] in (["module"], ["m"])
+
+
+def _model_of(name: str, models: Mapping[str, Init]) -> Init | None:
+    """That of the innermost model that the submodule `name` is, or is inside."""
+    around = [model for model in models if name == model or _is_inside(name, model)]
+    return models[max(around, key=len)] if around else None
+
+
+def _initialise(submodule: nn.Module, has_own: bool, inits: Sequence[Init | None]) -> None:
     reset = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
     if has_own and callable(reset):
         ready_to_draw(submodule)
         reset()
-    if init is not None:
+    for init in filter(None, inits):
         init(submodule)
 
 
@@ -198,6 +221,10 @@ def _whole_name(name: str, slots: Sequence[TensorSlot], names: Mapping[str, str]
             rest = slot.name.removeprefix(name).removeprefix(".")
             return names[slot.name].removesuffix(rest).removesuffix(".")
     return name
+
+
+def _is_saved(slot: TensorSlot) -> bool:
+    return isinstance(slot.tensor, nn.Parameter) or is_saved(slot.owner, slot.key)
 
 
 def _check(left: Sequence[TensorSlot], names: Mapping[str, str], init: Init | None) -> None:

@@ -1,6 +1,6 @@
 """One truth for names: this rank's parameters and buffers, under their names in the uncut model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import ShardKey, local, placed_as, shard_of
+from penstock.torch_private import version_of
 
 
 class Parameters:
@@ -15,7 +16,8 @@ class Parameters:
 
     `modules`: stage -> module, this rank's. `names`: for every stage of the model, its own name of each entry -> the name in
     the uncut model. `shared`: further names of parameters that stages share -> the first, whose owner counts it in the norm.
-    `order`: of all names in the uncut model, by default that of the stages.
+    `order`: of all names in the uncut model, by default that of the stages. `unset`: names of what has no value until somebody
+    writes to it, as loading a state does.
     """
 
     def __init__(
@@ -24,9 +26,12 @@ class Parameters:
         names: Sequence[Mapping[str, str]],
         shared: Mapping[str, str] | None = None,
         order: Sequence[str] | None = None,
+        unset: Collection[str] = (),
     ) -> None:
         self.modules, self.names, self.shared = modules, names, dict(shared or {})
         self.order = order or [name for stage in names for name in stage.values()]
+        tensors = self.state_dict(keep_vars=True) if unset else {}
+        self._unset = {name: (tensor, version_of(tensor)) for name, tensor in tensors.items() if name in unset}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names in the uncut model, parameters."""
@@ -45,6 +50,17 @@ class Parameters:
             for stage, module in self.modules.items()
             for name, value in module.state_dict(keep_vars=keep_vars).items()
         }
+
+    def check_values(self) -> None:
+        """Raises MismatchError if something has no value yet."""
+        self._unset = {name: entry for name, entry in self._unset.items() if version_of(entry[0]) == entry[1]}
+        if self._unset:
+            names = list(self._unset)
+            raise MismatchError(
+                f"{len(names)} parameters and buffers have no values yet ({_few(names)}): the model was built on the meta "
+                "device and nothing initialises them; load them (load_state_dict, checkpoint.import_weights or "
+                "checkpoint.resume) or pass init="
+            )
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load what is this rank's, once all of it is known to fit."""

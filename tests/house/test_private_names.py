@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 DOOR = "penstock.torch_private"
 PUBLIC = {
     *("_exit", "_asdict", "_fields", "_make", "_replace"),  # os and NamedTuple: documented, in spite of their names
-    "_reset_parameters",  # what some modules, torch's own among them, call their initialisation
+    *("_reset_parameters", "_init_weights"),  # what some modules and models call their initialisation, torch's among them
 }
 MODULE = {name for name in vars(torch.nn.Module()) if name.startswith("_")}
 OWNERS = (torch.nn.Module, torch.Tensor, torch.distributed.ProcessGroup, FSDPModule, DistributedDataParallel)

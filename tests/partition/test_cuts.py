@@ -27,6 +27,7 @@ class Run(NamedTuple):
     rows: int = 7
     by: str = "names"  # or an "example", or "measure": an example without cuts, or by "hand": a list of stages
     stages_per_rank: int | None = None
+    meta: bool = False  # whether the model is built on the meta device, and its weights loaded
 
     def pipeline(self, case: Case) -> ps.Pipeline:
         options = {} if self.stages_per_rank is None else {"stages_per_rank": self.stages_per_rank}
@@ -34,11 +35,15 @@ class Run(NamedTuple):
             count = ps.comms.init_distributed().world_size * (self.stages_per_rank or 1)
             model: Any = [by_hand(case.model(), stage, count) for stage in range(count)]
         else:
-            model, options["cuts"] = case.model(), self.cuts
+            with torch.device("meta" if self.meta else "cpu"):
+                model, options["cuts"] = case.model(), self.cuts
         if self.by in ("example", "measure"):
             batch = case.batch(2, 0)
             options |= {"example_args": batch.args, "example_kwargs": batch.kwargs}
-        return ps.Pipeline(model, case.loss_fn, schedule=self.schedule, microbatches=self.microbatches, **options)
+        pipe = ps.Pipeline(model, case.loss_fn, schedule=self.schedule, microbatches=self.microbatches, **options)
+        if self.meta:
+            pipe.load_state_dict(case.model().state_dict())
+        return pipe
 
 
 class Result(NamedTuple):

@@ -22,6 +22,9 @@ class Gain(nn.Module):
         self.gain = nn.Parameter(torch.ones(3))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
+    def forward(self, inputs):
+        return inputs * self.gain
+
 
 class Loose(nn.Module):
     """Initialises in the ways that go round autograd: .data, another parameter, a module inside, whole numbers."""
@@ -302,6 +305,78 @@ def test_a_materialised_model_trains():
     materialise(model)
     model(torch.randn(2, 3, 6, 6)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+class Model(nn.Module):
+    """As models of transformers are: it initialises the modules inside it, which do not do it themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Gain(), nn.Linear(3, 3), Gain()])
+
+    def _init_weights(self, module):
+        if isinstance(module, Gain):
+            nn.init.constant_(module.gain, 4)
+            module.steps.zero_()
+        elif isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+
+
+def test_a_models_own_init_weights_initialises_what_is_inside_it():
+    model = nn.Sequential(nn.Linear(3, 3), Model()).to("meta")
+    materialise(model, only={name for name, _ in model.named_parameters() if "layers.2" not in name} | {"1.layers.0.steps"})
+    assert model[1].layers[0].gain.tolist() == [4, 4, 4]
+    assert torch.equal(model[1].layers[1].weight, torch.ones(3, 3))
+    assert not torch.equal(model[0].weight, torch.ones(3, 3))
+    assert model[1].layers[2].gain.is_meta
+
+
+# ---- what is loaded
+
+
+def rank_loads() -> list[str]:
+    told = []
+
+    def tries(call, *args, **kwargs):
+        try:
+            call(*args, **kwargs)
+        except MismatchError as error:
+            told.append(str(error))
+
+    inputs = torch.ones(4, 3)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), Gain())).to("meta")
+    ones = {name: torch.ones_like(value, device="cpu") for name, value in model.state_dict().items()}
+    pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=2)
+    tries(pipe.step, inputs, target=inputs)
+    tries(pipe.eval, inputs)
+    tries(pipe.state_dict)
+    pipe.load_state_dict(ones)
+    tries(pipe.eval, inputs)
+    tries(ps.Pipeline, nn.Sequential(nn.Linear(3, 3), Unsaved().to("meta")), nn.functional.mse_loss, microbatches=2)
+    return [*told, str(all((value == 1).all() for value in pipe.state_dict().values()))]
+
+
+class Unsaved(Gain):
+    """A buffer that is in no checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.ones(2), persistent=False)
+
+
+@pytest.mark.ranks
+def test_what_nothing_initialises_must_be_loaded_before_the_first_step():
+    first, second = ps.launch(rank_loads, 2)
+    unset = (
+        "2 parameters and buffers have no values yet (1.1.gain, 1.1.steps): the model was built on the meta device and nothing "
+        "initialises them; load them (load_state_dict, checkpoint.import_weights or checkpoint.resume) or pass init="
+    )
+    unsaved = (
+        "buffer 1.angles is on the meta device and no reset_parameters() writes it: give Unsaved a reset_parameters() that "
+        "does, pass init=, or build it on a real device"
+    )
+    assert first == [unset, unset, unsaved, "True"]  # its own state_dict is whole
+    assert second == [unset, unset, unset, unsaved, "True"]
 
 
 # ---- errors

@@ -104,10 +104,11 @@ CASES = {
 RUNS = [
     Run("llama", ("model.layers.1",), by="example"),
     Run("gpt-2, tied", ("transformer.h.0", "transformer.h.1", "lm_head"), "interleaved-1f1b", by="example"),
-    Run("gpt-2, tied", ("transformer.h.1", "transformer.ln_f", "lm_head"), "zb-v", by="example"),
+    Run("gpt-2, tied", ("transformer.h.1", "transformer.ln_f", "lm_head"), "zb-v", by="example", meta=True),
     Run("bert", ("bert.encoder.layer.0", "bert.encoder.layer.1", "cls"), "zb-v", by="example"),
     Run("t5, tied", ("encoder.block.1", "decoder", "decoder.block.1"), "interleaved-1f1b", by="example"),
     Run("vit", None, "1f1b", rows=2, by="measure"),
+    Run("llama", None, "zb-v", by="measure", meta=True),
 ]
 WITHOUT_MASK = Run("llama without a mask", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example")
 
@@ -121,7 +122,7 @@ def everyone() -> list[Any]:
     return ps.launch(rank_transformers, 2)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case} {run.schedule}")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case} {run.schedule}{' from meta' * run.meta}")
 def test_transformers_models_have_the_numbers_of_the_uncut_ones(everyone, run):
     assert_equal(run, [each[RUNS.index(run)] for each in everyone], uncut(run, CASES))
 

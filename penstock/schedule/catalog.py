@@ -8,18 +8,7 @@ from functools import partial, wraps
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule.families.controllable_memory import v_half, v_min
-from penstock.schedule.families.one_f_one_b import (
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zb,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-)
-from penstock.schedule.families.two_chunks import dualpipe_v, zb_v
+from penstock.schedule.families import controllable_memory, one_f_one_b, two_chunks
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import PLACEMENTS, Cell, collector_paused
 from penstock.schedule.verify import verify
@@ -68,18 +57,20 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "naive": Family(each_rank(naive), 1, "(P-1) M T", "1"),
-    "gpipe": Family(each_rank(gpipe), 1, "(P-1) T", "M"),
-    "1f1b": Family(each_rank(one_f_one_b), 1, "(P-1) T", "min(P-r, M)"),
-    "interleaved-1f1b": Family(each_rank(interleaved_1f1b), 2, "(P-1) T / V", "((V-1)P + 2(P-1-r) + 1) / V", least=2),
-    "looped-bfs": Family(each_rank(looped_bfs), 2, "(P-1) T / V", "M"),
-    "zb-h1": Family(each_rank(zb_h1), 1, "(P-1)(F + I - W)", "P"),
-    "zb-h2": Family(each_rank(zb_h2), 1, "(P-1)(F + I - 2W) by span", "2P-1"),
-    "interleaved-zb": Family(each_rank(interleaved_zb), 2, "(P-1)(F + I - W) / V", "P"),
-    "zb-v": Family(each_rank(zb_v), 2, "0 by span, (P-1) F/2", "P", placement="V"),
-    "v-half": Family(v_half, 2, "about half of 1f1b's", "(P+2) / 2", placement="V"),
-    "v-min": Family(v_min, 2, "about 2/3 of 1f1b's", "(P+4) / 3", placement="V"),
-    "dualpipe-v": Family(each_rank(dualpipe_v), 2, "(P-1)(F&B + B - 3W) / 2", "(2P+1) / 2", placement="V"),
+    "naive": Family(each_rank(one_f_one_b.naive), 1, "(P-1) M T", "1"),
+    "gpipe": Family(each_rank(one_f_one_b.gpipe), 1, "(P-1) T", "M"),
+    "1f1b": Family(each_rank(one_f_one_b.one_f_one_b), 1, "(P-1) T", "min(P-r, M)"),
+    "interleaved-1f1b": Family(
+        each_rank(one_f_one_b.interleaved_1f1b), 2, "(P-1) T / V", "((V-1)P + 2(P-1-r) + 1) / V", least=2
+    ),
+    "looped-bfs": Family(each_rank(one_f_one_b.looped_bfs), 2, "(P-1) T / V", "M"),
+    "zb-h1": Family(each_rank(one_f_one_b.zb_h1), 1, "(P-1)(F + I - W)", "P"),
+    "zb-h2": Family(each_rank(one_f_one_b.zb_h2), 1, "(P-1)(F + I - 2W) by span", "2P-1"),
+    "interleaved-zb": Family(each_rank(one_f_one_b.interleaved_zb), 2, "(P-1)(F + I - W) / V", "P"),
+    "zb-v": Family(each_rank(two_chunks.zb_v), 2, "0 by span, (P-1) F/2", "P", placement="V"),
+    "v-half": Family(controllable_memory.v_half, 2, "about half of 1f1b's", "(P+2) / 2", placement="V"),
+    "v-min": Family(controllable_memory.v_min, 2, "about 2/3 of 1f1b's", "(P+4) / 3", placement="V"),
+    "dualpipe-v": Family(each_rank(two_chunks.dualpipe_v), 2, "(P-1)(F&B + B - 3W) / 2", "(2P+1) / 2", placement="V"),
 }
 
 

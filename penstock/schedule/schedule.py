@@ -70,10 +70,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
 
 def _homes(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[int]:
     """The rank of every stage, read off the table."""
-    homes: dict[int, int] = {}
-    for rank, row in enumerate(table):
-        for action in row:
-            homes.setdefault(action.stage, rank)
+    homes = {action.stage: rank for rank in reversed(range(len(table))) for action in table[rank]}
     for stage in range(stages):
         if stage not in homes:
             last = f"{name} has actions of stage {stages - 1}"

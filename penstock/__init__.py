@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, schedule
     from penstock.comms.launcher import launch
     from penstock.comms.topology import Topology
+    from penstock.engine import cache
     from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError, ScheduleError, StageError
     from penstock.model import ShardedMLP
     from penstock.pipeline import Pipeline
@@ -30,6 +31,7 @@ __all__ = [
     "StageError",
     "Topology",
     "auxiliary_loss",
+    "cache",
     "checkpoint",
     "comms",
     "launch",
@@ -48,6 +50,7 @@ __getattr__, __dir__ = face(
         "ShardedMLP": "model",
         "Topology": "comms.topology",
         "auxiliary_loss": "stage.auxiliary",
+        "cache": "engine.cache",
         "launch": "comms.launcher",
         "microbatch": "stage.microbatch",
     },

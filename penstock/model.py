@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.comms.topology import CPU
+from penstock.engine import cache
 from penstock.errors import MismatchError
 from penstock.randomness import aside, mix
 from penstock.stage.microbatch import sizes
@@ -137,20 +138,26 @@ class GPT(nn.Sequential):
 class Embedding(nn.Module):
     """Tokens and their positions as vectors."""
 
+    uses_cache = True
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.context = config.context
         self.token = Vectors(config.vocabulary, config.width)
         self.position = Vectors(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, time) -> (batch, time, width)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        first = cache.first_position()
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         return self.dropout(self.token(tokens) + self.position(positions))
 
 
 class Block(nn.Module):
     """Causal self-attention, then a two-layer perceptron, each added to what came in."""
+
+    uses_cache = True
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -170,8 +177,10 @@ class Block(nn.Module):
         batch, time, width = hidden.shape
         qkv = self.qkv(hidden).view(batch, time, -1, 3, width // self.heads)  # head by head: ranks may have some heads each
         query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each (batch, heads, time, width / heads)
+        key, value = cache.extended(key, value)
         dropout = self.dropout.p if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        causal = cache.first_position() == 0  # else this is one token, and sees all
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

@@ -17,6 +17,7 @@ from penstock.engine.build import Rule, placed, stages, table, wired
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared, describe
 from penstock.engine.cut import agreed_cut
+from penstock.engine.generation import Request, generate
 from penstock.engine.report import Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, PenstockError
@@ -200,6 +201,49 @@ class Pipeline:
         with evaluating(list(self.stages.values())):
             outcome = self._run(False, args, kwargs, target, wants_outputs=True)
         return outcome.joined() if target is None else (outcome.joined(), outcome.loss)
+
+    def generate(
+        self,
+        tokens: Tensor,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        eos: int | None = None,
+        seed: int = 0,
+        on_token: Callable[[Tensor], object] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Go on with `tokens`: (batch, time) int64 -> (batch, time + new) int64, the same on every rank.
+
+            text = pipe.generate(prompt, max_new_tokens=64)  # greedy: the uncut model's own tokens
+
+        tokens
+            Rows of one length, the same on every rank; along `dp` each replica has rows of its own.
+        max_new_tokens
+            How many each row gets, at most.
+        temperature, top_k
+            0: always the likeliest token. Else each is drawn from softmax(logits / temperature), over the `top_k` likeliest if
+            that is given.
+        eos
+            The token that ends a row, which is filled up with it. Generation ends when all rows, of all replicas, have ended.
+        seed
+            Of what is drawn, which depends on it, the row and the position: not on ranks, schedule or microbatches.
+        on_token
+            Called on every rank with each column of new tokens, (batch,), as it comes.
+        kwargs
+            Further arguments of the model's forward, the same in every pass (`use_cache=False`).
+
+        The model takes tokens and gives logits, (batch, time, vocabulary), itself or as `logits` of what it gives. It is in
+        evaluation mode. Layers that use `ps.cache`, as our GPT's do, are given new tokens only; any other model runs over the
+        whole text for each token. A text longer than the model's context goes on from its last `context` tokens.
+
+        Raises, on every rank: MismatchError for arguments that cannot be or differ between ranks, and for another kind of
+        output; else as `step` does.
+        """
+        request = Request(max_new_tokens, temperature, top_k, eos, seed)
+        with evaluating(list(self.stages.values())), self._together():
+            return generate(self._engine, tokens, kwargs, request, on_token)
 
     def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **wanted: Any) -> Outcome:
         settings = self.loss_fn is not None, self.loss_weight, self.seed, self.scaler

@@ -10,5 +10,7 @@ actions     what F, B, I and W do in a step
 averaging   gradients become those of the whole batch
 memory      what a microbatch keeps alive, in bytes
 clock       when every action ran, on a clock that all ranks share
+generation  text, pass after pass of forwards: what comes of each is the next one's last token
+cache       what layers keep of earlier tokens meanwhile
 report      what a step came to
 """

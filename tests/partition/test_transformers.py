@@ -113,8 +113,13 @@ RUNS = [
 WITHOUT_MASK = Run("llama without a mask", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example")
 
 
+GENERATING = Run("llama without a mask", ("model.layers.1",), by="example")
+
+
 def rank_transformers() -> Any:
-    return rank_runs([*RUNS, WITHOUT_MASK], CASES)
+    pipe = GENERATING.pipeline(CASES[GENERATING.case])
+    text = pipe.generate(ids(4, 1), max_new_tokens=6, eos=2, use_cache=False)
+    return [*rank_runs([*RUNS, WITHOUT_MASK], CASES), text]
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +139,10 @@ def test_an_exported_model_without_a_mask_is_the_uncut_one_with_the_mask_of_ever
     without = uncut(WITHOUT_MASK, CASES)
     for name, gradient in given.gradients.items():
         torch.testing.assert_close(without.gradients[name], gradient)
+
+
+def test_an_exported_model_generates_the_tokens_of_its_own_generate(everyone):
+    prompt, model = ids(4, 1), CASES[GENERATING.case].model().eval()
+    given = {"attention_mask": torch.ones_like(prompt), "eos_token_id": 2, "pad_token_id": 2}
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False, **given)
+    assert all(torch.equal(each[-1], expected) for each in everyone)

@@ -1,0 +1,219 @@
+"""Generation: the tokens of the uncut model, whatever the ranks, the schedule and the microbatches."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.commands.train.job import token_loss
+from penstock.model import GPT, GPTConfig
+
+pytestmark = pytest.mark.ranks
+
+CONTEXT, PROMPT, NEW = 12, 5, 14  # the text becomes longer than the context
+RUNS = [("1f1b", 3, {}), ("zb-v", 4, {}), ("interleaved-1f1b", 1, {"stages_per_rank": 3})]
+DRAWN = {"max_new_tokens": 6, "temperature": 1.5, "top_k": 9, "seed": 3}
+
+
+def gpt() -> GPT:
+    torch.manual_seed(7)
+    model = GPT(GPTConfig(vocabulary=17, context=CONTEXT, width=16, layers=4, heads=2, dropout=0.5))
+    for parameter in model.parameters():
+        parameter.data.mul_(4)  # so that logits are apart
+    return model
+
+
+def prompts(rows: int = 5) -> Tensor:
+    return torch.randint(17, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
+
+
+def uncut(model: nn.Module, tokens: Tensor, new: int, context: int = 1000) -> Tensor:
+    """The plain loop: all of the text that the model can see goes in, the likeliest token comes out."""
+    model.eval()
+    with torch.no_grad():
+        for _ in range(new):
+            tokens = torch.cat([tokens, model(tokens[:, -context:])[:, -1].argmax(-1, keepdim=True)], 1)
+    return tokens
+
+
+class Attention(nn.Module):
+    """A layer of the user's own: a running mean over the tokens before, by the cache if it is told to use it."""
+
+    def __init__(self, cached: bool) -> None:
+        super().__init__()
+        self.uses_cache, self.mixed, self.times = cached, nn.Linear(8, 8), []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.times.append(hidden.shape[1])
+        first = ps.cache.first_position()
+        (everything,) = ps.cache.extended(self.mixed(hidden))
+        counts = torch.arange(1, everything.shape[1] + 1)[None, :, None]
+        return hidden + (everything.cumsum(1) / counts)[:, first:]
+
+
+def own(cached: bool) -> nn.Sequential:
+    torch.manual_seed(7)
+    layers = [Attention(cached), nn.Tanh(), Attention(cached)]
+    return nn.Sequential(nn.Embedding(17, 8), *layers, nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 17)))
+
+
+def rank_gpt() -> dict[str, Any]:
+    found: dict[str, Any] = {"greedy": [], "drawn": [], "ended": []}
+    for schedule, microbatches, options in RUNS:
+        pipe = ps.Pipeline(gpt(), token_loss, schedule, microbatches, **options)
+        columns: list[Tensor] = []
+        found["greedy"].append(pipe.generate(prompts(), max_new_tokens=NEW, on_token=columns.append))
+        assert torch.equal(torch.stack(columns, 1), found["greedy"][-1][:, PROMPT:])
+        drawn = pipe.generate(prompts(), **DRAWN)
+        found["drawn"].append(drawn)
+        found["ended"].append(pipe.generate(prompts()[:1], eos=int(drawn[0, PROMPT + 2]), **DRAWN))
+    first = pipe.step(prompts(), target=prompts())
+    fresh = ps.Pipeline(gpt(), token_loss, schedule, microbatches, **options)
+    found["step"] = torch.equal(first, fresh.step(prompts(), target=prompts()))
+    for cached in (True, False):
+        model = own(cached)
+        pipe = ps.Pipeline(model, microbatches=2)
+        text = pipe.generate(prompts(), max_new_tokens=4)
+        found[f"own, {cached}"] = text, [layer.times[::2] for layer in model if isinstance(layer, Attention) and layer.times]
+    return found
+
+
+@pytest.fixture(scope="module")
+def everyone() -> list[dict[str, Any]]:
+    return ps.launch(rank_gpt, 2)
+
+
+def test_greedy_tokens_are_those_of_the_uncut_model_beyond_its_context_too(everyone):
+    expected = uncut(gpt(), prompts(), NEW, CONTEXT)
+    assert len(expected[:, PROMPT:].unique()) > 3
+    assert [torch.equal(text, expected) for each in everyone for text in each["greedy"]] == [True] * 2 * len(RUNS)
+
+
+def test_drawn_tokens_depend_on_the_seed_alone(everyone):
+    alone = ps.Pipeline(gpt(), microbatches=2)
+    expected = alone.generate(prompts(), **DRAWN)
+    assert [torch.equal(text, expected) for each in everyone for text in each["drawn"]] == [True] * 2 * len(RUNS)
+    row = alone.generate(prompts()[:1], **DRAWN)
+    assert torch.equal(row, expected[:1])
+
+
+def test_a_row_that_has_ended_is_filled_up_and_generation_ends_with_the_last_row(everyone):
+    for each in everyone:
+        for drawn, ended in zip(each["drawn"], each["ended"], strict=True):
+            new = drawn[0, PROMPT:].tolist()
+            assert ended.tolist() == [drawn[0, : PROMPT + new.index(new[2]) + 1].tolist()]
+    eos = int(everyone[0]["drawn"][0][0, PROMPT])  # of the first row, at once
+    for expected, got in zip(
+        everyone[0]["drawn"][0].tolist(), ps.Pipeline(gpt()).generate(prompts(), eos=eos, **DRAWN).tolist(), strict=True
+    ):
+        new = expected[PROMPT:]
+        kept = new.index(eos) if eos in new else len(new)
+        assert got == (expected[:PROMPT] + new[:kept] + [eos] * len(new))[: len(got)]
+
+
+def test_training_goes_on_as_if_nothing_had_been_generated(everyone):
+    assert all(each["step"] for each in everyone)
+
+
+def test_layers_that_use_the_cache_are_given_new_tokens_only_and_others_the_whole_text(everyone):
+    expected = uncut(own(False), prompts(), 4)
+    for cached, times in ((True, [PROMPT, 1, 1, 1]), (False, [PROMPT, PROMPT + 1, PROMPT + 2, PROMPT + 3])):
+        for text, layers in (each[f"own, {cached}"] for each in everyone):
+            assert torch.equal(text, expected)
+            assert layers == [times] * len(layers)
+        assert sum(len(each[f"own, {cached}"][1]) for each in everyone) == 2
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------------
+
+WRONG = [
+    (
+        (torch.zeros(2, 3),),
+        {},
+        "generate() takes tokens as (batch, time) int64, one or more of each, got torch.float32",
+    ),
+    ((torch.zeros(3, dtype=torch.int64),), {}, "got torch.int64 of shape (3,)"),
+    ((prompts()[:0],), {}, "got torch.int64 of shape (0, 5)"),
+    ((None,), {}, "got NoneType"),
+    ((prompts(),), {"max_new_tokens": 0}, "generate() takes a whole number of 1 or more as max_new_tokens, got 0"),
+    ((prompts(),), {"temperature": -1.0}, "0 (always the likeliest token) or more as temperature, got -1.0"),
+    ((prompts(),), {"top_k": 0}, "generate() takes a whole number of 1 or more or None as top_k, got 0"),
+    ((prompts(),), {"eos": -1}, "generate() takes a whole number of 0 or more or None as eos, got -1"),
+    ((prompts(),), {"seed": 0.5}, "generate() takes a whole number of 0 or more as seed, got 0.5"),
+]
+
+
+def told(call: Any) -> str:
+    try:
+        call()
+    except ps.MismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+def rank_mistakes() -> dict[str, Any]:
+    pipe, rank = ps.Pipeline(gpt(), token_loss, microbatches=2), ps.comms.init_distributed().rank
+    new = {"max_new_tokens": 2}
+    found: dict[str, Any] = {"wrong": [told(partial(pipe.generate, *args, **new | kwargs)) for args, kwargs, _ in WRONG]}
+    found["apart"] = told(lambda: pipe.generate(prompts(), temperature=rank / 2, **new))
+    found["others"] = told(lambda: pipe.generate(prompts() + rank, **new))
+    found["one"] = told(lambda: pipe.generate(prompts(), top_k=-rank or None, **new))
+    found["step"] = told(lambda: pipe.generate(prompts(), **new) if rank else pipe.step(prompts(), target=prompts()))
+    found["clip"] = told(lambda: pipe.generate(prompts(), **new) if rank else pipe.eval(prompts()))
+    no_logits = ps.Pipeline(nn.Sequential(nn.Embedding(17, 8), nn.Linear(8, 3), nn.Flatten()))
+    found["logits"] = told(lambda: no_logits.generate(prompts(), **new))
+    found["works"] = pipe.generate(prompts(), **new)
+    return found
+
+
+@pytest.fixture(scope="module")
+def mistakes() -> list[dict[str, Any]]:
+    return ps.launch(rank_mistakes, 2)
+
+
+def test_arguments_that_cannot_be_are_told_on_every_rank(mistakes):
+    for each in mistakes:
+        assert [got for got, (*_, expected) in zip(each["wrong"], WRONG, strict=True) if expected not in got] == []
+
+
+def test_ranks_that_are_asked_for_different_things_say_so_on_every_rank(mistakes):
+    for each in mistakes:
+        assert each["apart"] == "generate() has temperature=0.0 on rank 0, but temperature=0.5 on rank 1: give the same"
+        assert each["others"] == "generate() has other tokens on rank 1 than on rank 0: give the same"
+        assert each["one"] == "generate() takes a whole number of 1 or more or None as top_k, got -1"
+        assert each["step"].endswith("rank 0 calls step(), rank 1 calls another of the pipeline's methods")
+        assert each["clip"].endswith("rank 0 calls eval(), rank 1 calls another of the pipeline's methods")
+
+
+def test_a_model_without_logits_is_told_on_every_rank_and_the_next_call_works(mistakes):
+    for each in mistakes:
+        assert "generate() needs a model that gives logits, (batch, time, vocabulary), itself or as `logits`" in each["logits"]
+        assert each["logits"].endswith("got torch.float32 of shape (1, 15)")
+        assert torch.equal(each["works"], uncut(gpt(), prompts(), 2))
+
+
+# -- several axes ----------------------------------------------------------------------------------------------------
+
+
+def rank_mesh() -> list[Any]:
+    found = []
+    for sizes, way in (((2, 2, 1), "ddp"), ((2, 2, 1), "fsdp"), ((2, 1, 2), "ddp")):
+        mesh, model = ps.comms.init_mesh(*sizes), gpt()
+        plan = model.tensor_parallel() if sizes[2] > 1 else None
+        pipe = ps.Pipeline(model, token_loss, microbatches=2, mesh=mesh, data_parallel=way, tensor_parallel=plan)
+        rows = prompts(5).tensor_split(sizes[1])[mesh.get_local_rank("dp")]
+        found.append((mesh.get_local_rank("dp"), pipe.generate(rows, max_new_tokens=4), pipe.generate(rows, **DRAWN)))
+        pipe.step(rows, target=rows)
+    return found
+
+
+def test_replicas_generate_for_rows_of_their_own_and_ranks_that_share_products_for_the_same():
+    alone = ps.Pipeline(gpt())
+    expected = alone.generate(prompts(), max_new_tokens=4), alone.generate(prompts(), **DRAWN)
+    for each in ps.launch(rank_mesh, 4):
+        for (replica, *texts), replicas in zip(each, (2, 2, 1), strict=True):
+            for text, whole in zip(texts, expected, strict=True):
+                assert torch.equal(text, whole.tensor_split(replicas)[replica])

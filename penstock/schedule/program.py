@@ -98,7 +98,10 @@ class Program:
 
 def travelling(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
     """Those of them that go to another rank."""
-    return tuple([each for each in transfers if each.travels])
+    for transfer in transfers:
+        if not transfer.travels:
+            return tuple([each for each in transfers if each.travels])
+    return transfers
 
 
 def checked_skips(skips: Collection[Skip], stages: int) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.comms.messages.wire import flatten
 from penstock.errors import MismatchError
-from penstock.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+from penstock.torch_private import keystr, tree_flatten_with_path, tree_map, tree_unflatten
 
 
 def sizes(rows: int, microbatches: int) -> list[int]:
@@ -20,8 +21,7 @@ def rows(batch: Any, what: str = "batch") -> int | None:
 
     Numbers, None, strings and 0-dimensional tensors go to every microbatch. Raises MismatchError if first dimensions differ.
     """
-    leaves = [batch] if isinstance(batch, Tensor) else tree_flatten(batch)[0]
-    found = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
+    found = {leaf.shape[0] for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()}
     if len(found) > 1:
         raise MismatchError(f"the tensors of a batch must have the same number of rows (first dimension): {_told(batch, what)}")
     return next(iter(found), None)
@@ -40,7 +40,7 @@ def split(batch: Any, rows_each: Sequence[int], device: torch.device | None = No
     """`batch` cut along the first dimension into microbatches of these many rows, as views, on `device`."""
     if isinstance(batch, Tensor):  # the common case, a short way
         return list(_split_leaf(batch, rows_each, device))
-    leaves, tree = tree_flatten(batch)
+    leaves, tree = flatten(batch)
     columns = [_split_leaf(leaf, rows_each, device) for leaf in leaves]
     return [tree_unflatten([column[microbatch] for column in columns], tree) for microbatch in range(len(rows_each))]
 
@@ -68,7 +68,7 @@ def signature(batch: Any) -> str:
     """The structure, shapes and dtypes of `batch` as a text, the same in every process."""
     if isinstance(batch, Tensor):  # the common case, a short way
         return f"{tuple(batch.shape)} {batch.dtype}"
-    leaves, tree = tree_flatten(batch)
+    leaves, tree = flatten(batch)
     kinds = [f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves]
     return f"{tree} {kinds}"
 

@@ -1,6 +1,7 @@
 """What stages may be, and what may pass between them."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -152,6 +153,106 @@ def one_rank_table(stages, microbatches):
     for m in range(microbatches):
         row += [Action(Kind.F, s, m) for s in range(stages)] + [Action(Kind.B, s, m) for s in reversed(range(stages))]
     return ps.schedule.from_rows("one after the other", [row], "loop")
+
+
+# -- what a forward takes -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Unknown:
+    """Torch does not know how to take it apart."""
+
+    hidden: torch.Tensor
+
+
+@dataclasses.dataclass
+class Known(Unknown):
+    pass
+
+
+torch.export.register_dataclass(Known)
+
+
+class Wrapped(nn.Module):
+    """Gives its output in an object of another kind."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(12, 12), kind
+
+    def forward(self, *, inputs):
+        return self.kind(hidden=self.linear(inputs))
+
+
+class OfKeyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+
+    def forward(self, *, hidden):
+        return self.linear(hidden)
+
+
+class OfKeywords(OfKeyword):
+    def forward(self, **values):
+        return self.linear(values["hidden"])
+
+
+class OfKeywordsAndFactor(OfKeyword):
+    def forward(self, hidden, *, factor):
+        return self.linear(hidden) * factor
+
+
+class OfObject(OfKeyword):
+    def forward(self, value):
+        return self.linear(value.hidden)
+
+
+class Own(dict):
+    """As outputs of the transformers library are: a dict that is made in its own way."""
+
+    def __init__(self, hidden):
+        super().__init__(hidden=hidden)
+
+
+torch.utils._pytree.register_pytree_node(Own, lambda own: ([own["hidden"]], None), lambda values, _: Own(*values))
+
+
+@pytest.mark.parametrize("recompute", [None, "stage", "block"])
+@pytest.mark.parametrize(
+    ("kind", "second", "keywords"),
+    [
+        (dict, OfKeyword, {}),
+        (dict, OfKeywords, {}),
+        (Own, OfKeyword, {}),
+        (Own, OfKeywordsAndFactor, {"factor": torch.arange(7.0)[:, None]}),
+        (Known, OfObject, {}),
+    ],
+)
+def test_forwards_may_take_keywords_only_and_give_objects_that_torch_takes_apart(kind, second, keywords, recompute):
+    torch.manual_seed(2)
+    stages = [Wrapped(kind), second()]
+    inputs, target = data("mlp", 7)
+    for rows in torch.arange(7).tensor_split(2):
+        made = stages[0](inputs=inputs[rows])
+        own = {name: value[rows] for name, value in keywords.items()}
+        output = stages[1](made) if second is OfObject else stages[1](**made, **own)
+        nn.functional.cross_entropy(output, target[rows]).backward(torch.tensor(len(rows) / 7))
+    expected = [gradients(stage.named_parameters()) for stage in stages]
+    for stage in stages:
+        stage.zero_grad()
+    loss_fn = nn.functional.cross_entropy
+    pipe = ps.Pipeline(stages, loss_fn, "zb-v", 2, topology=ps.Topology(), recompute=recompute)
+    pipe.step(inputs=inputs, target=target, **keywords)
+    for stage, grads in zip(stages, expected, strict=True):
+        assert_same(gradients(stage.named_parameters()), grads)
+
+
+def test_an_object_that_torch_cannot_take_apart_is_refused_since_its_tensors_would_get_no_gradient():
+    pipe = ps.Pipeline([Wrapped(Unknown), OfObject()], nn.functional.cross_entropy, "zb-v", 2, topology=ps.Topology())
+    inputs, target = data("mlp", 7)
+    with pytest.raises(MismatchError, match=r"class Unknown.* or call torch.export.register_dataclass\(Unknown\)"):
+        pipe.step(inputs=inputs, target=target)
 
 
 # -- parts that need no gradient, parts that change in place, parts that are shared --------------------------------

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -63,8 +64,22 @@ _LEAF = tree_flatten(torch.empty(0))[1]
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of `value` and its structure; a bare tensor, the common case, takes a short way."""
-    return ([value], _LEAF) if isinstance(value, Tensor) else tree_flatten(value)
+    """The leaves of `value` and its structure; a bare tensor, the common case, takes a short way.
+
+    Raises MismatchError for an object that torch cannot take apart, with tensors inside that require a gradient.
+    """
+    if isinstance(value, Tensor):
+        return [value], _LEAF
+    leaves, tree = tree_flatten(value)
+    for leaf in leaves:
+        inside = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(each, Tensor) and each.requires_grad for each in inside):
+            name = type(leaf).__name__
+            raise MismatchError(
+                f"no gradient would reach the tensors in an object of class {name}, which torch cannot take apart: give a tuple"
+                f" or dict, or call torch.export.register_dataclass({name}) on every rank"
+            )
+    return leaves, tree
 
 
 def describe(leaves: list[Any], tree: TreeSpec) -> MessageSpec:

@@ -32,19 +32,14 @@ class DDPCopies(StageCopies):
         wrap: Callable[[], Any] | None = None,
     ) -> None:
         self._module, self._group, self._wrap = module, group, wrap
-        self._expected = False
-        self._hooks: list[Any] = []
-        self._arrived: set[int] = set()  # ids of parameters that have got their gradient in the last backward
-        self._used: tuple[Tensor, Any] | None = None  # which parameters have a gradient on any replica, and when that is known
-        self._summing: list[tuple[Any, Tensor]] = []
+        self._last: _LastBackward | None = None  # of this step
         self._take(parallel)
 
     def _take(self, parallel: DistributedDataParallel | None) -> None:
         self._parallel = parallel
         self._trainable = self._found()
-        if parallel is None or self._wrap is None or not parallel.gradient_as_bucket_view:
-            return
-        if not torch_private.has_comm_hook(parallel):
+        sums = parallel is not None and self._wrap is not None and parallel.gradient_as_bucket_view
+        if parallel is not None and sums and not torch_private.has_comm_hook(parallel):
             parallel.register_comm_hook(None, self._sum)
 
     def _found(self) -> list[nn.Parameter]:
@@ -54,9 +49,10 @@ class DDPCopies(StageCopies):
     def _sum(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to average `bucket`, of which the gradients are views; says that it is done, which `end` makes true."""
         assert self._parallel is not None
+        assert self._last is not None
         buffer, group = bucket.buffer(), self._parallel.process_group
         buffer.div_(group.size())
-        self._summing.append((dist.all_reduce(buffer, group=group, async_op=True), buffer))
+        self._last.sums.append(dist.all_reduce(buffer, group=group, async_op=True))
         done = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         done.set_result(buffer)
         return done
@@ -74,55 +70,64 @@ class DDPCopies(StageCopies):
         if self.alike:
             self._expect(ends)
 
-    def _expect(self, ends: Sequence[Tensor]) -> None:
+    def _expect(self, ends: Sequence[Tensor]) -> "_LastBackward":
         if self._parallel is not None:
             torch_private.expect_last_backward(self._parallel, self.ends_of(ends))
-            if not self._parallel.find_unused_parameters:
-                arrived = self._arrived
-                self._hooks = [
-                    each.register_post_accumulate_grad_hook(lambda each: arrived.add(id(each))) for each in self._trainable
-                ]
-        self._expected = True
+        unused = self._parallel is not None and self._parallel.find_unused_parameters
+        self._last = _LastBackward(() if unused else self._trainable)
+        return self._last
 
     def complete(self) -> None:
         """What the last backward did not reach gets zeros, since DistributedDataParallel waits for all of it."""
-        if not self._hooks:
-            return
-        for hook in self._hooks:
-            hook.remove()
-        used = torch.tensor([each.grad is not None for each in self._trainable], dtype=torch.uint8)
-        late = [each for each in self._trainable if id(each) not in self._arrived]
-        self._hooks, self._arrived = [], set()
-        _add_zeros(late)
-        if self._group is not None:
-            used = used.to(self._trainable[0].device)
-            self._used = used, dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if self._last is not None:
+            self._last.complete(self._group)
 
     def end(self, training: bool) -> None:
         """Wait for the sums; where the last backwards were not alike, sum only now."""
-        if training and not self._expected and not (self._wrap is not None and self.alike):
-            self._expect(self._trainable)
-            if self._hooks:
-                self.complete()
-            else:
+        if training and self._last is None and not (self._wrap is not None and self.alike):
+            if not self._expect(self._trainable).parameters:
                 _add_zeros(self._trainable)
-        self._expected = False
-        for work, _ in self._summing:
-            work.wait()
-        self._summing.clear()
-        if self._used is not None:
-            used, work = self._used
-            work.wait()
-            self._used = None
-            for parameter, anywhere in zip(self._trainable, used.tolist(), strict=True):
-                if not anywhere:
-                    parameter.grad = None
+            self.complete()
+        if self._last is not None:
+            self._last.end()
+        self._last = None
 
     def ends_of(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """An empty tensor that depends on all of `outputs`, if that is needed."""
         wanted = self._parallel is not None and self._parallel.find_unused_parameters and len(outputs) > 0
         with torch.enable_grad():
             return (_End.apply(*outputs),) if wanted else ()  # of a parameter, too, which by itself has no graph
+
+
+class _LastBackward:
+    """The last one of a step: which of the `parameters` it reaches, and the sums over the replicas that it has begun."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.sums: list[Any] = []  # what to wait for
+        self._arrived: set[int] = set()  # ids of parameters that have got their gradient
+        self._used: Tensor | None = None  # which parameters have a gradient on any replica
+        arrive = self._arrived.add  # the hooks know no more of this, or it would outlive its step
+        self._hooks = [each.register_post_accumulate_grad_hook(lambda each: arrive(id(each))) for each in parameters]
+
+    def complete(self, group: dist.ProcessGroup | None) -> None:
+        """Give zeros to what it has not reached; those that no replica has reached get no gradient at the `end`."""
+        for hook in self._hooks:
+            hook.remove()
+        used = torch.tensor([each.grad is not None for each in self.parameters], dtype=torch.uint8)
+        _add_zeros([each for each in self.parameters if id(each) not in self._arrived])
+        if group is not None and self.parameters:
+            self._used = used.to(self.parameters[0].device)
+            self.sums.append(dist.all_reduce(self._used, dist.ReduceOp.MAX, group=group, async_op=True))
+
+    def end(self) -> None:
+        """Wait for the sums."""
+        for work in self.sums:
+            work.wait()
+        if self._used is not None:
+            for parameter, anywhere in zip(self.parameters, self._used.tolist(), strict=True):
+                if not anywhere:
+                    parameter.grad = None
 
 
 def _add_zeros(parameters: Sequence[nn.Parameter]) -> None:

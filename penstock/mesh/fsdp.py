@@ -75,17 +75,16 @@ class FSDPCopies(StageCopies):
 
     def _average(self) -> None:
         self._set_last_backward(True)
-        self._fill()
+        if self._group is not None:
+            self._fill(self._group)
         torch_private.fsdp_average(self._modules)
 
-    def _fill(self) -> None:
+    def _fill(self, group: dist.ProcessGroup) -> None:
         """Give zeros to parameters that have a gradient on another replica only: all must average the same ones."""
-        if self._group is None:
-            return
         parameters = [each for module in self._modules for each in torch_private.fsdp_parameters(module)]
         mine = [torch_private.has_whole_gradient(each) for each in parameters]
         used = torch.tensor(mine, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
         for parameter, here, anywhere in zip(parameters, mine, used.tolist(), strict=True):
             if anywhere and not here:
                 torch_private.put_zero_gradient(parameter)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 
-AXES = ("pp", "dp", "tp")
+AXES = ("dp", "tp", "pp")
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,11 @@ def position_in(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
         raise MismatchError(f"the mesh has axes {names or 'without names'}: use any of 'pp', 'dp' and 'tp', or init_mesh")
     if mesh.mesh.numel() != topology.world_size:
         raise MismatchError(f"the mesh has {mesh.mesh.numel()} ranks, but {topology.world_size} are running: use all of them")
-    ranks = mesh.mesh.permute([names.index(axis) for axis in ("dp", "tp", "pp") if axis in names])
-    for dimension, axis in enumerate(("dp", "tp", "pp")):
-        ranks = ranks if axis in names else ranks.unsqueeze(dimension)
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    ranks = mesh.mesh.permute([names.index(axis) for axis in AXES if axis in names])
+    ranks = ranks.reshape([sizes.get(axis, 1) for axis in AXES])
     replica, shard, rank = (torch.nonzero(ranks == topology.rank)[0]).tolist()
     pipelines = tuple(tuple(tuple(row) for row in shards) for shards in ranks.tolist())
     mine = pipelines[replica][shard]
-    return MeshPosition(
-        topology,
-        replace(topology, rank=rank, world_size=len(mine), ranks=mine),
-        pipelines,
-        replica,
-        shard,
-        mesh,
-    )
+    pipeline = replace(topology, rank=rank, world_size=len(mine), ranks=mine)
+    return MeshPosition(topology, pipeline, pipelines, replica, shard, mesh)

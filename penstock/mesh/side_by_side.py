@@ -26,10 +26,10 @@ def side_by_side(
     each entry -> the name in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or one that does not fit,
     and for tied parameters that would be cut.
     """
-    if isinstance(way, str) and way not in data_parallel.WAYS:
+    apply = data_parallel.WAYS.get(way) if isinstance(way, str) else way
+    if apply is None:
         raise MismatchError(f"data_parallel={way!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage")
-    apply = data_parallel.WAYS[way] if isinstance(way, str) else way
-    _check_plan(plan, names, position)
+    tensor_parallel.check(plan, names, position)
     if tied and (position.tp is not None or (position.dp is not None and apply is not data_parallel.ddp)):
         told = ", ".join(names[stage][name] for stage, name in tied[0])
         raise MismatchError(f"parameters of several stages ({told}) can be neither sharded nor split over tp")
@@ -48,14 +48,3 @@ def side_by_side(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
         )
     return found
-
-
-def _check_plan(plan: tensor_parallel.Plan | None, names: Sequence[Mapping[str, str]], position: MeshPosition) -> None:
-    if position.tp is None and plan is not None and position.mesh is None:
-        raise MismatchError("tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)")
-    if position.tp is not None and plan is None:
-        raise MismatchError(
-            f"the mesh has {position.tp.size()} ranks along tp: say by tensor_parallel= which products they share"
-        )
-    if plan is not None:
-        tensor_parallel.check(plan, names)

@@ -10,15 +10,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import MismatchError
+from penstock.mesh.position import MeshPosition
+from penstock.stage import tied
 
 # Names of submodules in the uncut model, with * for any part between two dots -> ColwiseParallel(), RowwiseParallel(), ..
 Plan = Mapping[str, Any]
 
 
-def check(plan: Plan, names: Sequence[Mapping[str, str]]) -> None:
-    """Raises MismatchError for a name in `plan` that no submodule with parameters has; `names` as in `Parameters`."""
+def check(plan: Plan | None, names: Sequence[Mapping[str, str]], position: MeshPosition) -> None:
+    """Raises MismatchError for a `plan` without an axis `tp` or the reverse, and for a name in it that no submodule with
+    parameters has; `names` as in `Parameters`.
+    """
+    if position.mesh is None and plan is not None:
+        raise MismatchError("tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)")
+    if position.tp is not None and plan is None:
+        raise MismatchError(
+            f"the mesh has {position.tp.size()} ranks along tp: say by tensor_parallel= which products they share"
+        )
     modules = {module for stage in names for name in stage.values() for module in _around(name)}
-    for pattern in plan:
+    for pattern in plan or ():
         if not any(_fits(module, pattern) for module in modules):
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or sorted(modules)[:5]
             raise MismatchError(
@@ -30,31 +40,22 @@ def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceM
     """`parallelize_module` for a stage, whose own names are mapped to the uncut model's by `names`."""
     from torch.distributed.tensor.parallel import parallelize_module  # imports for a second
 
-    own: dict[str, str] = {}  # of the submodules
-    for name, whole in names.items():
-        for inside, outside in zip(_around(name), _around(whole), strict=False):
-            own[inside] = outside
+    around = [pair for name, whole in names.items() for pair in zip(_around(name), _around(whole), strict=False)]
+    wholes = dict(around)  # a submodule's own name -> the uncut model's
     styles = {
         name: style
         for name, _ in module.named_modules()
         for pattern, style in plan.items()
-        if name and _fits(own.get(name, name), pattern)
+        if name and _fits(wholes.get(name, name), pattern)
     }
-    together = _tied(module)
+    together = tied.names_of([module])
     parallelize_module(module, mesh, styles)
-    if together != _tied(module):
-        apart = ", ".join(names[name] for name in next(group for group in together if group not in _tied(module)))
+    now = tied.names_of([module])
+    if lost := [group for group in together if group not in now]:
+        apart = ", ".join(names[name] for _, name in lost[0])
         raise MismatchError(
             f"tensor_parallel would make several parameters of one ({apart}): leave out all parts that share it"
         )
-
-
-def _tied(module: nn.Module) -> list[list[str]]:
-    """The names that stand for one parameter."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return [sorted(group) for group in groups.values() if len(group) > 1]
 
 
 def _around(name: str) -> list[str]:

@@ -85,9 +85,7 @@ class Parameters:
     def aliases(self) -> dict[str, str]:
         """Further names of tensors that several names stand for, on this rank or over the ranks -> the first."""
         tensors = {name: value for name, value in self.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-        first: dict[int, str] = {}
-        for name, tensor in tensors.items():
-            first.setdefault(id(tensor), name)
+        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
         return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name} | self.shared
 
     def gradient_norms(self, norm_type: float) -> dict[ShardKey, Tensor]:

@@ -12,11 +12,16 @@ from penstock.stage.exchange.neighbours import Name
 
 def find(stages: Sequence[nn.Module]) -> list[list[Name]]:
     """The groups of names that are one parameter object in several stages, in stage order."""
+    return [names for names in names_of(stages) if len({stage for stage, _ in names}) > 1]
+
+
+def names_of(stages: Sequence[nn.Module]) -> list[list[Name]]:
+    """Of each parameter object, in stage order."""
     places: dict[int, list[Name]] = {}
     for stage, module in enumerate(stages):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             places.setdefault(id(parameter), []).append((stage, name))
-    return [names for names in places.values() if len({stage for stage, _ in names}) > 1]
+    return list(places.values())
 
 
 def aliases(groups: Sequence[Sequence[Name]], names: Sequence[Mapping[str, str]]) -> dict[str, str]:

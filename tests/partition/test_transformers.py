@@ -29,6 +29,12 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, num_key_value_heads=1, max_position_embeddings=12))
 
 
+def llama_recomputed() -> nn.Module:
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
 def gpt2() -> nn.Module:
     none = dropouts("attn_pdrop", "embd_pdrop", "resid_pdrop")
     return transformers.GPT2LMHeadModel(
@@ -95,6 +101,7 @@ CASES = {
     "llama": Case(llama, loss_of_logits, causal_and_masked),
     "llama without a mask": Case(llama, loss_of_logits, causal),
     "llama with the mask of everyone": Case(llama, loss_of_logits, causal_with_whole_mask),
+    "llama that recomputes its layers": Case(llama_recomputed, loss_of_logits, causal_and_masked),
     "gpt-2, tied": Case(gpt2, loss_of_logits, causal),
     "bert": Case(bert, loss_of_logits, masked),
     "t5, tied": Case(t5, loss_of_logits, translated),
@@ -103,6 +110,7 @@ CASES = {
 
 RUNS = [
     Run("llama", ("model.layers.1",), by="example"),
+    Run("llama that recomputes its layers", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example"),
     Run("gpt-2, tied", ("transformer.h.0", "transformer.h.1", "lm_head"), "interleaved-1f1b", by="example"),
     Run("gpt-2, tied", ("transformer.h.1", "transformer.ln_f", "lm_head"), "zb-v", by="example", meta=True),
     Run("bert", ("bert.encoder.layer.0", "bert.encoder.layer.1", "cls"), "zb-v", by="example"),

@@ -72,6 +72,20 @@ class EmbeddingAndHead(nn.Module):
         return self.head(torch.tanh(self.embedding(tokens)))
 
 
+class Adapted(nn.Module):
+    """A frozen matrix and a small trainable product beside it, as adapters of low rank are; `merged`: their sum is used."""
+
+    def __init__(self, merged: bool = False) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 5).requires_grad_(False)
+        self.down, self.up, self.merged = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False), merged
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.merged:
+            return F.linear(x, self.base.weight + self.up.weight @ self.down.weight * 0.5, self.base.bias)
+        return self.base(x) + self.up(self.down(x)) * 0.5
+
+
 def parametrized() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
 
@@ -172,6 +186,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "tied": (Tied, lambda: rows(7, 6)),
     "weight norm": (parametrized, lambda: rows(7, 6)),
     "partly frozen": (partly_frozen, lambda: rows(7, 6)),
+    "adapter": (Adapted, lambda: rows(3, 4, 6)),
+    "adapter, merged": (lambda: Adapted(True), lambda: rows(3, 4, 6)),
     "several outputs": (
         lambda: Lambda(lambda self, x: (x @ self.w, {"b": x @ self.v, "n": None}), w=(6, 5), v=(6, 4)),
         lambda: rows(7, 6)),
@@ -299,7 +315,7 @@ PUT_OFF = {
     "x @ w": 1, "x @ w.t()": 1, "x @ w.T": 1, "x @ w.mT": 1, "addmm": 1,
     "embedding": 2, "embedding = head": 2, "conv1d": 2, "conv2d": 2, "conv2d, circular": 1, "conv3d": 1,
     "conv transposed": 2, "transformer": 4, "self attention": 2, "cross attention": 4, "tied": 3, "partly frozen": 1,
-    "bias from activations": 1, "bias scaled": 1, "bias used three times": 2,
+    "adapter": 2, "bias from activations": 1, "bias scaled": 1, "bias used three times": 2,
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from penstock.commands.train.job import token_loss
+from penstock.commands.train.setup import token_loss
 
 
 class Batch(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.commands.train.job import token_loss
+from penstock.commands.train.setup import token_loss
 from penstock.model import GPT, GPTConfig, mlp
 
 Batch = tuple[Tensor, Tensor]

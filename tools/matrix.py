@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,6 +27,7 @@ RESULTS, TABLE = ROOT / "docs" / "releases.json", ROOT / "docs" / "releases.md"
 RELEASES = ["2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 EXTRAS = "mlp,transformers,png,studio,dev"
+VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 VERSIONS = "import sys, torch; print(torch.__version__.split('+')[0], '%d.%d' % sys.version_info[:2])"
 Result = dict[str, Any]  # passed and skipped: counts; failed: names of tests; tests: which there were
 
@@ -47,7 +49,7 @@ def arguments() -> argparse.Namespace:
     """The words of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", default=RELEASES, metavar="RELEASE")
-    parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION")
+    parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION", help="or the path of one")
     parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH")
     parser.add_argument("--marks", default="not timed", help="which of them, as pytest -m has it (default: %(default)s)")
     parser.add_argument("--index-url", help="where pip finds torch")
@@ -62,25 +64,38 @@ def arguments() -> argparse.Namespace:
 def environments(options: argparse.Namespace, wheel: Path) -> Iterator[Path]:
     """The interpreter of each environment, with the wheel installed."""
     if options.ready:
-        for folder in options.ready:
+        for folder in map(Path.absolute, options.ready):
             pip(folder / "bin" / "python", "--no-deps", "--force-reinstall", wheel)
             yield folder / "bin" / "python"
         return
-    for release in options.torch:
-        for version in options.python:
-            if shutil.which(f"python{version}"):
-                yield made(
-                    options.environments / f"torch-{release}-python-{version}", release, version, options.index_url, wheel
-                )
-            else:
-                print(f"there is no python{version} on this machine: torch {release} is left out", file=sys.stderr)
+    for release, word in product(options.torch, filter(is_here, options.python)):
+        try:
+            folder = options.environments.absolute() / f"torch-{release}-python-{output(command(word), '-c', VERSION)}"
+            yield made(folder, release, command(word), options.index_url, wheel)
+        except subprocess.CalledProcessError as error:
+            print(f"torch {release} with Python {word} is left out: {error}", file=sys.stderr)
 
 
-def made(folder: Path, release: str, version: str, index_url: str | None, wheel: Path) -> Path:
-    """An environment with this release of torch; one that is there is used again."""
+def command(word: str) -> str:
+    """What starts the Python that `--python` gives by its version or path."""
+    return word if os.sep in word else f"python{word}"
+
+
+def is_here(word: str) -> bool:
+    """Whether that Python runs; says so where it does not."""
+    try:
+        output(command(word), "-c", VERSION)
+    except (OSError, subprocess.CalledProcessError):  # also one that a version manager has a name for only
+        print(f"there is no {command(word)} on this machine: it is left out", file=sys.stderr)
+        return False
+    return True
+
+
+def made(folder: Path, release: str, base: str, index_url: str | None, wheel: Path) -> Path:
+    """An environment of the Python `base` with this release of torch; one that is there is used again."""
     python = folder / "bin" / "python"
     if not python.exists():
-        subprocess.run([f"python{version}", "-m", "venv", folder], check=True)
+        subprocess.run([base, "-m", "venv", folder], check=True)
     pip(python, f"torch=={release}", *(["--index-url", index_url] if index_url else []))
     pinned = [
         line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(("torch==", "setuptools=="))
@@ -105,9 +120,9 @@ def built_wheel() -> Path:
     return next(folder.glob("*.whl"))
 
 
-def output(*command: str | Path) -> str:
+def output(*words: str | Path) -> str:
     """What a command prints."""
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 # ---- tests
@@ -118,7 +133,7 @@ def tested(python: Path, tests: list[str], marks: str) -> Result:
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command: list[str | Path] = [
+        words: list[str | Path] = [
             python,
             "-m",
             "pytest",
@@ -129,7 +144,7 @@ def tested(python: Path, tests: list[str], marks: str) -> Result:
             marks,
             *tests,
         ]
-        subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        subprocess.run(words, cwd=ROOT, env=environment, check=False)
         return {"tests": " ".join(tests), **counts(ElementTree.parse(report))}
 
 

@@ -20,7 +20,8 @@ from penstock import checkpoint
 from penstock.checkpoint.tensor_files import TensorFiles
 from penstock.commands.cli import main
 from penstock.commands.train.config import TrainConfig, saved_options
-from penstock.commands.train.job import token_loss, train_rank
+from penstock.commands.train.job import train_rank
+from penstock.commands.train.setup import token_loss
 
 pytestmark = pytest.mark.ranks
 

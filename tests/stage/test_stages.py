@@ -9,7 +9,7 @@ from reference import accumulate, assert_same, data, gradients, merged, same
 from torch import nn
 
 import penstock as ps
-from penstock.commands.train.job import token_loss
+from penstock.commands.train.setup import token_loss
 from penstock.errors import MismatchError
 
 # -- a rank's own slice ---------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 `command`    the command: from what was typed to the job
 `config`     its options, checked before anything is started
 `data`       bytes of text, or images of digits
-`job`        what every rank does, step by step
+`job`        what every rank does, from its setup to the run's results
+`setup`      what a rank trains: data, model, optimizer
+`evaluation` the loss on what was held out, and text the model goes on with
 `metrics`    every step as a line of JSON, and for TensorBoard
 `result`     what a training came to
 `progress`   what is printed, while it runs and at its end

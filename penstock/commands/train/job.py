@@ -1,7 +1,6 @@
 """The main job: a model cut over ranks learns real data, step by step, and is compared with one process."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -10,29 +9,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
 from penstock import checkpoint, comms
 from penstock.checkpoint import manifest
-from penstock.commands.train import data
-from penstock.commands.train.config import HEADS, SETTINGS, TrainConfig
+from penstock.commands.train.config import SETTINGS, TrainConfig
+from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.metrics import Metrics, recorded
 from penstock.commands.train.progress import Progress, closing
 from penstock.commands.train.result import TrainResult
+from penstock.commands.train.setup import Setup, prepared
 from penstock.comms.launcher import launch
 from penstock.errors import PenstockError
-from penstock.model import GPT, GPTConfig, mlp
-from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Timeline, explain, simulate
 from penstock.schedule.timing.measurement import Measurement
 from penstock.view.files import write
 from penstock.view.record import FILE, load, save
 
-WARM_UP = 10  # steps
-VALIDATION_BATCHES = 8
-SAMPLE_BYTES = 160
 EXPLAINED = 5  # last steps: their timelines are kept and told in words
 WAITS_EVERY = 10  # steps: what ranks waited for is gathered so often
 
@@ -67,92 +58,30 @@ def _folder(config: TrainConfig) -> Path:
 
 def train_rank(config: TrainConfig, folder: Path | None) -> TrainResult:
     """One rank's part, or with one rank the whole; rank 0 makes `folder` and writes into it, if there is to be one."""
-    topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
-    folder = _of_rank_0(folder)
-    torch.manual_seed(config.seed)
-    source, model, loss_fn = _task(config)
-    alone = topology.world_size == 1
-    example = None if alone else source.batch(config.seed, 0, -(-config.batch // (config.microbatches * config.dp)))[:1]
-    table = "gpipe" if alone else config.table()
-    pipe = Pipeline(
-        model,
-        loss_fn,
-        table,
-        config.microbatches,
-        seed=config.seed,
-        example_args=example,
-        mesh=comms.init_mesh(config.ranks, config.dp, config.tp) if config.dp * config.tp > 1 else None,
-        data_parallel=config.data_parallel,
-        tensor_parallel=model.tensor_parallel() if isinstance(model, GPT) and config.tp > 1 else None,
-    )
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    run = TrainResult(topology.world_size, pipe.position.copies > 1)
-    run.rows_per_step, run.tokens_per_step = config.batch, config.batch * _tokens(config)
-    run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
-    if config.resume is not None:
-        _resume(config, pipe, optimizer, rate, run)
-    with ExitStack() as stack:
-        show = stack.enter_context(Progress(config, run)) if topology.rank == 0 else None
-        metrics = stack.enter_context(_metrics(folder, config, run)) if folder and topology.rank == 0 else None
-        if show and not alone:
-            show.say(f"cut by measured times of a microbatch:\n{pipe.balance}")
-        timelines: list[Timeline] = []
-        for told in _steps(config, pipe, optimizer, rate, source, run):
-            if told["step"] > config.steps - EXPLAINED:
-                timelines.append(pipe.timeline())
-            if show:
-                show.step(told)
-            if metrics:
-                metrics.write(told)
-            if folder and _is_due(told["step"], config):
-                checkpoint.save(folder, pipe, optimizer, rate, keep=config.keep, wait=False)
-    if folder is not None:
-        checkpoint.save(folder, pipe, optimizer, rate, keep=config.keep)
-    run.validation_loss = _validate(pipe, source, config)
-    if isinstance(source, data.Text):
-        run.prompt, run.sample = _sample(pipe, source, config.seed)
-    if topology.rank == 0 and timelines and not alone:
-        shares = pipe.balance.stages if pipe.balance else ()  # what each stage takes of the model
-        run.clock_error = pipe.clock_error
-        run.explanation = _explained(Measurement.of(*timelines, layers=shares), timelines, config, folder)
-    if folder is not None:
-        checkpoint.export(pipe, folder / "model.safetensors")
-        if topology.rank == 0:
-            _settings(folder, config, asdict(run))
+    setup = prepared(config, folder)
+    run = _begun(setup)
+    timelines = _train(setup, run)
+    run.validation_loss = validation_loss(setup)
+    run.prompt, run.sample = sample(setup)
+    if setup.speaks and timelines and not setup.alone:
+        run.clock_error = setup.pipe.clock_error
+        run.explanation = _explained(setup, timelines)
+    if setup.folder is not None:
+        checkpoint.export(setup.pipe, setup.folder / "model.safetensors")
+        if setup.speaks:
+            _write_settings(setup.folder, config, asdict(run))
     return run
 
 
-def _of_rank_0(folder: Path | None) -> Path | None:
-    """The folder that rank 0 has chosen: under torchrun each rank takes its name from a clock of its own."""
-    chosen = [folder]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(chosen, src=0)
-    return chosen[0]
-
-
-def _explained(measured: Measurement, timelines: list[Timeline], config: TrainConfig, folder: Path | None) -> str:
-    """Where the time of these steps went, in words; and drawn in `folder`, over what their own costs make of the table."""
-    if folder is not None and config.timeline:
-        planned = measured.predict(measured.schedule)
-        labels = [f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines))]
-        save(timelines, planned, folder / FILE, labels)
-        list(write([load(folder)], html=folder / "timeline.html"))
-    middle = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-    return f"{explain(middle, measured)}{crowding(middle.ranks, os.cpu_count() or 1) if config.device != 'cuda' else ''}"
-
-
-def crowding(ranks: int, cores: int) -> str:
-    """What to bear in mind where ranks on the CPU outnumber its cores."""
-    if ranks <= cores:
-        return ""
-    return f"\n{ranks} ranks share {cores} cores: an action's time contains waiting for a core, which no table can shorten"
-
-
-def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, run: TrainResult) -> None:
-    """Take up the newest whole checkpoint of the run to be resumed, and what its steps before came to."""
-    assert config.resume is not None
-    checkpoint.resume(config.resume, pipe, optimizer, rate)
+def _begun(setup: Setup) -> TrainResult:
+    """What the run has come to: nothing yet, or what was recorded of the one that goes on from its newest whole checkpoint."""
+    config, pipe = setup.config, setup.pipe
+    run = TrainResult(setup.topology.world_size, pipe.position.copies > 1)
+    run.rows_per_step, run.tokens_per_step = config.batch, config.batch * (config.context if config.model == "gpt" else 1)
+    run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
+    if config.resume is None:
+        return run
+    checkpoint.resume(config.resume, pipe, setup.optimizer, setup.rate)
     if pipe.step_count > config.steps:
         raise PenstockError(
             f"{config.resume} has come to step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
@@ -161,59 +90,49 @@ def _resume(config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimize
         run.losses.append(record["loss"])
         run.seconds.append(record["seconds"])
         run.bubbles.append(record["bubble"])
+    return run
 
 
-def _metrics(folder: Path, config: TrainConfig, run: TrainResult) -> Metrics:
-    """What takes the steps' metrics; the settings are written too."""
-    metrics = Metrics(folder, len(run.losses))
-    _settings(folder, config, {})
-    return metrics
+def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
+    """All steps: each is told and, where it is due, followed by a checkpoint. The last ones' timelines."""
+    timelines: list[Timeline] = []
+    with ExitStack() as stack:
+        listeners = _listeners(setup, run, stack)
+        for record in _steps(setup, run):
+            if record["step"] > setup.config.steps - EXPLAINED:
+                timelines.append(setup.pipe.timeline())
+            for listen in listeners:
+                listen(record)
+            if _is_due(record["step"], setup.config):
+                setup.save(wait=False)
+    setup.save()
+    return timelines
 
 
-def _settings(folder: Path, config: TrainConfig, results: dict[str, Any]) -> None:
-    """What is run, and what it came to."""
-    with manifest.replaced(folder / SETTINGS) as beside:
-        beside.write_text(json.dumps({"config": config.described(), **results}, indent=1))
+def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callable[[dict[str, Any]], None]]:
+    """Who is told of every step, as long as `stack` is open: on rank 0 the console, and where there is a folder its metrics."""
+    if not setup.speaks:
+        return []
+    progress = stack.enter_context(Progress(setup.config, run))
+    if not setup.alone:
+        progress.say(f"cut by measured times of a microbatch:\n{setup.pipe.balance}")
+    if setup.folder is None:
+        return [progress.step]
+    metrics = stack.enter_context(Metrics(setup.folder, len(run.losses)))
+    _write_settings(setup.folder, setup.config, {})
+    return [progress.step, metrics.write]
 
 
-def _is_due(step: int, config: TrainConfig) -> bool:
-    """Whether a checkpoint is written after this step; the one after the last step is written in any case."""
-    return config.checkpoint_every > 0 and step % config.checkpoint_every == 0 and step < config.steps
-
-
-def _tokens(config: TrainConfig) -> int:
-    return config.context if config.model == "gpt" else 1
-
-
-def _task(config: TrainConfig) -> tuple[Any, nn.Sequential, Callable[[Any, Any], Tensor]]:
-    """The data, the model and the loss."""
-    if config.model == "mlp":
-        return data.digits(config.width), mlp(config.width, config.depth, classes=10), nn.functional.cross_entropy
-    shape = GPTConfig(context=config.context, width=config.width, layers=config.depth, heads=HEADS, dropout=config.dropout)
-    return data.text(config.data, config.context), GPT(shape), token_loss
-
-
-def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy: (batch, time, vocabulary) logits, (batch, time) tokens."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def _rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate: up in WARM_UP steps, then down along a cosine to a tenth."""
-    return min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
-
-
-def _steps(
-    config: TrainConfig, pipe: Pipeline, optimizer: torch.optim.Optimizer, rate: Any, source: Any, run: TrainResult
-) -> Iterator[dict[str, Any]]:
+def _steps(setup: Setup, run: TrainResult) -> Iterator[dict[str, Any]]:
     """Train, and after each step say how it went."""
+    config, pipe = setup.config, setup.pipe
     for step in range(pipe.step_count, config.steps):
         begin = time.perf_counter()
-        inputs, target = _share(pipe, source.batch(config.seed, step, config.batch))
+        inputs, target = setup.share(setup.source.batch(config.seed, step, config.batch))
         loss = pipe.step(inputs, target=target)
-        optimizer.step()
-        optimizer.zero_grad()
-        rate.step()
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+        setup.rate.step()
         seconds = time.perf_counter() - begin
         report = pipe.report
         assert report is not None
@@ -233,36 +152,32 @@ def _steps(
         }
 
 
-def _validate(pipe: Pipeline, source: Any, config: TrainConfig) -> float:
-    """Mean loss over the held-out part."""
-    losses, rows = 0.0, 0
-    for inputs, target in source.validation(config.batch, VALIDATION_BATCHES):
-        mine, wanted = _share(pipe, (inputs, target))
-        _, loss = pipe.eval(mine, target=wanted)
-        losses, rows = losses + loss.item() * len(inputs), rows + len(inputs)
-    return losses / rows
+def _is_due(step: int, config: TrainConfig) -> bool:
+    """Whether a checkpoint is written after this step; the one after the last step is written in any case."""
+    return config.checkpoint_every > 0 and step % config.checkpoint_every == 0 and step < config.steps
 
 
-def _share(pipe: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The rows of this rank's replica."""
-    inputs, target = (part.tensor_split(pipe.position.replicas)[pipe.position.replica] for part in batch)
-    return inputs, target
+def _write_settings(folder: Path, config: TrainConfig, results: dict[str, Any]) -> None:
+    """What is run, and what it came to."""
+    with manifest.replaced(folder / SETTINGS) as beside:
+        beside.write_text(json.dumps({"config": config.described(), **results}, indent=1))
 
 
-def _sample(pipe: Pipeline, source: data.Text, seed: int) -> tuple[str, str]:
-    """Text that the model continues, and how: the last rank draws each byte and tells the others."""
-    generator = torch.Generator().manual_seed(seed)
-    window = source.held_out[: source.context].long()[None]  # (1, context)
-    prompt = bytes(window[0].tolist()).decode(errors="replace")
-    drawn = bytearray()
-    for _ in range(SAMPLE_BYTES):
-        logits = pipe.eval(window)
-        token = torch.zeros(1, dtype=torch.long)
-        if logits is not None:
-            likely = torch.softmax(logits[0, -1].float().cpu() / 0.7, 0)
-            token = torch.multinomial(likely, 1, generator=generator)
-        if pipe.position.world.world_size > 1:
-            dist.broadcast(token, src=pipe.position.counted[0][pipe.last_rank])
-        window = torch.cat([window[:, 1:], token[None]], 1)
-        drawn.append(int(token))
-    return prompt, drawn.decode(errors="replace")
+def _explained(setup: Setup, timelines: list[Timeline]) -> str:
+    """Where the time of these steps went, in words; and drawn in the folder, over what their own costs make of the table."""
+    config, folder, balance = setup.config, setup.folder, setup.pipe.balance
+    measured = Measurement.of(*timelines, layers=balance.stages if balance else ())
+    if folder is not None and config.timeline:
+        planned = measured.predict(measured.schedule)
+        labels = [f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines))]
+        save(timelines, planned, folder / FILE, labels)
+        list(write([load(folder)], html=folder / "timeline.html"))
+    middle = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
+    return f"{explain(middle, measured)}{crowding(middle.ranks, os.cpu_count() or 1) if config.device != 'cuda' else ''}"
+
+
+def crowding(ranks: int, cores: int) -> str:
+    """What to bear in mind where ranks on the CPU outnumber its cores."""
+    if ranks <= cores:
+        return ""
+    return f"\n{ranks} ranks share {cores} cores: an action's time contains waiting for a core, which no table can shorten"

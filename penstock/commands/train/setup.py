@@ -1,0 +1,110 @@
+"""What a rank trains: the data, the model cut over the ranks, and its optimizer."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock import checkpoint, comms
+from penstock.commands.train import data
+from penstock.commands.train.config import HEADS, TrainConfig
+from penstock.comms.topology import Topology
+from penstock.model import GPT, GPTConfig, mlp
+from penstock.pipeline import Pipeline
+
+WARM_UP = 10  # steps
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that one rank trains with."""
+
+    config: TrainConfig
+    topology: Topology
+    folder: Path | None  # of the run, the same on every rank; None where nothing is kept
+    source: data.Text | data.Digits
+    pipe: Pipeline
+    optimizer: torch.optim.Optimizer
+    rate: torch.optim.lr_scheduler.LRScheduler
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells how it goes, and writes what one rank writes for all."""
+        return self.topology.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process has the whole model."""
+        return self.topology.world_size == 1
+
+    def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The rows of inputs and target that this rank's replica has."""
+        inputs, target = (part.tensor_split(self.pipe.position.replicas)[self.pipe.position.replica] for part in batch)
+        return inputs, target
+
+    def save(self, wait: bool = True) -> None:
+        """A checkpoint, if there is a folder."""
+        if self.folder is not None:
+            checkpoint.save(self.folder, self.pipe, self.optimizer, self.rate, keep=self.config.keep, wait=wait)
+
+
+def prepared(config: TrainConfig, folder: Path | None) -> Setup:
+    """This rank's part of a new training; all ranks make the same call. `folder` counts on rank 0."""
+    topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
+    torch.manual_seed(config.seed)
+    source, model, loss_fn = _task(config)
+    pipe = _cut(config, topology, source, model, loss_fn)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
+    return Setup(config, topology, _of_rank_0(folder), source, pipe, optimizer, rate)
+
+
+def _task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, Loss]:
+    """The data, the model and the loss."""
+    if config.model == "mlp":
+        return data.digits(config.width), mlp(config.width, config.depth, classes=10), nn.functional.cross_entropy
+    shape = GPTConfig(context=config.context, width=config.width, layers=config.depth, heads=HEADS, dropout=config.dropout)
+    return data.text(config.data, config.context), GPT(shape), token_loss
+
+
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy: (batch, time, vocabulary) logits, (batch, time) tokens."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _cut(config: TrainConfig, topology: Topology, source: Any, model: nn.Sequential, loss_fn: Loss) -> Pipeline:
+    """The model over the ranks, by the times measured on a microbatch; on a single one it is whole."""
+    if topology.world_size == 1:
+        return Pipeline(model, loss_fn, "gpipe", config.microbatches, seed=config.seed)
+    rows = -(-config.batch // (config.microbatches * config.dp))
+    return Pipeline(
+        model,
+        loss_fn,
+        config.table(),
+        config.microbatches,
+        seed=config.seed,
+        example_args=source.batch(config.seed, 0, rows)[:1],
+        mesh=comms.init_mesh(config.ranks, config.dp, config.tp) if config.dp * config.tp > 1 else None,
+        data_parallel=config.data_parallel,
+        tensor_parallel=model.tensor_parallel() if isinstance(model, GPT) and config.tp > 1 else None,
+    )
+
+
+def _rate(step: int, steps: int) -> float:
+    """Share of the peak learning rate: up in WARM_UP steps, then down along a cosine to a tenth."""
+    return min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def _of_rank_0(folder: Path | None) -> Path | None:
+    """The folder that rank 0 has chosen: under torchrun each rank takes its name from a clock of its own."""
+    chosen = [folder]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]

@@ -10,10 +10,12 @@ import mmap
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 HEADER = 64  # bytes before a block's data; the first says whether the block is in use
 FREE, BUSY = 0, 1
 PAGE = mmap.PAGESIZE  # the least size of a block, and what comes before the first
+LEAST = PAGE.bit_length() - 1  # PAGE == 2**LEAST
 SPARE = 2**24  # bytes
 KEPT_FREE = 2  # times what is in flight
 LINES = 16  # that may be needed where a process' addresses are limited
@@ -33,35 +35,33 @@ class Blocks:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._end = PAGE
-        self._by_size: dict[int, list[Block]] = {}
+        self._by_power: list[list[Block]] = [[] for _ in range(len(memory).bit_length())]
 
     def take(self, size: int) -> int:
         """Where a block for `size` bytes begins, in use from now on. Raises OSError if there are no addresses left."""
         needed = HEADER + size
-        block = self._free_or_new(max(PAGE, 1 << (needed - 1).bit_length()))
+        power = (needed - 1).bit_length() if needed > PAGE else LEAST
+        for block in self._by_power[power]:
+            if self._memory[block.start] == FREE:
+                break
+        else:
+            block = self._new(power)
         self._memory[block.start] = BUSY
         if block.written < needed:
             block.written = needed
             self._give_back()
         return block.start
 
-    def _free_or_new(self, size: int) -> Block:
-        blocks = self._by_size.setdefault(size, [])
-        for block in blocks:
-            if self._memory[block.start] == FREE:
-                return block
-        if self._end + size > len(self._memory):
-            return self._free_among_larger(size)
-        blocks.append(Block(self._end))
-        self._end += size
-        return blocks[-1]
-
-    def _free_among_larger(self, size: int) -> Block:
-        for larger in sorted(each for each in self._by_size if each > size):
-            for block in self._by_size[larger]:
+    def _new(self, power: int) -> Block:
+        """A new block of 2**power bytes; where there is no room for one, a larger one that is free."""
+        if self._end + 2**power > len(self._memory):
+            for block in chain(*self._by_power[power:]):
                 if self._memory[block.start] == FREE:
                     return block
-        raise OSError(errno.ENOMEM, f"no room in this line's {len(self._memory):,} bytes of addresses: raise `ulimit -v`")
+            raise OSError(errno.ENOMEM, f"no room in this line's {len(self._memory):,} bytes of addresses: raise `ulimit -v`")
+        self._by_power[power].append(block := Block(self._end))
+        self._end += 2**power
+        return block
 
     def _give_back(self) -> None:
         """Have free blocks take no memory, if they take too much."""
@@ -76,7 +76,7 @@ class Blocks:
     @property
     def all(self) -> list[Block]:
         """All blocks there have been so far."""
-        return [block for blocks in self._by_size.values() for block in blocks]
+        return list(chain(*self._by_power))
 
     @property
     def written(self) -> int:

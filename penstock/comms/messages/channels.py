@@ -78,8 +78,8 @@ class Outgoing:
         """
         self._failure.check()
         try:
-            if self.known and isinstance(value, Tensor) and self.specs[transfer].describes(value):  # the common case
-                self._send(transfer, value, self.specs[transfer].leaves[0])
+            if self.known and isinstance(value, Tensor) and (spec := self.specs[transfer]).describes(value):  # the common case
+                self._send(transfer, value, spec.leaves[0])
             else:
                 self._send_tree(transfer, value)
         except (OSError, MemoryError, RuntimeError) as error:
@@ -101,7 +101,7 @@ class Outgoing:
 
     def _send(self, transfer: Transfer, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
         if isinstance(spec, wire.TensorSpec) and spec.bytes:
-            self.line.send(leaf.to(self.line.carrier), spec, transfer)
+            self.line.send(leaf if leaf.device == self.line.carrier else leaf.to(self.line.carrier), spec, transfer)
 
 
 def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:
@@ -131,8 +131,8 @@ class Incoming:
         self.line, self.rank, self.source = line, rank, source
         self.specs: Specs = {}
         self.known = False
-        self.posted: deque[tuple[Transfer, list[Any]]] = deque()
-        self.early: dict[Transfer, Any] = {}  # arrived, to be consumed later
+        self.posted: deque[tuple[Transfer, list[tuple[Any, wire.TensorSpec]]]] = deque()
+        self.early: dict[Transfer, Any] = {}  # arrived, to be consumed later; rarely anything
 
     def post(self, transfer: Transfer) -> None:
         """Post the receives of `transfer`, the next of this channel."""
@@ -143,22 +143,25 @@ class Incoming:
 
         Raises WaitFailed if the peer is lost or silent, ResourceError if this rank cannot take what comes.
         """
-        while transfer not in self.early:
+        while not self.early or transfer not in self.early:
             arriving, posted = self.posted.popleft()
             try:
                 if not self.known:
                     self.specs[arriving] = wire.unpack(self.line.description())
                     posted = self._post(self.specs[arriving])
                 spec = self.specs[arriving]
-                tensors = [self.line.wait(each, leaf) for each, leaf in zip(posted, spec.tensors, strict=True)]
+                tensors = [self.line.wait(each, leaf) for each, leaf in posted]
             except (OSError, MemoryError, RuntimeError) as error:
                 if is_refusal(error):
                     raise ResourceError(f"rank {self.rank} could not receive the {arriving}: {reason(error)}") from error
                 raise WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error) from error
             if device != self.line.carrier:
                 tensors = [tensor.to(device) for tensor in tensors]
-            self.early[arriving] = wire.rebuild(spec, tensors)
+            message = wire.rebuild(spec, tensors)
+            if arriving is transfer:
+                return message
+            self.early[arriving] = message
         return self.early.pop(transfer)
 
-    def _post(self, spec: MessageSpec) -> list[Any]:
-        return [self.line.post(leaf) for leaf in spec.tensors]
+    def _post(self, spec: MessageSpec) -> list[tuple[Any, wire.TensorSpec]]:
+        return [(self.line.post(leaf), leaf) for leaf in spec.tensors]

@@ -65,12 +65,12 @@ class Views:
 
     def at(self, start: int, spec: TensorSpec) -> Tensor:
         """The memory of the block at `start` as `spec` describes it: nearly always as the time before."""
-        last = self._last.get(start)
-        if last is None or last[0] != spec:
+        last, view = self._last.get(start, (None, self._bytes))
+        if last is not spec and last != spec:
             with torch.inference_mode(False):
-                data = self._bytes[start + HEADER : start + HEADER + spec.bytes]
-                last = self._last[start] = spec, wire.shaped(data, spec)
-        return last[1]
+                view = wire.shaped(self._bytes[start + HEADER : start + HEADER + spec.bytes], spec)
+            self._last[start] = spec, view
+        return view
 
 
 class MemorySender:
@@ -100,7 +100,7 @@ class MemorySender:
     def _send(self, tensor: Tensor, spec: TensorSpec) -> None:
         """Copy `tensor` into a free block, and say so. If nobody reads, others will tell."""
         start = self.blocks.take(spec.bytes)
-        self._views.at(start, spec).copy_(tensor.detach())
+        self._views.at(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
         with suppress(BrokenPipeError):
             os.write(self._writer, TICKET.pack(start, spec.bytes))
 

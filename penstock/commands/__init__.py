@@ -1,6 +1,7 @@
 """The command line, and the jobs behind it: what was typed is checked in full before anything is started.
 
 `cli`      the commands and their options: parses, calls, prints
+`options`  how options are typed that may be left out
 `source`   the schedule that a name or a CSV file stands for
 `show`     `penstock show` and `penstock compare`
 `train/`   the main job: real data, checkpoints, metrics, a comparison with one process

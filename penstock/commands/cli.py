@@ -14,6 +14,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from penstock import __version__
+from penstock.commands.options import parsed
 from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
 
@@ -132,14 +133,14 @@ def _parsed(words: Sequence[str]) -> Any:
     name = words[0]
     if name.startswith("-"):
         every: Any = Union[*(Annotated[_command(each), tyro.conf.subcommand(each)] for each in COMMANDS)]
-        return tyro.cli(every, prog="penstock", description=ABOUT, args=words)
+        return parsed(every, words, prog="penstock", description=ABOUT)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise PenstockError(f"there is no command {name!r}{meant}: choose from {', '.join(COMMANDS)}")
     command = _command(name)
     given: dict[str, Any] = {"default": command.of_run(words)} if name == "train" else {}
-    return tyro.cli(command, prog=f"penstock {name}", args=words[1:], **given)
+    return parsed(command, words[1:], prog=f"penstock {name}", **given)
 
 
 def main() -> None:

@@ -136,6 +136,23 @@ def test_a_mistake_is_told_in_one_line(line, told, tmp_path, monkeypatch):
     assert "\n" not in str(ended.value)
 
 
+@pytest.mark.parametrize("name", [*cli.COMMANDS, "bench collectives"])
+def test_every_command_tells_its_options(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["penstock", *name.split(), "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main()
+    told = capsys.readouterr().out
+    assert told.startswith(f"usage: penstock {name} [-h]")
+    assert "None}" not in told
+
+
+def test_a_word_that_is_no_number_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["penstock", "show", "--group-size", "two"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main()
+    assert "Error parsing --group-size: invalid literal for int() with base 10: 'two'" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_told_in_one_line(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

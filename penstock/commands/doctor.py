@@ -89,9 +89,9 @@ def _ping_pong() -> dict[str, dict[int, float]]:
     groups, other = Groups(topology, "doctor"), 1 - topology.rank
     outbox = Outbox(SendFailure(groups))
     if topology.rank == 0:
-        outgoing, incoming = sending_line(groups, "there", outbox), receiving_line(groups, "back")
+        outgoing, incoming = sending_line(groups, "there", other, outbox), receiving_line(groups, "back", other)
     else:
-        incoming, outgoing = receiving_line(groups, "there"), sending_line(groups, "back", outbox)
+        incoming, outgoing = receiving_line(groups, "there", other), sending_line(groups, "back", other, outbox)
 
     def send(ball: Tensor) -> None:
         outgoing.send(ball, describe_tensor(ball))

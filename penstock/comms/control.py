@@ -75,7 +75,7 @@ class Control:
             self.groups = Groups(self.topology, f"{self.name}/{self.generation}")
             try:
                 with named(f"rank {self.topology.rank} could not connect to the other ranks"):
-                    self._group = self.groups.gloo("control", self.topology.rank, self.topology.world_size)
+                    self._group = self.groups.everyone
                 self._post_receives()
             except ResourceError as error:
                 self.fail(error)

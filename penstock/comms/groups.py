@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class Groups:
         self._open: list[tuple[Any, int]] = []  # each group, and a peer in it
         self._closers: list[Callable[[], object]] = []
         closed_on_leaving.add(self)
+
+    @cached_property
+    def everyone(self) -> Any:
+        """The Gloo group of all of them, opened at first use. Raises as `gloo`."""
+        return self.gloo("everyone", self.ranks.index(self.topology.rank), len(self.ranks))
 
     def gloo(self, name: str, rank: int, size: int) -> Any:
         """This process as `rank` of a new Gloo group of `size`; returns when all of them are connected.

@@ -24,7 +24,7 @@ def shared_memory(gloo: Any, rank: int, size: Callable[[], int]) -> mmap.mmap | 
     All ranks of the group call it. Raises OSError on a rank that has no file descriptor free.
     """
     announced = torch.full((2 + 8,), -1)  # process, file and secret
-    memory, file = make(size()) if rank == 0 and CAN_SHARE else (None, -1)
+    memory, file = make(size()) if rank == 0 else (None, -1)
     if memory is not None:
         announced = torch.tensor([os.getpid(), file, *SECRET.unpack_from(memory)])
     try:
@@ -42,6 +42,8 @@ def shared_memory(gloo: Any, rank: int, size: Callable[[], int]) -> mmap.mmap | 
 
 def make(size: int) -> tuple[mmap.mmap | None, int]:
     """Memory of `size` bytes that begins with a new secret, and the file to open it by; (None, -1) if the system refuses it."""
+    if not CAN_SHARE:
+        return None, -1
     file = os.memfd_create(NAME)
     try:
         os.ftruncate(file, size)

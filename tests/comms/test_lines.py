@@ -175,9 +175,9 @@ def rank_of_random_shapes(shapes):
     groups = Groups(topology, "shapes")
     outbox = Outbox(SendFailure(groups))
     if topology.rank == 0:
-        outgoing, incoming = sending_line(groups, "there", outbox), receiving_line(groups, "back")
+        outgoing, incoming = sending_line(groups, "there", 1, outbox), receiving_line(groups, "back", 1)
     else:
-        incoming, outgoing = receiving_line(groups, "there"), sending_line(groups, "back", outbox)
+        incoming, outgoing = receiving_line(groups, "there", 0), sending_line(groups, "back", 0, outbox)
     lengths = torch.randint(1, 2**17, (shapes,), generator=torch.Generator().manual_seed(1)).tolist()
     ball, found = torch.ones(2**17), []
     for turn, length in enumerate(lengths):

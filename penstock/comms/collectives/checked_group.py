@@ -80,7 +80,7 @@ class CheckedGroup:
             self._fail(call, error)
 
     def _connect(self, groups: Groups) -> None:
-        self._gloo = self._backend = groups.gloo("gloo", self.rank, self.size)
+        self._gloo = self._backend = groups.everyone
         if self.topology.backend == "nccl":
             self._backend = torch_private.backend_for(self._theirs, self.topology.device)
         else:

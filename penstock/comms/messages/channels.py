@@ -37,12 +37,13 @@ class Channels:
         outbox = self._outbox = Outbox(SendFailure(groups))
         rank, of_job = groups.topology.rank, topology.of_job
         for source, destination in sorted(program.channels):  # the same order everywhere: opening one waits for its peer
-            name = f"{of_job(source)}-{of_job(destination)}"
+            start, end = of_job(source), of_job(destination)
+            name = f"{start}-{end}"
             with named(f"rank {rank} could not open the line {name}"), waiting("for the other ranks to open their lines"):
-                if topology.rank == source:
-                    self.outgoing[destination] = Outgoing(sending_line(groups, name, outbox), outbox.failure)
-                elif topology.rank == destination:
-                    self.incoming[source] = Incoming(receiving_line(groups, name), rank, of_job(source))
+                if rank == start:
+                    self.outgoing[destination] = Outgoing(sending_line(groups, name, end, outbox), outbox.failure)
+                elif rank == end:
+                    self.incoming[source] = Incoming(receiving_line(groups, name, start), rank, start)
 
     def begin(self, specs: Specs | None) -> None:
         """Start a step whose messages are described in `specs`; None: each is described when it is sent."""

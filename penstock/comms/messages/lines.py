@@ -4,6 +4,10 @@ Messages arrive in the order in which they are sent, and sending never waits for
 `carrier` to be sent, and arrive there.
 """
 
+from typing import Any
+
+import torch
+
 from penstock.comms.groups import DESTINATION, SOURCE, Groups
 from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
 from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender, accept, offer
@@ -13,17 +17,23 @@ SendingLine = MemorySender | GroupSender
 ReceivingLine = MemoryReceiver | GroupReceiver
 
 
-def sending_line(groups: Groups, name: str, outbox: Outbox) -> SendingLine:
-    """The sending end of the new line `name`."""
-    gloo = groups.gloo(name, SOURCE, 2)
-    if groups.topology.backend == "nccl":
-        return GroupSender(gloo, groups.nccl(f"{name}-nccl", SOURCE, 2), groups.topology.device, outbox)
-    return offer(gloo, groups, outbox.failure) or GroupSender(gloo, gloo, CPU, outbox)
+def sending_line(groups: Groups, name: str, peer: int, outbox: Outbox) -> SendingLine:
+    """The sending end of the new line `name` to the rank `peer`, which opens the other end."""
+    if groups.topology.backend != "nccl" and (line := offer(groups, peer, outbox.failure)):
+        return line
+    return GroupSender(*_of_two(groups, name, SOURCE), outbox)
 
 
-def receiving_line(groups: Groups, name: str) -> ReceivingLine:
-    """The receiving end of the new line `name`."""
-    gloo = groups.gloo(name, DESTINATION, 2)
-    if groups.topology.backend == "nccl":
-        return GroupReceiver(gloo, groups.nccl(f"{name}-nccl", DESTINATION, 2), groups.topology.device)
-    return accept(gloo, groups) or GroupReceiver(gloo, gloo, CPU)
+def receiving_line(groups: Groups, name: str, peer: int) -> ReceivingLine:
+    """The receiving end of the new line `name` from the rank `peer`."""
+    if groups.topology.backend != "nccl" and (line := accept(groups, peer)):
+        return line
+    return GroupReceiver(*_of_two(groups, name, DESTINATION))
+
+
+def _of_two(groups: Groups, name: str, end: int) -> tuple[Any, Any, torch.device]:
+    """What carries descriptions, what carries tensors, and where they must be."""
+    gloo = groups.gloo(name, end, 2)
+    if groups.topology.backend != "nccl":
+        return gloo, gloo, CPU
+    return gloo, groups.nccl(f"{name}-nccl", end, 2), groups.topology.device

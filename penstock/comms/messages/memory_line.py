@@ -22,17 +22,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comms.groups import DESTINATION, SOURCE, Groups
+from penstock.comms.groups import Groups
 from penstock.comms.messages import wire
 from penstock.comms.messages.blocks import FREE, HEADER, Blocks, addresses
 from penstock.comms.messages.wire import TensorSpec
 from penstock.comms.messages.worker import SendFailure, Worker
-from penstock.comms.shared_memory import shared_memory
+from penstock.comms.shared_memory import SECRET, make, open_of
 from penstock.comms.topology import CPU
 
 SMALL = 2**16  # bytes; a larger message is not copied out of its block
 LARGE = 2**20  # bytes; copying more is worth a thread
 LONGEST = 2**31 - 1  # milliseconds that `poll` can wait
+OPENING_TAG = 3  # of the messages by which the two ends find each other
+OFFER = 3 + SECRET.size // 8  # numbers: process, file of the memory, end of the pipe, secret
 TICKET = struct.Struct("qq")  # where a block begins in the memory, and the bytes of its message
 
 
@@ -176,35 +178,40 @@ class MemoryReceiver:
     __del__ = close
 
 
-def offer(gloo: Any, groups: Groups, failure: SendFailure) -> MemorySender | None:
-    """The sending end of a new line, if the process at the other end of `gloo` is on this machine and sees its memory."""
-    memory = shared_memory(gloo, SOURCE, addresses)
-    if memory is None:
-        return None
-    reader, writer = os.pipe()
-    sender = MemorySender(memory, writer, failure)
-    groups.at_close(sender.close)
+def offer(groups: Groups, peer: int, failure: SendFailure) -> MemorySender | None:
+    """The sending end of a new line, if the rank `peer`, which opens the other, is on this machine and sees this memory."""
+    sender, where, opened = None, [-1] * OFFER, torch.zeros(1)
+    memory, *files = make(addresses())
     try:
-        gloo.send([torch.tensor([os.getpid(), reader])], DESTINATION, 0).wait()
-        gloo.recv([torch.zeros(1)], DESTINATION, 0).wait()  # it has opened the pipe
+        if memory is not None:
+            reader, writer = os.pipe()
+            files.append(reader)
+            sender = MemorySender(memory, writer, failure)
+            where = [os.getpid(), *files, *SECRET.unpack_from(memory)]
+        groups.everyone.send([torch.tensor(where)], peer, OPENING_TAG).wait()
+        groups.everyone.recv([opened], peer, OPENING_TAG).wait()
     finally:
-        os.close(reader)
-    return sender
+        for file in files if memory is not None else ():
+            os.close(file)
+    if sender is not None and opened:
+        groups.at_close(sender.close)
+        return sender
+    return None
 
 
-def accept(gloo: Any, groups: Groups) -> MemoryReceiver | None:
+def accept(groups: Groups, peer: int) -> MemoryReceiver | None:
     """The receiving end of a new line, likewise."""
-    memory = shared_memory(gloo, DESTINATION, addresses)
-    if memory is None:
-        return None
-    where = torch.zeros(2, dtype=torch.int64)
-    gloo.recv([where], SOURCE, 0).wait()
-    process, reader = where.tolist()
-    try:
-        pipe = os.open(f"/proc/{process}/fd/{reader}", os.O_RDONLY)
-    except FileNotFoundError as error:
-        raise dist.DistError("the sender is gone") from error
-    receiver = MemoryReceiver(memory, pipe, groups.topology.timeout)
-    groups.at_close(receiver.close)
-    gloo.send([torch.ones(1)], SOURCE, 0).wait()
+    where = torch.zeros(OFFER, dtype=torch.int64)
+    groups.everyone.recv([where], peer, OPENING_TAG).wait()
+    process, file, reader, *secret = where.tolist()
+    memory = open_of(process, file, SECRET.pack(*secret)) if file >= 0 else None
+    receiver = None
+    if memory is not None:
+        try:
+            pipe = os.open(f"/proc/{process}/fd/{reader}", os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise dist.DistError("the sender is gone") from error
+        receiver = MemoryReceiver(memory, pipe, groups.topology.timeout)
+        groups.at_close(receiver.close)
+    groups.everyone.send([torch.tensor([float(receiver is not None)])], peer, OPENING_TAG).wait()
     return receiver

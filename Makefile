@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest
 
-.PHONY: train quick test kernels matrix lint bench rooms clean
+.PHONY: train quick test kernels neighbours matrix lint bench rooms clean
 
 train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --compare
@@ -14,14 +14,22 @@ quick: $(VENV)/ready
 	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or timed or slow)"
 
 # What judges times comes last, and alone.
-test: $(VENV)/ready lint kernels
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not timed"
+test: $(VENV)/ready lint
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours)"
 	$(PYTEST) -m timed
 
 # The bits again, by the kernels of smaller processors.
 kernels: $(VENV)/ready
 	ATEN_CPU_CAPABILITY=default $(PYTEST) -n 2 --dist loadfile -m kernels
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -n 2 --dist loadfile -m kernels
+
+# The examples with transformers, peft, Lightning, Accelerate and Ray, which they need and nothing else does.
+neighbours: $(VENV)/neighbours
+	$(PYTEST) -m neighbours
+
+$(VENV)/neighbours: $(VENV)/ready
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[neighbours]'
+	touch $@
 
 # Every supported release of torch and Python: docs/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
 matrix: $(VENV)/ready

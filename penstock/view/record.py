@@ -101,6 +101,8 @@ def read(text: str | bytes, file: str) -> Record:
     """The record that is written as `text`. Raises PenstockError, about the `file` it came from, if it is none."""
     try:
         data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError("it is no JSON object")
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
         name, planned = str(data["name"]), data["planned"]

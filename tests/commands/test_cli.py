@@ -115,6 +115,7 @@ def test_a_wrong_option_fails_in_two_seconds_with_the_nearest_that_works(words, 
         ("show words.csv", "words.csv: cannot read 'hello' as an action"),
         ("show 1f1b --csv nowhere/table.csv", "nowhere/table.csv cannot be written: No such file or directory"),
         ("show run/run.json", "run/run.json is not a timeline that Penstock wrote: Expecting property name"),
+        ("show list.json", "list.json is not a timeline that Penstock wrote: it is no JSON object"),
         ("export rum", "rum does not exist (did you mean run?)"),
         ("bench --steps 0", "--steps 0 is too few: use 1 or more"),
         ("bench --forward -1", "--forward -1 is less than nothing: use 0 or more"),
@@ -126,6 +127,7 @@ def test_a_mistake_is_told_in_one_line(line, told, tmp_path, monkeypatch):
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "words.csv").write_text("hello,world\n")
     (tmp_path / "short.txt").write_text("hello")
+    (tmp_path / "list.json").write_text("[]")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{damaged")
     monkeypatch.chdir(tmp_path)

@@ -47,9 +47,9 @@ class Silent(Clock):
         return 0.0, 1.0, 1.0
 
 
-def silent(device: torch.device, actions: int, offset: float = 0.0) -> Clock:
+def silent(device: torch.device, offset: float = 0.0) -> Clock:
     """In the place of `clock_for`."""
-    return Silent(actions)
+    return Silent()
 
 
 def steps(options: Options) -> list[tuple[float, float]]:
@@ -81,7 +81,7 @@ def _step(pipe: ps.Pipeline, batch: torch.Tensor) -> float:
 
 def alone() -> float:
     """Seconds that the record of one action takes, nothing else done."""
-    clock = Clock(CALLS)
+    clock = Clock()
     begin = time.perf_counter()
     for _ in range(CALLS):
         clock.start()

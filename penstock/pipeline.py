@@ -13,11 +13,12 @@ from penstock import comms
 from penstock.comms.control import Control
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import Rule, placed, stages, table, wired
+from penstock.engine.build import Rule, check_arguments, placed, stages, table, wired
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared, describe
 from penstock.engine.cut import agreed_cut
 from penstock.engine.generation import Request, generate
+from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.report import Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, PenstockError
@@ -38,7 +39,7 @@ LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
 
 
-class Pipeline:
+class Pipeline(NoModule):
     """A model cut into stages over the ranks, trained step by step as one. Every rank makes the same call.
 
     Each rank has its own part of the model, at least one stage; the schedule says which rank runs what when.
@@ -128,6 +129,7 @@ class Pipeline:
         self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
         self._control.connect()
         with self._together():
+            check_arguments(model, schedule, loss_fn, loss_weight)
             self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
             cut = agreed_cut(self._control, self.position, self.schedule, model, cuts, example_args, example_kwargs)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
@@ -149,6 +151,7 @@ class Pipeline:
         programs = RankPrograms(self._program, self.topology.rank, merge)
         self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared)
         self._last: Outcome | None = None  # of the last step
+        self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
 
     # -- training and evaluation ------------------------------------------------------------------------------------
 
@@ -185,12 +188,11 @@ class Pipeline:
         LostRankError when a rank dies or is silent. After the first two the next step works, unless there is an axis dp or tp;
         the gradients of the failed one are incomplete.
         """
-        outcome = self._run(
-            True, args, kwargs, target, scale=scale, wants_losses=losses is not None, wants_outputs=return_outputs
-        )
+        outcome = self._run(True, args, kwargs, target, scale=scale, losses=losses, wants_outputs=return_outputs)
         if losses is not None:
             losses[:] = outcome.losses
-        return (outcome.loss, outcome.joined()) if return_outputs else outcome.loss
+        loss = learned_from(outcome.loss)
+        return (loss, outcome.joined()) if return_outputs else loss
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Forward only, modules in evaluation mode; touches no gradient and no buffer.
@@ -245,9 +247,20 @@ class Pipeline:
         with evaluating(list(self.stages.values())), self._together():
             return generate(self._engine, tokens, kwargs, request, on_token)
 
-    def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **wanted: Any) -> Outcome:
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Put this rank's modules into training mode, which `step` leaves as it is, or out of it; as `nn.Module.train`."""
+        for module in self.stages.values():
+            module.train(mode)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of this rank's gradients, or set them to 0; as `nn.Module.zero_grad`."""
+        for module in self.stages.values():
+            module.zero_grad(set_to_none)
+
+    def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **options: Any) -> Outcome:
         settings = self.loss_fn is not None, self.loss_weight, self.seed, self.scaler
-        call = Call(training, args, kwargs, target, self.step_count, *settings, **wanted)
+        call = Call(training, args, kwargs, target, self.step_count, *settings, **options)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         with self._together(), aside(self.topology.device) if draws else nullcontext():
             self._engine.offset = self.skew.offset
@@ -297,8 +310,12 @@ class Pipeline:
         return self._parameters.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for its optimizer; one that several of its stages share comes once."""
-        return self._parameters.parameters()
+        """This rank's parameters, for its optimizer; one that several of its stages share comes once.
+
+        Where none of them is trained there is an empty one that is: torch makes no optimizer of nothing.
+        """
+        mine = list(self._parameters.parameters())
+        return iter(mine if any(each.requires_grad for each in mine) else [*mine, self._nothing])
 
     def state_dict(self, strict: bool = True) -> dict[str, Any]:
         """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole.

@@ -26,7 +26,7 @@ def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: 
             {
                 "options": pack(options, f"groups.{rank}.{number}", tensors),
                 "words": {key: repr(value) for key, value in options.items()},  # to compare
-                "names": [names[id(parameter)] for parameter in group["params"]],
+                "names": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             }
         )
     state, kept = dict(packed["state"]), {}
@@ -46,7 +46,7 @@ def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: 
 def _check_known(optimizer: Any, names: Names, rank: int) -> None:
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
+            if id(parameter) not in names and parameter.numel():  # an empty one stands for nothing to train
                 raise MismatchError(
                     f"rank {rank}: parameter {position} of the optimizer's group {number} is not one of the pipeline's: "
                     "make the optimizer of pipe.parameters()"
@@ -99,7 +99,7 @@ def check_optimizer(optimizer: Any, saved: Any, names: Names) -> None:
         raise MismatchError(f"the checkpoint's optimizer has {counts}: make it with the same groups")
     home = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     for number, group in enumerate(optimizer.param_groups):
-        for name in [names.get(id(parameter)) for parameter in group["params"]]:
+        for name in [names.get(id(parameter)) for parameter in group["params"] if id(parameter) in names or parameter.numel()]:
             if name is None or home.get(name) != number:
                 there = f"in group {home[name]}" if name in home else "not in the optimizer"
                 raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {there}")
@@ -113,7 +113,7 @@ def restore_optimizer(optimizer: Any, saved: Any, names: Names, tensors: Mapping
     state = {
         index: {key: _laid_out(value, parameter) for key, value in unpack(saved["state"][name], tensors).items()}
         for parameter, index in _numbered(optimizer, packed)
-        if (name := names[id(parameter)]) in saved["state"]
+        if (name := names.get(id(parameter), "")) in saved["state"]
     }
     optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
     for parameter, index in _numbered(optimizer, packed):

@@ -80,6 +80,8 @@ def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     _end_if_imported_by_a_rank()
     if not isinstance(ranks, int) or ranks < 1:
         raise PenstockError(f"cannot launch {ranks!r} ranks: use a whole number of 1 or more")
+    if not callable(function):
+        raise PenstockError(f"cannot launch {function!r}: give a function, launch(train, 2), which each rank calls itself")
     job = _Job(_pickled(function, args), ranks, dict(os.environ))
     with _store() as store, _started(job, store.port) as (processes, results):
         outcomes = _outcomes(processes, results, store)

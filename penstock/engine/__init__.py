@@ -7,10 +7,10 @@ step        one step: split, vote, agree, run, average, conclude
 batch       the call, and this rank's share of the batch
 agreement   what all ranks agree on before data flows
 actions     what F, B, I and W do in a step
-averaging   gradients become those of the whole batch
 memory      what a microbatch keeps alive, in bytes
 clock       when every action ran, on a clock that all ranks share
 generation  text, pass after pass of forwards: what comes of each is the next one's last token
 cache       what layers keep of earlier tokens meanwhile
 report      what a step came to
+instead     what people try on a pipeline because modules have it
 """

@@ -2,12 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.comms.control import Control
 from penstock.comms.messages.channels import Specs
-from penstock.engine.batch import NOTHING, Batch, digest
+from penstock.engine.batch import NOTHING, Batch, Vote
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
@@ -17,27 +16,6 @@ from penstock.stage.microbatch import shares, sizes
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
 CALLS = {1.0: "step()", 0.0: "eval()"}  # what votes `training`: other methods exchange rows too
 OTHER = "another of the pipeline's methods"
-
-
-class Vote(NamedTuple):
-    """What one rank says of the step it is about to run; numbers, which travel as float64."""
-
-    training: float
-    rows: float
-    target_rows: float
-    counts: float  # how many it has
-    signature: float  # of the inputs: a fingerprint
-    modes: float  # of what else on this rank decides what its stages send: a fingerprint
-    step: float
-    scale: float  # of the gradients, as the user gave it
-    wants_losses: float  # of each microbatch
-    inputs: float  # a fingerprint of their values; 0: not looked at
-    target: float  # likewise
-
-    @property
-    def kind(self) -> tuple[float, ...]:
-        """What is the same in every step of the same kind."""
-        return self[:6]
 
 
 class Known(NamedTuple):
@@ -66,24 +44,6 @@ class Agreement:
         self.control, self.position, self.programs = control, position, programs
         self._known: OrderedDict[tuple[object, ...], Known] = OrderedDict()
         self._generation = 0  # of the connections on which that is known
-
-    def tell(self, batch: Batch, modes: bytes, what: str) -> Vote:
-        """Send this rank's vote without waiting; `what` says what for, should it fail."""
-        call = batch.call
-        vote = Vote(
-            call.training,
-            batch.rows,
-            batch.target_rows,
-            len(batch.counts),
-            fingerprint(batch.signature.encode()) if batch.signature else 0,
-            fingerprint(modes),
-            call.step,
-            call.scale,
-            call.wants_losses,
-            *batch.seen,
-        )
-        self.control.tell(vote, what)
-        return vote
 
     def is_known(self, vote: Vote) -> bool:
         """Whether this rank has voted so in a step that is remembered: all it can know before it hears the others."""
@@ -136,9 +96,6 @@ class Agreement:
             counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.counted]
         total = sum(map(sum, counts))
         return [shares(each, total) for each in counts]
-
-
-fingerprint = lru_cache(256)(digest)  # of texts that come again and again
 
 
 def check(votes: Sequence[Vote], position: MeshPosition) -> None:

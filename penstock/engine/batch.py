@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,23 +34,41 @@ class Call(NamedTuple):
     seed: int | None = None
     scaler: torch.amp.GradScaler | None = None
     scale: float = 1.0  # of the gradients, besides the scaler's
-    wants_losses: bool = False  # of each microbatch
+    losses: list[Tensor] | None = None  # for each microbatch's
     wants_outputs: bool = False  # on the last stage's rank
+
+
+class Vote(NamedTuple):
+    """What one rank says of the step it is about to run; numbers, which travel as float64."""
+
+    training: float
+    rows: float
+    target_rows: float
+    counts: float  # how many it has
+    signature: float  # of the inputs: a fingerprint
+    modes: float  # of what else on this rank decides what its stages send: a fingerprint
+    step: float
+    scale: float  # of the gradients, as the user gave it
+    wants_losses: float  # of each microbatch
+    inputs: float  # a fingerprint of their values; 0: not looked at
+    target: float  # likewise
+
+    @property
+    def kind(self) -> tuple[float, ...]:
+        """What is the same in every step of the same kind."""
+        return self[:6]
 
 
 class Batch(NamedTuple):
     """This rank's share of it: what its actions work on, and what the other ranks must know."""
 
     call: Call
+    vote: Vote
     inputs: Sequence[tuple[Any, Any]]  # (args, kwargs) of each microbatch, on the first stage's rank
-    rows: int  # of the inputs there, else NOTHING
-    signature: str  # of their structure, shapes and dtypes, there
     targets: Sequence[Any]  # of each microbatch, on the last stage's rank
-    target_rows: int  # there, else NOTHING
     counts: Sequence[float]  # what each microbatch counts in the loss, there and if it is not by rows
     seed: int | None  # of this step's random numbers, None for whatever the generator gives
     scale: float  # of all gradients
-    seen: tuple[int, int]  # fingerprints of the values of inputs and target on the ranks that read either, see `seen`
 
     @property
     def training(self) -> bool:
@@ -57,31 +76,36 @@ class Batch(NamedTuple):
         return self.call.training
 
 
-def split(call: Call, position: MeshPosition, schedule: Table) -> Batch:
-    """This rank's share of the batch. Raises MismatchError for inputs or a target that do not fit."""
-    if not isinstance(call.scale, int | float) or not math.isfinite(call.scale):
-        raise MismatchError(f"step() cannot scale gradients by {call.scale!r}: give a number, 1/k for the mean over k batches")
+def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"") -> Batch:
+    """This rank's share of the batch; `modes` is what else on it decides what its stages send.
+
+    Raises MismatchError for inputs or a target that do not fit.
+    """
+    _check_options(call)
     rank, device, most = position.pipeline.rank, position.pipeline.device, schedule.microbatches
+    first, last = schedule.placement[0], schedule.placement[-1]
     inputs: Sequence[tuple[Any, Any]] = ()
     targets: Sequence[Any] = ()
     counts: Sequence[float] = ()
-    rows, target_rows, signature = NOTHING, NOTHING, ""
-    if rank == schedule.placement[0]:
+    rows, target_rows, signature = NOTHING, NOTHING, 0
+    if rank == first:
+        _check_inputs(call, rank)
         inputs, rows = microbatch.split_inputs(call.args, call.kwargs, most, device)
-        signature = microbatch.signature(call.args[0] if len(call.args) == 1 and not call.kwargs else (call.args, call.kwargs))
-    if rank == schedule.placement[-1] and (call.training or call.target is not None):
+        given = call.args[0] if len(call.args) == 1 and not call.kwargs else (call.args, call.kwargs)
+        signature = fingerprint(microbatch.signature(given).encode())
+    if rank == last and (call.training or call.target is not None):
         _check_target(call, rank)
         sizes = microbatch.sizes_of(call.target, "the target", most)
         targets, target_rows = microbatch.split(call.target, sizes, device), sum(sizes)
         if call.loss_weight is not None:
             counts = microbatch.counts(targets, call.loss_weight)
+    compares = rank in (first, last) and (first != last or position.tp is not None)
+    values = (seen((call.args, call.kwargs)), seen(call.target)) if compares else (0, 0)
+    kind = call.training, rows, target_rows, len(counts), signature, fingerprint(modes)
+    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values)
     seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
-    scale *= call.scale * position.replicas  # whose gradients are averaged
-    ends = {schedule.placement[0], schedule.placement[-1]}
-    compares = rank in ends and (len(ends) > 1 or position.tp is not None)
-    values = (seen((call.args, call.kwargs)), seen(call.target)) if compares else (0, 0)
-    return Batch(call, inputs, rows, signature, targets, target_rows, counts, seed, scale, values)
+    return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged
 
 
 def seen(batch: Any) -> int:
@@ -110,11 +134,33 @@ def digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
 
 
+fingerprint = lru_cache(256)(digest)  # of texts that come again and again
+
+
+def _check_options(call: Call) -> None:
+    if not isinstance(call.scale, int | float) or not math.isfinite(call.scale):
+        raise MismatchError(f"step() cannot scale gradients by {call.scale!r}: give a number, 1/k for the mean over k batches")
+    if call.losses is not None and not isinstance(call.losses, list):
+        raise MismatchError(f"step(.., losses=[]) fills a list, and cannot fill {call.losses!r}")
+    if call.training and torch.is_inference_mode_enabled():
+        raise MismatchError("step() trains, which torch.inference_mode() rules out: call it outside")
+
+
+def _check_inputs(call: Call, rank: int) -> None:
+    if call.kwargs or any(each is not None for each in call.args):
+        return
+    name = "step(inputs, target=..)" if call.training else "eval(inputs)"
+    modes = "" if call.training else "; it puts the modules into evaluation mode for the batch, and back"
+    raise MismatchError(f"rank {rank}: the first stage's rank was given no inputs: call pipe.{name}{modes}")
+
+
 def _check_target(call: Call, rank: int) -> None:
     if not call.has_loss:
         raise MismatchError(f"rank {rank}: a loss needs a Pipeline with loss_fn=")
     if call.target is None:
-        raise MismatchError(f"rank {rank}: step() needs target=, which the last stage's rank takes for the loss")
+        raise MismatchError(
+            f"rank {rank}: step() needs target=.., by that name, which the last stage's rank takes for the loss"
+        )
 
 
 def scale_of(scaler: torch.amp.GradScaler, topology: Topology) -> float:

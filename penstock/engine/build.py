@@ -4,6 +4,7 @@ All ranks build at once and compare what they build, so that whatever does not f
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -32,8 +33,27 @@ Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cell
 Modules = dict[int, nn.Module]  # by stage
 
 
+def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any) -> None:
+    """Raises MismatchError for what is of another kind than `Pipeline` takes."""
+    for each in model if isinstance(model, Sequence) else [model]:
+        if not isinstance(each, nn.Module):
+            raise MismatchError(f"the model is an nn.Module, or a list with one for each stage, not {_kind(each)}")
+    if not isinstance(schedule, str | PathLike | Schedule) and not callable(schedule):
+        raise MismatchError(f"the schedule is a name, a Schedule, a CSV file's path or a function, not {_kind(schedule)}")
+    for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
+        if function is not None and (isinstance(function, type) or not callable(function)):
+            raise MismatchError(f"{name} is a function or a module, not {_kind(function)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}: make one, {value.__name__}(..)"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, options: dict[str, Any]) -> tuple[Schedule, Program]:
     """The table that `schedule` stands for - a name, the path of a CSV file, a rule, or itself - and its proved program."""
+    schedule = str(schedule) if isinstance(schedule, PathLike) else schedule
     if isinstance(schedule, str) and schedule.endswith(".csv"):
         schedule = from_rows(schedule, read(schedule), **options)
     elif isinstance(schedule, str):

@@ -8,7 +8,7 @@ import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,54 +67,21 @@ class Clock:
 
     ahead = 0  # actions that ran before the ranks had agreed to send: how long sending them took is not known
 
-    def __init__(self, actions: int, offset: float = 0.0) -> None:
+    def __init__(self, offset: float = 0.0) -> None:
         self.offset = offset  # seconds that are added to every time told
-        self._times = [0.0] * (3 * actions)
-        self._next = 0
+        self._marks: list[Any] = []
 
     def start(self) -> None:
         """An action starts."""
-        self._times[self._next] = time.perf_counter()
-        self._next += 1
+        self._marks.append(time.perf_counter())
 
     stop = sent = start
 
     def intervals(self) -> list[Interval]:
         """(start, end, sent) of every action so far, in order."""
-        return self._intervals(self._times[: self._next], self.offset)
-
-    def summary(self) -> tuple[float, float, float]:
-        """First start, last end, and the time spent in actions."""
-        times = self._times[: self._next]
-        if not times:
-            return 0.0, 0.0, 0.0
-        return times[0] + self.offset, times[-2] + self.offset, sum(times[1::3]) - sum(times[::3])
-
-    def _intervals(self, times: Sequence[float], offset: float) -> list[Interval]:
-        starts, ends, sent = ([time + offset for time in times[mark::3]] for mark in range(3))
-        return list(zip(starts, ends, ends[: self.ahead] + sent[self.ahead :], strict=True))
-
-
-class CudaClock(Clock):
-    """The same on a GPU: events in its stream, read when the step is over, so that timing never waits for the device."""
-
-    def __init__(self, actions: int, offset: float = 0.0) -> None:
-        super().__init__(actions, offset)
-        self._events: list[torch.cuda.Event] = []
-        torch.cuda.synchronize()
-        self._zero = self._mark()
-        self._zero_time = time.perf_counter()
-
-    def start(self) -> None:
-        """An action starts."""
-        self._events.append(self._mark())
-
-    stop = sent = start
-
-    def intervals(self) -> list[Interval]:
-        """(start, end, sent) of every action so far, in order; `sent` is the stream's time too."""
-        torch.cuda.synchronize()
-        return self._intervals([self._zero.elapsed_time(event) / 1e3 for event in self._events], self._zero_time + self.offset)
+        times = [time + self.offset for time in self._times()]
+        ends = times[1::3]
+        return list(zip(times[::3], ends, ends[: self.ahead] + times[2::3][self.ahead :], strict=True))
 
     def summary(self) -> tuple[float, float, float]:
         """First start, last end, and the time spent in actions."""
@@ -123,6 +90,28 @@ class CudaClock(Clock):
             return 0.0, 0.0, 0.0
         return intervals[0][0], intervals[-1][1], sum(end - start for start, end, _ in intervals)
 
+    def _times(self) -> list[float]:
+        return self._marks
+
+
+class CudaClock(Clock):
+    """The same on a GPU: events in its stream, read when the step is over, so that timing never waits for the device."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        super().__init__(offset)
+        torch.cuda.synchronize()
+        self._zero, self._zero_time = self._mark(), time.perf_counter()
+
+    def start(self) -> None:
+        """An action starts."""
+        self._marks.append(self._mark())
+
+    stop = sent = start
+
+    def _times(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [self._zero_time + self._zero.elapsed_time(event) / 1e3 for event in self._marks]
+
     @staticmethod
     def _mark() -> "torch.cuda.Event":
         event = torch.cuda.Event(enable_timing=True)
@@ -130,6 +119,6 @@ class CudaClock(Clock):
         return event
 
 
-def clock_for(device: torch.device, actions: int, offset: float = 0.0) -> Clock:
+def clock_for(device: torch.device, offset: float = 0.0) -> Clock:
     """The clock for stages on `device`; `offset` is added to every time it tells."""
-    return (CudaClock if device.type == "cuda" else Clock)(actions, offset)
+    return (CudaClock if device.type == "cuda" else Clock)(offset)

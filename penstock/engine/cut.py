@@ -49,6 +49,7 @@ def agreed_cut(
 
     Raises MismatchError if there are not as many stages as the table has.
     """
+    model = list(model) if type(model) is nn.ModuleList else model
     whole = partition.whole(model, cuts, example_args, example_kwargs)
     chooses = whole is not None and not (whole.measures and position.world.rank)
     starts = whole.starts(table.stages) if whole is not None and chooses else []

@@ -9,13 +9,13 @@ and 0F1, the gradients of 1B0 and 1B1.
 
     split      the call becomes this rank's share of the batch          engine/batch.py
     begin      parameters that replicas share out are fetched           mesh/fsdp.py
-    vote       every rank tells every other what it is about to run     engine/agreement.py
+    vote       every rank tells every other what it is about to run     engine/batch.py
     agree      and reads from all votes what the step is like           engine/agreement.py
     0F0 ..     actions, in the order of the rank's program              engine/actions.py, stage/stage.py
                the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
     \  /       messages between stages, sent without waiting            comms/messages/channels.py
     measure    in the first step of a kind: what a microbatch keeps     engine/memory.py
-    average    gradients become those of the whole batch                engine/averaging.py, mesh/
+    average    gradients become those of the whole batch                mesh/averaging.py
     conclude   loss and times, the same on every rank                   engine/report.py
 
 The first stage's first forward waits for nobody, so it runs while the votes travel; what it made is sent once the ranks have
@@ -32,12 +32,12 @@ from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, explained, forward, messages
 from penstock.engine.agreement import Agreement, Known
-from penstock.engine.averaging import average
 from penstock.engine.batch import Batch, Call, split
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Ended, Outcome, conclude, peak_memory, weighted_sum
 from penstock.errors import ResourceError
+from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
 from penstock.schedule.program import Step, Transfer
@@ -80,15 +80,15 @@ class Engine:
         channels = self.channels
         self.parameters.check_values()
         self.forget()
-        batch = split(call, self.position, self.schedule)
+        batch = split(call, self.position, self.schedule, self._modes())
         with waiting("for the replicas to begin the step"):
             begin([self.stages[index].copies for index in self._whole.stages])
 
         first = self._whole.steps[0].action if self._whole.steps else "the others end it"
         why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
-        vote = self.agreement.tell(batch, self._modes(), why)
-        clock = clock_for(self.device, len(self._whole.steps), self.offset)
-        measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(vote) else None
+        self.control.tell(batch.vote, why)
+        clock = clock_for(self.device, self.offset)
+        measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
         if batch.training and agreed.known is None:  # new to this rank, or to another

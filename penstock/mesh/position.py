@@ -86,6 +86,8 @@ def position_in(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
     """
     if mesh is None:
         return MeshPosition(topology, topology, ((tuple(range(topology.world_size)),),))
+    if not isinstance(mesh, DeviceMesh):
+        raise MismatchError(f"mesh= takes a DeviceMesh, for instance of ps.comms.init_mesh(pp=2, dp=2), got {mesh!r}")
     names = mesh.mesh_dim_names or ()
     if not names or set(names) - set(AXES):
         raise MismatchError(f"the mesh has axes {names or 'without names'}: use any of 'pp', 'dp' and 'tp', or init_mesh")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.partition import graph_stage
@@ -97,10 +97,14 @@ class Whole:
         example_args: Sequence[Any] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        cuts = [cuts] if isinstance(cuts, str) else cuts
         _check_names(model, cuts or ())
         self.model, self.cuts = model, cuts
         self.balance: Balance | None = None
         self._has_example = example_args is not None or example_kwargs is not None
+        example_args = (example_args,) if isinstance(example_args, Tensor) else example_args
+        if not isinstance(example_kwargs or {}, Mapping):
+            raise MismatchError(f"example_kwargs are a dict of the forward's keywords, got {type(example_kwargs).__name__}")
         self._example = tuple(example_args or ()), dict(example_kwargs or {})
         chain = type(model).forward is nn.Sequential.forward and layers_of(model).keys() >= set(cuts or ())
         self._graph = None if chain else self._followed()
@@ -169,7 +173,7 @@ def _check_names(model: nn.Module, cuts: Sequence[str]) -> None:
     names = [name for name, _ in model.named_modules() if name]
     for cut in cuts:
         if cut not in names:
-            near = difflib.get_close_matches(cut, names, n=3) or names[:5]
+            near = difflib.get_close_matches(str(cut), names, n=3) or names[:5]
             raise MismatchError(f"cannot cut before {cut!r}: {type(model).__name__} has {', '.join(near)}, ..")
 
 

@@ -5,8 +5,11 @@ again.
 """
 
 import inspect
+import io
+import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,12 +88,24 @@ def _like(leaf: Any, node: fx.Node) -> Any:
 def _exported(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]) -> tuple[ExportedProgram, list[Call]]:
     """The model as a program in which units are operations, and what these stand for."""
     sizes = tree_map(_open_sizes, values)
-    with torch.enable_grad(), opaque(units) as calls:
+    with torch.enable_grad(), opaque(units) as calls, _quiet():
         try:
             return torch.export.export(_ByName(model), (values,), dynamic_shapes=(sizes,), strict=False), calls
         except Exception as error:
             told = f"cannot export the forward of {type(model).__name__} ({first_line(error)})"
             raise MismatchError(f"{told}: change what it says, or give a list with one module for each stage") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the graphs and tracebacks that torch prints of an export that fails: the error says why."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _open_sizes(leaf: Any) -> dict[int, Any] | None:

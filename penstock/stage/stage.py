@@ -19,7 +19,7 @@ from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import Layers, Recompute
 from penstock.stage.parameter_slot import installed
-from penstock.torch_private import run_backward
+from penstock.torch_private import run_backward, tree_leaves
 
 
 class Kept(NamedTuple):
@@ -131,6 +131,9 @@ class Stage:
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
         if keep:
+            if not loss.requires_grad and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+                told = "loss_fn returned a loss without a graph (detached, made of numbers, or under no_grad)"
+                raise ValueError(f"{told}: compute it from the output, or nothing is learned")
             received, _, _, auxiliary, deferred = self.kept[microbatch]
             self.kept[microbatch] = Kept(received, *self._ends([loss]), auxiliary, deferred)
         return loss.detach()

@@ -13,12 +13,13 @@ from torch import nn
 
 import penstock as ps
 from penstock.engine import memory
-from penstock.engine.agreement import REMEMBERED, fingerprint
+from penstock.engine.agreement import REMEMBERED
+from penstock.engine.batch import fingerprint
 from penstock.stage.microbatch import signature
 
 BATCHES = """
 import torch
-from penstock.engine.agreement import fingerprint
+from penstock.engine.batch import fingerprint
 from penstock.stage.microbatch import signature
 keywords = {"mask": torch.ones(4, dtype=torch.bool), "n": 3, "name": "x", "none": None, "list": [torch.ones(1)]}
 batch = ((torch.zeros(2, 3), torch.zeros(1)), keywords)
@@ -61,7 +62,7 @@ def rank_kinds():
         inputs = torch.ones(2, length, 8)
         pipe.step(inputs, target=inputs)
         known.append(len(pipe._engine.agreement._known))
-        specs = max(specs, len(pipe._engine.programs._known))
+        specs = max(specs, pipe._engine.programs._known.cache_info().currsize)
     return known, specs, gradients(pipe.named_parameters())
 
 

@@ -7,6 +7,7 @@ A stage of a graph takes its messages as they are: the cut has seen to it that e
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -38,13 +39,19 @@ class Signature:
         self._of_graph, self._later = isinstance(module, GraphStage), frozenset(later)
         parameters = inspect.signature(uncompiled(module).forward).parameters.values()
         self.keywords = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-        kinds = {each.kind.name for each in parameters}
+        kinds = [each.kind.name for each in parameters]
+        self._most = (
+            inf if self._of_graph or "VAR_POSITIONAL" in kinds else sum(kind.startswith("POSITIONAL") for kind in kinds)
+        )
         self._any = "VAR_KEYWORD" in kinds
-        self._by_name_only = kinds <= {"KEYWORD_ONLY", "VAR_KEYWORD"}
+        self._by_name_only = {*kinds} <= {"KEYWORD_ONLY", "VAR_KEYWORD"}
         self._several = len(parameters) > 1 or "VAR_POSITIONAL" in kinds or self._by_name_only
 
     def of_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """On the first stage. Raises MismatchError for a keyword that no stage takes."""
+        """On the first stage. Raises MismatchError for more arguments than it takes, and for a keyword that no stage takes."""
+        if len(args) > self._most:
+            told = f"step() was given {len(args)} inputs, but the first stage's forward takes {self._most}"
+            raise MismatchError(f"{told}; the target is given by name, target=..")
         if self._of_graph or not kwargs:
             return Arguments(args, kwargs)
         own = self._own(kwargs, args)

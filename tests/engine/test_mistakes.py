@@ -1,0 +1,244 @@
+"""Ordinary mistakes: each does what one would expect, or is told in one sentence that says what to do instead."""
+
+import copy
+import io
+import pickle
+import time
+
+import pytest
+import torch
+from patience import within
+from torch import nn
+
+import penstock as ps
+from penstock import checkpoint
+
+pytestmark = pytest.mark.ranks
+
+X = torch.ones(4, 4)
+mse = nn.functional.mse_loss
+
+
+def layers():
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4) for _ in range(4)]
+
+
+def pipe(model=None, loss_fn=mse, schedule="1f1b", microbatches=2, **options):
+    return ps.Pipeline(model or nn.Sequential(*layers()), loss_fn, schedule, microbatches, **options)
+
+
+def rank():
+    return ps.comms.init_distributed().rank
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(layers())
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def inferring():
+    with torch.inference_mode():
+        pipe().step(X, target=X)
+
+
+# What is refused: a name -> what is done, what is told.
+REFUSED = {
+    "loss.backward()": (
+        lambda: pipe().step(X, target=X).backward(),
+        "no backward left to do: step() does forward and backward",
+    ),
+    "pipe(x)": (lambda: pipe()(X), "a pipeline is not called: pipe.step(inputs, target=..) trains"),
+    "pipe.forward(x)": (lambda: pipe().forward(X), "a Pipeline has no forward: pipe.step(inputs, target=..) trains"),
+    "pipe.eval()": (lambda: pipe().eval(), "given no inputs: call pipe.eval(inputs); it puts the modules into evaluation mode"),
+    "pipe.step()": (
+        lambda: pipe().step(target=X),
+        "rank 0: the first stage's rank was given no inputs: call pipe.step(inputs, tar",
+    ),
+    "pipe.step(x, y)": (lambda: pipe().step(X, X), "target=.."),
+    "pipe.to('cuda')": (lambda: pipe().to("cuda"), "a Pipeline has no to: its stages are on pipe.topology.device, which"),
+    "pipe.cuda()": (lambda: pipe().cuda(), "a Pipeline has no cuda: its stages are on pipe.topology.device"),
+    "pipe.half()": (
+        lambda: pipe().half(),
+        "a Pipeline has no half: give it a model of that dtype, or call step() under torch.auto",
+    ),
+    "pipe.modules()": (
+        lambda: pipe().modules(),
+        "a Pipeline has no modules: its modules on this rank are pipe.stages.values()",
+    ),
+    "pipe.stpe()": (lambda: pipe().stpe(X), "a Pipeline has no stpe"),
+    "torch.save(pipe)": (
+        lambda: torch.save(pipe(), io.BytesIO()),
+        "not copied or pickled, it is connected to other ranks: save it with",
+    ),
+    "pickle": (lambda: pickle.dumps(pipe()), "a pipeline is not copied or pickled"),
+    "deepcopy": (lambda: copy.deepcopy(pipe()), "a pipeline is not copied or pickled"),
+    "a detached loss": (
+        lambda: pipe(loss_fn=lambda output, target: mse(output, target).detach()).step(X, target=X),
+        "rank 1, stage 1, action 1F0, microbatch 0: ValueError: loss_fn returned a loss without a graph",
+    ),
+    "a loss's class": (lambda: pipe(loss_fn=nn.MSELoss), "loss_fn is a function or a module, not the class MSELoss: make one,"),
+    "a loss's name": (lambda: pipe(loss_fn="mse"), "loss_fn is a function or a module, not a str"),
+    "a model's class": (lambda: pipe(Net), "the model is an nn.Module, or a list with one for each stage, not the class Net"),
+    "a list of functions": (
+        lambda: pipe([torch.tanh] * 2),
+        "or a list with one for each stage, not a builtin_function_or_method",
+    ),
+    "no schedule": (
+        lambda: pipe(schedule=None),
+        "the schedule is a name, a Schedule, a CSV file's path or a function, not None",
+    ),
+    "a mesh of numbers": (
+        lambda: pipe(mesh=(2, 1)),
+        "mesh= takes a DeviceMesh, for instance of ps.comms.init_mesh(pp=2, dp=2)",
+    ),
+    "numbers as cuts": (lambda: pipe(Net(), cuts=[2]), "cannot cut before 2: Net has"),
+    "keywords as a list": (
+        lambda: pipe(Net(), example_kwargs=[X]),
+        "example_kwargs are a dict of the forward's keywords, got list",
+    ),
+    "inference_mode": (inferring, "step() trains, which torch.inference_mode() rules out"),
+    "losses=True": (lambda: pipe().step(X, target=X, losses=True), "step(.., losses=[]) fills a list, and cannot fill True"),
+    "scale of text": (lambda: pipe().step(X, target=X, scale="half"), "step() cannot scale gradients by 'half'"),
+}
+
+
+# What is done: a name -> what does it, what comes of it on each rank.
+def trains_and_evaluates():
+    modes, each = [], pipe()
+    for mode in (False, True):
+        each.train(mode).eval(X)
+        modes += [module.training for module in each.stages.values()]
+    return modes
+
+
+def lets_go_of_gradients():
+    each = pipe()
+    each.step(X, target=X)
+    each.zero_grad()
+    return [parameter.grad for parameter in each.parameters()]
+
+
+def saves_the_loss():
+    file, loss = io.BytesIO(), pipe().step(X, target=X)
+    torch.save({"loss": loss}, file)
+    file.seek(0)
+    return [
+        torch.equal(each, loss) for each in (torch.load(file)["loss"], copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)))
+    ]
+
+
+def traces_a_tensor():
+    return pipe(Net(), example_args=X).step(X, target=X).item() > 0
+
+
+def cuts_at_one_name():
+    return pipe(Net(), cuts="layers.2").step(X, target=X).item() > 0
+
+
+def takes_a_list_of_modules():
+    return pipe(nn.ModuleList(layers()[:2])).step(X, target=X).item() > 0
+
+
+def frozen(*modules):
+    for module in modules:
+        module.requires_grad_(False)
+    return list(modules)
+
+
+def evaluates_a_frozen_model():
+    return pipe(frozen(*[nn.Linear(4, 4) for _ in range(2)])).step(X, target=X).item() > 0
+
+
+def optimizes_nothing(folder):
+    """A rank without parameters, one whose parameters are frozen, and a checkpoint of each, taken up by other cuts."""
+    losses = []
+    for number, make in enumerate((lambda: [nn.Tanh(), nn.Linear(4, 4)], lambda: [*frozen(nn.Linear(4, 4)), nn.Linear(4, 4)])):
+        torch.manual_seed(0)
+        each = pipe(make())
+        optimizer = torch.optim.Adam([parameter for parameter in each.parameters() if parameter.requires_grad], lr=0.1)
+        losses += [_train(each, optimizer) for _ in range(2)]
+        checkpoint.save(f"{folder}/{number}", each, optimizer)
+        again = pipe(make())
+        other = torch.optim.Adam([parameter for parameter in again.parameters() if parameter.requires_grad], lr=0.1)
+        checkpoint.resume(f"{folder}/{number}", again, other)
+        losses.append(_train(again, other) == _train(each, optimizer))
+    return losses[0] > losses[1], losses[2], losses[3] > losses[4], losses[5]
+
+
+def _train(each, optimizer):
+    loss = each.step(X, target=X).item()
+    each.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+DONE = {
+    trains_and_evaluates: [False, True],
+    lets_go_of_gradients: [None] * 4,
+    saves_the_loss: [True] * 3,
+    traces_a_tensor: True,
+    cuts_at_one_name: True,
+    takes_a_list_of_modules: True,
+    evaluates_a_frozen_model: True,
+}
+
+
+def rank_mistaken(folder):
+    told, seconds = {}, {}
+    for name, (act, _) in REFUSED.items():
+        begin = time.perf_counter()
+        try:
+            told[name] = f"nothing, but {act()}"
+        except Exception as error:
+            told[name] = str(error)
+        seconds[name] = time.perf_counter() - begin
+    done = {act.__name__: act() for act in DONE}
+    return told, seconds, {**done, "optimizes_nothing": optimizes_nothing(folder)}
+
+
+@pytest.fixture(scope="module")
+def everyone(tmp_path_factory):
+    return ps.launch(rank_mistaken, 2, str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_told_in_a_sentence_on_every_rank(everyone, name):
+    for told, seconds, _ in everyone:
+        assert REFUSED[name][1] in told[name]
+        assert "\n" not in told[name]
+        assert within(seconds[name], 5)
+
+
+@pytest.mark.parametrize("act", DONE)
+def test_what_one_would_expect_is_done(everyone, act):
+    assert [done[act.__name__] for *_, done in everyone] == [DONE[act]] * 2
+
+
+class Branch(Net):
+    def forward(self, hidden):
+        return super().forward(hidden) if hidden.sum() > 0 else hidden
+
+
+def test_an_export_that_fails_prints_nothing_beside_its_error(capfd):
+    with pytest.raises(ps.MismatchError, match="cannot export the forward of Branch"):
+        ps.partition.split(Branch(), 2, example_args=X)
+    with pytest.raises(ps.MismatchError, match="cannot export the forward of Net"):
+        ps.partition.split(Net(), 2, example_args=torch.ones(4, 5))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_launch_calls_the_function_itself():
+    with pytest.raises(ps.PenstockError, match=r"cannot launch 3: give a function, launch\(train, 2\)"):
+        ps.launch(3, 2)
+
+
+def test_a_rank_with_nothing_to_train_has_an_optimizer_and_a_checkpoint_too(everyone):
+    assert [done["optimizes_nothing"] for *_, done in everyone] == [(True,) * 4] * 2

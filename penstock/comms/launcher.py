@@ -83,9 +83,13 @@ def launch(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     if not callable(function):
         raise PenstockError(f"cannot launch {function!r}: give a function, launch(train, 2), which each rank calls itself")
     job = _Job(_pickled(function, args), ranks, dict(os.environ))
-    with _store() as store, _started(job, store.port) as (processes, results):
-        outcomes = _outcomes(processes, results, store)
-    return _results(outcomes, ranks)
+    return _results(_run(job), ranks)
+
+
+def _run(job: _Job) -> dict[int, Outcome]:
+    store = _store()
+    with _started(job, store.port) as (processes, results):
+        return _outcomes(processes, results, store)
 
 
 def _end_if_imported_by_a_rank() -> None:
@@ -141,15 +145,13 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-@contextmanager
-def _store() -> Iterator[Any]:
+def _store() -> Any:
     """The store the ranks meet at, in this process, which only this machine reaches."""
     from torch.distributed import TCPStore
 
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    yield store
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 @contextmanager

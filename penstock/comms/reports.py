@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -83,15 +83,9 @@ def verdict(groups: Groups, mine: Report) -> PenstockError:
     waited = f"rank {witness.rank} {witness.text}"
     if told := {rank: gone[rank] for rank in absent if rank in gone}:
         return left(told, waited)
-    return lost(absent, waited, witness.end)
-
-
-def lost(absent: Sequence[int], waited: str, end: str) -> LostRankError:
-    """The error where somebody `waited` for ranks that are heard of no more, until its `end`."""
-    if not absent:
-        return LostRankError(f"the ranks lost each other: {waited}: {end}")
-    verb = "does not answer" if "no answer" in end else "is gone"
-    return LostRankError(f"rank {', '.join(map(str, absent))} {verb}: {waited}: {end}")
+    verb = "does not answer" if "no answer" in witness.end else "is gone"
+    lost = f"rank {', '.join(map(str, absent))} {verb}" if absent else "the ranks lost each other"
+    return LostRankError(f"{lost}: {waited}: {witness.end}")
 
 
 def _key(rank: int) -> str:

@@ -172,12 +172,15 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         backend = "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" not in os.environ and not dist.is_initialized():
-        return Topology(device=device, backend=backend, timeout=timeout)
     if not dist.is_initialized():
-        _init_process_group(backend, timeout)
-    store = torch_private.default_store()
-    return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, store)
+        if "RANK" not in os.environ:
+            return Topology(device=device, backend=backend, timeout=timeout)
+        _choose_interface(os.environ.get("MASTER_ADDR", ""))
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
+        name = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, torch_private.default_store())
 
 
 def _choose_device(backend: str | None, device: str | torch.device | None, local_rank: int) -> torch.device:
@@ -187,14 +190,6 @@ def _choose_device(backend: str | None, device: str | torch.device | None, local
             raise PenstockError("device 'cuda' was asked for, but torch finds no GPU here: use device='cpu'")
         return torch.device("cuda", local_rank % torch.cuda.device_count() if chosen.index is None else chosen.index)
     return chosen
-
-
-def _init_process_group(backend: str, timeout: timedelta) -> None:
-    _choose_interface(os.environ.get("MASTER_ADDR", ""))
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
-    name = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _choose_interface(master: str) -> None:

@@ -51,11 +51,10 @@ def test_ranks_get_the_callers_environment_and_directory_of_each_launch(start, m
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who listens")
 def test_the_store_of_launch_listens_on_the_loopback_only():
-    with launcher._store() as store:
-        port = store.port
-        lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-        listening = [line[1] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
-    assert listening == [f"0100007F:{port:04X}"]
+    store = launcher._store()
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    listening = [line[1] for line in lines if line[1].endswith(f":{store.port:04X}") and line[3] == "0A"]
+    assert listening == [f"0100007F:{store.port:04X}"]
 
 
 def rank_leaves(when, folder):

@@ -74,7 +74,7 @@ class Outbox:
     def post(self, group: Any, tensor: Tensor, spec: TensorSpec, what: object) -> None:
         """Send `tensor` as `spec` through `group`."""
         if spec.bytes <= min(SMALL, self._room):
-            data = wire.copied(tensor, spec)
+            data = wire.memory(tensor, spec).clone()
             self._room -= spec.bytes
             self._kept.append((group.send([data], DESTINATION, 0), data))
         else:

@@ -105,11 +105,6 @@ def memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def copied(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """A copy of `tensor` as bare memory in the layout of `spec`."""
-    return memory(tensor, spec).clone()
-
-
 def empty(spec: TensorSpec, device: torch.device) -> Tensor:
     """A buffer for a tensor of `spec`."""
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)

@@ -7,7 +7,7 @@ supported, 2.11 to 2.15, is decided here and nowhere else.
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -296,6 +296,13 @@ def shapes_only(tensors: Sequence[Tensor]) -> Iterator[None]:
         return
     with disable_fake_tensor_cache(mode), mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
         yield
+
+
+def as_exported() -> AbstractContextManager[None]:
+    """Inside, the public `torch.compiler.is_exporting()` says yes, so that code goes the ways it goes in an export."""
+    from torch._export.utils import _compiling_state_context  # this imports for a second
+
+    return _compiling_state_context()
 
 
 def sets_grad_mode(target: object) -> bool:

@@ -14,7 +14,7 @@ from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph
 from penstock.partition.unit_times import measure, record
-from penstock.partition.units import units_of
+from penstock.partition.units import hooked, units_of
 from penstock.torch_private import layers_of, uncompiled_name
 
 
@@ -119,7 +119,15 @@ class Whole:
         from penstock.partition import export, trace  # torch.export takes a second to import
 
         units = units_of(self.model, self.cuts or ())
-        return export.exported(self.model, units, *self._example) if self._has_example else trace.symbolic(self.model, units)
+        if not self._has_example:
+            return trace.symbolic(self.model, units)
+        try:
+            return export.exported(self.model, units, *self._example)
+        except MismatchError:  # perhaps for what hooks inside units have taken out of them, as transformers' router logits
+            opened = units_of(self.model, [*(self.cuts or ()), *hooked(self.model)])
+            if opened.keys() == units.keys():
+                raise
+        return export.exported(self.model, opened, *self._example)
 
     def starts(self, stages: int) -> list[str]:
         """The unit that each of `stages` stages but the first begins with: of the cuts, or of the best balance."""
@@ -148,8 +156,7 @@ class Whole:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
             return Balance.best(self.order, sizes, stages, PARAMETERS)
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
-        model = self.model if self._graph is None else graph_stage.cut(self._graph, [])[0]  # which runs where it was exported
-        recorded = record(model, {name: module for module, name in first.items()}, *self._example)
+        recorded = record(self.model, {name: module for module, name in first.items()}, *self._example)
         times = dict(zip([unit.module for unit in recorded], measure(recorded), strict=True))
         return Balance.best(self.order, [times[module] for module in modules.values()], stages)
 

@@ -20,7 +20,7 @@ from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.partition.materialise import META, is_meta
 from penstock.randomness import aside
-from penstock.torch_private import tensor_slots, tree_leaves, tree_map_only
+from penstock.torch_private import as_exported, tensor_slots, tree_leaves, tree_map_only
 
 _ROUNDS, _SECONDS = 3, 2.0  # measured at least so often, and on until so long
 
@@ -63,6 +63,7 @@ def record(
             stack.callback(handle.remove)
         stack.enter_context(_stand_ins(model, lambda tensor: tensor.to(META) if meta else tensor))
         stack.enter_context(META if meta else nullcontext())
+        stack.enter_context(as_exported() if meta else nullcontext())  # where no value is looked at
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # the graph, without activations
         stack.enter_context(torch.enable_grad())
         stack.enter_context(aside(_device_of(model)))

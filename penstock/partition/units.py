@@ -4,6 +4,8 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from penstock.torch_private import has_hooks
+
 UNCALLED = (nn.ModuleList, nn.ModuleDict)  # containers without a forward
 CONTAINERS = (*UNCALLED, nn.Sequential)
 
@@ -17,6 +19,11 @@ def units_of(model: nn.Module, cuts: Collection[str] = ()) -> dict[str, nn.Modul
     """
     seen: set[int] = set()
     return dict(_units("", model, cuts, seen, element=False))
+
+
+def hooked(model: nn.Module) -> list[str]:
+    """The names of the modules in which somebody listens."""
+    return [name for name, module in model.named_modules() if name and has_hooks(module)]
 
 
 def _units(

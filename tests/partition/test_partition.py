@@ -623,3 +623,25 @@ def test_a_measured_cut_of_any_model_tells_its_balance():
     assert len(stages) == 3
     assert whole.balance.names == tuple(whole.order)
     assert math.isclose(sum(whole.balance.stages), sum(whole.balance.costs))
+
+
+class Decides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+            if hidden.sum() > 0:
+                hidden = -hidden
+        return hidden
+
+
+def test_a_forward_that_decides_by_values_is_refused_in_one_sentence_and_nothing_else_is_shown(capfd):
+    with pytest.raises(MismatchError) as caught:
+        partition.split(Decides(), 2, example_args=(torch.ones(2, 3),))
+    told = str(caught.value)
+    assert told.startswith("cannot export the forward of Decides (")
+    assert "\n" not in told
+    assert capfd.readouterr() == ("", "")

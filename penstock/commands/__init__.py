@@ -5,6 +5,8 @@
 `source`   the schedule that a name or a CSV file stands for
 `show`     `penstock show` and `penstock compare`
 `train/`   the main job: real data, checkpoints, metrics, a comparison with one process
+`trained`  `penstock generate` and `penstock eval`: their options
+`text`     what they do: text and a trained GPT that is cut over ranks
 `bench/`   a step against its table, and the collectives over sizes
 `doctor`   what this machine offers, and what a message costs
 """

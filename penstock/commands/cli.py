@@ -109,6 +109,8 @@ class Studio:
 ABOUT = "Pipeline-parallel training you can read, prove and see. `penstock --version` says which Penstock this is."
 COMMANDS = {  # name -> the module with its class, which is called after it
     "train": "train.command",
+    "generate": "trained",
+    "eval": "trained",
     "export": "cli",
     "bench": "bench.command",
     "schedules": "cli",

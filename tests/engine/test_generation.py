@@ -1,6 +1,8 @@
 """Generation: the tokens of the uncut model, whatever the ranks, the schedule and the microbatches."""
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.commands.train.job import token_loss
+from penstock.commands.train.setup import token_loss
 from penstock.model import GPT, GPTConfig
 
 pytestmark = pytest.mark.ranks
@@ -217,3 +219,14 @@ def test_replicas_generate_for_rows_of_their_own_and_ranks_that_share_products_f
         for (replica, *texts), replicas in zip(each, (2, 2, 1), strict=True):
             for text, whole in zip(texts, expected, strict=True):
                 assert torch.equal(text, whole.tensor_split(replicas)[replica])
+
+
+def test_the_page_on_inference_runs_as_it_stands():
+    text = (Path(__file__).parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
+    page: dict[str, Any] = {"__name__": "page"}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, page)
+    likeliest, drawn = page["write"]()
+    assert likeliest.shape == drawn.shape == (4, 18)
+    model = page["model"]()
+    assert torch.equal(ps.Pipeline(model).generate(prompts(), max_new_tokens=6), uncut(model, prompts(), 6))

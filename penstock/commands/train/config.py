@@ -172,15 +172,16 @@ def text_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
-def saved_options(folder: Path) -> dict[str, Any]:
-    """The options of the run in `folder`. Raises PenstockError if there is none."""
+def saved_options(folder: Path, told: str = "") -> dict[str, Any]:
+    """The options of the run in `folder`, which was `told` as that. Raises PenstockError if there is none."""
     path = folder / SETTINGS
     if not path.is_file():
         instead = ": give the folder of a run" if folder.is_dir() else nearest_path(folder)
-        raise PenstockError(f"--resume {folder} is no run, it has no {SETTINGS}{instead}")
+        raise PenstockError(f"{told or f'--resume {folder}'} is no run, it has no {SETTINGS}{instead}")
     try:
         saved = json.loads(path.read_text())["config"]
         kept = saved.keys() - {"resume", "compare"}
         return {field.name: saved[field.name] for field in fields(TrainConfig) if field.name in kept}
     except (ValueError, KeyError, TypeError) as error:
-        raise PenstockError(f"{path} is damaged, it is not what `penstock train` wrote there: resume another run") from error
+        instead = f"{'give' if told else 'resume'} another run"
+        raise PenstockError(f"{path} is damaged, it is not what `penstock train` wrote there: {instead}") from error

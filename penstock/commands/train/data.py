@@ -62,15 +62,20 @@ def _generator(seed: int, step: int) -> torch.Generator:
 
 
 def text(path: Path | None, context: int) -> Text:
-    """The bytes of a file, of all files below a folder, or (None) of the Python sources of the standard library."""
+    """The bytes that `read` gives, the last of them held out."""
+    everything = read(path)
+    held_out = int(len(everything) * HELD_OUT)
+    return Text(everything[:-held_out], everything[-held_out:], context)
+
+
+def read(path: Path | None) -> Tensor:
+    """The bytes, uint8, of a file, of all files below a folder, or (None) of the Python sources of the standard library."""
     data = bytearray()
     for file in text_files(path) if path is not None else _sources():
         data += file.read_bytes()[: MOST_BYTES - len(data)]
         if len(data) >= MOST_BYTES:
             break
-    held_out = int(len(data) * HELD_OUT)
-    everything = torch.frombuffer(data, dtype=torch.uint8)
-    return Text(everything[:-held_out], everything[-held_out:], context)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _sources() -> list[Path]:

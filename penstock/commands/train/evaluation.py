@@ -1,8 +1,5 @@
 """What a trained model is worth: its loss on what was held out, and how it goes on with text."""
 
-import torch
-import torch.distributed as dist
-
 from penstock.commands.train.data import Text
 from penstock.commands.train.setup import Setup
 
@@ -22,21 +19,10 @@ def validation_loss(setup: Setup) -> float:
 
 
 def sample(setup: Setup) -> tuple[str, str]:
-    """Held-out text, and how the model goes on: the last rank draws each byte and tells the others. Of images, nothing."""
+    """Held-out text, and how the model goes on. Of images, nothing."""
     if not isinstance(setup.source, Text):
         return "", ""
-    pipe, generator = setup.pipe, torch.Generator().manual_seed(setup.config.seed)
-    window = setup.source.held_out[: setup.source.context].long()[None]  # (1, context)
-    prompt = bytes(window[0].tolist()).decode(errors="replace")
-    drawn = bytearray()
-    for _ in range(SAMPLE_BYTES):
-        logits = pipe.eval(window)
-        token = torch.zeros(1, dtype=torch.long)
-        if logits is not None:
-            likely = torch.softmax(logits[0, -1].float().cpu() / TEMPERATURE, 0)
-            token = torch.multinomial(likely, 1, generator=generator)
-        if pipe.position.world.world_size > 1:
-            dist.broadcast(token, src=pipe.position.counted[0][pipe.last_rank])
-        window = torch.cat([window[:, 1:], token[None]], 1)
-        drawn.append(int(token))
-    return prompt, drawn.decode(errors="replace")
+    prompt = setup.source.held_out[: setup.source.context].long()[None]  # (1, context)
+    text = setup.pipe.generate(prompt, max_new_tokens=SAMPLE_BYTES, temperature=TEMPERATURE, seed=setup.config.seed)
+    shown, drawn = (bytes(part.tolist()).decode(errors="replace") for part in text[0].split([prompt.shape[1], SAMPLE_BYTES]))
+    return shown, drawn

@@ -70,8 +70,12 @@ def _task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, 
     """The data, the model and the loss."""
     if config.model == "mlp":
         return data.digits(config.width), mlp(config.width, config.depth, classes=10), nn.functional.cross_entropy
-    shape = GPTConfig(context=config.context, width=config.width, layers=config.depth, heads=HEADS, dropout=config.dropout)
-    return data.text(config.data, config.context), GPT(shape), token_loss
+    return data.text(config.data, config.context), gpt(config), token_loss
+
+
+def gpt(config: TrainConfig) -> GPT:
+    """The GPT that a run trains."""
+    return GPT(GPTConfig(context=config.context, width=config.width, layers=config.depth, heads=HEADS, dropout=config.dropout))
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""`penstock generate` and `penstock eval`: what a run has trained, put to use over several ranks."""
+
+import json
+import math
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock.commands import cli, trained
+from penstock.commands.train.config import TrainConfig
+from penstock.commands.train.setup import gpt, token_loss
+from penstock.model import GPT
+
+pytestmark = pytest.mark.ranks
+
+CONFIG = TrainConfig(context=16, width=16, layers=3)
+
+
+def model() -> GPT:
+    torch.manual_seed(0)
+    return gpt(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `penstock train` leaves it."""
+    folder = tmp_path_factory.mktemp("run")
+    pipe = ps.Pipeline(model(), token_loss)
+    ps.checkpoint.save(folder, pipe, torch.optim.SGD(pipe.parameters()))
+    (folder / "run.json").write_text(json.dumps({"config": CONFIG.described()}))
+    return folder
+
+
+def penstock(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["penstock", *map(str, words)])
+    cli.main()
+
+
+def printed(function: Any, *args: Any) -> str:
+    """What a rank prints; its process may have another's standard output."""
+    with redirect_stdout(StringIO()) as out:
+        function(*args)
+    return out.getvalue()
+
+
+def test_generate_prints_the_prompt_and_what_the_uncut_model_makes_of_it(run, monkeypatch):
+    expected = ps.Pipeline(model()).generate(torch.tensor([list(b"def f")]), max_new_tokens=20, temperature=0.7, seed=1)
+    text = bytes(expected[0].tolist()).decode(errors="replace")
+    told: list[str] = []
+
+    def rank_texts(work: Any, ranks: int, *args: Any) -> list[None]:
+        told.extend(ps.launch(printed, ranks, work, *args))
+        return [None] * ranks
+
+    monkeypatch.setattr(trained, "launch", rank_texts)
+    penstock(monkeypatch, "generate", next(run.glob("step-*")), "--prompt", "def f", "--max-new-tokens", 20, "--seed", 1)
+    assert told == ["".join(each if each.isprintable() or each in "\n\t" else "?" for each in text) + "\n", ""]
+
+
+def test_eval_tells_the_mean_loss_over_every_byte(run, monkeypatch, capfd, tmp_path):
+    text = ("to be or not to be " * 30).encode()
+    (tmp_path / "a.txt").write_bytes(text[:300])
+    (tmp_path / "b.txt").write_bytes(text[300:])
+    data, losses = torch.tensor(list(text)), []
+    with torch.no_grad():
+        for start in range(0, len(data) - 1, CONFIG.context):
+            piece = data[start : start + CONFIG.context + 1]
+            losses.append(nn.functional.cross_entropy(model()(piece[None, :-1])[0], piece[1:], reduction="sum").item())
+    mean = sum(losses) / (len(data) - 1)
+    penstock(monkeypatch, "eval", run, "--data", tmp_path, "--batch", 5)
+    assert capfd.readouterr().out == (
+        f"loss {mean:.4f}, perplexity {math.exp(mean):.3f} ({mean / math.log(2):.3f} bits a byte), "
+        f"over {len(data)} bytes of {tmp_path}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["generate", "{run}", "--prompt", ""], "--prompt is empty: give it a letter or more"),
+        (["generate", "{run}", "--ranks", "9"], "--ranks 9 are more than the model's 6 layers: use fewer"),
+        (["generate", "{run}", "--temperature", "-1"], "--temperature -1.0 is too small: use 0 or more"),
+        (["generate", "{run}", "--temperature", "nan"], "--temperature nan is too small: use 0 or more"),
+        (["generate", "{run}", "--max-new-tokens", "0"], "--max-new-tokens 0 is too small: use 1 or more"),
+        (["generate", "{run}", "--top-k", "0"], "--top-k 0 is too small: use 1 or more"),
+        (["generate", "tests"], "tests is no run, it has no run.json: give the folder of a run"),
+        (["eval", "{run}", "--data", "READM.md"], "--data READM.md does not exist (did you mean README.md?)"),
+        (["eval", "test", "--data", "README.md"], "test is no run, it has no run.json (did you mean tests?)"),
+    ],
+)
+def test_a_wrong_option_is_told_before_any_rank_starts(run, monkeypatch, words, told):
+    monkeypatch.setattr("penstock.commands.trained.start_ahead", lambda: pytest.fail("ranks were started"))
+    with pytest.raises(SystemExit) as end:
+        penstock(monkeypatch, *[word.format(run=run) for word in words])
+    assert end.value.code == f"penstock: {told}"

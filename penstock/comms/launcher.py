@@ -30,7 +30,7 @@ T = TypeVar("T")
 PRELOAD = ["penstock.pipeline", "penstock.checkpoint", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
 UNGUARDED = 86  # the exit code of a rank that launches ranks while it imports the program
-LAST_WORDS = 1.5  # seconds the other ranks have to tell what they know once one has failed
+LAST_WORDS = 2.0  # seconds the other ranks have to tell what they know once one has failed
 
 
 class Outcome(NamedTuple):

@@ -147,6 +147,7 @@ class Pipeline(NoModule):
                 each.share_value()
             self.skew = skew(self._control, self._compared.machines)
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
+        self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
         self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared)
@@ -335,9 +336,12 @@ class Pipeline(NoModule):
         """
         self._parameters.load_state_dict(state, strict)
 
-    def check_state(self, shapes: Mapping[str, Any]) -> None:
-        """Raises MismatchError unless `load_state_dict` takes a state of these names and shapes (None: no tensor)."""
-        self._parameters.check(shapes, strict=True)
+    def unfit(self, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
+        """The names that keep `load_state_dict` from taking a state of these names and shapes (None: no tensor), by the reason.
+
+        There are three: `missing` on this rank, `unknown` to the model, `of another shape`.
+        """
+        return self._parameters.unfit(shapes)
 
     @property
     def aliases(self) -> dict[str, str]:

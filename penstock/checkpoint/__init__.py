@@ -11,12 +11,15 @@ thread while the next steps run. All ranks must see the folder.
     together        what the ranks do as one: write, fail, find the newest whole checkpoint
     restore         `resume`
     saving          `save` and `exists`
-    weights         `export`, `export_folder`, `import_weights`: the weights alone, in one file
+    importing       `import_weights`: from one file, or several and their index
+    transformers_form  what transformers keeps in files in another form than in memory
+    weights         `export`, `export_folder`: the weights alone, as one file or as a folder for `from_pretrained`
 """
 
+from penstock.checkpoint.importing import import_weights
 from penstock.checkpoint.restore import resume
 from penstock.checkpoint.saving import exists, save
 from penstock.checkpoint.together import Saving
-from penstock.checkpoint.weights import export, export_folder, import_weights
+from penstock.checkpoint.weights import export, export_folder
 
 __all__ = ["Saving", "exists", "export", "export_folder", "import_weights", "resume", "save"]

@@ -47,9 +47,20 @@ def newest_first(folder: Path) -> list[Path]:
 # -- one checkpoint -----------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def reading(path: Path, damaged: str) -> Iterator[None]:
+    """While `path` is read: what goes wrong is raised as Damaged, which says that it cannot be read, or is `damaged`."""
+    try:
+        yield
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise Damaged(f"{path} {damaged}") from error
+
+
 def entry(path: Path) -> dict[str, Any]:
     """What the manifest says of a file: its size and its hash."""
-    with path.open("rb") as file:
+    with reading(path, ""), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
 
@@ -71,42 +82,27 @@ def _encoded(content: dict[str, Any]) -> bytes:
 def read(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`. Raises Damaged if it is not what was written."""
     path = folder / NAME
-    try:
+    with reading(path, "is damaged: its bytes do not have the SHA-256 they had when they were written"):
         data = path.read_bytes()
         content = json.loads(data)
         del content["sha256"]
-        whole = _encoded(content) == data
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, RecursionError):
-        whole = False
-    if not whole:
-        raise Damaged(f"{path} is damaged: its {len(data)} bytes do not have the SHA-256 they had when they were written")
+        if _encoded(content) != data:
+            raise ValueError
     if content["format"] != FORMAT:
         raise Damaged(f"{path} is a {content['format']!r}, and this Penstock reads a {FORMAT!r}: use the one that wrote it")
     return content
 
 
 def check(folder: Path, files: dict[str, Any], rank: int = 0, ranks: int = 1) -> None:
-    """Compare the files of `folder` with the manifest's `files`: their sizes, and the hashes of this rank's share.
-
-    Raises Damaged, naming the file.
-    """
+    """Compare this rank's share of the files of `folder` with the manifest's `files`. Raises Damaged, naming the file."""
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in files:
             raise Damaged(f"{path} does not belong to the checkpoint: its {NAME} does not name it")
-    for number, (name, expected) in enumerate(files.items()):
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            whole = size == expected["bytes"] and (number % ranks != rank or entry(path) == expected)
-        except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            raise Damaged(f"{path} {'is missing' if missing else f'cannot be read: {error.strerror}'}") from error
-        if size != expected["bytes"]:
-            raise Damaged(f"{path} has {size} bytes, but {expected['bytes']} were written")
-        if not whole:
-            raise Damaged(f"{path} is damaged: its bytes do not have the SHA-256 they had when they were written")
+    for name, expected in list(files.items())[rank::ranks]:
+        found = entry(folder / name)
+        if found != expected:
+            counts = f"{found['bytes']} bytes are not the {expected['bytes']}"
+            raise Damaged(f"{folder / name} is damaged: by their SHA-256 its {counts} that were written")
 
 
 def known_whole(folder: Path) -> None:

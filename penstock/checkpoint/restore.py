@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from penstock.checkpoint.packing import unpack
 from penstock.checkpoint.tensor_files import TensorFiles
-from penstock.checkpoint.together import as_one, newest_whole, settled
+from penstock.checkpoint.together import as_one, differences, newest_whole, put, settled, under_all_names
 from penstock.checkpoint.training_state import check_optimizer, restore_optimizer, restore_random
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
+from penstock.stage.parameters import told
 
 MODEL = "model."  # what the names of the model's tensors begin with in a checkpoint
 
@@ -36,15 +39,19 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
     with as_one(control, f"resume from {folder}"):
         chosen, content = newest_whole(control, Path(folder))
         files = TensorFiles(chosen)
-        kept = _kept(pipe, content, files)
+        kept = _kept(content, files, pipe.aliases)
+        unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})
+        if any(unfit.values()):
+            raise MismatchError(f"{chosen} does not fit this model: {told(unfit)}")
+        state = {name: _value(kept[name], content, files) for name in pipe.state_dict(strict=False)}
+        _check_dtypes(state, pipe.state_dict(strict=False))
         names = {id(parameter): kept[name] for name, parameter in pipe.named_parameters()}
         if optimizer is not None:
             check_optimizer(optimizer, content["optimizer"], names)
         if scheduler is not None and content["scheduler"] is None:
             raise MismatchError("the checkpoint holds no learning-rate schedule: it was saved without scheduler=")
         control.gather_objects(None, f"to check {chosen}")
-        others = {name: unpack(content["model"][at], files) for name, at in kept.items() if at in content["model"]}
-        pipe.load_state_dict(others | {name: files.mapped(MODEL + at) for name, at in kept.items() if MODEL + at in files})
+        put(pipe, state.items())
         if optimizer is not None:
             restore_optimizer(optimizer, content["optimizer"], names, files)
         if scheduler is not None:
@@ -52,38 +59,24 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
         extra = unpack(content["extra"], files)
         pipe.step_count = content["step"]
         restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
-        control.gather_objects(None, f"to resume from {chosen}")
     return extra
 
 
-def _kept(pipe: Pipeline, content: dict[str, Any], files: TensorFiles) -> dict[str, str]:
-    """For each of this rank's names the one that its value is kept under. Raises MismatchError for what does not fit."""
+def _kept(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:
+    """For each name in the checkpoint, and all of a parameter that is tied now, the one that its value is kept under."""
     tensors = [name.removeprefix(MODEL) for name in files if name.startswith(MODEL)]
     stored = {name: name for name in [*tensors, *content["model"]]} | content["aliases"]
-    places = found(pipe, {name: files.shapes.get(MODEL + kept) for name, kept in stored.items()})
-    for name, value in pipe.state_dict(strict=False).items():
-        at = MODEL + stored[places[name]]
-        if at in files and (dtype := files.mapped(at).dtype) != value.dtype:
+    return under_all_names(stored, aliases)
+
+
+def _value(kept: str, content: Mapping[str, Any], files: TensorFiles) -> Any:
+    return files.mapped(MODEL + kept) if MODEL + kept in files else unpack(content["model"][kept], files)
+
+
+def _check_dtypes(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for name, value in own.items():
+        if isinstance(value, Tensor) and state[name].dtype != value.dtype:
             raise MismatchError(
-                f"{name} is {dtype} in the checkpoint, but {value.dtype} in this model: build the model in that type, or "
-                "export the weights and import them, which converts"
+                f"{name} is {state[name].dtype} in the checkpoint, but {value.dtype} in this model: build the model in that "
+                "type, or export the weights and import them, which converts"
             )
-    return {name: stored[place] for name, place in places.items()}
-
-
-def found(pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, str]:
-    """For each of this rank's names the one in `shapes` with its value: for a tied parameter, the first name there is.
-
-    Raises MismatchError as `load_state_dict` does.
-    """
-    aliases = pipe.aliases
-    names: dict[str, list[str]] = {}
-    for further, first in aliases.items():
-        names.setdefault(first, [first]).append(further)
-    found = {}
-    for name in pipe.state_dict(strict=False):
-        places = [place for place in names.get(aliases.get(name, name), [name]) if place in shapes]
-        if places:
-            found[name] = places[0]
-    pipe.check_state({**shapes, **{name: shapes[place] for name, place in found.items()}})
-    return found

@@ -11,8 +11,9 @@ from torch import Tensor
 from penstock.checkpoint import manifest
 from penstock.checkpoint.packing import pack
 from penstock.checkpoint.restore import MODEL
-from penstock.checkpoint.together import Saving, Told, as_one, own_state, savings, seen, settled, write
+from penstock.checkpoint.together import Saving, as_one, own_state, savings, settled, write
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
+from penstock.checkpoint.weights import settings
 from penstock.comms.control import Control
 from penstock.comms.groups import broken_off
 from penstock.errors import MismatchError, PenstockError
@@ -52,6 +53,11 @@ def save(
     control = settled(pipe)
     final = Path(folder) / manifest.folder_of(pipe.step_count)
     with as_one(control, f"collect what goes into {final}"), broken_off(pipe.position.beside):
+        steps = control.gather_objects(pipe.step_count, "to save")
+        if len(set(steps)) > 1:
+            raise MismatchError(
+                f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them"
+            )
         part, tensors = _collected(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -74,6 +80,7 @@ def _collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tu
     part = {
         "step": pipe.step_count,
         "aliases": aliases,
+        "settings": settings(pipe),
         "model": {name: pack(value, f"state.{name}", tensors) for name, value in others.items()},
         "optimizer": None if optimizer is None else pack_optimizer(optimizer, names, state, tensors, rank),
         "scheduler": None if scheduler is None else pack(scheduler.state_dict(), f"scheduler.{rank}", tensors),
@@ -87,26 +94,26 @@ def _write(control: Control, final: Path, part: dict[str, Any], tensors: dict[st
     """Write and put in place what all ranks have collected; then delete what is older than the last `keep`."""
     folder, beside = final.parent, final.with_name(f".{final.name}.part")
 
-    def put_in_place(everyone: Told) -> None:
-        manifest.write(beside, {**_merged([part for part, _ in everyone]), "files": seen(beside, everyone)})
+    def tell(files: list[str]) -> dict[str, Any]:
+        return {**part, "files": {name: manifest.entry(beside / name) for name in files}}
+
+    def put_in_place(parts: list[Any]) -> None:
+        manifest.write(beside, _merged(parts))
         manifest.put_in_place(beside, final)
         manifest.prune(folder, part["step"], keep)
 
     with as_one(control, f"write the checkpoint {final}"):
         if control.topology.rank == 0:
             manifest.delete_left_overs(folder)
-        write(control, beside, part, tensors, put_in_place)
+        write(control, beside, tensors, tell, put_in_place)
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The manifest of all ranks' parts."""
-    steps = [part["step"] for part in parts]
-    if len(set(steps)) > 1:
-        raise MismatchError(f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them")
-    together = {key: {name: value for part in parts for name, value in part[key].items()} for key in ("aliases", "model")}
     return {
-        "step": steps[0],
-        **together,
+        "step": parts[0]["step"],
+        "settings": parts[0]["settings"],
+        **{key: dict(item for part in parts for item in part[key].items()) for key in ("files", "aliases", "model")},
         "optimizer": merged_optimizer([part["optimizer"] for part in parts]),
         "scheduler": next((part["scheduler"] for part in parts if part["scheduler"] is not None), None),
         "extra": parts[0]["extra"],

@@ -1,23 +1,28 @@
-"""Tensors in safetensors files: written here, one tensor after the other, and read through the library, which maps them.
+"""Tensors in safetensors files: written one after the other, and read from where the file is mapped into memory.
 
 A file is the length of its header, the header (JSON: of each tensor its dtype, shape and place), and the tensors' bytes. The
-library's own `save_file` needs numpy, puts all bytes together in memory and refuses tensors that share some.
+format's own library needs numpy, puts all bytes together before it writes them, refuses tensors that share some, and maps a
+file so that all of it counts as this process's memory.
 """
 
 import ctypes
 import json
+import math
+import mmap
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from penstock.checkpoint.manifest import reading
 from penstock.errors import MismatchError
 
 MOST_BYTES = 2**30  # of tensors in one of the files that a rank writes, so that ranks can share the work of reading them
+LONGEST_HEADER = 10**8  # bytes, the format's own limit
 DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL"},
@@ -25,17 +30,24 @@ DTYPES = {
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
     **{torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"},
 }
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def write(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write a rank's tensors into files of its own in `folder`; returns the files' names."""
+# -- writing ------------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float | None = None) -> list[str]:
+    """Write a rank's tensors into files of its own in `folder`, of `most` bytes where one tensor is not larger.
+
+    Returns the files' names.
+    """
     folder.mkdir(parents=True, exist_ok=True)  # where rank 0's cannot be seen from, as rank 0 will tell
     groups: list[dict[str, Tensor]] = []
-    room = 0
+    room = 0.0
     for name, tensor in tensors.items():
         if tensor.nbytes > room:
             groups.append({})
-            room = MOST_BYTES
+            room = MOST_BYTES if most is None else most
         groups[-1][name] = tensor
         room -= tensor.nbytes
     of = f"of-{len(groups):05d}.safetensors"
@@ -76,25 +88,65 @@ def _write_bytes(tensor: Tensor, file: Any) -> None:
         file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))  # as `tensor.numpy()` would, without numpy
 
 
-class TensorFiles(Mapping[str, Tensor]):
-    """The tensors in a safetensors file, or in all those of a folder, by name; each is read when it is asked for."""
+# -- reading ------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, path: Path) -> None:
-        self._home: dict[str, Any] = {}  # name -> the opened file that has it
-        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-            opened = safe_open(file, framework="pt")
-            self._home |= dict.fromkeys(opened.keys(), opened)
-        self.shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name, file in self._home.items()}
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    data: mmap.mmap  # of the whole file
+    begin: int  # of the tensor's bytes in it
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors in safetensors files, and in those of folders, by name; each is read when it is asked for.
+
+    Raises Damaged for a file that is none, or cannot be read.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        files = [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
+        self.stored = {name: stored for file in files for name, stored in _stored_in(file)}
+        self.shapes = {name: stored.shape for name, stored in self.stored.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.mapped(name).clone()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored  # without reading it
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._home)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self._home)
+        return len(self.stored)
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor whose memory is the file's, so that only what is looked at is read."""
-        return self._home[name].get_tensor(name)
+        """A tensor whose memory is the file's, so that only what is looked at is read. It cannot be written to."""
+        _, data, begin, dtype, shape = self.stored[name]
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it cannot be written to
+            return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
+
+
+def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
+    """The tensors in one file, by name."""
+    with reading(path, "is no safetensors file that Penstock can read, or is damaged"):
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = 8 + int.from_bytes(data[:8], "little")
+        if begin > min(len(data), LONGEST_HEADER):
+            raise ValueError("its header is longer than the file")
+        header = json.loads(data[8:begin])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            dtype, shape, (first, end) = _OF_NAME[entry["dtype"]], torch.Size(entry["shape"]), entry["data_offsets"]
+            nbytes = math.prod(shape) * dtype.itemsize
+            if min(shape, default=0) < 0 or first < 0 or end != first + nbytes or begin + end > len(data):
+                raise ValueError(f"{name} has no place in it")
+            yield name, Stored(path, data, begin + first, dtype, shape)

@@ -3,27 +3,26 @@
 import itertools
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from safetensors import SafetensorError
+import torch
 from torch import Tensor
 
 from penstock.checkpoint import manifest, tensor_files
 from penstock.comms.control import Control
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
-from penstock.stage.dtensor import full
+from penstock.stage.dtensor import full, placed_as
 
+T = TypeVar("T")
 _count = itertools.count()  # of pipelines with checkpoints in this process, the same on every rank
 _controls: WeakKeyDictionary[Pipeline, Control] = WeakKeyDictionary()  # their checkpoints' own
 savings: "WeakKeyDictionary[Pipeline, Saving]" = WeakKeyDictionary()  # which may still go on
-
-Told = list[tuple[dict[str, Any], dict[str, Any]]]  # by rank: its part, and file -> the manifest's entry
 
 
 class Saving:
@@ -73,14 +72,42 @@ def own_state(pipe: Pipeline) -> dict[str, Any]:
     return state
 
 
+def under_all_names(stored: Mapping[str, T], aliases: Mapping[str, str]) -> dict[str, T]:
+    """`stored`, in which a tied tensor has one of its names at least, with what is under the first it has under all of them.
+
+    `aliases`: further names -> the first.
+    """
+    completed = dict(stored)
+    for further, first in aliases.items():
+        if further in stored:
+            completed.setdefault(first, stored[further])
+    return completed | {further: completed[first] for further, first in aliases.items() if first in completed}
+
+
+def differences(control: Control, pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What `pipe.unfit` says of a state of these names and shapes, over all ranks and the same on each."""
+    everyone = control.gather_objects(pipe.unfit(shapes), "to compare names and shapes")
+    return {kind: list(dict.fromkeys(name for each in everyone for name in each[kind])) for kind in everyone[0]}
+
+
+@torch.no_grad()
+def put(pipe: Pipeline, state: Iterable[tuple[str, Any]]) -> None:
+    """Put values into this rank's part of the model, one after the other and straight into place."""
+    own, new = pipe.state_dict(strict=False), {}
+    for name, value in state:
+        new[name] = own[name].copy_(placed_as(value, own[name])) if isinstance(own[name], Tensor) else value
+    pipe.load_state_dict(new, strict=False)  # from itself: for modules that keep a state of another form, or have hooks
+
+
 @contextmanager
 def as_one(control: Control, what: str) -> Iterator[None]:
-    """If this rank fails inside, so do all, with the same error, which says `what` could not be done."""
+    """What all ranks do: if it fails on one it does on all, with the same error, which says `what` could not be done."""
     control.connect()
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        why = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) and error.filename else str(error)
+        control.gather_objects(None, f"to {what}")
+    except OSError as error:
+        why = f"{error.strerror} ({error.filename})" if error.filename else str(error)
         told = PenstockError(f"rank {control.topology.rank} could not {what}: {why}")
         told.__cause__ = error
         control.fail(told)
@@ -91,13 +118,14 @@ def as_one(control: Control, what: str) -> Iterator[None]:
 def write(
     control: Control,
     folder: Path,
-    part: dict[str, Any],
     tensors: dict[str, Tensor],
-    put_in_place: Callable[[Told], None],
+    tell: Callable[[list[str]], Any],
+    put_in_place: Callable[[list[Any]], None],
+    most: float | None = None,
 ) -> None:
     """All ranks write their `tensors` into `folder`, of which rank 0 then makes what it is to be; it is gone afterwards.
 
-    `put_in_place` does that: it gets the `part` of every rank, and the manifest's entries of the files it has written.
+    `tell`: what rank 0 is to know of the files that this rank has written. `put_in_place`: gets that of every rank.
     """
     first = control.topology.rank == 0
     try:
@@ -105,24 +133,22 @@ def write(
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         control.gather_objects(None, f"to begin {folder}")
-        names = tensor_files.write(folder, control.topology.rank, tensors)
-        mine = part, {name: manifest.entry(folder / name) for name in names}
-        everyone = control.gather_objects(mine, f"to write {folder}")
+        files = tensor_files.write(folder, control.topology.rank, tensors, most)
+        everyone = control.gather_objects((files, tell(files)), f"to write {folder}")
         if first:
-            put_in_place(everyone)
+            _see(folder, [files for files, _ in everyone])
+            put_in_place([told for _, told in everyone])
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
-    control.gather_objects(None, f"to put {folder} in place")
 
 
-def seen(folder: Path, everyone: Told) -> dict[str, Any]:
-    """The entries of all files. Raises PenstockError if one of them cannot be seen from here."""
-    for rank, (_, files) in enumerate(everyone):
+def _see(folder: Path, everyone: list[list[str]]) -> None:
+    """Raises PenstockError if a file cannot be seen from here; by rank, which it has written."""
+    for rank, files in enumerate(everyone):
         for name in files:
             if not (folder / name).exists():
                 raise PenstockError(f"rank {rank} wrote {folder / name}, but rank 0 does not see it: save where all ranks do")
-    return {name: entry for _, files in everyone for name, entry in files.items()}
 
 
 def newest_whole(control: Control, folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -1,53 +1,55 @@
-"""The model's weights in one safetensors file, under the uncut model's names: out of any cut, and into any."""
+"""The model's weights for others: one safetensors file, or a folder as `save_pretrained` writes it, out of any cut."""
 
+import json
+import os
+import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from penstock.checkpoint import manifest
-from penstock.checkpoint.restore import MODEL, found
+from penstock.checkpoint.importing import INDEX, SINGLE
+from penstock.checkpoint.restore import MODEL
 from penstock.checkpoint.tensor_files import TensorFiles, write_file
-from penstock.checkpoint.together import Told, as_one, newest_whole, own_state, seen, settled, write
+from penstock.checkpoint.together import as_one, newest_whole, own_state, settled, write
 from penstock.comms.control import Control
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights is made of
 
-def export(pipe: Pipeline, path: str | Path) -> None:
-    """Write the whole model's weights and buffers to one safetensors file.
 
-    All ranks call it. Each writes its part beside `path`, where all ranks must see it; rank 0 joins them, one tensor after
-    the other, and renames the file last, so it is there whole or not at all.
+def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") -> None:
+    """Write the whole model's weights and buffers to one safetensors file, or to a folder that `from_pretrained` loads.
 
-    `pipe`: whose model. A tied parameter stands in the file under each of its names; what is no tensor is left out, with a
-        warning.
-    `path`: of the file. It loads into the uncut model, and into any other program that reads the format.
+    All ranks call it. Each writes its part beside `path`, where all ranks must see it, and no rank needs memory for more
+    than that; rank 0 puts all of it in place last, so it is there whole or not at all.
+
+    `pipe`: whose model; what is no tensor is left out, with a warning.
+    `path`: of the file, if it ends in `.safetensors`: it loads into the uncut model, with a tied parameter under each of its
+        names. Any other path is a folder of `model.safetensors`, or of several files and `model.safetensors.index.json`; a
+        tied parameter has its first name, and a model of transformers its `config.json`. What else is there stays.
+    `max_shard_size`: bytes of a file in the folder, as a number or as `"5GB"`; a single tensor may be larger.
 
     Raises PenstockError, on every rank, if a rank cannot write.
 
         checkpoint.export(pipe, "model.safetensors")
         model.load_state_dict(safetensors.torch.load_file("model.safetensors"))  # elsewhere, without ranks
+        checkpoint.export(pipe, "fine-tuned")
+        model = AutoModelForCausalLM.from_pretrained("fine-tuned")  # likewise
     """
     path, control = Path(path), settled(pipe)
-    parts = path.with_name(f".{path.name}.parts")
-
-    def join(everyone: Told) -> None:
-        seen(parts, everyone)
-        aliases = {name: first for part, _ in everyone for name, first in part["aliases"].items()}
-        _join(parts, aliases, [name for part, _ in everyone for name in part["no tensors"]], path)
-
     with as_one(control, f"export to {path}"):
-        state = own_state(pipe)
-        tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
-        part = {"aliases": pipe.aliases, "no tensors": [name for name in state if MODEL + name not in tensors]}
-        write(control, parts, part, tensors, join)
+        _write(control, path, own_state(pipe), pipe.aliases, settings(pipe), max_shard_size)
 
 
-def export_folder(folder: str | Path, path: str | Path) -> Path:
-    """Write the weights in the newest whole checkpoint of `folder` (or in the checkpoint `folder`) to one file, as `export`.
+def export_folder(folder: str | Path, path: str | Path, max_shard_size: int | str = "5GB") -> Path:
+    """Write the weights in the newest whole checkpoint of `folder` (or in the checkpoint `folder`), as `export` does.
 
     For a program without ranks. Returns the checkpoint taken; raises MismatchError if none is whole, PenstockError if
     `path` cannot be written.
@@ -55,43 +57,91 @@ def export_folder(folder: str | Path, path: str | Path) -> Path:
     control = Control(Topology(), "alone")
     with as_one(control, f"export {folder} to {path}"):
         chosen, content = newest_whole(control, Path(folder))
-        _join(chosen, content["aliases"], content["model"], Path(path))
+        files = TensorFiles(chosen)
+        state = {name.removeprefix(MODEL): files.mapped(name) for name in files if name.startswith(MODEL)}
+        _write(control, Path(path), state | content["model"], content["aliases"], content.get("settings", {}), max_shard_size)
     return chosen
 
 
-def _join(folder: Path, aliases: Mapping[str, str], left_out: Iterable[str], path: Path) -> None:
-    """Join the model's tensors in the files of `folder`, each under its name and its aliases."""
-    files = TensorFiles(folder)
-    stored = {name.removeprefix(MODEL): name for name in files.shapes if name.startswith(MODEL)}
-    stored |= {name: MODEL + first for name, first in aliases.items()}
-    if left_out:
-        warnings.warn(f"{path} holds tensors only: {', '.join(left_out)} left out", stacklevel=3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with manifest.replaced(path) as beside:
-        write_file(beside, {name: files.mapped(first) for name, first in stored.items()})
+def settings(pipe: Pipeline) -> dict[str, Any]:
+    """The files that transformers keeps beside a model's weights -> what is in them, as JSON."""
+    origin = pipe.origin
+    if origin is None or not hasattr(origin.config, "to_json_string"):
+        return {}
+    files = {"config.json": origin.config, "generation_config.json": origin.generation_config}
+    contents = {file: json.loads(each.to_json_string()) for file, each in files.items() if each is not None}
+    dtypes = [parameter.dtype for parameter in pipe.parameters() if parameter.is_floating_point()]
+    contents["config.json"] |= {"architectures": [origin.kind.__name__], "dtype": str(dtypes[0]).removeprefix("torch.")}
+    return contents
 
 
-def import_weights(pipe: Pipeline, path: str | Path) -> None:
-    """Load a safetensors file with the uncut model's weights; every rank reads its own part of it and no more.
+def _write(
+    control: Control,
+    path: Path,
+    state: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    contents: dict[str, Any],
+    max_shard_size: int | str,
+) -> None:
+    """Write all ranks' parts of the state to `path`."""
+    one_file, most = path.suffix == ".safetensors", _bytes(max_shard_size)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    no_tensors = [name for name in state if name not in tensors]
+    if one_file:
+        tensors |= {name: tensors[first] for name, first in aliases.items() if first in tensors}
+    parts = path.absolute().with_name(f".{path.name}.parts")
 
-    All ranks call it.
+    def put_in_place(everyone: list[list[str]]) -> None:
+        if left_out := [name for each in everyone for name in each]:
+            warnings.warn(f"{path} holds tensors only: {', '.join(left_out)} left out", stacklevel=5)
+        files = TensorFiles(parts)
+        if one_file or sum(files.mapped(name).nbytes for name in files) <= most:
+            files = _joined(files, parts / SINGLE)
+        if one_file:
+            os.replace(parts / SINGLE, path)
+            manifest.sync(path.parent)
+        else:
+            _put_folder(files, parts, path, contents)
 
-    `pipe`: whose model; values are converted to its types.
-    `path`: of one file. Of a tied parameter it needs one of the names.
+    write(control, parts, tensors, lambda _: no_tensors, put_in_place, float("inf") if one_file else most)
 
-    Raises MismatchError, on every rank and before anything is loaded, if the file cannot be read, and for names and shapes
-    that differ, as `load_state_dict` does.
 
-        checkpoint.import_weights(pipe, "model.safetensors")
-    """
-    control = settled(pipe)
-    with as_one(control, f"import {path}"):
-        try:
-            file = TensorFiles(Path(path))
-        except Exception as error:
-            raise MismatchError(f"cannot read weights from {path}: {error}") from error
-        places = found(pipe, file.shapes)
-        control.gather_objects(None, f"to check {path}")
-        tensors = {place: file.mapped(place) for place in dict.fromkeys(places.values())}
-        pipe.load_state_dict({name: tensors[place] for name, place in places.items()})
-        control.gather_objects(None, f"to import {path}")
+def _joined(files: TensorFiles, path: Path) -> TensorFiles:
+    """The tensors of `files` in one, `path`."""
+    shards = {stored.file for stored in files.stored.values()}
+    if len(shards) == 1:
+        os.rename(shards.pop(), path)
+    else:
+        write_file(path, {name: files.mapped(name) for name in files})
+    return TensorFiles(path)
+
+
+def _put_folder(files: TensorFiles, parts: Path, path: Path, contents: Mapping[str, Any]) -> None:
+    """Make `files`, which are in `parts`, what `from_pretrained` expects in `path`, and put them there, the index last."""
+    shards = sorted({stored.file for stored in files.stored.values()})
+    names = {file: f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number, file in enumerate(shards, 1)}
+    if shards == [parts / SINGLE]:
+        names = {parts / SINGLE: SINGLE}
+    else:
+        size = sum(files.mapped(name).nbytes for name in files)
+        homes = {name: names[stored.file] for name, stored in sorted(files.stored.items())}
+        contents = {**contents, INDEX: {"metadata": {"total_size": size}, "weight_map": homes}}
+    for file, name in names.items():
+        os.rename(file, parts / name)
+    for name, content in contents.items():
+        with manifest.replaced(parts / name) as beside:
+            beside.write_text(json.dumps(content, indent=2) + "\n")
+    path.mkdir(exist_ok=True)
+    for old in sorted(path.iterdir(), reverse=True):  # the index first: no file of one export stands beside that of another
+        if _OURS.fullmatch(old.name):
+            old.unlink()
+    for name in sorted([*names.values(), *contents]):
+        os.replace(parts / name, path / name)
+    manifest.sync(path)
+
+
+def _bytes(size: int | str) -> float:
+    match = re.fullmatch(r"([\d.]+) *([KMG]I?B)?", str(size).upper())
+    if match is None:
+        raise MismatchError(f"max_shard_size={size!r} is no size: give a number of bytes, or one with a unit, like '5GB'")
+    return float(match[1]) * UNITS.get(match[2], 1)

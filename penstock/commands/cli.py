@@ -40,12 +40,14 @@ class Schedules:
 
 @dataclass(frozen=True)
 class Export:
-    """Write the weights of a run's newest whole checkpoint to one safetensors file, under the uncut model's names."""
+    """Write the weights of a run's newest whole checkpoint to a safetensors file, or to a folder of them with an index."""
 
     source: tyro.conf.Positional[Path]
     """The folder of a run, or one checkpoint in it."""
     out: tyro.conf.Positional[Path] = Path("model.safetensors")
-    """The file to write."""
+    """The file to write; a path that does not end in .safetensors is a folder, as transformers has them."""
+    max_shard_size: str = "5GB"
+    """Of a file in the folder."""
 
     def run(self) -> None:
         """Join the checkpoint's files, without starting ranks."""
@@ -53,7 +55,7 @@ class Export:
             raise PenstockError(f"{self.source} does not exist{nearest_path(self.source)}")
         from penstock import checkpoint
 
-        print(f"wrote {self.out} from {checkpoint.export_folder(self.source, self.out)}")
+        print(f"wrote {self.out} from {checkpoint.export_folder(self.source, self.out, self.max_shard_size)}")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,14 @@ from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.neighbours import Name, skips_of_tied
 
 
+class Origin(NamedTuple):
+    """What an uncut model was beside its weights: transformers keep this with them."""
+
+    kind: type[nn.Module]
+    config: Any
+    generation_config: Any
+
+
 class Cut(NamedTuple):
     """The stages of this rank, as modules, and how they hang together with the others."""
 
@@ -34,6 +42,12 @@ class Cut(NamedTuple):
     def order(self) -> list[str] | None:
         """All names in the uncut model, in its order, if that is what was cut."""
         return None if self.whole is None else list(self.whole.state_dict())
+
+    @property
+    def origin(self) -> Origin | None:
+        """What the uncut model was, if it had a configuration."""
+        settings = [getattr(self.whole, name, None) for name in ("config", "generation_config")]
+        return None if self.whole is None or settings[0] is None else Origin(type(self.whole), *settings)
 
 
 def agreed_cut(

@@ -10,6 +10,8 @@ from penstock.errors import MismatchError
 from penstock.stage.dtensor import ShardKey, local, placed_as, shard_of
 from penstock.torch_private import version_of
 
+MISSING, UNKNOWN, SHAPE = "missing", "unknown", "of another shape"  # what a name can be in a state that does not fit
+
 
 class Parameters:
     """The parameters of a rank's stages.
@@ -64,23 +66,24 @@ class Parameters:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load what is this rank's, once all of it is known to fit."""
-        self.check({name: _shape(value) for name, value in state.items()}, strict)
+        unfit = self.unfit({name: _shape(value) for name, value in state.items()})
+        if not strict:
+            unfit = {SHAPE: unfit[SHAPE]}
+        if any(unfit.values()):
+            raise MismatchError(f"the state does not fit this model: {told(unfit)}")
         for stage, module in self.modules.items():
             own = module.state_dict()
             part = {key: placed_as(state[name], own[key]) for key, name in self.names[stage].items() if name in state}
             module.load_state_dict(part, strict=strict)
 
-    def check(self, shapes: Mapping[str, Any], strict: bool) -> None:
-        """Raises MismatchError unless a state of these names and shapes (None: no tensor) can be loaded."""
+    def unfit(self, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
+        """The names that keep a state of these names and shapes (None: no tensor) from being loaded, by what they are."""
         mine, known = self.state_dict(), {name for names in self.names for name in names.values()}
-        unfit = {
-            "missing": [name for name in mine if name not in shapes] if strict else [],
-            "unknown": [name for name in shapes if name not in known] if strict else [],
-            "of another shape": [name for name in mine if name in shapes and _shape(mine[name]) != shapes[name]],
+        return {
+            MISSING: [name for name in mine if name not in shapes],
+            UNKNOWN: [name for name in shapes if name not in known],
+            SHAPE: [name for name in mine if name in shapes and _shape(mine[name]) != shapes[name]],
         }
-        if any(unfit.values()):
-            told = [f"{len(names)} {what} ({_few(names)})" for what, names in unfit.items() if names]
-            raise MismatchError(f"the state does not fit this model: {'; '.join(told)}")
 
     def aliases(self) -> dict[str, str]:
         """Further names of tensors that several names stand for, on this rank or over the ranks -> the first."""
@@ -124,9 +127,14 @@ def _here(parameter: nn.Parameter) -> Tensor:
     return shard
 
 
-def _shape(value: Any) -> Any:
-    return getattr(value, "shape", None)
+def told(unfit: Mapping[str, Sequence[str]]) -> str:
+    """How many names each kind of `unfit` has, and a few of them."""
+    return "; ".join(f"{len(names)} {kind} ({_few(names)})" for kind, names in unfit.items() if names)
 
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", None)

@@ -9,6 +9,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.checkpoint.tensor_files import TensorFiles
 
 pytestmark = pytest.mark.ranks
 
@@ -22,25 +23,11 @@ def rank_export(path):
 
 
 def rank_import(path):
-    from penstock.checkpoint import tensor_files
-
-    names = []
-
-    class Counting:
-        def __init__(self, opened):
-            self.file = opened
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def get_tensor(self, name):
-            names.append(name)
-            return self.file.get_tensor(name)
-
-    opening = tensor_files.safe_open
-    tensor_files.safe_open = lambda *args, **kwargs: Counting(opening(*args, **kwargs))
+    names, mapped = [], TensorFiles.mapped
+    TensorFiles.mapped = lambda self, name: [names.append(name), mapped(self, name)][1]
     pipe = pipeline()
     checkpoint.import_weights(pipe, path)
+    TensorFiles.mapped = mapped
     return pipe.state_dict(), names
 
 

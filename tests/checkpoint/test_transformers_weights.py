@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +131,20 @@ def test_a_model_takes_its_base_models_weights_and_a_checkpoint_is_exported_with
     checkpoint.export_folder(tmp_path / "run", tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_same(again.state_dict(), pipe.state_dict())
+
+
+def rank_follows_the_page(code, source, out):
+    names = {"torch": torch, "ps": ps, "checkpoint": checkpoint, "token_loss": of_logits}
+    names |= {name: getattr(transformers, name) for name in ("AutoConfig", "AutoModelForCausalLM")}
+    exec(code, names)
+    names["fine_tune"](source, out)
+
+
+def test_the_page_on_weights_does_what_it_says(tmp_path):
+    llama().save_pretrained(tmp_path / "source")
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    ps.launch(rank_follows_the_page, 2, code, tmp_path / "source", tmp_path / "out")
+    before, after = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("source", "out")]
+    largest = max((one - other).abs().max() for one, other in zip(before.parameters(), after.parameters(), strict=True))
+    assert 0 < largest < 1e-4  # one step of AdamW

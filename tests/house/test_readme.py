@@ -7,7 +7,8 @@ from rooms import with_table
 
 from penstock.schedule import Costs, build, names, simulate
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_schedules_is_what_the_simulator_says() -> None:
@@ -32,3 +33,8 @@ def test_the_drawn_schedule_is_what_the_command_prints() -> None:
 
     picture = draw(simulate(build("1f1b", 4, 8), Costs(1, 1, 1)), 100)
     assert picture in README
+
+
+def test_the_documentations_list_has_every_page_once() -> None:
+    listed = re.findall(r"^\| \[[^]]+\]\(([\w.-]+)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")

@@ -59,7 +59,7 @@ class Parameters:
         if self._unset:
             names = list(self._unset)
             raise MismatchError(
-                f"{len(names)} parameters and buffers have no values yet ({_few(names)}): the model was built on the meta "
+                f"what has no value yet ({len(names)}: {_few(names)}) cannot be used: the model was built on the meta "
                 "device and nothing initialises them; load them (load_state_dict, checkpoint.import_weights or "
                 "checkpoint.resume) or pass init="
             )

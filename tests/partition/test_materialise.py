@@ -368,7 +368,7 @@ class Unsaved(Gain):
 def test_what_nothing_initialises_must_be_loaded_before_the_first_step():
     first, second = ps.launch(rank_loads, 2)
     unset = (
-        "2 parameters and buffers have no values yet (1.1.gain, 1.1.steps): the model was built on the meta device and nothing "
+        "what has no value yet (2: 1.1.gain, 1.1.steps) cannot be used: the model was built on the meta device and nothing "
         "initialises them; load them (load_state_dict, checkpoint.import_weights or checkpoint.resume) or pass init="
     )
     unsaved = (

@@ -22,7 +22,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(values)
 def test_whatever_is_packed_comes_back_through_json(value):
     again = unpack(json.loads(json.dumps(pack(value, "it", {}))), {})

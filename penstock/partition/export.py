@@ -9,7 +9,7 @@ import io
 import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,13 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.partition.inputs import Input, Inputs, Like, named
+from penstock.partition.materialise import META, is_meta
 from penstock.partition.model_graph import DEVICE, NO_GRAD, ModelGraph, both_modes, first_line
 from penstock.partition.opaque_units import UNIT, Call, opaque
+from penstock.partition.unit_times import stand_ins
 from penstock.torch_private import (
     guards_of,
     sets_grad_mode,
@@ -41,13 +44,25 @@ def exported(model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[An
     """
     signature = inspect.signature(model.forward)
     values = _several_rows(named(signature, args, kwargs))
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    device = _device_of(model)
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
-    exports = [_exported(model, units, values) for _ in both_modes(model)]
+    with stand_ins(model, _outline) if device == CPU and is_meta(model) else nullcontext():
+        exports = [_exported(model, units, values) for _ in both_modes(model)]
     extras: dict[str, Any] = {}
     graphs = [_Rewriting(program, calls, device, extras).graph() for program, calls in exports]
     guards = dict.fromkeys(guard for program, _ in exports for guard in _guards(program))
     return ModelGraph.of(model, graphs, Inputs(signature, _inputs(exports[0][0], values), list(guards)), extras)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the forward decides as it will when it runs: on the CPU for a model on the meta device, unless there is a GPU."""
+    device = next((each.device for each in model.parameters()), CPU)
+    return CPU if device == META and not torch.cuda.is_available() else device
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    """On the CPU, in memory that nothing touches, and so takes none."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if tensor.is_meta else tensor
 
 
 class _ByName(nn.Module):

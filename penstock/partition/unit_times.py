@@ -61,7 +61,7 @@ def record(
         for name, module in units.items():
             handle = module.register_forward_pre_hook(partial(keep, name), prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
-        stack.enter_context(_stand_ins(model, lambda tensor: tensor.to(META) if meta else tensor))
+        stack.enter_context(stand_ins(model, lambda tensor: tensor.to(META) if meta else tensor))
         stack.enter_context(META if meta else nullcontext())
         stack.enter_context(as_exported() if meta else nullcontext())  # where no value is looked at
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # the graph, without activations
@@ -106,7 +106,7 @@ def measure(units: Sequence[Unit], device: torch.device = CPU, rounds: int = _RO
 def _time_of(unit: Unit, device: torch.device) -> float:
     """Seconds of one run, after one to warm up."""
     make = partial(_real, device=device)
-    with _stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(_device_of(unit.module)), torch.enable_grad():
+    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(_device_of(unit.module)), torch.enable_grad():
         inputs = tree_map_only(Tensor, make, (unit.args, dict(unit.kwargs or {})))
         gradients: list[Tensor] = []
         _run(unit.module, inputs, device, gradients)
@@ -130,7 +130,7 @@ def _run(module: nn.Module, inputs: tuple[Any, Any], device: torch.device, gradi
 
 
 @contextmanager
-def _stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """In the place of every parameter what `make` makes of it, and of every buffer a copy of that; tied ones stay one."""
     slots = tensor_slots(module)
     made = {key: _stand_in(tensor, make) for key, tensor in {id(slot.tensor): slot.tensor for slot in slots}.items()}

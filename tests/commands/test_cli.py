@@ -68,7 +68,7 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["tran"], "there is no command 'tran' (did you mean train?): choose from train, export, "),
+        (["tran"], "there is no command 'tran' (did you mean train?): choose from train, generate, "),
         (["schedules", "--long"], "Unrecognized options: --long"),
         (["train", "--schedule", "1f1"], "unknown schedule '1f1' (did you mean 1f1b?)"),
         (["train", "--ranks", "0"], "--ranks 0 is too small: use 1 or more"),

@@ -77,9 +77,11 @@ class Machine:
         environment |= {"PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1"}
         environment |= {"PYTHONPATH": str(self.extra)} if extra else {}
         command = [self.bin / words[0], *words[1:]]
-        return subprocess.Popen(
-            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, cwd=self.folder, env=environment, text=True, stdout=pipe, stderr=pipe)
+        signal.signal(signal.SIGINT, before)
+        return process
 
     def run(self, *words: str | Path) -> str:
         """What it prints."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.errors import LostRankError
 
-NAP, LONGEST_NAP = 2e-4, 5e-3  # seconds between looks at the store: longer from look to look
+NAP, LONGEST_NAP = 2e-4, 5e-3  # seconds between looks at the store: the longer, the longer it takes
 CURRENT = "penstock-start"
 DEPARTED = "departed"  # somebody has; after "-" and a rank: what became of that one
 FINISHED = "has finished"
@@ -23,11 +23,10 @@ FINISHED = "has finished"
 
 def looks(seconds: float) -> Iterator[None]:
     """Moments to look at the store, for so many seconds, at least one."""
-    nap, deadline = NAP, time.monotonic() + seconds
+    begin = time.monotonic()
     yield
-    while time.monotonic() < deadline:
-        time.sleep(nap)
-        nap = min(2 * nap, LONGEST_NAP)
+    while (waited := time.monotonic() - begin) < seconds:
+        time.sleep(min(NAP + waited / 10, LONGEST_NAP))
         yield
 
 

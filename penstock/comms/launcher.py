@@ -30,6 +30,7 @@ T = TypeVar("T")
 PRELOAD = ["penstock.pipeline", "penstock.checkpoint", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"]
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
 UNGUARDED = 86  # the exit code of a rank that launches ranks while it imports the program
+PARTING = 0.2  # seconds in which ranks may let go of what the system keeps for them: semaphores, files in /tmp
 LAST_WORDS = 2.0  # seconds the other ranks have to tell what they know once one has failed
 
 
@@ -168,6 +169,9 @@ def _started(job: _Job, port: int) -> Iterator[tuple[list[Any], list[Connection]
             processes.append(process)
             results.append(receiver)
         yield processes, results
+        deadline = time.monotonic() + PARTING
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
     finally:
         for process in processes:
             process.kill()

@@ -141,10 +141,10 @@ class Pipeline(NoModule):
             copies = wired(self._control, self.position, cut, modules, self._compared, tensor_parallel, data_parallel)
             merge, names = merge_weight_gradients, self._compared.names
             parts = stages(cut, modules, copies, self._compared, runs, self.position, loss_fn, recompute, merge)
-            self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
             shared = tied.owned(cut.tied, runs.placement, modules, self.topology)
             for each in shared:
                 each.share_value()
+            self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
             self.skew = skew(self._control, self._compared.machines)
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.origin = cut.origin  # of a model with a configuration: that, and its class

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,12 +41,22 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
     control = settled(pipe)
     with as_one(control, f"import {path}"):
         homes = _homes(Path(path))
-        sources = _sources(pipe, {rename(name) if rename else name: name for name in homes})
+        sources = _sources(pipe, _renamed(homes, rename))
         mine = [name for name in pipe.state_dict(strict=False) if name in sources]
         files = _opened(homes, [place for name in mine for place in sources[name].places])
         shapes = {name: sources[name].made(_outlines(files, sources[name])).shape for name in mine}
         _check(differences(control, pipe, dict.fromkeys(sources) | shapes), path, strict, control.topology.rank == 0)
         put(pipe, ((name, sources[name].made([files.mapped(place) for place in sources[name].places])) for name in mine))
+
+
+def _renamed(names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
+    """Each name here -> the one in the files. Raises MismatchError for two that would be one."""
+    found: dict[str, str] = {}
+    for name in names:
+        here = rename(name) if rename else name
+        if found.setdefault(here, name) != name:
+            raise MismatchError(f"rename= gives {found[here]} and {name} one name, {here!r}: leave one of them as it is")
+    return found
 
 
 class Source(NamedTuple):

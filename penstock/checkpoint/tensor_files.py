@@ -45,7 +45,7 @@ def write(folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float | 
     groups: list[dict[str, Tensor]] = []
     room = 0.0
     for name, tensor in tensors.items():
-        if tensor.nbytes > room:
+        if not groups or tensor.nbytes > room:
             groups.append({})
             room = MOST_BYTES if most is None else most
         groups[-1][name] = tensor
@@ -95,7 +95,6 @@ class Stored(NamedTuple):
     """A tensor in a file."""
 
     file: Path
-    data: mmap.mmap  # of the whole file
     begin: int  # of the tensor's bytes in it
     dtype: torch.dtype
     shape: torch.Size
@@ -111,6 +110,7 @@ class TensorFiles(Mapping[str, Tensor]):
         files = [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
         self.stored = {name: stored for file in files for name, stored in _stored_in(file)}
         self.shapes = {name: stored.shape for name, stored in self.stored.items()}
+        self._last: tuple[Path | None, Any] = None, None  # the file that was read last, and its memory
 
     def __getitem__(self, name: str) -> Tensor:
         return self.mapped(name).clone()
@@ -126,19 +126,26 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def mapped(self, name: str) -> Tensor:
         """A tensor whose memory is the file's, so that only what is looked at is read. It cannot be written to."""
-        _, data, begin, dtype, shape = self.stored[name]
+        path, begin, dtype, shape = self.stored[name]
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
+        if path != self._last[0]:  # one file at a time: each holds a descriptor
+            self._last = path, _map(path)
+        data = self._last[1]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written to
             return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
 
 
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
     """The tensors in one file, by name."""
     with reading(path, "is no safetensors file that Penstock can read, or is damaged"):
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = _map(path)
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(len(data), LONGEST_HEADER):
             raise ValueError("its header is longer than the file")
@@ -149,4 +156,4 @@ def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
             nbytes = math.prod(shape) * dtype.itemsize
             if min(shape, default=0) < 0 or first < 0 or end != first + nbytes or begin + end > len(data):
                 raise ValueError(f"{name} has no place in it")
-            yield name, Stored(path, data, begin + first, dtype, shape)
+            yield name, Stored(path, begin + first, dtype, shape)

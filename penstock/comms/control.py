@@ -5,6 +5,7 @@ that waits on it, which does the same, and so on; then each reads the reports (`
 that is blamed by another and leaves no report is lost.
 """
 
+import ctypes
 import pickle
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from penstock.comms.groups import Groups, break_off, is_of_transport
 from penstock.comms.reports import Report
 from penstock.comms.system import named
 from penstock.comms.topology import Topology, lost_or_silent
-from penstock.errors import LostRankError, PenstockError, ResourceError
+from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError
 
 EXCHANGE_TAG, NUMBER_TAG = 1, 2
 WIDEST = 11  # numbers of a row
@@ -133,10 +134,10 @@ class Control:
             return error
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Every rank's `value`, by rank."""
+        """Every rank's `value`, by rank. Raises MismatchError where the first two words of `what` differ between ranks."""
         if self.alone:
             return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
         sizes = [int(size) for (size,) in self.gather([data.numel()], what)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
@@ -145,7 +146,11 @@ class Control:
             self._group.allgather([list(everyone)], [padded]).wait()
         except RuntimeError as error:
             raise WaitFailed(f"for the other ranks {what}", None, error) from error
-        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(everyone, sizes, strict=True)]
+        told = [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(everyone, sizes, strict=True)]
+        for rank, (other, _) in enumerate(told):
+            if other.split()[:2] != told[0][0].split()[:2]:
+                raise MismatchError(f"the ranks do different things: rank 0 is about {told[0][0]}, rank {rank} {other}")
+        return [each for _, each in told]
 
     def send(self, number: float, peer: int) -> None:
         """Send one number to `peer`, which is waiting for it."""

@@ -49,7 +49,7 @@ class Groups:
         """
         need_descriptors(size)
         store = dist.PrefixStore(name, self.store)
-        self._meet(store, rank, size)
+        self._meet(store, size)
         group = dist.ProcessGroupGloo(store, rank, size, torch_private.gloo_options([_gloo_device()], self.topology.timeout))
         self._open.append((group, (rank + 1) % size))
         return group
@@ -61,11 +61,12 @@ class Groups:
         self._open.append((group, (rank + 1) % size))
         return group
 
-    def _meet(self, store: Any, rank: int, size: int) -> None:
+    def _meet(self, store: Any, size: int) -> None:
         """Wait for the others to come here, but not when one has failed or left: Gloo's own wait would not know."""
-        store.set(f"here-{rank}", "")
+        if store.add("here", 1) == size:
+            store.set("all", "")
         for _ in looks(self.topology.timeout.total_seconds()):
-            if store.check([f"here-{other}" for other in range(size)]):
+            if store.check(["all"]):
                 return
             if self.store.check([FAILED]) or departed(self.topology.store, self.ranks):
                 raise dist.DistError("another rank has failed")

@@ -126,7 +126,8 @@ def _some_values(tensor: Tensor) -> bytes:
         taken = min(size, left, 16) or 1
         slices.append(slice(None, None, max(1, math.ceil(size / taken))))
         left //= taken
-    return bytes(tensor[tuple(slices)].detach().contiguous().flatten().view(torch.uint8).tolist())
+    values = tensor[tuple(slices)].detach().resolve_conj().resolve_neg()
+    return bytes(values.contiguous().flatten().view(torch.uint8).tolist())
 
 
 def digest(text: bytes) -> int:

@@ -25,7 +25,7 @@ from penstock.comms.messages.channels import Channels, Specs
 from penstock.engine.actions import forward, messages
 from penstock.engine.batch import Call, split
 from penstock.engine.cache import Cache, context_of, takes_part
-from penstock.engine.clock import clock_for
+from penstock.engine.clock import Clock
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError
 from penstock.mesh.fsdp import begin
@@ -72,6 +72,7 @@ def generate(
 ) -> Tensor:
     """The text, prompt and all: see `Pipeline.generate`."""
     channels = engine.channels  # open, so that a mistake made on this rank only reaches the others
+    engine.parameters.check_values()
     request.check()
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -123,7 +124,7 @@ class Generation:
         self._chosen: dict[int, Tensor] = {}  # by microbatch
         specs = self._known[1] if self._known[0] == given else None
         channels.begin(specs)
-        engine.run(self.program.steps, {Kind.F: self._forward}, channels, clock_for(engine.device, len(self.program.steps)))
+        engine.run(self.program.steps, {Kind.F: self._forward}, channels, Clock())
         column = self._told()
         channels.end()
         self._known = given, specs or channels.learned()
@@ -168,8 +169,6 @@ def _agreed(engine: Engine, tokens: Tensor, request: Request) -> Sequence[Told]:
     mine = Told(request, f"{tuple(tokens.shape)} {prompt}", len(tokens), all(map(takes_part, modules)), context)
     everyone = engine.control.gather_objects(mine, "to generate")
     for rank, each in enumerate(everyone):
-        if not isinstance(each, Told):
-            raise MismatchError(f"the ranks do different things: rank {rank} calls another of the pipeline's methods")
         for name, value in each.request._asdict().items():
             if value != (expected := getattr(everyone[0].request, name)):
                 raise MismatchError(

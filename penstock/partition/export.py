@@ -46,7 +46,7 @@ def exported(model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[An
     values = _several_rows(named(signature, args, kwargs))
     device = _device_of(model)
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
-    with stand_ins(model, _outline) if device == CPU and is_meta(model) else nullcontext():
+    with _outlines(model) if device == CPU and is_meta(model) else nullcontext():
         exports = [_exported(model, units, values) for _ in both_modes(model)]
     extras: dict[str, Any] = {}
     graphs = [_Rewriting(program, calls, device, extras).graph() for program, calls in exports]
@@ -60,8 +60,19 @@ def _device_of(model: nn.Module) -> torch.device:
     return CPU if device == META and not torch.cuda.is_available() else device
 
 
+@contextmanager
+def _outlines(model: nn.Module) -> Iterator[None]:
+    """In the place of what is on the meta device the like on the CPU, in memory that nothing touches, and so takes none."""
+    deterministic: Any = torch.utils.deterministic
+    before, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
+    try:
+        with stand_ins(model, _outline):
+            yield
+    finally:
+        deterministic.fill_uninitialized_memory = before
+
+
 def _outline(tensor: Tensor) -> Tensor:
-    """On the CPU, in memory that nothing touches, and so takes none."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if tensor.is_meta else tensor
 
 

@@ -55,7 +55,10 @@ class Parameters:
 
     def check_values(self) -> None:
         """Raises MismatchError if something has no value yet."""
-        self._unset = {name: entry for name, entry in self._unset.items() if version_of(entry[0]) == entry[1]}
+        if self._unset:
+            now = self.state_dict(keep_vars=True)
+            untouched = {name: entry for name, entry in self._unset.items() if now.get(name) is entry[0]}
+            self._unset = {name: entry for name, entry in untouched.items() if version_of(entry[0]) == entry[1]}
         if self._unset:
             names = list(self._unset)
             raise MismatchError(

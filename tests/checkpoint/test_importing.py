@@ -149,3 +149,10 @@ def test_a_folder_is_exported_over_what_was_there_and_leaves_other_files_alone(t
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(ps.PenstockError, match="max_shard_size='5 apples' is no size: give a number of bytes"):
         checkpoint.export(pipe, out, "5 apples")
+
+
+def test_two_names_that_would_be_one_are_refused(tmp_path):
+    state, file = pipeline(1).state_dict(), tmp_path / "both.safetensors"
+    save_file({f"{copy}.{name}": value.clone() for copy in ("model", "average") for name, value in state.items()}, file)
+    with pytest.raises(ps.MismatchError, match=r"rename= gives \w+\.\S+ and \w+\.\S+ one name"):
+        checkpoint.import_weights(pipeline(), file, rename=lambda name: name.partition(".")[2])

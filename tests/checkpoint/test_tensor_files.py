@@ -1,5 +1,6 @@
 """Tensors in safetensors files: every dtype and layout, by whomever the files were written, and without numpy."""
 
+import resource
 import subprocess
 import sys
 
@@ -129,3 +130,24 @@ def test_checkpoints_need_no_numpy(tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMPY, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert len(load_file(tmp_path / "model.safetensors")) == 4
+
+
+def test_a_folder_of_more_files_than_descriptors_is_read(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for number in range(80):
+        tensor_files.write_file(tmp_path / f"{number:03d}.safetensors", {f"t{number}": torch.full((3,), float(number))})
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        files = tensor_files.TensorFiles(tmp_path)
+        found = [files.mapped(f"t{number}").clone() for number in range(80)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [each[0].item() for each in found] == list(range(80))
+
+
+def test_a_rank_whose_first_tensor_is_empty_writes_it(tmp_path):
+    module = nn.Linear(4, 4)
+    module.register_buffer("nothing", torch.empty(0))
+    checkpoint.export(ps.Pipeline(nn.Sequential(module)), tmp_path / "model.safetensors")
+    assert tensor_files.write(tmp_path / "parts", 0, {"nothing": torch.empty(0), "more": torch.ones(2)})
+    assert {*load_file(tmp_path / "model.safetensors")} == {"0.weight", "0.bias", "0.nothing"}

@@ -230,3 +230,29 @@ def test_the_page_on_inference_runs_as_it_stands():
     assert likeliest.shape == drawn.shape == (4, 18)
     model = page["model"]()
     assert torch.equal(ps.Pipeline(model).generate(prompts(), max_new_tokens=6), uncut(model, prompts(), 6))
+
+
+def test_a_layer_that_was_given_another_forward_or_a_hook_takes_no_part_in_the_cache():
+    tokens = prompts()
+    for change in ("forward", "hook"):
+        torch.manual_seed(7)
+        layer = nn.Linear(8, 8)
+        if change == "forward":
+            layer.forward = lambda hidden, layer=layer: nn.functional.linear(hidden.cumsum(1), layer.weight)
+        else:
+            layer.register_forward_hook(lambda layer, given, made: made.cumsum(1))
+        model = nn.Sequential(nn.Embedding(17, 8), layer, nn.Linear(8, 17))
+        assert torch.equal(ps.Pipeline(model).generate(tokens, max_new_tokens=4), uncut(model, tokens, 4))
+
+
+def test_a_model_without_values_generates_nothing():
+    with torch.device("meta"):
+        head = nn.Linear(8, 17)
+        head.weight = nn.Parameter(torch.empty(17, 8))
+        head.reset_parameters = None
+    pipe = ps.Pipeline(nn.Sequential(nn.Embedding(17, 8), head))
+    with pytest.raises(ps.MismatchError, match="what has no value yet"):
+        pipe.generate(prompts(), max_new_tokens=1)
+    values = {name: torch.ones(value.shape) for name, value in pipe.state_dict(strict=False).items()}
+    pipe.stages[0].load_state_dict(values, assign=True)
+    assert pipe.generate(prompts(), max_new_tokens=1).shape == (5, PROMPT + 1)

@@ -242,3 +242,40 @@ def test_launch_calls_the_function_itself():
 
 def test_a_rank_with_nothing_to_train_has_an_optimizer_and_a_checkpoint_too(everyone):
     assert [done["optimizes_nothing"] for *_, done in everyone] == [(True,) * 4] * 2
+
+
+def rank_calls_another_method():
+    made = pipe()
+    made.step(X, target=X)
+    with pytest.raises(ps.MismatchError) as caught:
+        made.timeline() if rank() else made.clip_grad_norm_(1.0)
+    target = torch.ones(4, 4, dtype=torch.complex64).conj()  # values of which are compared
+    loss = pipe(loss_fn=lambda output, target: (output - target.real).square().mean()).step(X, target=target)
+    return str(caught.value), loss.item()
+
+
+def test_ranks_that_call_different_methods_are_told_which():
+    (told, loss), other = ps.launch(rank_calls_another_method, 2)
+    assert other == (told, loss)
+    assert told == "the ranks do different things: rank 0 is about to clip their gradients, rank 1 to tell their timelines"
+
+
+def rank_ties_what_nobody_initialises():
+    with torch.device("meta"):
+        first, second = Bare(), Bare()
+        second.weight = first.weight
+    with pytest.raises(ps.MismatchError, match="what has no value yet"):
+        pipe(nn.Sequential(first, second)).step(X, target=X)
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+    def forward(self, hidden):
+        return hidden @ self.weight
+
+
+def test_a_tied_weight_that_nobody_initialises_is_not_taken_for_loaded():
+    ps.launch(rank_ties_what_nobody_initialises, 2)

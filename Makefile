@@ -15,7 +15,7 @@ quick: $(VENV)/ready
 
 # What judges times comes last, and alone.
 test: $(VENV)/ready lint
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours)"
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours)"
 	$(PYTEST) -m timed
 
 # The bits again, by the kernels of smaller processors.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 from penstock import comms
 from penstock.comms.control import Control
@@ -129,7 +130,7 @@ class Pipeline(NoModule):
         self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
         self._control.connect()
         with self._together():
-            check_arguments(model, schedule, loss_fn, loss_weight)
+            check_arguments(model, schedule, loss_fn, loss_weight, seed)
             self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
             cut = agreed_cut(self._control, self.position, self.schedule, model, cuts, example_args, example_kwargs)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
@@ -294,6 +295,8 @@ class Pipeline(NoModule):
 
         Raises MismatchError for a dataset without a length, or with fewer rows than replicas.
         """
+        if isinstance(dataset, DataLoader):
+            raise MismatchError("sampler() takes the dataset: DataLoader(dataset, batch_size, sampler=pipe.sampler(dataset))")
         if not hasattr(dataset, "__len__"):
             told = f"a {type(dataset).__name__} has no length to sample from"
             raise MismatchError(f"{told}: let it share its rows out itself, by pipe.position.replica of pipe.position.replicas")
@@ -352,9 +355,11 @@ class Pipeline(NoModule):
         """Scale all ranks' gradients so that their norm, taken together, is at most `max_norm`; returns the norm before.
 
         The norm is taken over the parameters in the uncut model's order, so it has the bits of the uncut model's. A tied
-        parameter counts once. All ranks call it.
+        parameter counts once. All ranks call it. Raises MismatchError for a `max_norm` that is no number of 0 or more.
         """
         with self._together():
+            if not isinstance(max_norm, int | float) or not max_norm >= 0:
+                raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
             norms = self._parameters.gradient_norms(norm_type)
             everyone = self._control.gather_objects(norms, "to clip their gradients")
         return self._parameters.clip(everyone, max_norm, norm_type)

@@ -39,9 +39,9 @@ NOTES = """
 By an example a model is cut before any of its layers, `cuts=` choosing which or the times measured on it. Where hooks look into
 a layer, as for the routers' losses, it can be cut inside it too.
 
-The batches have an `attention_mask`. Without one transformers makes none, except in an export, and attention may then take
-another kernel, with other last bits. Rotary angles and other buffers that no checkpoint has are computed by the model's own
-`_init_weights`, as `from_pretrained` does it.
+The batches have an `attention_mask` that hides something. Without one, or with one of ones only, transformers makes none,
+except in an export, and attention may then take another kernel, with other last bits. Rotary angles and other buffers that no
+checkpoint has are computed by the model's own `_init_weights`, as `from_pretrained` does it.
 """
 
 

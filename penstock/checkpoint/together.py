@@ -50,6 +50,8 @@ class Saving:
 
 def settled(pipe: Pipeline) -> Control:
     """The control group of the checkpoints of `pipe`, the save before having ended. Raises what went wrong with that."""
+    if not isinstance(pipe, Pipeline):
+        raise MismatchError(f"a checkpoint is of a Pipeline, not a {type(pipe).__name__}: save(folder, pipe)")
     saving = savings.pop(pipe, None)
     if saving is not None:
         saving.settle()

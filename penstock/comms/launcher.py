@@ -251,8 +251,8 @@ def _rank_main(job: _Job, rank: int, port: int, sender: Connection) -> None:
     try:
         function, args = pickle.loads(job.work)
         value = function(*args)
+        data = _pickled_result(value, rank)
         tell_departure(FINISHED)
-        data = pickle.dumps(Outcome(True, value))
     except BaseException as error:
         data = _pickled_error(error, rank)
         tell_departure(f"ended with {reason(error)}")
@@ -267,6 +267,13 @@ def _threads() -> int:
     """As many as the caller's environment says: torch has read that of the server."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else 1
+
+
+def _pickled_result(value: Any, rank: int) -> bytes:
+    try:
+        return pickle.dumps(Outcome(True, value))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
 
 
 def _pickled_error(error: BaseException, rank: int) -> bytes:

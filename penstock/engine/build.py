@@ -33,7 +33,7 @@ Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cell
 Modules = dict[int, nn.Module]  # by stage
 
 
-def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any) -> None:
+def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, seed: Any) -> None:
     """Raises MismatchError for what is of another kind than `Pipeline` takes."""
     for each in model if isinstance(model, Sequence) else [model]:
         if not isinstance(each, nn.Module):
@@ -43,6 +43,8 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any) -
     for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
         if function is not None and (isinstance(function, type) or not callable(function)):
             raise MismatchError(f"{name} is a function or a module, not {_kind(function)}")
+    if seed is not None and not isinstance(seed, int):
+        raise MismatchError(f"seed is a whole number or None, not {_kind(seed)}")
 
 
 def _kind(value: Any) -> str:

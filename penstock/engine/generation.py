@@ -118,9 +118,8 @@ class Generation:
             self._cached = False  # all positions change with each token
             self._caches.clear()
         self._given = given = 1 if self._cached and length > self._prompt else seen
-        self._batch = split(
-            Call(False, (self.text[:, -given:],), self.kwargs, None, 0, False), engine.position, engine.schedule
-        )
+        call = Call(False, (self.text[:, -given:],), self._arguments(given), None, 0, False)
+        self._batch = split(call, engine.position, engine.schedule)
         self._chosen: dict[int, Tensor] = {}  # by microbatch
         specs = self._known[1] if self._known[0] == given else None
         channels.begin(specs)
@@ -130,6 +129,14 @@ class Generation:
         self._known = given, specs or channels.learned()
         self.text = torch.cat([self.text, column[:, None]], dim=1)
         return column
+
+    def _arguments(self, given: int) -> dict[str, Any]:
+        """The model's further arguments; an `attention_mask` of the prompt grows with the text: new tokens are seen."""
+        mask = self.kwargs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.shape != (len(self.text), self._prompt):
+            return self.kwargs
+        more = mask.new_ones(len(mask), self.text.shape[1] - self._prompt)
+        return {**self.kwargs, "attention_mask": torch.cat([mask, more], 1)[:, -given:]}
 
     def _forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """What the stage makes for each of its takers; nothing on the last stage, whose logits become tokens."""

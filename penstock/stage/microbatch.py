@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.comms.messages.wire import flatten
 from penstock.errors import MismatchError
-from penstock.torch_private import keystr, tree_flatten_with_path, tree_map, tree_unflatten
+from penstock.torch_private import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 
 def sizes(rows: int, microbatches: int) -> list[int]:
@@ -60,7 +60,10 @@ def sizes_of(batch: Any, what: str, microbatches: int) -> list[int]:
     """Rows of each of at most so many microbatches, none of them empty. Raises MismatchError if there are no rows."""
     count = rows(batch, what)
     if not count:
-        raise MismatchError(f"{what} has no tensor with rows to split into microbatches")
+        kinds = ", ".join(dict.fromkeys(map(_told_kind, tree_leaves(batch)))) or "nothing"
+        raise MismatchError(
+            f"{what} has no tensor with rows to split into microbatches, it is {kinds}: give tensors, a row or more"
+        )
     return sizes(count, min(count, microbatches))
 
 
@@ -77,7 +80,10 @@ def _split_leaf(leaf: Any, rows_each: Sequence[int], device: torch.device | None
     if not isinstance(leaf, Tensor):
         return [leaf] * len(rows_each)
     leaf = leaf.to(device, non_blocking=True) if device is not None else leaf
-    return leaf.split(list(rows_each)) if leaf.dim() else [leaf] * len(rows_each)
+    if not leaf.dim():
+        return [leaf] * len(rows_each)
+    parts = leaf.split(list(rows_each))
+    return parts if leaf.requires_grad else [part.data for part in parts]  # a layer may change one in place, others stay valid
 
 
 def join(outputs: Sequence[Any]) -> Any:
@@ -95,11 +101,18 @@ def _join_leaves(*leaves: Any) -> Any:
 
 def counts(targets: Sequence[Any], loss_weight: Callable[[Any], Any]) -> list[float]:
     """What each microbatch counts in the batch's loss. Raises MismatchError for what is negative or not a finite number."""
-    counted = [float(loss_weight(target)) for target in targets]
+    weights = [loss_weight(target) for target in targets]
+    if any(each.numel() != 1 if isinstance(each, Tensor) else not isinstance(each, int | float) for each in weights):
+        raise MismatchError(f"loss_weight(target) must be one number for a microbatch, got {_told_kind(weights[0])}")
+    counted = list(map(float, weights))
     for microbatch, count in enumerate(counted):
         if not 0 <= count < float("inf"):
             raise MismatchError(f"loss_weight is {count} for microbatch {microbatch}: it must be a finite number, 0 or more")
     return counted
+
+
+def _told_kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def shares(counts: Sequence[float], total: float) -> list[float]:

@@ -256,3 +256,25 @@ def test_a_model_without_values_generates_nothing():
     values = {name: torch.ones(value.shape) for name, value in pipe.state_dict(strict=False).items()}
     pipe.stages[0].load_state_dict(values, assign=True)
     assert pipe.generate(prompts(), max_new_tokens=1).shape == (5, PROMPT + 1)
+
+
+class Masked(nn.Module):
+    """Gives logits that depend on how much of the text the mask lets it see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding, self.head = nn.Embedding(17, 8), nn.Linear(8, 17)
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head((self.embedding(tokens) * attention_mask[..., None]).cumsum(1))
+
+
+def test_the_prompts_mask_grows_with_the_text():
+    model, text = Masked(), prompts()
+    mask = (torch.arange(PROMPT) >= torch.arange(5)[:, None] % 3).long()
+    made = ps.Pipeline([model]).generate(text, max_new_tokens=4, attention_mask=mask)
+    for _ in range(4):
+        whole = torch.cat([mask, torch.ones(5, text.shape[1] - PROMPT, dtype=torch.int64)], 1)
+        text = torch.cat([text, model(text, whole)[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(made, text)

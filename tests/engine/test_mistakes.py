@@ -3,12 +3,14 @@
 import copy
 import io
 import pickle
+import re
 import time
 
 import pytest
 import torch
 from patience import within
 from torch import nn
+from torch.utils.data import DataLoader
 
 import penstock as ps
 from penstock import checkpoint
@@ -279,3 +281,63 @@ class Bare(nn.Module):
 
 def test_a_tied_weight_that_nobody_initialises_is_not_taken_for_loaded():
     ps.launch(rank_ties_what_nobody_initialises, 2)
+
+
+def layer_in_place(hidden):
+    return hidden.relu_()
+
+
+class InPlace(nn.Module):
+    def forward(self, hidden):
+        return layer_in_place(hidden)
+
+
+def test_a_first_layer_may_change_what_it_is_given_in_place():
+    first, *others = layers()
+    model = nn.Sequential(InPlace(), first, InPlace(), *others)
+    made = pipe(model)
+    loss = made.step(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), target=X)
+    found = {name: parameter.grad for name, parameter in made.named_parameters()}
+    model.zero_grad()
+    inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(())
+    for part in inputs.chunk(2):
+        each = mse(model(part.clone()), X[:2])
+        (0.5 * each).backward()
+        total += 0.5 * each.detach()
+    assert torch.equal(loss, total)
+    assert all(torch.equal(parameter.grad, found[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        (lambda made: made.clip_grad_norm_(-1.0), "clip_grad_norm_() takes a number of 0 or more as max_norm, got -1.0"),
+        (
+            lambda made: made.sampler(DataLoader([1, 2, 3])),
+            "sampler() takes the dataset: DataLoader(dataset, ",
+        ),
+        (
+            lambda made: made.step([[1.0]], target=X),
+            "no tensor with rows to split into microbatches, it is a float",
+        ),
+        (lambda made: checkpoint.save(made, "folder"), "a checkpoint is of a Pipeline, not a str: save(folder, pipe)"),
+        (lambda made: pipe(seed="a"), "seed is a whole number or None, not a str"),
+        (
+            lambda made: pipe(loss_weight=lambda target: target.sum(1)).step(X, target=X),
+            "must be one number for a microbatch, got a",
+        ),
+    ],
+)
+def test_what_is_of_another_kind_is_told(mistake, told):
+    with pytest.raises(ps.PenstockError, match=re.escape(told)):
+        mistake(pipe())
+
+
+def test_a_result_that_does_not_pickle_is_told_with_its_rank():
+    with pytest.raises(ps.PenstockError, match=r"rank \d cannot send home what its function returned .*: it must pickle"):
+        ps.launch(rank_returns_a_function, 1)
+
+
+def rank_returns_a_function():
+    return lambda: None

@@ -337,6 +337,10 @@ class Pipeline(NoModule):
         Raises MismatchError, before anything is loaded, for a name this rank lacks in `state`, for one that no stage has
         (both unless `strict` is False), and for a shape that differs.
         """
+        given: Any = state
+        if not isinstance(given, Mapping):
+            told = f"load_state_dict() takes names and tensors, not a {type(given).__name__}"
+            raise MismatchError(f"{told}: of files, checkpoint.import_weights(pipe, path)")
         self._parameters.load_state_dict(state, strict)
 
     def unfit(self, shapes: Mapping[str, Any]) -> dict[str, list[str]]:

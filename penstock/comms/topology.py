@@ -166,6 +166,8 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
     elif not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if backend == "nccl" and not dist.is_nccl_available():
+        raise PenstockError("this torch comes without NCCL: use 'gloo', or install a build of torch for CUDA")
     device = _choose_device(backend, device, local_rank)
     if backend is None:
         own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()

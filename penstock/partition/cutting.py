@@ -131,6 +131,8 @@ class Whole:
 
     def starts(self, stages: int) -> list[str]:
         """The unit that each of `stages` stages but the first begins with: of the cuts, or of the best balance."""
+        if not isinstance(stages, int):
+            raise MismatchError(f"a model is cut into a whole number of stages, not {stages!r}")
         if self.cuts is not None:
             return self._named(self.cuts, stages)
         if not 1 <= stages <= len(self.order):

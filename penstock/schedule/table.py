@@ -190,6 +190,12 @@ class Table:
         return "\n".join(f"rank {rank} | {' '.join(cell.rjust(width) for cell in row)}" for rank, row in enumerate(rows))
 
 
+def must_be_table(schedule: object) -> None:
+    """Raises ScheduleError for what is no table, as the name of one."""
+    if not isinstance(schedule, Table):
+        raise ScheduleError(f"{schedule!r} is no table: penstock.schedule.build(name, ranks=.., microbatches=..) makes one")
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """No garbage collection inside: tables are many small tuples without a circle; looking for one takes half of the time."""

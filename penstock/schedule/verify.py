@@ -29,7 +29,18 @@ from penstock.errors import ScheduleError
 from penstock.schedule.complete import check_table
 from penstock.schedule.memory import peaks_in_flight
 from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, checked_skips, lower
-from penstock.schedule.table import Action, Cell, Kind, Skip, Table, actions_of, collector_paused, dependencies, written
+from penstock.schedule.table import (
+    Action,
+    Cell,
+    Kind,
+    Skip,
+    Table,
+    actions_of,
+    collector_paused,
+    dependencies,
+    must_be_table,
+    written,
+)
 
 SENDS = ("async", "blocking")
 CHANNELS = ("directed", "shared")
@@ -82,6 +93,7 @@ def verify(
         verify(build("1f1b", 2, 2)).peak_in_flight  # (2, 1)
         verify(build("1f1b", 2, 2), sends="blocking")  # raises: rank 0 waits for rank 1 to receive ..; rank 1 waits for ..
     """
+    must_be_table(schedule)
     for name, value, known in (("sends", sends, SENDS), ("channels", channels, CHANNELS)):
         if value not in known:
             raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, known))}")

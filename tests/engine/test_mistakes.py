@@ -322,6 +322,14 @@ def test_a_first_layer_may_change_what_it_is_given_in_place():
             "no tensor with rows to split into microbatches, it is a float",
         ),
         (lambda made: checkpoint.save(made, "folder"), "a checkpoint is of a Pipeline, not a str: save(folder, pipe)"),
+        (lambda made: made.load_state_dict("weights.pt"), "load_state_dict() takes names and tensors, not a str"),
+        (
+            lambda made: ps.partition.split(nn.Sequential(*layers()), "2"),
+            "a model is cut into a whole number of stages, not '2'",
+        ),
+        (lambda made: ps.schedule.verify("1f1b"), "'1f1b' is no table: penstock.schedule.build("),
+        (lambda made: ps.schedule.simulate("1f1b"), "'1f1b' is no table: penstock.schedule.build("),
+        (lambda made: pipe(topology=2), "topology= takes what ps.comms.init_distributed() returns, got 2"),
         (lambda made: pipe(seed="a"), "seed is a whole number or None, not a str"),
         (
             lambda made: pipe(loss_weight=lambda target: target.sum(1)).step(X, target=X),

@@ -92,6 +92,7 @@ def both_send_first() -> str:
         ps.comms.send_tensor(torch.ones(4), dest=other)
         ps.comms.recv_tensor((4,), src=other)
     except ps.LostRankError as error:
+        time.sleep(PATIENCE / 2)  # until the other has given up too: else it is told that this rank has finished
         return str(error)
     return f"rank {topology.rank} came through"
 

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from penstock.errors import ScheduleError
 from penstock.schedule.memory import Size
 from penstock.schedule.program import checked_skips
-from penstock.schedule.table import Action, Kind, Skip, Table, collector_paused, dependencies
+from penstock.schedule.table import Action, Kind, Skip, Table, collector_paused, dependencies, must_be_table
 from penstock.schedule.timing.events import Border, Channel, Event
 from penstock.schedule.timing.timeline import Timeline
 
@@ -128,6 +128,7 @@ def until_it_stops(schedule: Table, costs: Costs = Costs()) -> Timeline:
 
     Raises ScheduleError as `simulate`, but not for a circle.
     """
+    must_be_table(schedule)
     _check_places(schedule)
     if not 0 <= costs.overlap <= 1:
         raise ScheduleError(f"overlap is {costs.overlap}: give the share of the shorter action that is hidden, 0 to 1")

@@ -99,6 +99,11 @@ class Stored(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes there."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class TensorFiles(Mapping[str, Tensor]):
     """The tensors in safetensors files, and in those of folders, by name; each is read when it is asked for.
@@ -110,6 +115,7 @@ class TensorFiles(Mapping[str, Tensor]):
         files = [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
         self.stored = {name: stored for file in files for name, stored in _stored_in(file)}
         self.shapes = {name: stored.shape for name, stored in self.stored.items()}
+        self.nbytes = sum(stored.nbytes for stored in self.stored.values())
         self._last: tuple[Path | None, Any] = None, None  # the file that was read last, and its memory
 
     def __getitem__(self, name: str) -> Tensor:
@@ -153,7 +159,7 @@ def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             dtype, shape, (first, end) = _OF_NAME[entry["dtype"]], torch.Size(entry["shape"]), entry["data_offsets"]
-            nbytes = math.prod(shape) * dtype.itemsize
-            if min(shape, default=0) < 0 or first < 0 or end != first + nbytes or begin + end > len(data):
+            stored = Stored(path, begin + first, dtype, shape)
+            if min(shape, default=0) < 0 or first < 0 or end != first + stored.nbytes or begin + end > len(data):
                 raise ValueError(f"{name} has no place in it")
-            yield name, Stored(path, begin + first, dtype, shape)
+            yield name, stored

@@ -92,10 +92,11 @@ def _write(
     parts = path.absolute().with_name(f".{path.name}.parts")
 
     def put_in_place(everyone: list[list[str]]) -> None:
+        """On rank 0, from what all ranks have written and left out."""
         if left_out := [name for each in everyone for name in each]:
             warnings.warn(f"{path} holds tensors only: {', '.join(left_out)} left out", stacklevel=5)
         files = TensorFiles(parts)
-        if one_file or sum(files.mapped(name).nbytes for name in files) <= most:
+        if one_file or files.nbytes <= most:
             files = _joined(files, parts / SINGLE)
         if one_file:
             os.replace(parts / SINGLE, path)
@@ -123,9 +124,8 @@ def _put_folder(files: TensorFiles, parts: Path, path: Path, contents: Mapping[s
     if shards == [parts / SINGLE]:
         names = {parts / SINGLE: SINGLE}
     else:
-        size = sum(files.mapped(name).nbytes for name in files)
         homes = {name: names[stored.file] for name, stored in sorted(files.stored.items())}
-        contents = {**contents, INDEX: {"metadata": {"total_size": size}, "weight_map": homes}}
+        contents = {**contents, INDEX: {"metadata": {"total_size": files.nbytes}, "weight_map": homes}}
     for file, name in names.items():
         os.rename(file, parts / name)
     for name, content in contents.items():

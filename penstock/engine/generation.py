@@ -11,7 +11,6 @@ Where every layer takes part in the cache (`cache.py`), the first pass brings th
 Elsewhere, and when the text is longer than the model's context, each pass brings all tokens that the model can see.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from torch import Tensor
 from penstock.comms.control import waiting
 from penstock.comms.messages.channels import Channels, Specs
 from penstock.engine.actions import forward, messages
-from penstock.engine.batch import Call, split
+from penstock.engine.batch import Call, digest, split
 from penstock.engine.cache import Cache, context_of, takes_part
 from penstock.engine.clock import Clock
 from penstock.engine.step import Engine
@@ -171,7 +170,7 @@ class Generation:
 def _agreed(engine: Engine, tokens: Tensor, request: Request) -> Sequence[Told]:
     """What all ranks say. Raises MismatchError unless they are asked for the same, those of a replica with the same prompt."""
     modules = [stage.module for stage in engine.stages.values()]
-    prompt = hashlib.blake2b(tokens.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+    prompt = digest(tokens.cpu().contiguous().numpy().tobytes())
     context = min((limit for limit in map(context_of, modules) if limit is not None), default=None)
     mine = Told(request, f"{tuple(tokens.shape)} {prompt}", len(tokens), all(map(takes_part, modules)), context)
     everyone = engine.control.gather_objects(mine, "to generate")

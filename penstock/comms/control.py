@@ -99,12 +99,13 @@ class Control:
         mine = torch.tensor([*row, *[0.0] * (WIDEST - len(row))], dtype=torch.float64)
         self._told, self._width = mine, len(row)
         sent, self._sending = self._sending, []
-        try:
-            self._sending = [(self._group.send([mine], peer, EXCHANGE_TAG), mine) for peer in self._peers]
-            for work, _ in sent:
-                work.wait()  # long received
-        except RuntimeError as error:
-            raise WaitFailed(f"for the other ranks {what}", None, error) from error
+        for number, peer in enumerate(self._peers):
+            try:
+                self._sending.append((self._group.send([mine], peer, EXCHANGE_TAG), mine))
+                if sent:
+                    sent[number][0].wait()  # long received
+            except RuntimeError as error:
+                raise WaitFailed(f"for rank {peer} {what}", peer, error) from error
         self._heard, self._receiving = (self._rows, self._receiving), []
         self._post_receives()
 

@@ -4,15 +4,12 @@ A checkpoint is a folder `step-00000120`: tensors in safetensors files, the rest
 hash. Nothing is unpickled when it is loaded. The ranks agree over a control group of their own, so a save may go on in a
 thread while the next steps run. All ranks must see the folder.
 
-    manifest        a checkpoint's folder: what must be in it, byte for byte, and which folders there are
-    tensor_files    tensors in safetensors files
-    packing         state as JSON with the tensors aside, and back
+    files/          what is on the disk: the folder and its manifest, safetensors files, state as JSON
     training_state  the optimizer by names, random numbers
     together        what the ranks do as one: write, fail, find the newest whole checkpoint
     restore         `resume`
     saving          `save` and `exists`
     importing       `import_weights`: from one file, or several and their index
-    transformers_form  what transformers keeps in files in another form than in memory
     weights         `export`, `export_folder`: the weights alone, as one file or as a folder for `from_pretrained`
 """
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint import transformers_form
-from penstock.checkpoint.manifest import Damaged, reading
-from penstock.checkpoint.tensor_files import TensorFiles
+from penstock.checkpoint.files import transformers_form
+from penstock.checkpoint.files.manifest import Damaged, reading
+from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import as_one, differences, put, settled, under_all_names
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline

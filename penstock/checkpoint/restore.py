@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint.packing import unpack
-from penstock.checkpoint.tensor_files import TensorFiles
+from penstock.checkpoint.files.packing import unpack
+from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import as_one, differences, newest_whole, put, settled, under_all_names
 from penstock.checkpoint.training_state import check_optimizer, restore_optimizer, restore_random
 from penstock.errors import MismatchError

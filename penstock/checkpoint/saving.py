@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint import manifest
-from penstock.checkpoint.packing import pack
+from penstock.checkpoint.files import manifest
+from penstock.checkpoint.files.packing import pack
 from penstock.checkpoint.restore import MODEL
 from penstock.checkpoint.together import Saving, as_one, own_state, savings, settled, write
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from penstock.checkpoint import manifest, tensor_files
+from penstock.checkpoint.files import manifest, tensor_files
 from penstock.comms.control import Control
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.packing import pack, unpack
+from penstock.checkpoint.files.packing import pack, unpack
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import placed_as
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint import manifest
+from penstock.checkpoint.files import manifest
+from penstock.checkpoint.files.tensor_files import TensorFiles, write_file
 from penstock.checkpoint.importing import INDEX, SINGLE
 from penstock.checkpoint.restore import MODEL
-from penstock.checkpoint.tensor_files import TensorFiles, write_file
 from penstock.checkpoint.together import as_one, newest_whole, own_state, settled, write
 from penstock.comms.control import Control
 from penstock.comms.topology import Topology

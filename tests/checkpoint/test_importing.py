@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.tensor_files import TensorFiles
+from penstock.checkpoint.files.tensor_files import TensorFiles
 
 FIRST, SECOND, INDEX = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.tensor_files import TensorFiles
+from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.learn.devices import CAN_LIMIT_MEMORY
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not CAN_LIMIT_MEMORY, reason="Linux tells how much memory a process has")]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import MismatchError
-from penstock.checkpoint.packing import pack, unpack
+from penstock.checkpoint.files.packing import pack, unpack
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -17,7 +17,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.tensor_files import TensorFiles
+from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.commands.cli import main
 from penstock.commands.train.config import TrainConfig, saved_options
 from penstock.commands.train.job import train_rank

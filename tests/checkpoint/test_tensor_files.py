@@ -12,7 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint import manifest, tensor_files
+from penstock.checkpoint.files import manifest, tensor_files
 
 
 def bits(tensor):

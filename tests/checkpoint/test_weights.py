@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.tensor_files import TensorFiles
+from penstock.checkpoint.files.tensor_files import TensorFiles
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import checkpoint, comms
-from penstock.checkpoint import manifest
+from penstock.checkpoint.files import manifest
 from penstock.commands.train.config import SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.metrics import Metrics, recorded

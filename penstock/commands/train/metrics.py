@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.manifest import replaced
+from penstock.checkpoint.files.manifest import replaced
 
 LINES = "metrics.jsonl"
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.manifest import reading
+from penstock.checkpoint.files.manifest import reading
 from penstock.errors import MismatchError
 
 MOST_BYTES = 2**30  # of tensors in one of the files that a rank writes, so that ranks can share the work of reading them

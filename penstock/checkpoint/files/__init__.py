@@ -1,0 +1,7 @@
+"""What is on the disk: folders of files, each as it was written or refused; nothing here knows of ranks.
+
+manifest          a checkpoint's folder: what must be in it, byte for byte, and which folders there are
+tensor_files      tensors in safetensors files
+packing           state as JSON with the tensors aside, and back
+transformers_form what transformers keeps in files in another form than in memory
+"""

@@ -9,7 +9,7 @@ from penstock.lazy import face
 
 if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, schedule
-    from penstock.comms.launcher import launch
+    from penstock.comms.starting.launcher import launch
     from penstock.comms.topology import Topology
     from penstock.engine import cache
     from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError, ScheduleError, StageError
@@ -51,7 +51,7 @@ __getattr__, __dir__ = face(
         "Topology": "comms.topology",
         "auxiliary_loss": "stage.auxiliary",
         "cache": "engine.cache",
-        "launch": "comms.launcher",
+        "launch": "comms.starting.launcher",
         "microbatch": "stage.microbatch",
     },
 )

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from penstock import comms
 from penstock.comms.groups import Groups
-from penstock.comms.launcher import launch
 from penstock.comms.messages.group_line import Outbox
 from penstock.comms.messages.lines import receiving_line, sending_line
 from penstock.comms.messages.memory_line import MemorySender
 from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.messages.worker import SendFailure
+from penstock.comms.starting.launcher import launch
 from penstock.torch_private import NEWEST, release
 
 SIZES = (1, 16_384, 1_048_576)  # floats

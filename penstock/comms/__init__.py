@@ -1,9 +1,6 @@
 """The glue: ranks, tensors between them, and how they agree and fail as one.
 
-launcher        starts ranks on this machine for a function
 topology        which rank this is, among how many, on which device; the mesh of all
-meeting         what ranks write in the store that they meet at: the name of a start, who has left
-interface       which network leads to the other ranks
 allocator       has a process keep the memory it frees
 point_to_point  a tensor from one rank to another
 system          what a rank's own system can refuse it
@@ -11,6 +8,7 @@ groups          process groups that can be closed while somebody waits on them
 shared_memory   memory that processes of one machine see
 reports         what ranks tell each other when a step fails
 control         the ranks of a pipeline as one: they agree, and fail together
+starting/       how ranks come to be: started, brought together, told who has left
 messages/       what passes between stages
 collectives/    what all ranks of a group do together
 """

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import torch_private
-from penstock.comms.meeting import departed, looks
+from penstock.comms.starting.meeting import departed, looks
 from penstock.comms.system import need_descriptors
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from penstock import errors
 from penstock.comms.groups import FAILED, Groups
-from penstock.comms.meeting import departed, left, looks
+from penstock.comms.starting.meeting import departed, left, looks
 from penstock.comms.topology import MOMENT
 from penstock.errors import LostRankError, PenstockError
 

@@ -17,8 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock import torch_private
 from penstock.comms.allocator import keep_freed_memory
-from penstock.comms.interface import interface_to
-from penstock.comms.meeting import FINISHED, depart, departed, left, looks, name_of_start
+from penstock.comms.starting.interface import interface_to
+from penstock.comms.starting.meeting import FINISHED, depart, departed, left, looks, name_of_start
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, MismatchError, PenstockError
 

@@ -26,9 +26,9 @@ from reference import accumulate, assert_same, data, gradients, merged
 from reference import make as make_model
 
 import penstock as ps
-from penstock.comms.interface import interface_to
-from penstock.comms.meeting import name_of_start
 from penstock.comms.shared_memory import SECRET, make, open_of
+from penstock.comms.starting.interface import interface_to
+from penstock.comms.starting.meeting import name_of_start
 from penstock.schedule.table import dependencies
 
 pytestmark = pytest.mark.ranks

@@ -17,7 +17,7 @@ from patience import within
 from torch import nn
 
 import penstock as ps
-from penstock.comms import launcher
+from penstock.comms.starting import launcher
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 

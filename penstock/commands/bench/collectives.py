@@ -19,7 +19,7 @@ from penstock import comms
 from penstock.commands.bench.timing import FEWEST, Row, Variant, floats, measure, same_bits, two_halves, variants
 from penstock.comms.collectives import operations as ours
 from penstock.comms.collectives.call import COLLECTIVES
-from penstock.comms.launcher import launch
+from penstock.comms.starting.launcher import launch
 from penstock.errors import PenstockError
 from penstock.view.files import writing
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock.commands.train.config import TrainConfig, saved_options
-from penstock.comms.launcher import start_ahead
+from penstock.comms.starting.launcher import start_ahead
 from penstock.errors import PenstockError
 from penstock.view.files import writing
 

@@ -17,7 +17,7 @@ from penstock.commands.train.metrics import Metrics, recorded
 from penstock.commands.train.progress import Progress, closing
 from penstock.commands.train.result import TrainResult
 from penstock.commands.train.setup import Setup, prepared
-from penstock.comms.launcher import launch
+from penstock.comms.starting.launcher import launch
 from penstock.errors import PenstockError
 from penstock.schedule import Costs, Timeline, explain, simulate
 from penstock.schedule.timing.measurement import Measurement

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
-from penstock.comms.meeting import FINISHED, depart
+from penstock.comms.starting.meeting import FINISHED, depart
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, PenstockError
 

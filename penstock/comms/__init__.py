@@ -6,9 +6,9 @@ point_to_point  a tensor from one rank to another
 system          what a rank's own system can refuse it
 groups          process groups that can be closed while somebody waits on them
 shared_memory   memory that processes of one machine see
-reports         what ranks tell each other when a step fails
 control         the ranks of a pipeline as one: they agree, and fail together
 starting/       how ranks come to be: started, brought together, told who has left
+health/         what became of a rank, and how the others hear of it
 messages/       what passes between stages
 collectives/    what all ranks of a group do together
 """

@@ -1,8 +1,8 @@
 """The ranks of a pipeline as one: they agree before data flows, and a failure on one ends the step on all.
 
 The failure protocol: a rank that cannot go on writes a report to the store and closes its groups. That wakes every rank
-that waits on it, which does the same, and so on; then each reads the reports (`reports.py`) and raises the same error. A rank
-that is blamed by another and leaves no report is lost.
+that waits on it, which does the same, and so on; then each reads the reports (health/reports.py) and raises the same error.
+A rank that is blamed by another and leaves no report is lost.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from penstock.comms import reports
 from penstock.comms.groups import Groups, break_off, is_of_transport
-from penstock.comms.reports import Report
+from penstock.comms.health import reports
+from penstock.comms.health.reports import Report
 from penstock.comms.system import named
 from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError

@@ -14,10 +14,10 @@ from patience import within
 from torch import Tensor
 
 import penstock as ps
-from penstock.comms import reports
 from penstock.comms import topology as topology_module
 from penstock.comms.collectives import checked_group
 from penstock.comms.collectives.call import call_of
+from penstock.comms.health import reports
 
 comms = ps.comms
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)

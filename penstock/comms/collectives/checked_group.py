@@ -22,8 +22,8 @@ from penstock import torch_private
 from penstock.comms.collectives.call import CollectiveCall, call_from
 from penstock.comms.collectives.call_board import CallBoard
 from penstock.comms.groups import Groups
+from penstock.comms.health.reports import Report, own_error, own_report, publish, read
 from penstock.comms.point_to_point import MAX_DIMENSIONS
-from penstock.comms.reports import Report, own_error, own_report, publish, read
 from penstock.comms.shared_memory import shared_memory
 from penstock.comms.starting.meeting import left
 from penstock.comms.system import named

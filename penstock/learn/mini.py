@@ -1,0 +1,240 @@
+"""Pipeline parallelism in one file: read it from top to bottom. The whole of Penstock is this, made safe, general and fast.
+
+    torchrun --nproc-per-node 4 -m penstock.learn.mini              # 1F1B, a loss that falls, the bits of one process
+    torchrun --nproc-per-node 4 -m penstock.learn.mini zb-v 12      # any other table, on 12 microbatches
+
+The model is a list of layers, cut into stages, some on each rank. The batch is cut into microbatches. A table says, rank by
+rank, what is done in which order: `2F3` is the forward of stage 2 for microbatch 3, `B` its backward. A backward may come in
+two halves: `I` for the gradient that the stage before waits for, `W` for the weights' own, which nobody waits for, so that it
+can fill a gap. That is all: each rank reads its row, receives what an action needs, computes, and sends what it made.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.schedule import Schedule, build
+from penstock.schedule.table import Action, Kind
+
+# ---- tables: `build` makes those that have a name; this is the rule of the best known one
+
+
+def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
+    """The row of a rank in 1F1B: as many forwards as there are ranks behind it, then one of each in turn, then backwards."""
+    ahead = min(ranks - 1 - rank, microbatches)
+    yield from (f"{rank}F{microbatch}" for microbatch in range(ahead))
+    for microbatch in range(microbatches - ahead):
+        yield from (f"{rank}F{ahead + microbatch}", f"{rank}B{microbatch}")
+    yield from (f"{rank}B{microbatch}" for microbatch in range(microbatches - ahead, microbatches))
+
+
+# ---- a tensor from one rank to another
+#
+# Sends do not wait: whoever sends goes on to compute, and keeps the handle and the tensor until the step's end. A rank that
+# waits for its sends stops in 1F1B, where two neighbours send to each other at the same time. Every message has a number of
+# its own, so that it does not matter which of two arrives first.
+
+
+class Messages:
+    """What a rank has sent in this step, and what its own stages have for each other."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.here: dict[int, Tensor] = {}
+        self.sent: list[tuple[Any, Tensor]] = []
+
+    def send(self, tensor: Tensor, to: int, number: int) -> None:
+        """Give `tensor` to the rank `to`: its shape first, which the receiver cannot know, then what is in it."""
+        if to == self.rank:
+            self.here[number] = tensor
+            return
+        shape = torch.tensor([tensor.dim(), *tensor.shape, *[0] * (7 - tensor.dim())])
+        for part, tag in ((shape, 2 * number), (tensor.contiguous(), 2 * number + 1)):
+            self.sent.append((dist.isend(part, to, tag=tag), part))
+
+    def receive(self, source: int, number: int) -> Tensor:
+        """Wait for the tensor of this number."""
+        if source == self.rank:
+            return self.here.pop(number)
+        shape = torch.empty(8, dtype=torch.int64)
+        dist.recv(shape, source, tag=2 * number)
+        tensor = torch.empty(shape[1 : 1 + int(shape[0])].tolist())
+        dist.recv(tensor, source, tag=2 * number + 1)
+        return tensor
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for handle, _ in self.sent:
+            handle.wait()
+
+
+# ---- the backward in two halves
+#
+# A linear layer y = x Wt + b has two products in its backward: dy W, which the stage before waits for, and dyt x, which nobody
+# does. Here the second is put off: autograd runs the first, and leaves (weight, x, dy) in a list for W.
+
+Later = list[tuple[nn.Parameter, Tensor, Tensor]]
+put_off: Later = []  # by the I that runs
+
+
+class SplitLinear(torch.autograd.Function):
+    """`F.linear`, whose backward computes the gradient of its input and of its bias, and puts that of its weight off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor) -> Tensor:
+        """(.., K), (N, K), (N) -> (.., N)."""
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor]:
+        """From the output's gradient those of x, weight and bias."""
+        x, weight = ctx.saved_tensors
+        rows, gradients = x.flatten(0, -2), gradient.flatten(0, -2)
+        put_off.append((weight, rows, gradients))
+        before = (gradients @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        return before, None, gradients.sum(0)
+
+
+def split_backward(model: nn.Module) -> None:
+    """Have every linear layer of `model` put its weight's gradient off."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.forward = partial(SplitLinear.apply, weight=layer.weight, bias=layer.bias)  # type: ignore[method-assign]
+
+
+def add_weights(later: Later) -> None:
+    """What W does: the products that were put off."""
+    for weight, rows, gradients in later:
+        gradient = gradients.t() @ rows
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+# ---- one rank
+
+
+class Rank:
+    """What one rank holds, and how it runs its row of the table."""
+
+    def __init__(self, layers: Sequence[nn.Module], loss_fn: Any, table: Schedule, rank: int) -> None:
+        self.table, self.rank, self.loss_fn = table, rank, loss_fn
+        cuts = [stage * len(layers) // table.stages for stage in range(table.stages + 1)]
+        self.stages = {s: nn.Sequential(*layers[cuts[s] : cuts[s + 1]]) for s in table.stages_of(rank)}
+        for stage in self.stages.values():
+            split_backward(stage)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this rank's stages, for its optimizer."""
+        for stage in self.stages.values():
+            yield from stage.parameters()
+
+    def step(self, inputs: Tensor, target: Tensor) -> Tensor:
+        """Forward and backward of one batch, the same call on every rank; gradients are added up, the loss is returned."""
+        count = min(self.table.microbatches, len(inputs))
+        self.inputs, self.targets = inputs.tensor_split(count), target.tensor_split(count)
+        self.shares = [len(each) / len(inputs) for each in self.targets]  # of a microbatch in the batch's mean
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by stage and microbatch: what went in, what came out
+        self.later: dict[tuple[int, int], Later] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.messages = Messages(self.rank)
+        run = {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward_input, Kind.W: self.backward_weight}
+        for kind, stage, microbatch in self.table.actions[self.rank]:
+            if microbatch < count:  # a small batch has fewer
+                run[kind](stage, microbatch)
+        self.messages.finish()
+        total = sum((self.losses[m] * self.shares[m] for m in sorted(self.losses)), torch.zeros(()))
+        dist.broadcast(total, self.table.placement[-1])
+        return total
+
+    def forward(self, stage: int, microbatch: int) -> None:
+        """Run the stage on what the one before has made; the last one's output becomes the loss."""
+        value = self.inputs[microbatch] if stage == 0 else self.receive(Kind.F, stage - 1, microbatch).requires_grad_()
+        output = self.stages[stage](value)
+        if stage == self.table.stages - 1:
+            output = self.loss_fn(output, self.targets[microbatch])
+            self.losses[microbatch] = output.detach()
+        else:
+            self.send(output.detach(), Kind.F, stage, microbatch, to=stage + 1)
+        self.kept[stage, microbatch] = value, output
+
+    def backward_input(self, stage: int, microbatch: int) -> None:
+        """The gradient of what went into the stage; it is scaled once, where it begins."""
+        value, output = self.kept.pop((stage, microbatch))
+        if stage == self.table.stages - 1:
+            gradient = torch.full_like(output, self.shares[microbatch])
+        else:
+            gradient = self.receive(Kind.B, stage + 1, microbatch)
+        put_off.clear()
+        output.backward(gradient)
+        self.later[stage, microbatch] = list(put_off)
+        if stage > 0:
+            assert value.grad is not None
+            self.send(value.grad, Kind.B, stage, microbatch, to=stage - 1)
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        """The gradients of the stage's weights."""
+        add_weights(self.later.pop((stage, microbatch)))
+
+    def backward(self, stage: int, microbatch: int) -> None:
+        """Both at once."""
+        self.backward_input(stage, microbatch)
+        self.backward_weight(stage, microbatch)
+
+    def send(self, tensor: Tensor, kind: Kind, stage: int, microbatch: int, to: int) -> None:
+        """Give what an action has made to the stage `to`."""
+        self.messages.send(tensor, self.table.placement[to], self.number(kind, stage, microbatch))
+
+    def receive(self, kind: Kind, stage: int, microbatch: int) -> Tensor:
+        """What that action has made."""
+        return self.messages.receive(self.table.placement[stage], self.number(kind, stage, microbatch))
+
+    def number(self, kind: Kind, stage: int, microbatch: int) -> int:
+        """A number for the message of each action."""
+        return 2 * (stage * self.table.microbatches + microbatch) + (kind is Kind.B)
+
+
+# ---- try it
+
+
+def layers_of(width: int = 64, depth: int = 16) -> list[nn.Module]:
+    """The layers of a small model, the same on every rank."""
+    torch.manual_seed(0)
+    return [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+
+
+def main(name: str = "1f1b", microbatches: str = "8") -> None:
+    """Train for ten steps; rank 0 says the loss, and that of one process that has the whole model."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks, count = dist.get_rank(), dist.get_world_size(), int(microbatches)
+    if name == "mine":  # the rule above, as a table
+        rows = tuple(tuple(map(Action.parse, one_forward_one_backward(each, ranks, count))) for each in range(ranks))
+        table = Schedule("mine", tuple(range(ranks)), count, rows)
+    else:
+        table = build(name, ranks=ranks, microbatches=count)
+    pipeline = Rank(layers_of(), nn.functional.mse_loss, table, rank)
+    whole = nn.Sequential(*layers_of())
+    optimizers = [torch.optim.Adam(pipeline.parameters(), lr=1e-2), torch.optim.Adam(whole.parameters(), lr=1e-2)]
+    for step in range(10):
+        inputs, target = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(0)).unbind()
+        loss = pipeline.step(inputs, target)
+        alone = torch.zeros(())
+        for rows_in, rows_out in zip(inputs.tensor_split(count), target.tensor_split(count), strict=True):
+            share, piece = len(rows_in) / len(inputs), nn.functional.mse_loss(whole(rows_in), rows_out)
+            piece.backward(torch.full_like(piece, share))
+            alone += piece.detach() * share
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step + 1}: loss {loss:.6f}, one process {alone:.6f}, the same bits: {torch.equal(loss, alone)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

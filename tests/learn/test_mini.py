@@ -1,0 +1,62 @@
+"""The pipeline in one file: the bits of the engine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from reference import accumulate, assert_same, data, gradients, make, merged
+
+import penstock as ps
+from penstock.learn import mini
+
+pytestmark = pytest.mark.ranks
+
+MICROBATCHES, ROWS = 6, 13  # uneven pieces
+
+
+def rank_mini(ranks, kind):
+    """Loss and gradients of every schedule, as the file makes them; two steps without an optimizer between."""
+    rank, results = ps.comms.init_distributed().rank, {}
+    for name in ps.schedule.names():
+        model, loss_fn = make(kind, depth=8)
+        table = ps.schedule.build(name, ranks=ranks, microbatches=MICROBATCHES)
+        mine = mini.Rank(list(model), loss_fn, table, rank)
+        losses = [mine.step(*data(kind, ROWS, seed)) for seed in (3, 4)]
+        own = {id(parameter) for parameter in mine.parameters()}
+        named = [(at, parameter) for at, parameter in model.named_parameters() if id(parameter) in own]
+        results[name] = losses, gradients(named)
+    return results
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_pipeline_in_one_file_has_the_bits_of_one_process_for_every_schedule(ranks, kind):
+    model, loss_fn = make(kind, depth=8)
+    expected = [accumulate(model, loss_fn, data(kind, ROWS, seed), MICROBATCHES) for seed in (3, 4)]
+    everyone = ps.launch(rank_mini, ranks, ranks, kind)
+    for name in ps.schedule.names():
+        for told in everyone:
+            assert all(map(torch.equal, told[name][0], expected)), name
+        assert_same(merged([told[name][1] for told in everyone]), gradients(model.named_parameters()))
+
+
+def test_its_own_rule_is_the_catalogues_1f1b():
+    for ranks in range(1, 6):
+        for microbatches in range(1, 9):
+            rows = [list(mini.one_forward_one_backward(rank, ranks, microbatches)) for rank in range(ranks)]
+            assert rows == ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches).texts()
+
+
+def test_it_can_be_read_in_one_go():
+    assert len(Path(mini.__file__).read_text().splitlines()) <= 250
+
+
+@pytest.mark.fresh
+def test_it_trains_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "penstock.learn.mini", "mine"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 10, ended.stderr
+    assert all(line.endswith("the same bits: True") for line in lines)

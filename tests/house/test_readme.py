@@ -1,18 +1,50 @@
-"""What the README says is so."""
+"""What the README and the documentation say is so."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from rooms import with_table
 
 from penstock.schedule import Costs, build, names, simulate
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+@pytest.mark.ranks
+def test_its_example_trains(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "example.py").write_text(code)
+    ended = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    first, last = map(float, re.findall(r"[\d.]+", ended.stdout))
+    assert last < first / 2, ended.stderr
+
+
+def test_its_picture_is_what_the_command_draws() -> None:
+    from penstock.view.figure.svg import svg
+    from penstock.view.figure.timeline import figure
+    from penstock.view.record import Record
+
+    drawn = svg(figure(Record((simulate(build("zb-v", 4, 8), Costs(1, 1, 1)),))))
+    assert drawn == (ROOT / "docs" / "images" / "zb-v.svg").read_text(encoding="utf-8")
+
+
+def test_links_lead_to_files_that_are_there() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 def test_the_table_of_schedules_is_what_the_simulator_says() -> None:
-    rows = re.findall(r"^\| `([\w-]+)` \| (\d)[^|]*\| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d)[^|]*\| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|", SCHEDULES, re.MULTILINE)
     assert [name for name, *_ in rows] == names()
     for name, stages_per_rank, makespan, bubble, in_flight in rows:
         schedule = build(name, ranks=4, microbatches=8)
@@ -32,7 +64,7 @@ def test_the_drawn_schedule_is_what_the_command_prints() -> None:
     from penstock.view.terminal import draw
 
     picture = draw(simulate(build("1f1b", 4, 8), Costs(1, 1, 1)), 100)
-    assert picture in README
+    assert picture in SCHEDULES
 
 
 def test_the_documentations_list_has_every_page_once() -> None:

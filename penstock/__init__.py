@@ -50,7 +50,7 @@ __getattr__, __dir__ = face(
         "ShardedMLP": "model",
         "Topology": "comms.topology",
         "auxiliary_loss": "stage.auxiliary",
-        "cache": "engine.cache",
+        "cache": "engine.text.cache",
         "launch": "comms.starting.launcher",
         "microbatch": "stage.microbatch",
     },

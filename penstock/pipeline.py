@@ -15,13 +15,14 @@ from penstock.comms.control import Control
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Rule, check_arguments, placed, stages, table, wired
+from penstock.engine.checks.before import undone_on_failure
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared, describe
 from penstock.engine.cut import agreed_cut
-from penstock.engine.generation import Request, generate
 from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.report import Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
+from penstock.engine.text.generation import Request, generate
 from penstock.errors import MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
@@ -187,8 +188,8 @@ class Pipeline(NoModule):
         of fewer rows than microbatches runs as many microbatches as it has rows.
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
-        LostRankError when a rank dies or is silent. After the first two the next step works, unless there is an axis dp or tp;
-        the gradients of the failed one are incomplete.
+        LostRankError when a rank dies or is silent. Gradients are as before the step then, and after the first two the next
+        step works, unless there is an axis dp or tp.
         """
         outcome = self._run(True, args, kwargs, target, scale=scale, losses=losses, wants_outputs=return_outputs)
         if losses is not None:
@@ -266,7 +267,8 @@ class Pipeline(NoModule):
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         with self._together(), aside(self.topology.device) if draws else nullcontext():
             self._engine.offset = self.skew.offset
-            outcome = self._engine.step(call)
+            with undone_on_failure(self.stages.values() if training else (), self.topology.device, everything=False):
+                outcome = self._engine.step(call)
             self.step_count += training
         self._last = outcome._replace(outputs=())  # which are the caller's
         return outcome

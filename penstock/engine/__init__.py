@@ -9,8 +9,8 @@ agreement   what all ranks agree on before data flows
 actions     what F, B, I and W do in a step
 memory      what a microbatch keeps alive, in bytes
 clock       when every action ran, on a clock that all ranks share
-generation  text, pass after pass of forwards: what comes of each is the next one's last token
-cache       what layers keep of earlier tokens meanwhile
+text        text, pass after pass of forwards: what comes of each is the next one's last token
 report      what a step came to
+checks      what watches over a step, and takes it back where it failed
 instead     what people try on a pipeline because modules have it
 """

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, schedule
     from penstock.comms.starting.launcher import launch
     from penstock.comms.topology import Topology
-    from penstock.engine import cache
+    from penstock.engine.text import cache
     from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError, ScheduleError, StageError
     from penstock.model import ShardedMLP
     from penstock.pipeline import Pipeline

@@ -64,12 +64,12 @@ FAMILIES: dict[str, Family] = {
         each_rank(one_f_one_b.interleaved_1f1b), 2, "(P-1) T / V", "((V-1)P + 2(P-1-r) + 1) / V", least=2
     ),
     "looped-bfs": Family(each_rank(one_f_one_b.looped_bfs), 2, "(P-1) T / V", "M"),
-    "zb-h1": Family(each_rank(one_f_one_b.zb_h1), 1, "(P-1)(F + I - W)", "P"),
+    "zb-h1": Family(each_rank(one_f_one_b.zb_h1), 1, "(P-1)(F + I - W) where F, I >= W", "P"),
     "zb-h2": Family(each_rank(one_f_one_b.zb_h2), 1, "(P-1)(F + I - 2W) by span", "2P-1"),
     "interleaved-zb": Family(each_rank(one_f_one_b.interleaved_zb), 2, "(P-1)(F + I - W) / V", "P"),
     "zb-v": Family(each_rank(two_chunks.zb_v), 2, "0 by span, (P-1) F/2", "P", placement="V"),
-    "v-half": Family(controllable_memory.v_half, 2, "about half of 1f1b's", "(P+2) / 2", placement="V"),
-    "v-min": Family(controllable_memory.v_min, 2, "about 2/3 of 1f1b's", "(P+4) / 3", placement="V"),
+    "v-half": Family(controllable_memory.v_half, 2, "about half of 1f1b's", "floor((P+2) / 2)", placement="V"),
+    "v-min": Family(controllable_memory.v_min, 2, "about 2/3 of 1f1b's", "floor((P+4) / 3)", placement="V"),
     "dualpipe-v": Family(each_rank(two_chunks.dualpipe_v), 2, "(P-1)(F&B + B - 3W) / 2", "(2P+1) / 2", placement="V"),
 }
 

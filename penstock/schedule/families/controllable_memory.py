@@ -1,4 +1,4 @@
-"""V-Half and V-Min: two stages on each rank, down and back up, for a half or a third of 1F1B's memory.
+"""V-Half and V-Min: two stages on each rank, down and back up, for about a half or a third of 1F1B's memory where P is large.
 
 Both are made alike (Qi et al. 2024, arXiv 2405.15362). First every microbatch gets the same pattern of unit slots, six
 slots after the one before, in which no two actions meet; each W falls into the first free slot after its I. That is the
@@ -20,11 +20,11 @@ Slots = dict[int, Action]  # of one rank
 
 
 def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
-    """Half of 1F1B's memory, a bubble in between (Qi et al. 2024, arXiv 2405.15362).
+    """About half of 1F1B's memory where P is large, and a bubble in between (Qi et al. 2024, arXiv 2405.15362).
 
     Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
-    o = 3 where P is even: 2r, 3P-2-r, 3P+o+2r-1, 6P+o-2-r. floor((P+2)/2) microbatches in flight. Bubble at F = I = W, in
-    actions: 5 for P = 4, 17 for P = 8 (1F1B: 9 and 21 of the same unit).
+    o = 3 where P is even: 2r, 3P-2-r, 3P+o+2r-1, 6P+o-2-r. floor((P+2)/2) microbatches in flight: 3 of 1F1B's 4 for P = 4.
+    Bubble at F = I = W, in actions: 5 for P = 4, 17 for P = 8 (1F1B: 18 and 42 of the same unit).
     """
     late = 0 if ranks % 2 else 3
     first = [(2 * r, 3 * ranks - 2 - r, 3 * ranks + late + 2 * r - 1, 6 * ranks + late - 2 - r) for r in range(ranks)]
@@ -32,11 +32,11 @@ def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def v_min(ranks: int, microbatches: int) -> list[list[Action]]:
-    """A third of 1F1B's memory, the least there is in a V (Qi et al. 2024, arXiv 2405.15362).
+    """About a third of 1F1B's memory where P is large, the least there is in a V (Qi et al. 2024, arXiv 2405.15362).
 
     Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
-    o = 2 where 3 divides P: r, 2P-1-r, 2P+o+r, 4P+o-1-r. floor((P+4)/3) microbatches in flight. Bubble at F = I = W, in
-    actions: 11 for P = 4, 27 for P = 8; where they differ it grows with M.
+    o = 2 where 3 divides P: r, 2P-1-r, 2P+o+r, 4P+o-1-r. floor((P+4)/3) microbatches in flight: 2 of 1F1B's 4 for
+    P = 4. Bubble at F = I = W, in actions: 11 for P = 4, 27 for P = 8; where they differ it grows with M.
     """
     late = 0 if ranks % 3 else 2
     first = [(r, 2 * ranks - 1 - r, 2 * ranks + late + r, 4 * ranks + late - 1 - r) for r in range(ranks)]

@@ -7,7 +7,7 @@ from penstock.schedule.table import Action, Cell, Kind
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
-    """Zero bubble in 1F1B's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
+    """Zero bubble by span, in 1F1B's memory (Qi et al. 2023, arXiv 2401.10241, section 6).
 
     Rank r has the stages r (chunk 0) and 2P-1-r (chunk 1), so the last stage stands beside the first and the backward starts
     at once. With n = max(M, 2P-1), microbatches from M on left out at the end:

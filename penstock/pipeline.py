@@ -20,7 +20,7 @@ from penstock.engine.clock import skew
 from penstock.engine.comparison import compared, describe
 from penstock.engine.cut import agreed_cut
 from penstock.engine.instead import NoModule, learned_from
-from penstock.engine.report import Outcome, StepReport, measured, numbers
+from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.engine.text.generation import Request, generate
 from penstock.errors import MismatchError, PenstockError
@@ -153,6 +153,7 @@ class Pipeline(NoModule):
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
         self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared)
+        self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step
         self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
 
@@ -189,8 +190,10 @@ class Pipeline(NoModule):
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
         LostRankError when a rank dies or is silent. Gradients are as before the step then, and after the first two the next
-        step works, unless there is an axis dp or tp.
+        step works, unless there is an axis dp or tp. A checkpoint that could not be written beside the steps is told here, once
+        and before the step begins: the same call does it then.
         """
+        self._tell_what_failed_beside()
         outcome = self._run(True, args, kwargs, target, scale=scale, losses=losses, wants_outputs=return_outputs)
         if losses is not None:
             losses[:] = outcome.losses
@@ -266,12 +269,18 @@ class Pipeline(NoModule):
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         with self._together(), aside(self.topology.device) if draws else nullcontext():
-            self._engine.offset = self.skew.offset
+            self._engine.offset, self._engine.beside = self.skew.offset, self.beside
             with undone_on_failure(self.stages.values() if training else (), self.topology.device, everything=False):
                 outcome = self._engine.step(call)
             self.step_count += training
         self._last = outcome._replace(outputs=())  # which are the caller's
         return outcome
+
+    def _tell_what_failed_beside(self) -> None:
+        """Raise, on every rank before the same step, what by the end of the last one had failed beside the steps."""
+        if self.beside is not None and self.report is not None and any(self.report.failed_beside):
+            failed, self.beside = self.beside, None
+            failed.settle()
 
     @property
     def report(self) -> StepReport | None:

@@ -9,6 +9,7 @@ thread while the next steps run. All ranks must see the folder.
     together        what the ranks do as one: write, fail, find the newest whole checkpoint
     restore         `resume`
     saving          `save` and `exists`
+    lock            one writer to a folder
     importing       `import_weights`: from one file, or several and their index
     weights         `export`, `export_folder`: the weights alone, as one file or as a folder for `from_pretrained`
 """

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.checkpoint import lock
 from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import as_one, differences, newest_whole, put, settled, under_all_names
@@ -59,6 +60,8 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
         extra = unpack(content["extra"], files)
         pipe.step_count = content["step"]
         restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
+        if chosen.parent == Path(folder):
+            lock.know(chosen.parent)
     return extra
 
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from penstock.checkpoint import lock
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import pack
 from penstock.checkpoint.restore import MODEL
-from penstock.checkpoint.together import Saving, as_one, own_state, savings, settled, write
+from penstock.checkpoint.together import Saving, as_one, own_state, settled, write
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.checkpoint.weights import settings
 from penstock.comms.control import Control
@@ -43,8 +45,12 @@ def save(
     `wait`: False copies everything to host memory and leaves the writing to a thread, while training goes on. The next save
         or resume waits for that, and so does `wait()` of what this returns, which a program calls once before it ends.
 
-    Raises, on every rank: PenstockError if a rank cannot write; MismatchError for state that a checkpoint cannot keep, and
-    for ranks whose steps or optimizers differ; LostRankError if a rank dies meanwhile. The checkpoints before stay whole.
+    A folder is one run's, that of rank 0's process, as long as a pipeline lives there that has saved into it (`lock.py`). The
+    error of a save that was left to a thread is raised by the next `step`, before it begins, if nothing has waited before.
+
+    Raises, on every rank: PenstockError if a rank cannot write, and if another run has the folder, which it names;
+    MismatchError for state that a checkpoint cannot keep, and for ranks whose steps or optimizers differ; LostRankError if a
+    rank dies meanwhile. The checkpoints before stay whole.
 
         saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
@@ -52,7 +58,8 @@ def save(
         raise PenstockError(f"keep={keep} would keep no checkpoint: use 1 or more")
     control = settled(pipe)
     final = Path(folder) / manifest.folder_of(pipe.step_count)
-    with as_one(control, f"collect what goes into {final}"), broken_off(pipe.position.beside):
+    with as_one(control, f"write the checkpoint {final}"), broken_off(pipe.position.beside):
+        held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
         steps = control.gather_objects(pipe.step_count, "to save")
         if len(set(steps)) > 1:
             raise MismatchError(
@@ -61,14 +68,22 @@ def save(
         part, tensors = _collected(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    written = partial(_write, control, final, part, tensors, keep)
+    written = partial(_write, control, final, part, tensors, keep, held)
     if wait:
         written()
         return Saving(final)
     thread = ThreadPoolExecutor(1, f"writing {final.name}")
-    savings[pipe] = saving = Saving(final, thread.submit(written))
+    pipe.beside = saving = Saving(final, thread.submit(written))
     thread.shutdown(wait=False)
     return saving
+
+
+def claim(folder: Path, pipe: Pipeline) -> None:
+    """Make `folder` this run's, before it writes there what is no checkpoint. All ranks call it; raises as `save` does."""
+    control = settled(pipe)
+    with as_one(control, f"write to {folder}"):
+        if control.topology.rank == 0:
+            lock.take(folder, pipe)
 
 
 def _collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -90,20 +105,27 @@ def _collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tu
     return part, tensors
 
 
-def _write(control: Control, final: Path, part: dict[str, Any], tensors: dict[str, Tensor], keep: int) -> None:
-    """Write and put in place what all ranks have collected; then delete what is older than the last `keep`."""
+def _write(
+    control: Control, final: Path, part: dict[str, Any], tensors: dict[str, Tensor], keep: int, held: lock.Lock | None
+) -> None:
+    """Write and put in place what all ranks have collected; then delete what is older than the last `keep`.
+
+    `held`: the folder's lock, on rank 0.
+    """
     folder, beside = final.parent, final.with_name(f".{final.name}.part")
 
     def tell(files: list[str]) -> dict[str, Any]:
         return {**part, "files": {name: manifest.entry(beside / name) for name in files}}
 
     def put_in_place(parts: list[Any]) -> None:
+        if held:
+            held.check()
         manifest.write(beside, _merged(parts))
         manifest.put_in_place(beside, final)
         manifest.prune(folder, part["step"], keep)
 
-    with as_one(control, f"write the checkpoint {final}"):
-        if control.topology.rank == 0:
+    with as_one(control, f"write the checkpoint {final}"), held.saving(part["step"]) if held else nullcontext():
+        if held:
             manifest.delete_left_overs(folder)
         write(control, beside, tensors, tell, put_in_place)
 

@@ -22,7 +22,6 @@ from penstock.stage.dtensor import full, placed_as
 T = TypeVar("T")
 _count = itertools.count()  # of pipelines with checkpoints in this process, the same on every rank
 _controls: WeakKeyDictionary[Pipeline, Control] = WeakKeyDictionary()  # their checkpoints' own
-savings: "WeakKeyDictionary[Pipeline, Saving]" = WeakKeyDictionary()  # which may still go on
 
 
 class Saving:
@@ -42,6 +41,11 @@ class Saving:
             self._written.result()
         return self.path
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has come to an error, as far as this rank knows, that nobody has been told."""
+        return not self._waited and self._written is not None and self._written.done() and bool(self._written.exception())
+
     def settle(self) -> None:
         """As `wait`, but what that has raised already is not raised again."""
         if not self._waited:
@@ -52,7 +56,7 @@ def settled(pipe: Pipeline) -> Control:
     """The control group of the checkpoints of `pipe`, the save before having ended. Raises what went wrong with that."""
     if not isinstance(pipe, Pipeline):
         raise MismatchError(f"a checkpoint is of a Pipeline, not a {type(pipe).__name__}: save(folder, pipe)")
-    saving = savings.pop(pipe, None)
+    saving, pipe.beside = pipe.beside, None
     if saving is not None:
         saving.settle()
     if pipe not in _controls:

@@ -4,7 +4,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from penstock.schedule.table import Action, Skip
 from penstock.stage import microbatch
 
 NOTHING = -1
+COLUMNS = ("busy", "memory", "between", "averaging", "failed_beside")  # what a report has of every rank
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -28,6 +29,7 @@ class StepReport(NamedTuple):
     peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far (on a GPU: its tensors)
     between: tuple[float, ...] = ()  # seconds since each rank's step before: optimizer, next batch; 0 before the first
     averaging: tuple[float, ...] = ()  # seconds after each rank's last action until its gradients were the replicas' mean
+    failed_beside: tuple[float, ...] = ()  # 1 for a rank that knows that what went on beside the steps has failed, else 0
 
     @property
     def bubble(self) -> float:
@@ -87,6 +89,17 @@ def measured(
     )
 
 
+class Beside(Protocol):
+    """What goes on beside the steps: on every rank it fails, or on none, but each learns that at a moment of its own."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows that it has failed, and has told nobody."""
+
+    def settle(self) -> None:
+        """Wait until it has ended on this rank; raises what went wrong, if that has not been told."""
+
+
 class Ended(NamedTuple):
     """What one rank says at the end of a step; numbers, which travel as float64."""
 
@@ -99,6 +112,7 @@ class Ended(NamedTuple):
     auxiliary: float  # how many auxiliary losses it has
     between: float
     averaging: float
+    failed_beside: float
 
 
 class Losses(NamedTuple):
@@ -126,7 +140,9 @@ def conclude(
     loss, *of_each = (torch.tensor(value, dtype=dtype, device=control.topology.device) for value in (math.fsum(values), *each))
     ran = [one for one in everyone if one.end]  # a rank may have no stage
     makespan = max(one.end for one in ran) - min(one.start for one in ran)
-    columns = (tuple(getattr(one, name) for one in everyone) for name in ("busy", "memory", "between", "averaging"))
+    columns = (
+        tuple(getattr(one, name) for one in everyone) for name in ("busy", "memory", "between", "averaging", "failed_beside")
+    )
     return loss, of_each, StepReport(makespan, *columns)
 
 

@@ -35,7 +35,7 @@ from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, split
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
-from penstock.engine.report import Ended, Outcome, conclude, peak_memory, weighted_sum
+from penstock.engine.report import Beside, Ended, Outcome, conclude, peak_memory, weighted_sum
 from penstock.errors import ResourceError
 from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
@@ -69,6 +69,7 @@ class Engine:
         self._whole = programs.of(training=True)
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
         self._ended = 0.0  # when the last step did
+        self.beside: Beside | None = None  # what goes on beside the steps
 
     def step(self, call: Call) -> Outcome:
         """Run one step, the same on every rank.
@@ -167,7 +168,8 @@ class Engine:
         agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
-        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times)
+        failed = float(self.beside is not None and self.beside.failed)
+        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times, failed)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]

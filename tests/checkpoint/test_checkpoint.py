@@ -96,7 +96,7 @@ def flip(path, at):
 
 
 def test_a_folder_holds_safetensors_and_json_under_the_uncut_names(saved):
-    assert sorted(path.name for path in saved.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(path.name for path in saved.iterdir()) == [".writer", "step-00000001", "step-00000002", "step-00000003"]
     newest = saved / "step-00000003"
     content = json.loads((newest / "manifest.json").read_text())
     assert sorted(path.name for path in newest.iterdir()) == sorted([*content["files"], "manifest.json"])
@@ -113,7 +113,7 @@ def test_the_newest_comes_first_and_a_folder_of_one_checkpoint_is_taken_too(save
 def test_the_last_k_whole_ones_are_kept_and_what_broken_saves_left_is_deleted(tmp_path):
     (tmp_path / ".step-00000007.part").mkdir()
     rank_save(tmp_path, range(1, 5), keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writer", "step-00000003", "step-00000004"]
 
 
 def test_a_damaged_one_does_not_count_among_those_kept(copy):
@@ -130,7 +130,7 @@ def test_going_back_and_saving_again_replaces_the_step_and_deletes_nothing_newer
     pipe.step_count = 2
     set_to(pipe, 22)
     checkpoint.save(copy, pipe, keep=1)
-    assert sorted(path.name for path in copy.iterdir()) == ["step-00000002", "step-00000003"]
+    assert sorted(path.name for path in copy.iterdir()) == [".writer", "step-00000002", "step-00000003"]
     checkpoint.resume(copy / "step-00000002", again := pipeline())
     assert holds(again, 22)
 
@@ -139,7 +139,7 @@ def test_one_that_was_set_aside_when_a_kill_came_is_still_there(copy):
     (copy / "step-00000003").rename(copy / ".step-00000003.old")
     pipe = resumed(copy, 3)
     checkpoint.save(copy, pipe, extra={"position": 3})
-    assert sorted(path.name for path in copy.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(path.name for path in copy.iterdir()) == [".writer", "step-00000001", "step-00000002", "step-00000003"]
     shutil.copytree(copy / "step-00000002", copy / ".step-00000002.old")
     pipe.step_count = 4
     checkpoint.save(copy, pipe)
@@ -385,7 +385,7 @@ def test_what_a_rank_cannot_write_is_the_same_clear_error_on_all_and_leaves_noth
     ]
     for pattern, error in zip(expected, errors, strict=True):
         assert re.search(pattern, error), (pattern, error)
-    assert files == ["step-00000000"]
+    assert files == [".writer", "step-00000000"]
     assert step == 1
 
 

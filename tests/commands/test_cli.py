@@ -55,6 +55,7 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
     assert "1f1b, 2 ranks, 2 stages, 4 microbatches: " in done.stdout  # where the time went
     assert "timeline.html in a browser" in done.stdout
     assert [path.name for path in sorted(next((tmp_path / "runs").iterdir()).iterdir())] == [
+        ".writer",
         "metrics.jsonl",
         "model.safetensors",
         "run.json",

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock import checkpoint, comms
 from penstock.checkpoint.files import manifest
+from penstock.checkpoint.saving import claim
 from penstock.commands.train.config import SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.metrics import Metrics, recorded
@@ -96,6 +97,8 @@ def _begun(setup: Setup) -> TrainResult:
 def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
     """All steps: each is told and, where it is due, followed by a checkpoint. The last ones' timelines."""
     timelines: list[Timeline] = []
+    if setup.folder is not None:
+        claim(setup.folder, setup.pipe)
     with ExitStack() as stack:
         listeners = _listeners(setup, run, stack)
         for record in _steps(setup, run):

@@ -1,0 +1,181 @@
+"""A folder has one writer, another is refused by name before it touches anything; a save's failure is told by the next step."""
+
+import errno
+import fcntl
+import gc
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock import checkpoint
+from penstock.checkpoint import lock
+from penstock.checkpoint.saving import claim
+from penstock.comms.topology import Topology
+
+pytestmark = pytest.mark.ranks
+
+
+def alone(step=0):
+    """A pipeline of this process only, whichever ranks there are."""
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(2, 2)), nn.functional.mse_loss, "gpipe", 2, topology=Topology())
+    pipe.step_count = step
+    return pipe
+
+
+def refusal(folder, pipe, **options):
+    with pytest.raises(ps.PenstockError) as caught:
+        checkpoint.save(folder, pipe, **options)
+    return str(caught.value)
+
+
+def contents(folder):
+    return {str(path): path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
+
+
+def everyone():
+    ps.comms.all_gather(torch.zeros(1))
+
+
+def rank_is_a_run_of_its_own(folder):
+    """Rank 0's run has the folder, rank 1's wants it."""
+    lock.PATIENCE = 0.2
+    rank, told = ps.comms.init_distributed().rank, []
+    pipe = alone(rank)
+    if rank == 0:
+        checkpoint.save(folder, pipe)
+        (folder / ".step-00000007.part").mkdir()  # of a saving that goes on
+    everyone()
+    if rank == 1:
+        before = contents(folder)
+        told = [refusal(folder, pipe), refusal(folder, pipe, wait=False)]
+        with pytest.raises(ps.PenstockError, match="is written to by process"):
+            claim(folder, pipe)
+        assert contents(folder) == before
+        assert checkpoint.resume(folder, pipe) == {}  # to read needs no lock
+        pipe.step_count = 1
+    everyone()
+    if rank == 0:
+        child = os.fork()  # as a loader's worker is, which outlives the pipeline here
+        if child == 0:
+            signal.pause()
+        del pipe
+        gc.collect()
+    everyone()
+    if rank == 1:
+        checkpoint.save(folder, pipe)  # nobody has it any more
+    everyone()
+    if rank == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return told, os.getpid()
+
+
+def test_a_second_writer_is_refused_by_name_before_it_writes_or_deletes_anything(tmp_path):
+    (_, first), (told, _) = ps.launch(rank_is_a_run_of_its_own, 2, tmp_path / "run")
+    for text in told:
+        assert re.search(
+            rf"run is written to by process {first} on \S+ \(run \w{{8}}, since 20\S+ .*end that one, or save elsew", text
+        )
+    assert not (tmp_path / "run" / ".step-00000007.part").exists()  # left by nobody, once the lock had ended
+
+
+def rank_dies(folder):
+    pipe = alone()
+    checkpoint.save(folder, pipe)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_lock_ends_with_its_process_and_a_run_that_goes_on_is_told_nothing(tmp_path, recwarn):
+    with pytest.raises(ps.LostRankError):
+        ps.launch(rank_dies, 1, tmp_path)
+    pipe = alone()
+    checkpoint.resume(tmp_path, pipe)
+    pipe.step_count = 1
+    checkpoint.save(tmp_path, pipe)
+    again = alone(2)  # made anew after an error, say: the process is one run
+    checkpoint.save(tmp_path, again)
+    pipe.step_count = 3
+    checkpoint.save(tmp_path, pipe)
+    assert not recwarn.list
+    assert json.loads((tmp_path / ".writer").read_text())["process"] == os.getpid()
+
+
+def test_a_checkpoint_that_another_run_has_left_is_told_once(tmp_path, recwarn):
+    checkpoint.save(tmp_path / "other", alone(7))
+    checkpoint.save(tmp_path, pipe := alone(1))
+    shutil.copytree(tmp_path / "other" / "step-00000007", tmp_path / "step-00000007")
+    for step in (2, 3):
+        pipe.step_count = step
+        checkpoint.save(tmp_path, pipe)
+    (told,) = [str(each.message) for each in recwarn.list]
+    assert "step-00000007 is of another run, which this one has not resumed from; `resume` will take that one" in told
+
+
+def test_a_run_whose_folder_has_been_taken_is_refused(tmp_path, monkeypatch):
+    pipe = alone()
+    checkpoint.save(tmp_path, pipe)
+    (tmp_path / ".writer").unlink()
+    checkpoint.save(tmp_path, pipe)  # nobody has taken it
+    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    (tmp_path / ".writer").unlink()
+    with (tmp_path / ".writer").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(json.dumps({"run": "beef", "host": "elsewhere", "process": 5, "since": "noon"}))
+        other.flush()
+        before = contents(tmp_path)
+        assert "is written to by process 5 on elsewhere (run beef, since noon)" in refusal(tmp_path, pipe)
+        assert contents(tmp_path) == before
+
+
+def test_without_locks_the_file_system_is_told_and_who_came_last_has_the_folder(tmp_path, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    pipe = alone()
+    with pytest.warns(UserWarning, match="a file system without locks"):
+        checkpoint.save(tmp_path, pipe)
+    (tmp_path / ".writer").write_text(json.dumps({"run": "beef", "host": "elsewhere", "process": 5, "since": "noon"}))
+    with pytest.warns(UserWarning, match="without locks"):
+        assert "has been taken by process 5 on elsewhere" in refusal(tmp_path, pipe)
+
+
+def train(pipe, batch):
+    for _ in range(2000):
+        pipe.zero_grad()
+        pipe.step(batch, target=torch.zeros(4, 2))
+
+
+def rank_fails_beside(folder):
+    torch.manual_seed(1)
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), nn.functional.mse_loss, microbatches=2)
+    batch = torch.ones(4, 8)
+    pipe.step(batch, target=torch.zeros(4, 2))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if pipe.topology.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # its disk is full after 100 bytes
+    saving = checkpoint.save(folder, pipe, wait=False)
+    with pytest.raises(ps.PenstockError, match=r"rank 1 could not write the checkpoint .*File too large") as caught:
+        train(pipe, batch)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told = pipe.step_count
+    assert all(parameter.grad is None for parameter in pipe.parameters())  # the step has not begun
+    loss = pipe.step(batch, target=torch.zeros(4, 2))
+    with pytest.raises(ps.PenstockError, match="File too large"):
+        saving.wait()  # what is asked for is told again
+    checkpoint.save(folder, pipe)
+    return told, pipe.step_count, str(caught.value), loss.item()
+
+
+def test_what_fails_beside_the_steps_is_told_by_the_next_one_on_every_rank_before_it_begins(tmp_path):
+    one, other = ps.launch(rank_fails_beside, 2, tmp_path)
+    assert one == other
+    assert one[1] == one[0] + 1

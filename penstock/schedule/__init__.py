@@ -13,6 +13,7 @@ A table goes this way: family -> table -> verify -> program -> simulate, or the 
 `transform`     tables made from tables
 `families/`     the rules by which tables are made
 `catalog`       the families there are, by name
+`searching/`    tables that are searched for, for any costs within a limit on memory
 `timing/`       when every action runs or ran, and why a rank waits
 """
 
@@ -22,6 +23,7 @@ from penstock.schedule.memory import Size
 from penstock.schedule.program import Compute, Program, Script, Step, Transfer, lower
 from penstock.schedule.pytorch_csv import from_lowered_csv, from_lowered_rows
 from penstock.schedule.schedule import Schedule, from_rows
+from penstock.schedule.searching.search import Found, search
 from penstock.schedule.table import Action, Kind, Skip, Table
 from penstock.schedule.timing.averaging import averaged
 from penstock.schedule.timing.causes import Cause, Idle
@@ -34,8 +36,8 @@ from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.verify import Proof, prove, verify
 
 __all__ = [
-    "Action", "Border", "Cause", "Compute", "Costs", "Event", "Explanation", "Idle", "Kind", "MeasuredTimeline",
+    "Action", "Border", "Cause", "Compute", "Costs", "Event", "Explanation", "Found", "Idle", "Kind", "MeasuredTimeline",
     "Measurement", "Program", "Proof", "Schedule", "ScheduleError", "Script", "Size", "Skip", "Step", "Table",
     "Timeline", "Transfer", "averaged", "build", "explain", "from_lowered_csv", "from_lowered_rows", "from_rows",
-    "lower", "names", "prove", "simulate", "verify",
+    "lower", "names", "prove", "search", "simulate", "verify",
 ]  # fmt: skip

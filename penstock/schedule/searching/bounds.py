@@ -1,0 +1,109 @@
+"""What no table can be shorter than: by the work of a rank, by the longest chain, by the memory of a rank."""
+
+import heapq
+from typing import NamedTuple
+
+from penstock.schedule.searching.machine import Machine
+
+
+class Bound(NamedTuple):
+    """No step is shorter than `time`; `because` says what keeps it from that."""
+
+    time: float
+    because: str
+
+
+def bound(machine: Machine) -> Bound:
+    """The highest lower bound that is known for any table of `machine`'s actions."""
+    heads = _earliest(machine)
+    tails = _latest(machine)
+    chain = max(head + machine.cost[action] + tails[action] for action, head in enumerate(heads))
+    bounds = [Bound(chain, "the longest chain of actions that wait for each other")]
+    for rank in range(machine.ranks):
+        bounds.append(Bound(_one_rank(machine, rank, heads, tails), f"the work of rank {rank}, from its first input on"))
+        bounds.append(Bound(_memory(machine, rank, heads), f"the memory of rank {rank}"))
+    return max(bounds)
+
+
+def _earliest(machine: Machine) -> list[float]:
+    """When every action can start at best, if only its chain and the microbatches before it are counted."""
+    heads = [0.0] * len(machine.cost)
+    count, there = machine.microbatches, list(machine.there)
+    for code in _order(machine):
+        free = 0.0
+        for action in range(code * count, (code + 1) * count):
+            weight = action >= machine.first_weight
+            own = action - machine.first_back  # W after its I
+            when = (
+                heads[own] + machine.cost[own]
+                if weight
+                else max([there[action], *(there[s] for s in machine.also_needs[action])])
+            )
+            heads[action] = max(free, when)
+            free = heads[action] + machine.cost[action]
+            for send in machine.sends[action]:
+                there[send.slot] = free + send.transmission + send.latency
+    return heads
+
+
+def _latest(machine: Machine) -> list[float]:
+    """How long it takes at least from the end of every action to the end of the step."""
+    tails = [0.0] * len(machine.cost)
+    count = machine.microbatches
+    takers = {slot: action for action, more in enumerate(machine.also_needs) for slot in more}
+    for code in reversed(_order(machine)):
+        follows = 0.0
+        for action in reversed(range(code * count, (code + 1) * count)):
+            ways = [follows]
+            for send in machine.sends[action]:
+                taker = takers.get(send.slot, send.slot)
+                ways.append(send.transmission + send.latency + machine.cost[taker] + tails[taker])
+            weight = action + machine.first_back
+            if action >= machine.first_back and weight < len(machine.cost):
+                ways.append(machine.cost[weight] + tails[weight])
+            tails[action] = max(ways)
+            follows = tails[action] + machine.cost[action]
+    return tails
+
+
+def _order(machine: Machine) -> list[int]:
+    """The codes, each behind those that it needs."""
+    stages = machine.stages
+    return [*range(stages), *reversed(range(stages, 2 * stages)), *range(2 * stages, len(machine.times))]
+
+
+def _one_rank(machine: Machine, rank: int, heads: list[float], tails: list[float]) -> float:
+    """How long the step takes at least if only `rank` had to wait, and could stop an action for a more urgent one (Jackson)."""
+    count = machine.microbatches
+    mine = [action for action in range(len(heads)) if machine.placement[action // count % machine.stages] == rank]
+    mine.sort(key=heads.__getitem__)
+    left = [machine.cost[action] for action in mine]
+    now, end, index, urgent = 0.0, 0.0, 0, list[tuple[float, int]]()
+    while urgent or index < len(mine):
+        if not urgent:
+            now = max(now, heads[mine[index]])
+        while index < len(mine) and heads[mine[index]] <= now:
+            heapq.heappush(urgent, (-tails[mine[index]], index))
+            index += 1
+        tail, first = urgent[0]
+        until = min(now + left[first], heads[mine[index]] if index < len(mine) else float("inf"))
+        left[first] -= until - now
+        now = until
+        if left[first] <= 0:
+            heapq.heappop(urgent)
+            end = max(end, now - tail)
+    return end
+
+
+def _memory(machine: Machine, rank: int, heads: list[float]) -> float:
+    """How long the step takes at least for what the activations of `rank` take, for how long they are held at least."""
+    count, stages, area = machine.microbatches, machine.stages, 0.0
+    for stage in machine.stages_of[rank]:
+        weight = 2 * stages + stage
+        there = heads[(stages + stage) * count] + machine.times[stages + stage] - heads[stage * count]
+        area += count * machine.sizes[stage].act * there
+        if weight < len(machine.times):
+            area += count * machine.sizes[stage].keep * machine.times[weight]
+    limit = machine.limits[rank]
+    begin = min(heads[stage * count] for stage in machine.stages_of[rank])
+    return begin + area / limit if 0 < limit < float("inf") else 0.0

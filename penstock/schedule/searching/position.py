@@ -1,0 +1,202 @@
+"""Where a search stands: rows, and when everything in them runs; changed one row at a time.
+
+This is the loop that a search spends its time in, hence long functions of plain lists. Three things make it short:
+
+* Only what can change is run again: what begins after the end of the last action before the change.
+* It gives up as soon as a rank has idled so long that the step cannot end in time.
+* The rows may leave out W. Then a W, the oldest, runs where it ends before the next F or I can start (plus the `slack` of its
+  rank), where memory is full, and at the end.
+"""
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+from penstock.schedule.searching.machine import Machine, Rows
+
+INFINITE = float("inf")
+ATTEMPT = 30  # steps that an attempt counts for, beside the actions that it runs
+
+Trace = list[tuple[float, float, float, int, int]]  # after every action of a row: time, memory, least end, W and I done
+Slots = list[float]  # when what is needed is there; -1: not yet; -2 - r: not yet, and rank r waits for it
+
+
+class State(NamedTuple):
+    """What a position is made from, and its makespan."""
+
+    makespan: float
+    rows: Rows
+    slack: list[float] | None
+
+
+class _Tried(NamedTuple):
+    """What follows from an attempt, if it is accepted."""
+
+    rows: Rows
+    backs: Rows
+    there: Slots
+    begin: list[int]
+    traces: list[Trace]
+    makespan: float
+
+
+class Position:
+    """`rows`, with the makespan; `slack` of every rank is given where the rows leave out W."""
+
+    def __init__(self, machine: Machine, rows: Rows, slack: list[float] | None = None) -> None:
+        self.machine, self.steps = machine, 0  # actions run so far
+        self.go_to(State(INFINITE, rows, slack))
+
+    def go_to(self, state: State) -> None:
+        """Stand where `state` is."""
+        self.rows, self.slack = state.rows[:], state.slack and state.slack[:]
+        self.backs = [self._backs(row) for row in self.rows]
+        self.trace: list[Trace] = [[] for _ in self.rows]
+        self.there, self.makespan = self.machine.there, INFINITE
+        if self.attempt(0, self.rows[0], 0, INFINITE) < INFINITE:
+            self.accept()
+
+    def state(self) -> State:
+        """Where it stands, to come back to."""
+        return State(self.makespan, self.rows[:], self.slack and self.slack[:])
+
+    def _backs(self, row: list[int]) -> list[int]:
+        """The I of `row` whose W are not in it."""
+        first = self.machine.first_back
+        return [action for action in row if action >= first] if self.slack and not self.machine.whole else []
+
+    def attempt(self, rank: int, row: list[int], first: int, most: float) -> float:
+        """The makespan with `row` for `rank`, the same before `first`; infinite if that is above `most`, or cannot run."""
+        traces: list[Trace] = [[] for _ in self.rows]
+        end = self._run(rank, row, first, most, traces)
+        self.steps += ATTEMPT + sum(map(len, traces))
+        return end
+
+    def accept(self) -> None:
+        """Go on from what was attempted last."""
+        self.rows, self.backs, self.there, begin, traces, self.makespan = self.tried
+        for trace, here, new in zip(self.trace, begin, traces, strict=True):
+            trace[here:] = new
+
+    def loosen(self, rank: int, slack: float, most: float) -> bool:
+        """Whether the step takes at most `most` with another `slack` of `rank`; then it has that."""
+        assert self.slack
+        before, self.slack[rank] = self.slack[rank], slack
+        if self.attempt(rank, self.rows[rank], 0, most) > most:
+            self.slack[rank] = before
+            return False
+        self.accept()
+        return True
+
+    def whole_rows(self) -> Rows:
+        """The rows with every W in its place."""
+        to_weight = self.machine.first_weight - self.machine.first_back
+        rows: Rows = []
+        for row, back, trace in zip(self.rows, self.backs, self.trace, strict=True):
+            full, last = list[int](), 0
+            for action, (_, _, _, done, _) in zip(row, trace, strict=True):
+                full += [each + to_weight for each in back[last:done]] + [action]
+                last = done
+            rows.append(full + [each + to_weight for each in back[last:]])
+        return rows
+
+    def _run(self, rank: int, row: list[int], first: int, most: float, traces: list[Trace]) -> float:
+        """One loop over all actions from `first` on: what they leave behind goes into `traces` and `tried`."""
+        machine = self.machine
+        ranks, work, limits, plain = range(machine.ranks), machine.work, machine.limits, machine.plain
+        cost, change, slots, latency = machine.cost, machine.change, machine.slot, machine.latency
+        first_weight, sends, also_needs = machine.first_weight, machine.sends, machine.also_needs
+        splits = machine.first_back if self.slack and not machine.whole else len(cost)
+        to_weight = first_weight - machine.first_back
+        if not machine.waits:
+            first = 0
+        since = self.trace[rank][first - 1][0] if first else -1.0
+        rows, backs = self.rows[:], self.backs[:]
+        there = self.there[:]
+        channels: dict[tuple[int, int], float] = {}
+        at, states = [], []
+        for r in ranks:
+            trace = self.trace[r]
+            here = first if r == rank else bisect_left(trace, (since,))
+            at.append(here)
+            states.append(trace[here - 1] if here else (0.0, 0.0, work[r], 0, 0))
+            if plain:
+                for action in rows[r][here:]:
+                    there[slots[action]] = -1.0
+        if not plain:
+            there = machine.there[:]
+        rows[rank] = row
+        slacks = self.slack or [0.0] * machine.ranks
+        backs[rank] = self._backs(row)
+        begin = at[:]
+        ready, end, running = list(ranks), 0.0, machine.ranks
+        while ready:
+            r = ready.pop()
+            row, index, back, trace, limit = rows[r], at[r], backs[r], traces[r], limits[r]
+            slack = slacks[r]
+            time, held, bound, done, made = states[r]
+            put = trace.append
+            count = len(row)
+            while index < count:
+                action = row[index]
+                when = there[action]
+                if when < 0.0:
+                    there[action] = -2.0 - r
+                    break
+                if not plain and also_needs[action]:
+                    missing = [slot for slot in also_needs[action] if there[slot] < 0.0]
+                    if missing:
+                        there[missing[0]] = -2.0 - r
+                        break
+                    when = max(when, max(there[slot] for slot in also_needs[action]))
+                held_then = held + change[action]
+                while done < made:
+                    weight = back[done] + to_weight
+                    if time + cost[weight] > when + slack and held_then <= limit:
+                        break
+                    time += cost[weight]
+                    held += change[weight]
+                    held_then += change[weight]
+                    done += 1
+                if held_then > limit:
+                    return INFINITE
+                held = held_then
+                if when > time:
+                    bound += when - time
+                    if bound > most:
+                        return INFINITE
+                    time = when
+                time += cost[action]
+                if action >= splits:
+                    made += 1
+                put((time, held, bound, done, made))
+                index += 1
+                if plain:
+                    slot = slots[action]
+                    woken = there[slot]
+                    there[slot] = time + latency[action]
+                    if woken < -1.5:
+                        ready.append(int(-2.0 - woken))
+                else:
+                    for slot, channel, transmission, way in sends[action]:
+                        woken, arrives = there[slot], time
+                        if channel:
+                            arrives = channels[channel] = max(channels.get(channel, 0.0), time) + transmission
+                            arrives += way
+                        there[slot] = arrives
+                        if woken < -1.5:
+                            ready.append(int(-2.0 - woken))
+            else:
+                running -= 1
+                while done < made:
+                    time += cost[back[done] + to_weight]
+                    done += 1
+                if time > end:
+                    end = time
+                    if end > most:
+                        return INFINITE
+            at[r] = index
+            states[r] = time, held, bound, done, made
+        if running:
+            return INFINITE
+        self.tried = _Tried(rows, backs, there, begin, traces, end)
+        return end

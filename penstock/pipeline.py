@@ -287,6 +287,11 @@ class Pipeline(NoModule):
         """What the last step took, the same on every rank; None before the first."""
         return self._last and self._last.report
 
+    @property
+    def preempted(self) -> bool:
+        """Whether any rank has been asked to save and leave (`ps.comms.catch_preemption`): the same after the same step."""
+        return self._last is not None and any(self._last.report.preempted)
+
     @contextmanager
     def _together(self) -> Iterator[None]:
         """If this rank fails inside, so do all, with the same error."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         reduce_scatter,
         scatter,
     )
+    from penstock.comms.health.signals import catch_preemption
     from penstock.comms.point_to_point import recv_tensor, send_tensor
     from penstock.comms.topology import (
         Topology,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "topology": ("Topology", "current_topology", "get_next_rank", "get_prev_rank", "init_distributed", "init_mesh", "shutdown"),
+    "health.signals": ("catch_preemption",),
     "point_to_point": ("recv_tensor", "send_tensor"),
     "collectives.operations": (
         "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter",

@@ -30,6 +30,7 @@ class StepReport(NamedTuple):
     between: tuple[float, ...] = ()  # seconds since each rank's step before: optimizer, next batch; 0 before the first
     averaging: tuple[float, ...] = ()  # seconds after each rank's last action until its gradients were the replicas' mean
     failed_beside: tuple[float, ...] = ()  # 1 for a rank that knows that what went on beside the steps has failed, else 0
+    preempted: tuple[float, ...] = ()  # 1 for a rank that was asked to save and leave (comms/health/signals.py), else 0
 
     @property
     def bubble(self) -> float:
@@ -113,6 +114,7 @@ class Ended(NamedTuple):
     between: float
     averaging: float
     failed_beside: float
+    preempted: float
 
 
 class Losses(NamedTuple):
@@ -140,10 +142,8 @@ def conclude(
     loss, *of_each = (torch.tensor(value, dtype=dtype, device=control.topology.device) for value in (math.fsum(values), *each))
     ran = [one for one in everyone if one.end]  # a rank may have no stage
     makespan = max(one.end for one in ran) - min(one.start for one in ran)
-    columns = (
-        tuple(getattr(one, name) for one in everyone) for name in ("busy", "memory", "between", "averaging", "failed_beside")
-    )
-    return loss, of_each, StepReport(makespan, *columns)
+    names = ("busy", "memory", "between", "averaging", "failed_beside", "preempted")
+    return loss, of_each, StepReport(makespan, *[tuple(getattr(one, name) for one in everyone) for name in names])
 
 
 def _of_microbatch(told: Sequence[Losses], which: int) -> float:

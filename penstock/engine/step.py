@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from penstock.comms.control import Control, WaitFailed, waiting
+from penstock.comms.health.signals import preempted
 from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, explained, forward, messages
 from penstock.engine.agreement import Agreement, Known
@@ -169,7 +170,7 @@ class Engine:
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
         failed = float(self.beside is not None and self.beside.failed)
-        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times, failed)
+        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times, failed, preempted())
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]

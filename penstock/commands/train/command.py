@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from penstock.commands.train.config import TrainConfig, saved_options
+from penstock.comms.health.signals import catch_preemption
 from penstock.comms.starting.launcher import start_ahead
 from penstock.errors import PenstockError
 from penstock.view.files import writing
@@ -19,6 +20,7 @@ class Train(TrainConfig):
 
     def run(self) -> None:
         """Check first, then start."""
+        catch_preemption()
         processes = int(os.environ.get("WORLD_SIZE", self.processes))  # torchrun's, under torchrun
         config = dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
         if config.processes not in (processes, 0):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -42,10 +43,18 @@ def train(config: TrainConfig) -> None:
         if os.environ["RANK"] == "0":
             closing(result, None, folder)
         comms.shutdown()
+        _leave_if_preempted(result)
         return
     result = launch(train_rank, config.processes, config, folder)[0]
-    alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None), None)[0] if config.compare else None
-    closing(result, alone, folder)
+    compare = config.compare and not result.preempted
+    alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None), None)[0] if compare else None
+    closing(result, None if alone is None or alone.preempted else alone, folder)
+    _leave_if_preempted(result)
+
+
+def _leave_if_preempted(result: TrainResult) -> None:
+    if result.preempted:
+        sys.exit(os.EX_TEMPFAIL)
 
 
 def _folder(config: TrainConfig) -> Path:
@@ -62,6 +71,8 @@ def train_rank(config: TrainConfig, folder: Path | None) -> TrainResult:
     setup = prepared(config, folder)
     run = _begun(setup)
     timelines = _train(setup, run)
+    if run.preempted:
+        return run
     run.validation_loss = validation_loss(setup)
     run.prompt, run.sample = sample(setup)
     if setup.speaks and timelines and not setup.alone:
@@ -106,6 +117,9 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
                 timelines.append(setup.pipe.timeline())
             for listen in listeners:
                 listen(record)
+            if setup.pipe.preempted and record["step"] < setup.config.steps:
+                run.preempted = True
+                break
             if _is_due(record["step"], setup.config):
                 setup.save(wait=False)
     setup.save()

@@ -64,6 +64,10 @@ def megabytes(size: float) -> str:
 
 def closing(run: TrainResult, alone: TrainResult | None, folder: Path) -> None:
     """What came out, on the console."""
+    if run.preempted:
+        told = f"preempted after step {len(run.losses)}, which is saved"
+        print(f"\n{told}: go on with penstock train --resume {folder}", flush=True)
+        return
     console = Console(soft_wrap=True)
     console.print(
         f"\nloss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, on the held-out part {run.validation_loss:.4f}", highlight=False

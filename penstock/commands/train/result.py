@@ -16,6 +16,7 @@ class TrainResult:
     peak_memory: float = 0.0  # bytes, the fullest rank's
     rows_per_step: int = 0
     tokens_per_step: int = 0
+    preempted: bool = False  # asked to leave before the last step; what was done is saved
     validation_loss: float = math.nan
     prompt: str = ""
     sample: str = ""

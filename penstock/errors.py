@@ -4,6 +4,8 @@
 class PenstockError(Exception):
     """The root of every error Penstock raises on purpose."""
 
+    ranks: tuple[int, ...] = ()  # of those raised on all ranks: where it began, as far as that is known
+
 
 class ScheduleError(PenstockError, ValueError):
     """A schedule cannot be built, or its table cannot be proved."""

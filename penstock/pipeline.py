@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from penstock import comms
 from penstock.comms.control import Control
+from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Rule, check_arguments, placed, stages, table, wired
@@ -273,6 +274,8 @@ class Pipeline(NoModule):
             with undone_on_failure(self.stages.values() if training else (), self.topology.device, everything=False):
                 outcome = self._engine.step(call)
             self.step_count += training
+        if training:
+            step_done(self.step_count)
         self._last = outcome._replace(outputs=())  # which are the caller's
         return outcome
 

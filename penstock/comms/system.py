@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from penstock.errors import ResourceError
 
@@ -34,6 +35,17 @@ def is_refusal(error: BaseException) -> bool:
     """Whether `error` says that this rank's system has refused something; torch says so of memory in a RuntimeError."""
     told = ("allocate memory", "out of memory", "start new thread")
     return isinstance(error, (OSError, MemoryError)) or any(each in str(error) for each in told)
+
+
+def process_state(process: int) -> tuple[str, int]:
+    """The state of a process of this machine (`R`, `S`, `T`: stopped by a signal, `Z`: ended) and its parent.
+
+    ("", 0) for one that is gone, and where the system has no /proc.
+    """
+    with suppress(OSError):
+        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+        return state, int(parent)
+    return "", 0
 
 
 def reason(error: BaseException) -> str:

@@ -4,7 +4,7 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.comms.starting.launcher import start_ahead
+from penstock.comms.starting.server import start_ahead
 from penstock.errors import PenstockError
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from penstock.commands.source import table_of
-from penstock.comms.starting.launcher import start_ahead
+from penstock.comms.starting.server import start_ahead
 from penstock.errors import PenstockError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.commands.train.config import TrainConfig, saved_options
 from penstock.comms.health.signals import catch_preemption
-from penstock.comms.starting.launcher import start_ahead
+from penstock.comms.starting.server import start_ahead
 from penstock.errors import PenstockError
 from penstock.view.files import writing
 

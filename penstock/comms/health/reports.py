@@ -67,8 +67,10 @@ def own_error(reports: Collection[Report]) -> PenstockError | None:
     own = [(each.when, each.rank, each.error, each.text) for each in reports if each.error]
     if not own:
         return None
-    _, _, kind, text = min(own)
-    return getattr(errors, kind)(text)
+    _, rank, kind, text = min(own)
+    error: PenstockError = getattr(errors, kind)(text)
+    error.ranks = (rank,)
+    return error
 
 
 def verdict(groups: Groups, mine: Report) -> PenstockError:
@@ -85,7 +87,9 @@ def verdict(groups: Groups, mine: Report) -> PenstockError:
         return left(told, waited)
     verb = "does not answer" if "no answer" in witness.end else "is gone"
     lost = f"rank {', '.join(map(str, absent))} {verb}" if absent else "the ranks lost each other"
-    return LostRankError(f"{lost}: {waited}: {witness.end}")
+    error = LostRankError(f"{lost}: {waited}: {witness.end}")
+    error.ranks = tuple(absent)
+    return error
 
 
 def _key(rank: int) -> str:

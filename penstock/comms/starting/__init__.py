@@ -1,6 +1,13 @@
-"""How ranks come to be: started on this machine, brought together at a store, and told who has left.
+"""How ranks come to be: started on this machine, brought together at a store, begun again when one has failed.
 
-launcher   starts ranks on this machine for a function
+launcher   starts ranks on this machine for a function, and again
+ranks      their processes: started, watched, gone at the end
+rank_main  what each of those runs
+server     the process that ranks are forked from
+in_server  what that does at its end
+blame      why an attempt failed, and because of which ranks
+restarts   what became of each attempt, and the report
+progress   how far the ranks are, in memory that the launching process reads
 meeting    what ranks write in the store that they meet at: the name of a start, who has left
 interface  which network leads to the other ranks
 """

@@ -72,4 +72,6 @@ def departed(store: Any, ranks: Collection[int]) -> dict[int, str]:
 def left(gone: dict[int, str], waited: str) -> LostRankError:
     """The error where somebody `waited` for ranks of which some are gone."""
     what_to_do = ": every rank must make the same calls" if FINISHED in gone.values() else ""
-    return LostRankError(f"{waited}, but {', '.join(f'rank {rank} {how}' for rank, how in gone.items())}{what_to_do}")
+    error = LostRankError(f"{waited}, but {', '.join(f'rank {rank} {how}' for rank, how in gone.items())}{what_to_do}")
+    error.ranks = tuple(gone)
+    return error

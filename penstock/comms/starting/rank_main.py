@@ -1,0 +1,139 @@
+"""What the process of a rank runs: the function in the caller's environment; its outcome is sent home."""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from penstock.comms.starting import progress
+from penstock.comms.starting.meeting import FINISHED
+from penstock.comms.system import reason
+from penstock.errors import LostRankError, PenstockError
+
+PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
+
+
+class Outcome(NamedTuple):
+    """What a rank came to."""
+
+    well: bool
+    value: Any  # the function's result, or the error
+    traceback: str = ""
+    hearsay: bool = False  # it failed only because it lost others
+    ranks: tuple[int, ...] = ()  # those that its error says it comes from
+
+
+class Job(NamedTuple):
+    """What every rank of an attempt is started with."""
+
+    work: bytes  # the function and its arguments, pickled
+    ranks: int
+    port: int  # of the store
+    environment: dict[str, str]  # of the launching process, at that moment; its working directory comes by itself
+    page: progress.Address | None = None
+
+
+def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """What ranks are to do, as `Job.work`. Raises PenstockError if it does not pickle."""
+    try:
+        return pickle.dumps((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise PenstockError(
+            f"cannot send {name} to other processes ({error}): "
+            "define it at the top level of a module, and pass arguments that pickle"
+        ) from error
+
+
+def rank_main(job: Job, rank: int, sender: Connection) -> None:
+    """One rank: the caller's environment with torchrun's in it, the function, the outcome sent home."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
+    _end_with_launcher()
+    os.environ.clear()  # of the server that this rank was forked from
+    os.environ.update(
+        job.environment, RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    import torch
+
+    from penstock.comms.topology import shutdown, tell_departure
+
+    os.register_at_fork(after_in_child=sender.close)  # a process that the rank forks would hide the rank's death
+    gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
+    torch.set_num_threads(_threads())
+    if job.page is not None:
+        progress.tell_into(job.page, rank)
+    try:
+        function, args = pickle.loads(job.work)
+        value = function(*args)
+        data = _pickled_result(value, rank)
+        tell_departure(FINISHED)
+    except BaseException as error:
+        data = _pickled_error(error, rank)
+        tell_departure(f"ended with {reason(error)}")
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
+            stream.flush()
+    sender.send_bytes(data)  # from now on the launching process may end this one
+    shutdown()
+
+
+def _threads() -> int:
+    """As many as the caller's environment says: torch has read that of the server."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else 1
+
+
+def _pickled_result(value: Any, rank: int) -> bytes:
+    try:
+        return pickle.dumps(Outcome(True, value))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
+
+
+def _pickled_error(error: BaseException, rank: int) -> bytes:
+    from penstock.comms.groups import is_of_transport
+
+    if isinstance(error, SystemExit) and not error.code:  # which would end the launching program too, as if all were well
+        error = PenstockError(f"rank {rank} called sys.exit() before its function was done")
+    text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
+    causes = list(_causes(error))
+    hearsay = any(isinstance(each, LostRankError) or is_of_transport(each) for each in causes)
+    ranks = next((each.ranks for each in causes if isinstance(each, PenstockError) and each.ranks), ())
+    try:
+        data = pickle.dumps(Outcome(False, error, text, hearsay, ranks))
+        pickle.loads(data)
+        return data
+    except Exception:
+        told = PenstockError(f"rank {rank}: {type(error).__name__}: {error}")
+        return pickle.dumps(Outcome(False, told, text, hearsay, ranks))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised because of."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _end_with_launcher() -> None:
+    """This rank ends when the launching process does. On Linux one that is stopped too, with the server, its parent."""
+    threading.Thread(target=_die_with_launcher, daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _die_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os._exit(1)

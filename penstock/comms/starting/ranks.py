@@ -1,0 +1,119 @@
+"""The processes of one attempt: started, watched, and gone at its end."""
+
+import os
+import pickle
+import selectors
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from penstock.comms.starting.blame import Died, death
+from penstock.comms.starting.meeting import FINISHED, depart
+from penstock.comms.starting.rank_main import Job, Outcome, rank_main
+from penstock.comms.starting.server import NOT_KNOWN, ServerEndedError
+from penstock.comms.system import process_state
+from penstock.errors import PenstockError
+
+PARTING = 0.2  # seconds in which ranks may let go of what the system keeps for them: semaphores, files in /tmp
+LAST_WORDS = 2.0  # seconds the other ranks have to tell what they know once one has failed
+HURRY = 0.5  # the same where it is known which, and they are about to begin again
+LOOK = 0.5  # seconds between looks at whether a rank is stopped
+STOPPED = 3.0  # seconds after which a rank that is stopped is ended
+
+
+@contextmanager
+def started(job: Job, context: Any) -> Iterator[tuple[list[Any], list[Connection]]]:
+    """The processes of all ranks and where their outcomes come from; they are gone afterwards, whatever happens."""
+    processes, results = [], []
+    try:
+        for rank in range(job.ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            results.append(receiver)
+            process = context.Process(target=rank_main, args=(job, rank, sender), name=f"rank {rank}", daemon=False)
+            try:
+                process.start()
+            except (EOFError, ConnectionError, FileNotFoundError) as error:
+                raise ServerEndedError from error
+            sender.close()
+            processes.append(process)
+        yield processes, results
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for receiver in results:
+            receiver.close()
+
+
+def part(processes: Sequence[Any]) -> None:
+    """Give ranks that are done a moment to end by themselves."""
+    deadline = time.monotonic() + PARTING
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+def outcomes_of(
+    processes: Sequence[Any], results: Sequence[Connection], store: Any, hurry: bool
+) -> tuple[dict[int, Outcome], float]:
+    """What each rank came to, in the order in which that happened, and the moment of the first failure, or of the end.
+
+    A rank that never ended is absent.
+
+    Once one rank has failed or died, the others have a short while to say why they did, shorter in a `hurry`. Those that wait
+    for one that has ended before it joined them find that in the `store`. A rank that a signal has stopped is ended.
+    """
+    outcomes: dict[int, Outcome] = {}
+    stops, server = _Stops(processes), process_state(processes[0].pid)[1]
+    failed, deadline = float("inf"), float("inf")
+    with selectors.DefaultSelector() as pending:  # Linux's epoll tells in the order in which it happened
+        for rank, receiver in enumerate(results):
+            pending.register(receiver, selectors.EVENT_READ, rank)
+        while pending.get_map() and time.monotonic() < deadline:
+            for key, _ in pending.select(min(LOOK, deadline - time.monotonic())):
+                rank = key.data
+                pending.unregister(key.fileobj)
+                try:
+                    outcomes[rank] = pickle.loads(results[rank].recv_bytes())
+                except (EOFError, OSError):  # OSError: in the middle of its outcome
+                    processes[rank].join()
+                    outcomes[rank] = Outcome(False, stops.ended.get(rank) or _death(rank, processes[rank].exitcode, server))
+                if outcomes[rank].well:
+                    depart(store, rank, FINISHED)
+                    continue
+                words = HURRY if hurry and not outcomes[rank].hearsay else LAST_WORDS
+                deadline = min(deadline, time.monotonic() + words)
+                failed = min(failed, stops.since.get(rank, time.monotonic()))
+            stops.look(set(range(len(results))) - outcomes.keys())
+    return outcomes, min(failed, time.monotonic())
+
+
+def _death(rank: int, exitcode: int | None, server: int) -> PenstockError:
+    ended = exitcode == NOT_KNOWN and process_state(server)[0] in ("", "Z")
+    return ServerEndedError() if ended else death(rank, exitcode)
+
+
+class _Stops:
+    """Which ranks are stopped, and since when."""
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self.processes, self.next = processes, 0.0
+        self.since: dict[int, float] = {}
+        self.ended: dict[int, Died] = {}
+
+    def look(self, ranks: set[int]) -> None:
+        """End those that are stopped for long; not more often than every LOOK seconds."""
+        now = time.monotonic()
+        if now < self.next:
+            return
+        self.next = now + LOOK
+        stopped = {rank for rank in ranks if rank in self.ended or process_state(self.processes[rank].pid)[0] == "T"}
+        self.since = {rank: self.since.get(rank, now) for rank in stopped}
+        for rank, since in self.since.items():
+            if rank not in self.ended and now - since >= STOPPED:
+                with suppress(ProcessLookupError):
+                    os.kill(self.processes[rank].pid, signal.SIGKILL)
+                self.ended[rank] = Died(f"rank {rank} was stopped by a signal for {now - since:.0f} s, and was ended")

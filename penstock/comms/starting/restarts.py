@@ -1,0 +1,90 @@
+"""What became of each attempt of a launch, whether there is another, and the report of all of them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from penstock.comms.starting.blame import Failure
+from penstock.comms.starting.progress import Steps
+from penstock.errors import PenstockError
+
+T = TypeVar("T")
+
+
+class Attempt(NamedTuple):
+    """One start of all ranks, and what became of it. Times are those of `time.monotonic()`."""
+
+    ranks: int
+    began: float
+    ended: float  # when its first rank failed, or its last one was done
+    error: BaseException | None = None  # what ended it; None: it came to its end
+    culprits: tuple[int, ...] = ()  # the ranks that failed by themselves; empty where it was nobody in particular
+    steps_before: int | None = None  # that were done when it began; None: its ranks have run no step of a pipeline
+    steps_done: int | None = None  # and when it ended
+    new_step: float | None = None  # when a step was done that no attempt before had done
+
+
+class Results(list[T]):
+    """What a function returned on each rank, and the attempts it took."""
+
+    def __init__(self, values: Sequence[T], attempts: Sequence[Attempt]) -> None:
+        super().__init__(values)
+        self.attempts = tuple(attempts)
+
+
+def attempt(ranks: int, began: float, ended: float, failure: Failure | None, steps: Steps | None) -> Attempt:
+    """An attempt that has ended."""
+    told = Attempt(ranks, began, ended) if failure is None else Attempt(ranks, began, ended, failure.error, failure.culprits)
+    return told if steps is None else told._replace(steps_before=steps.before, steps_done=steps.done, new_step=steps.new)
+
+
+def furthest(attempts: Sequence[Attempt]) -> int:
+    """The steps that any of them has done."""
+    return max((each.steps_done or 0 for each in attempts), default=0)
+
+
+def is_repeated(attempts: Sequence[Attempt], failures: Sequence[Failure]) -> bool:
+    """Whether the last two attempts failed by the same mistake of the program at the same step, as they would again.
+
+    Of a process that dies before the first step nothing says that it was the program.
+    """
+    if len(failures) < 2:
+        return False
+    one, other = failures[-2:]
+    step = attempts[-1].steps_done
+    same = one.kind == other.kind and attempts[-2].steps_done == step
+    return bool(one.kind) and same and (step is not None or not other.died)
+
+
+def told(attempts: Sequence[Attempt]) -> str:
+    """The report: a line for each attempt."""
+    lines = [f"{len(attempts)} attempts:"]
+    for number, each in enumerate(attempts):
+        words = [f"{each.ranks} rank{'s' * (each.ranks != 1)}"]
+        if each.steps_before is not None and each.steps_done is not None:
+            words.append(f"steps {each.steps_before + 1} to {each.steps_done}")
+        before = attempts[:number]
+        if before and each.steps_before is not None:
+            words.append(f"{lost(before, each)} steps lost")
+        if before and each.new_step is not None:
+            words.append(f"{each.new_step - _failure(before):.1f} s from the failure to the first new step")
+        lines.append(f"  {number + 1}: {', '.join(words)}: {said(each)}")
+    return "\n".join(lines)
+
+
+def lost(before: Sequence[Attempt], each: Attempt) -> int:
+    """Steps that an attempt had to do again."""
+    return max(0, furthest(before) - (each.steps_before or 0))
+
+
+def _failure(before: Sequence[Attempt]) -> float:
+    """The moment of the failure after which no new step was done."""
+    since = max((number for number, each in enumerate(before) if each.new_step is not None), default=0)
+    return before[since].ended
+
+
+def said(each: Attempt) -> str:
+    """What ended an attempt, in a line."""
+    if each.error is None:
+        return "done"
+    text = " ".join(str(each.error).split()) or type(each.error).__name__
+    return text if isinstance(each.error, PenstockError) else f"{type(each.error).__name__}: {text}"

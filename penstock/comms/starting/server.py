@@ -1,0 +1,56 @@
+"""The server that ranks are forked from: a process that has imported torch once, and runs nothing else.
+
+A plain fork of a program that has run a backward may hang. The server is up until the program that started it ends, and
+`in_server` is what it does then.
+"""
+
+import multiprocessing
+import os
+import signal
+from typing import Any
+
+from penstock.errors import LostRankError
+
+# The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
+PRELOAD = [
+    *("penstock.comms.starting.in_server", "penstock.pipeline", "penstock.checkpoint"),
+    *("torch.fx.experimental.symbolic_shapes", "torch._dynamo"),
+]
+NOT_KNOWN = 255  # Python's exit code for a process whose server has ended
+GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
+
+
+class ServerEndedError(LostRankError):
+    """The server has ended before the program, and with it all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__("the server process that the ranks were forked from was killed")
+
+
+def start_ahead() -> None:
+    """Start the server, which imports torch while this process does: `launch` is up sooner.
+
+    To be called before torch is imported, when it is clear that ranks will be launched. Does nothing under torchrun, which has
+    ranks, and where there may be a GPU.
+    """
+    if (
+        "RANK" not in os.environ
+        and not any(map(os.path.exists, GPUS))
+        and "forkserver" in multiprocessing.get_all_start_methods()
+    ):
+        server_context()
+
+
+def server_context() -> Any:
+    """Processes forked from the server, which runs from now on. Ctrl-C never reaches it: it ends with this process."""
+    from multiprocessing import forkserver, resource_tracker
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # the server starts it too, and that would let signals through again
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return context

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # ---- trees of values ------------------------------------------------------------------------------------------------
 # Lists, tuples and dicts (and what transformers' outputs are) taken apart and put together; torch has no public name for it.
+from torch.utils._pytree import SUPPORTED_NODES as TREE_NODES  # kind -> how it is taken apart and put together  # noqa: F401
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten

@@ -5,8 +5,6 @@ that waits on it, which does the same, and so on; then each reads the reports (h
 A rank that is blamed by another and leaves no report is lost.
 """
 
-import ctypes
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from penstock.comms.encoding import bytes_of, checked_size, decode, encode
 from penstock.comms.groups import Groups, break_off, is_of_transport
 from penstock.comms.health import reports
 from penstock.comms.health.reports import Report
@@ -138,8 +137,8 @@ class Control:
         """Every rank's `value`, by rank. Raises MismatchError where the first two words of `what` differ between ranks."""
         if self.alone:
             return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
-        sizes = [int(size) for (size,) in self.gather([data.numel()], what)]
+        data = torch.frombuffer(bytearray(encode((what, value))), dtype=torch.uint8)
+        sizes = [checked_size(int(size)) for (size,) in self.gather([data.numel()], what)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: data.numel()] = data
         everyone = padded.new_empty((len(sizes), max(sizes)))
@@ -147,7 +146,7 @@ class Control:
             self._group.allgather([list(everyone)], [padded]).wait()
         except RuntimeError as error:
             raise WaitFailed(f"for the other ranks {what}", None, error) from error
-        told = [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(everyone, sizes, strict=True)]
+        told = [decode(bytes_of(row[:size])) for row, size in zip(everyone, sizes, strict=True)]
         for rank, (other, _) in enumerate(told):
             if other.split()[:2] != told[0][0].split()[:2]:
                 raise MismatchError(f"the ranks do different things: rank 0 is about {told[0][0]}, rank {rank} {other}")

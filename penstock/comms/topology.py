@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock import torch_private
 from penstock.comms.allocator import keep_freed_memory
+from penstock.comms.encoding import told_by_all
 from penstock.comms.starting.interface import interface_to
 from penstock.comms.starting.meeting import FINISHED, depart, departed, left, looks, name_of_start
 from penstock.comms.system import reason
@@ -114,9 +115,8 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
         )
     if not dist.is_initialized():  # a world of one
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    everyone: list[Any] = [None] * topology.world_size
     with waiting_for_ranks(topology, "for the other ranks to make a mesh", range(topology.world_size)):
-        dist.all_gather_object(everyone, (pp, dp, tp))
+        everyone = told_by_all((pp, dp, tp), topology.carrier)
     for rank, sizes in enumerate(everyone):
         if sizes != everyone[0]:
             raise MismatchError(f"rank 0 makes a mesh of (pp, dp, tp) {everyone[0]}, rank {rank} one of {sizes}: make the same")

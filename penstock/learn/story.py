@@ -6,11 +6,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from textwrap import indent
-from typing import Any, NoReturn, TypeVar
-
-import torch.distributed as dist
+from typing import NoReturn, TypeVar
 
 import penstock as ps
+from penstock.comms.encoding import told_by_all
 from penstock.schedule import Timeline
 from penstock.view.terminal import draw
 
@@ -38,10 +37,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: object) -> list[T]:
         raise SystemExit(f"this lab runs on {ranks} ranks, torchrun started {ranks_here(ranks)}: use --nproc-per-node {ranks}")
     atexit.register(ps.comms.shutdown)  # a process that ends in the middle of its group may abort
     mine = function(*args)
-    ps.comms.init_distributed()
-    everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    return told_by_all(mine, ps.comms.init_distributed().carrier)
 
 
 def say(text: str = "") -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import checkpoint, comms
 from penstock.commands.train import data
 from penstock.commands.train.config import HEADS, TrainConfig
+from penstock.comms.encoding import told_by_all
 from penstock.comms.topology import Topology
 from penstock.model import GPT, GPTConfig, mlp
 from penstock.pipeline import Pipeline
@@ -108,7 +108,5 @@ def _rate(step: int, steps: int) -> float:
 
 def _of_rank_0(folder: Path | None) -> Path | None:
     """The folder that rank 0 has chosen: under torchrun each rank takes its name from a clock of its own."""
-    chosen = [folder]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(chosen, src=0)
-    return chosen[0]
+    topology = comms.current_topology()
+    return told_by_all(folder, topology.carrier)[0] if topology.world_size > 1 else folder

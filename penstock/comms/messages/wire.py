@@ -1,11 +1,12 @@
 """What travels between two stages: a tree of tensors, described once and then sent as bare memory."""
 
-import pickle
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.comms.encoding import bytes_of, decode, encode
 from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
@@ -128,12 +129,30 @@ def shaped(data: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def pack(spec: MessageSpec) -> Tensor:
-    """`spec` as bytes; its structure travels as an example of it."""
+    """`spec` as bytes; its structure travels as an example of it. Raises MismatchError for what does not travel."""
     example = tree_unflatten(range(len(spec.leaves)), spec.tree)
-    return torch.frombuffer(bytearray(pickle.dumps((example, spec.leaves))), dtype=torch.uint8)
+    leaves = [leaf if isinstance(leaf, TensorSpec) else [leaf.value] for leaf in spec.leaves]
+    return torch.frombuffer(bytearray(encode((example, leaves))), dtype=torch.uint8)
 
 
 def unpack(data: Tensor) -> MessageSpec:
-    """The description `pack` made bytes of, by another rank of this program."""
-    example, leaves = pickle.loads(bytes(data.tolist()))
-    return MessageSpec(tree_flatten(example)[1], leaves)
+    """The description `pack` made bytes of. Raises MismatchError for anything else."""
+    match decode(bytes_of(data)):
+        case (example, list(leaves)) if all(_is_leaf(leaf) for leaf in leaves):
+            numbers, tree = tree_flatten(example)
+            if numbers == list(range(len(leaves))):
+                told = [leaf if isinstance(leaf, TensorSpec) else Constant(leaf[0], type(leaf[0])) for leaf in leaves]
+                return MessageSpec(tree, tuple(told))
+    raise MismatchError("what another rank sent describes no message: all ranks must run the same release of Penstock")
+
+
+def _is_leaf(told: Any) -> bool:
+    """Whether it is a constant in a list, or describes a tensor that can be."""
+    if not isinstance(told, TensorSpec):
+        return isinstance(told, list) and len(told) == 1
+    shape, stride, dtype, requires_grad, size = told
+    numbers = (*shape, *stride) if type(shape) is type(stride) is tuple and len(shape) == len(stride) else (-1,)
+    if not (isinstance(dtype, torch.dtype) and type(requires_grad) is bool and all(type(n) is int and n >= 0 for n in numbers)):
+        return False
+    dense = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    return dense == math.prod(shape) and size == dense * dtype.itemsize

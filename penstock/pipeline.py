@@ -149,6 +149,7 @@ class Pipeline(NoModule):
                 each.share_value()
             self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
             self.skew = skew(self._control, self._compared.machines)
+        self.merge_weight_gradients = merge
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
@@ -373,6 +374,23 @@ class Pipeline(NoModule):
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters, this rank's and those that ranks share -> the first name of each."""
         return self._parameters.aliases()
+
+    @property
+    def homes(self) -> dict[str, list[int]]:
+        """Every name in the uncut model's state, in its order -> the stages that have it."""
+        found: dict[str, list[int]] = {name: [] for name in self._parameters.order}
+        for stage, names in enumerate(self._parameters.names):
+            for name in names.values():
+                found.setdefault(name, []).append(stage)
+        return found
+
+    def gather(self, make: Callable[[], Any], what: str = "to gather values") -> list[Any]:
+        """What `make()` gives on every rank, by rank: numbers and texts, in lists and dicts. All ranks call it, between steps.
+
+        If it raises on one rank, all do. `what` is said of a rank that does not come.
+        """
+        with self._together():
+            return self._control.gather_objects(make(), what)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their norm, taken together, is at most `max_norm`; returns the norm before.

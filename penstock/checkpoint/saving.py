@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint import lock
+from penstock.checkpoint.audit.digests import check_replicas
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import pack
 from penstock.checkpoint.restore import MODEL
@@ -49,8 +50,9 @@ def save(
     error of a save that was left to a thread is raised by the next `step`, before it begins, if nothing has waited before.
 
     Raises, on every rank: PenstockError if a rank cannot write, and if another run has the folder, which it names;
-    MismatchError for state that a checkpoint cannot keep, and for ranks whose steps or optimizers differ; LostRankError if a
-    rank dies meanwhile. The checkpoints before stay whole.
+    MismatchError for state that a checkpoint cannot keep, for ranks whose steps or optimizers differ, and for replicas that
+    differ in a bit of a parameter or of its optimizer's state; LostRankError if a rank dies meanwhile. The checkpoints before
+    stay whole.
 
         saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
@@ -65,6 +67,7 @@ def save(
             raise MismatchError(
                 f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them"
             )
+        check_replicas(control, pipe, optimizer)
         part, tensors = _collected(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}

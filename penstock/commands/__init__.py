@@ -5,6 +5,7 @@
 `source`   the schedule that a name or a CSV file stands for
 `show`     `penstock show` and `penstock compare`
 `train/`   the main job: real data, checkpoints, metrics, a comparison with one process
+`audit`    two runs compared by their digests: the first step, stage and parameter that differ
 `trained`  `penstock generate` and `penstock eval`: their options
 `text`     what they do: text and a trained GPT that is cut over ranks
 `bench/`   a step against its table, and the collectives over sizes

@@ -114,6 +114,7 @@ COMMANDS = {  # name -> the module with its class, which is called after it
     "generate": "trained",
     "eval": "trained",
     "export": "cli",
+    "audit": "audit",
     "bench": "bench.command",
     "schedules": "cli",
     "show": "show",

@@ -3,5 +3,6 @@
 manifest          a checkpoint's folder: what must be in it, byte for byte, and which folders there are
 tensor_files      tensors in safetensors files
 packing           state as JSON with the tensors aside, and back
+json_lines        a file of JSON, a line for each record of a step
 transformers_form what transformers keeps in files in another form than in memory
 """

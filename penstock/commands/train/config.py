@@ -63,6 +63,8 @@ class TrainConfig:
     """Steps between checkpoints, which are written while training goes on; 0: only one, at the end."""
     keep: int = 3
     """Checkpoints that are kept, the last ones."""
+    digests_every: int = 10
+    """Steps between those whose digests are kept for `penstock audit`: of weights, gradients, optimizer state; 0: none."""
     resume: Path | None = None
     """The folder of a run to go on with, from its newest whole checkpoint. Options not given are as in that run; ranks,
     schedule and microbatches may be others, steps the same or more."""
@@ -94,6 +96,8 @@ class TrainConfig:
                 raise PenstockError(f"--{name.replace('depth', 'layers')} {getattr(self, name)} is too small: use 1 or more")
         if self.checkpoint_every < 0:
             raise PenstockError(f"--checkpoint-every {self.checkpoint_every} is no number of steps: use 0 (at the end) or more")
+        if self.digests_every < 0:
+            raise PenstockError(f"--digests-every {self.digests_every} is no number of steps: use 0 (none) or more")
         if self.resume is not None:
             self._check_same_run(saved_options(self.resume))
         if self.device == "cuda" and not [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]:

@@ -13,7 +13,7 @@ from typing import Any
 from penstock import checkpoint, comms
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.saving import claim
-from penstock.commands.train.config import SETTINGS, TrainConfig
+from penstock.commands.train.config import SAME, SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.metrics import Metrics, recorded
 from penstock.commands.train.progress import Progress, closing
@@ -111,8 +111,8 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
     if setup.folder is not None:
         claim(setup.folder, setup.pipe)
     with ExitStack() as stack:
-        listeners = _listeners(setup, run, stack)
-        for record in _steps(setup, run):
+        listeners, trail = _listeners(setup, run, stack), _trail(setup)
+        for record in _steps(setup, run, trail):
             if record["step"] > setup.config.steps - EXPLAINED:
                 timelines.append(setup.pipe.timeline())
             for listen in listeners:
@@ -140,7 +140,16 @@ def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callabl
     return [progress.step, metrics.write]
 
 
-def _steps(setup: Setup, run: TrainResult) -> Iterator[dict[str, Any]]:
+def _trail(setup: Setup) -> checkpoint.Trail | None:
+    """What keeps the run's digests, if any are to be kept."""
+    config = setup.config
+    if setup.folder is None or not config.digests_every:
+        return None
+    settings = {name: value for name, value in config.described().items() if name in (*SAME, "steps")}
+    return checkpoint.Trail(setup.folder, setup.pipe, setup.optimizer, min(config.digests_every, config.steps), settings)
+
+
+def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> Iterator[dict[str, Any]]:
     """Train, and after each step say how it went."""
     config, pipe = setup.config, setup.pipe
     for step in range(pipe.step_count, config.steps):
@@ -148,6 +157,8 @@ def _steps(setup: Setup, run: TrainResult) -> Iterator[dict[str, Any]]:
         inputs, target = setup.share(setup.source.batch(config.seed, step, config.batch))
         loss = pipe.step(inputs, target=target)
         setup.optimizer.step()
+        if trail is not None:
+            trail.note()
         setup.optimizer.zero_grad()
         setup.rate.step()
         seconds = time.perf_counter() - begin

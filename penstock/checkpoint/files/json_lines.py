@@ -1,0 +1,26 @@
+"""A file of JSON, a line for each record of a step: it is continued by a run that goes on, whatever a kill has left of it."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.files.manifest import replaced
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of the file at `path`, of none if there is no file; a line that was not finished is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Make the file at `path`, in the place of what is there, one of these records."""
+    with replaced(path) as beside:
+        beside.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def add(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a record to the file at `path`; it is there when this returns."""
+    with path.open("a") as file:
+        print(json.dumps(record), file=file)

@@ -1,0 +1,44 @@
+"""The command `penstock audit`: two runs compared by the digests they have kept, or the ranks of one."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from penstock.commands.source import nearest_path
+from penstock.errors import PenstockError
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Compare two runs by the digests they have kept: names the first step, stage and parameter that differ.
+
+    With one run: what it has kept, and whether the ranks that have the same parameter agree. Exit code 0: the same to the
+    bit; 1: not the same; 2: not comparable, or different where no bits are promised.
+    """
+
+    run_a: tyro.conf.Positional[Path]
+    """The folder of a run."""
+    run_b: tyro.conf.Positional[Path | None] = None
+    """That of another, on any other ranks, cut and schedule."""
+
+    def run(self) -> None:
+        """Read, compare, tell."""
+        for folder in (self.run_a, self.run_b or self.run_a):
+            if not folder.exists():
+                raise PenstockError(f"{folder} does not exist{nearest_path(folder)}")
+        from penstock.checkpoint.audit import comparison
+
+        try:
+            runs = [comparison.read(folder) for folder in (self.run_a, self.run_b) if folder is not None]
+            same, told = comparison.compare(*runs) if self.run_b is not None else comparison.alone(*runs)
+        except comparison.NotComparable as error:
+            sys.exit(_not_comparable(error))
+        print(told)
+        sys.exit(0 if same else 1)
+
+
+def _not_comparable(error: Exception) -> int:
+    print(f"penstock: {error}", file=sys.stderr)
+    return 2

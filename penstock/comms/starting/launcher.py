@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, NoReturn, TypeVar
 
+from penstock.comms.health.signals import catches_preemption, preempted
 from penstock.comms.starting.blame import UNGUARDED, Failure, blamed
 from penstock.comms.starting.progress import Page
 from penstock.comms.starting.rank_main import Job, Outcome, pickled
 from penstock.comms.starting.ranks import outcomes_of, part, started
-from penstock.comms.starting.restarts import Attempt, Results, attempt, furthest, is_repeated, said, told
+from penstock.comms.starting.restarts import Attempt, Results, attempt, furthest, is_final, is_repeated, said, told
 from penstock.comms.starting.server import ServerEndedError, server_context
 from penstock.errors import PenstockError
 
@@ -68,7 +69,7 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
             _tell_all(attempts)
             return Results([outcomes[rank].value for rank in range(running)], attempts)
         failures.append(failure)
-        if len(attempts) > restarts or is_repeated(attempts, failures):
+        if len(attempts) > restarts or preempted() or is_final(attempts, failures):
             _raise(failure, attempts, failures)
         running = ranks if least is None else max(least, running - len(failure.culprits))
         _tell(f"attempt {len(attempts)} of {restarts + 1} has ended: {said(this)}; {running} ranks begin again")
@@ -94,7 +95,8 @@ def _attempt(
     environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(len(before))}
     with closing(Page(ranks, furthest(before))) as page:
         try:
-            with started(Job(work, ranks, store.port, environment, page.address), context) as (processes, results):
+            job = Job(work, ranks, store.port, environment, page.address, catches_preemption())
+            with started(job, context) as (processes, results):
                 outcomes, ended = outcomes_of(processes, results, store, may_restart)
                 part([processes[rank] for rank in outcomes])
             failure = blamed(outcomes)

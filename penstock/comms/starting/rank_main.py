@@ -14,8 +14,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from penstock.comms.health.signals import catch_preemption
 from penstock.comms.starting import progress
 from penstock.comms.starting.meeting import FINISHED
+from penstock.comms.starting.server import HELD
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, PenstockError
 
@@ -40,6 +42,7 @@ class Job(NamedTuple):
     port: int  # of the store
     environment: dict[str, str]  # of the launching process, at that moment; its working directory comes by itself
     page: progress.Address | None = None
+    preemptible: bool = False  # the launching process catches what asks it to save and leave
 
 
 def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -57,6 +60,9 @@ def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def rank_main(job: Job, rank: int, sender: Connection) -> None:
     """One rank: the caller's environment with torchrun's in it, the function, the outcome sent home."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
+    if job.preemptible:
+        catch_preemption()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
     _end_with_launcher()
     os.environ.clear()  # of the server that this rank was forked from
     os.environ.update(

@@ -10,10 +10,11 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from penstock.comms.health.signals import tell_no_more, tell_too
 from penstock.comms.starting.blame import Died, death
 from penstock.comms.starting.meeting import FINISHED, depart
 from penstock.comms.starting.rank_main import Job, Outcome, rank_main
-from penstock.comms.starting.server import NOT_KNOWN, ServerEndedError
+from penstock.comms.starting.server import NOT_KNOWN, ServerEndedError, held
 from penstock.comms.system import process_state
 from penstock.errors import PenstockError
 
@@ -34,14 +35,17 @@ def started(job: Job, context: Any) -> Iterator[tuple[list[Any], list[Connection
             results.append(receiver)
             process = context.Process(target=rank_main, args=(job, rank, sender), name=f"rank {rank}", daemon=False)
             try:
-                process.start()
+                with held():
+                    process.start()
             except (EOFError, ConnectionError, FileNotFoundError) as error:
                 raise ServerEndedError from error
             sender.close()
             processes.append(process)
+            tell_too(process.pid)
         yield processes, results
     finally:
         for process in processes:
+            tell_no_more(process.pid)
             process.kill()
         for process in processes:
             process.join()

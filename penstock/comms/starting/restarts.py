@@ -42,6 +42,11 @@ def furthest(attempts: Sequence[Attempt]) -> int:
     return max((each.steps_done or 0 for each in attempts), default=0)
 
 
+def is_final(attempts: Sequence[Attempt], failures: Sequence[Failure]) -> bool:
+    """Whether another attempt would end like the last: the program wanted to exit, or fails by the same mistake again."""
+    return isinstance(failures[-1].error, SystemExit) or is_repeated(attempts, failures)
+
+
 def is_repeated(attempts: Sequence[Attempt], failures: Sequence[Failure]) -> bool:
     """Whether the last two attempts failed by the same mistake of the program at the same step, as they would again.
 

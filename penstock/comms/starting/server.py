@@ -7,8 +7,11 @@ A plain fork of a program that has run a backward may hang. The server is up unt
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from penstock.comms.health.signals import ASKING
 from penstock.errors import LostRankError
 
 # The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
@@ -17,6 +20,7 @@ PRELOAD = [
     *("torch.fx.experimental.symbolic_shapes", "torch._dynamo"),
 ]
 NOT_KNOWN = 255  # Python's exit code for a process whose server has ended
+HELD = {signal.SIGINT, *ASKING}
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
 
 
@@ -48,9 +52,16 @@ def server_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server starts it too, and that would let signals through again
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with held():
         forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Processes started inside hold back the signals that are for their program: a rank until it knows what to do with them."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return context

@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from penstock.comms.starting.launcher import launch
     from penstock.comms.topology import Topology
     from penstock.engine.text import cache
-    from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError, ScheduleError, StageError
+    from penstock.errors import (
+        LostRankError,
+        MismatchError,
+        NonFiniteError,
+        PenstockError,
+        ResourceError,
+        ScheduleError,
+        StageError,
+    )
     from penstock.model import ShardedMLP
     from penstock.pipeline import Pipeline
     from penstock.stage import microbatch
@@ -23,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LostRankError",
     "MismatchError",
+    "NonFiniteError",
     "PenstockError",
     "Pipeline",
     "ResourceError",

@@ -19,6 +19,10 @@ class StageError(PenstockError):
     """The model or the loss raised an exception while a rank ran an action."""
 
 
+class NonFiniteError(StageError):
+    """A watched step met a value that is NaN or infinite (`Pipeline(.., on_nonfinite=..)`); raised on all ranks at its end."""
+
+
 class LostRankError(PenstockError):
     """A rank died, or did not answer within the timeout."""
 

@@ -16,7 +16,9 @@ from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Rule, check_arguments, placed, stages, table, wired
-from penstock.engine.checks.before import undone_on_failure
+from penstock.engine.checks import guard
+from penstock.engine.checks.guard import Guard, OnNonfinite
+from penstock.engine.checks.nonfinite import Watch
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared, describe
 from penstock.engine.cut import agreed_cut
@@ -24,7 +26,7 @@ from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.engine.text.generation import Request, generate
-from penstock.errors import MismatchError, PenstockError
+from penstock.errors import MismatchError, NonFiniteError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
 from penstock.mesh.sampler import ReplicaSampler
@@ -97,6 +99,10 @@ class Pipeline(NoModule):
     tensor_parallel
         Names of submodules in the uncut model, `*` standing for any part between two dots -> torch's styles
         (`ColwiseParallel()`, ..), by which ranks along `tp` share their products.
+    on_nonfinite
+        Watch every step for values that are NaN or infinite, in losses, what layers and stages give, and gradients: `"raise"`
+        an error that names rank, stage, layer, microbatch and action; `"skip"` the step as if its batch had not been; or
+        `"retry"` it once, and raise if that was of no use. By default nothing is watched. See docs/audit.md.
 
     Raises ScheduleError if the table cannot be proved, MismatchError where the ranks, the schedule and the model do not fit
     together, LostRankError if a rank does not come.
@@ -122,6 +128,7 @@ class Pipeline(NoModule):
         mesh: DeviceMesh | None = None,
         data_parallel: str | ApplyDataParallel = "ddp",
         tensor_parallel: Plan | None = None,
+        on_nonfinite: OnNonfinite | None = None,
         **options: Any,
     ) -> None:
         self.position = position_in(mesh, topology or comms.init_distributed())
@@ -133,12 +140,13 @@ class Pipeline(NoModule):
         self._control.connect()
         with self._together():
             check_arguments(model, schedule, loss_fn, loss_weight, seed)
+            guard.check(on_nonfinite)
             self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
             cut = agreed_cut(self._control, self.position, self.schedule, model, cuts, example_args, example_kwargs)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
             if cut.skips or runs.actions != self.schedule.actions:
                 self._program = verify(runs, skips=cut.skips).program
-            mine = describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel)
+            mine = describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel, on_nonfinite)
             self._compared = compared(self._control, mine, whole=cut.whole is not None)
             modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
             copies = wired(self._control, self.position, cut, modules, self._compared, tensor_parallel, data_parallel)
@@ -154,7 +162,9 @@ class Pipeline(NoModule):
         self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
-        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared)
+        watch = Watch(self.position.world.rank, parts, names) if on_nonfinite else None
+        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared, watch)
+        self._guard = Guard(self._engine, on_nonfinite)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step
         self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
@@ -272,8 +282,7 @@ class Pipeline(NoModule):
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         with self._together(), aside(self.topology.device) if draws else nullcontext():
             self._engine.offset, self._engine.beside = self.skew.offset, self.beside
-            with undone_on_failure(self.stages.values() if training else (), self.topology.device, everything=False):
-                outcome = self._engine.step(call)
+            outcome = self._guard.step(call)
             self.step_count += training
         if training:
             step_done(self.step_count)
@@ -301,6 +310,8 @@ class Pipeline(NoModule):
         """If this rank fails inside, so do all, with the same error."""
         try:
             yield
+        except NonFiniteError:  # on all of them already, at the end of the step
+            raise
         except BaseException as error:
             self._control.fail(error)
 

@@ -21,7 +21,7 @@ from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError
 
 EXCHANGE_TAG, NUMBER_TAG = 1, 2
-WIDEST = 11  # numbers of a row
+WIDEST = 12  # numbers of a row
 
 
 class WaitFailed(PenstockError):

@@ -1,7 +1,7 @@
 """What F, B, I and W do in one step, and what they leave: losses, auxiliary losses, outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,20 @@ from penstock.stage.stage import Stage
 from penstock.torch_private import tree_map
 
 Acts = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]]  # (action, values) -> what it makes, for each taker
+
+
+class Observer(Protocol):
+    """What looks at actions as they run."""
+
+    def around(self, acts: Acts) -> Acts:
+        """`acts`, looked at."""
+
+
+def observed(acts: Acts, observers: Sequence[Observer | None]) -> Acts:
+    """`acts` with all observers around them, the first one innermost."""
+    for observer in filter(None, observers):
+        acts = observer.around(acts)
+    return acts
 
 
 class Ahead(NamedTuple):

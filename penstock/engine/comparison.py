@@ -28,7 +28,13 @@ class Description(NamedTuple):
 
 
 def describe(
-    table: Schedule, cut: Cut, seed: int | None, position: MeshPosition, plan: Plan | None, way: str | ApplyDataParallel
+    table: Schedule,
+    cut: Cut,
+    seed: int | None,
+    position: MeshPosition,
+    plan: Plan | None,
+    way: str | ApplyDataParallel,
+    on_nonfinite: str | None,
 ) -> Description:
     """What this rank says of itself."""
     styles = {name: type(style).__name__ for name, style in (plan or {}).items()}
@@ -43,6 +49,7 @@ def describe(
         "uncut": "stages" if cut.whole is None else f"a model of {len(cut.whole.state_dict())} names",
         "data_parallel": f"data_parallel={way if isinstance(way, str) else getattr(way, '__name__', type(way).__name__)}",
         "tensor_parallel": f"tensor_parallel={styles}",
+        "on_nonfinite": f"on_nonfinite={on_nonfinite!r}",
     }
     modules = cut.modules.items()
     return Description(

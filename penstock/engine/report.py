@@ -31,11 +31,22 @@ class StepReport(NamedTuple):
     averaging: tuple[float, ...] = ()  # seconds after each rank's last action until its gradients were the replicas' mean
     failed_beside: tuple[float, ...] = ()  # 1 for a rank that knows that what went on beside the steps has failed, else 0
     preempted: tuple[float, ...] = ()  # 1 for a rank that was asked to save and leave (comms/health/signals.py), else 0
+    found: tuple[float, ...] = ()  # 1 for a rank that found something that was not finite, if the step was watched, else 0
+    skipped: bool = False  # it left no trace, since something in it was not finite
+    nonfinite: str = ""  # what, and where, if the step was skipped or run once more
 
     @property
     def bubble(self) -> float:
         """The idle share: (makespan - the busiest rank's work) / makespan."""
         return (self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
+
+
+class Verdict(NamedTuple):
+    """Where the first value that was not finite came from, the same on every rank."""
+
+    cause: str  # of those in checks/verdict.py
+    text: str
+    place: tuple[Any, ...]  # the same if it happens there again
 
 
 class Outcome(NamedTuple):
@@ -48,6 +59,7 @@ class Outcome(NamedTuple):
     actions: Sequence[Action]  # what this rank ran
     clock: Clock  # and when
     sizes: Mapping[int, Size]  # stage -> bytes that a microbatch kept there, for this rank's stages where that is known
+    verdict: Verdict | None = None  # on what was not finite, if the step was watched
 
     def joined(self) -> Any:
         """The outputs of the whole batch; None where there are none."""
@@ -55,8 +67,9 @@ class Outcome(NamedTuple):
 
 
 def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
-    """What a step came to: times in seconds, memory in bytes, waits as shares of (ranks x makespan)."""
+    """What a step came to: times in seconds, memory in bytes, waits as shares of (ranks x makespan), 1 if it was skipped."""
     return {
+        "skipped": float(report.skipped),
         "makespan_seconds": report.makespan,
         "bubble": report.bubble,
         **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
@@ -115,6 +128,7 @@ class Ended(NamedTuple):
     averaging: float
     failed_beside: float
     preempted: float
+    found: float  # 1: something that was not finite
 
 
 class Losses(NamedTuple):
@@ -142,8 +156,9 @@ def conclude(
     loss, *of_each = (torch.tensor(value, dtype=dtype, device=control.topology.device) for value in (math.fsum(values), *each))
     ran = [one for one in everyone if one.end]  # a rank may have no stage
     makespan = max(one.end for one in ran) - min(one.start for one in ran)
-    names = ("busy", "memory", "between", "averaging", "failed_beside", "preempted")
-    return loss, of_each, StepReport(makespan, *[tuple(getattr(one, name) for one in everyone) for name in names])
+    names = ("busy", "memory", "between", "averaging", "failed_beside", "preempted", "found")
+    columns = [tuple(getattr(one, name) for one in everyone) for name in names]
+    return loss, of_each, StepReport._make([makespan, *columns, False, ""])
 
 
 def _of_microbatch(told: Sequence[Losses], which: int) -> float:

@@ -16,7 +16,7 @@ and 0F1, the gradients of 1B0 and 1B1.
     \  /       messages between stages, sent without waiting            comms/messages/channels.py
     measure    in the first step of a kind: what a microbatch keeps     engine/memory.py
     average    gradients become those of the whole batch                mesh/averaging.py
-    conclude   loss and times, the same on every rank                   engine/report.py
+    conclude   loss and times, and what was found on watch              engine/report.py, engine/checks/
 
 The first stage's first forward waits for nobody, so it runs while the votes travel; what it made is sent once the ranks have
 agreed. When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control.py.
@@ -31,9 +31,11 @@ import torch
 from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.health.signals import preempted
 from penstock.comms.messages.channels import Channels
-from penstock.engine.actions import Actions, Acts, Ahead, explained, forward, messages
+from penstock.engine.actions import Actions, Acts, Ahead, Observer, explained, forward, messages, observed
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, split
+from penstock.engine.checks.nonfinite import Watch
+from penstock.engine.checks.verdict import verdict
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Beside, Ended, Outcome, conclude, peak_memory, weighted_sum
@@ -61,10 +63,11 @@ class Engine:
         stages: dict[int, Stage],
         parameters: Parameters,
         tied: Sequence[TiedParameter],
+        watch: Watch | None = None,
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
-        self.parameters, self.tied = parameters, tied
+        self.parameters, self.tied, self.watch = parameters, tied, watch
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
@@ -91,7 +94,7 @@ class Engine:
         self.control.tell(batch.vote, why)
         clock = clock_for(self.device, self.offset)
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
-        ahead = self._head_start(batch, clock, measurement)
+        ahead = self._head_start(batch, clock, [self.watch, measurement])
         agreed = self.agreement.reach(batch, why)
         if batch.training and agreed.known is None:  # new to this rank, or to another
             measurement = measurement or MemoryMeasurement(self.stages)
@@ -99,8 +102,7 @@ class Engine:
 
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
-        acts = measurement.around(actions.acts) if measurement else actions.acts
-        self.run(agreed.program.steps, acts, channels, clock, ahead)
+        self.run(agreed.program.steps, observed(actions.acts, [self.watch, measurement]), channels, clock, ahead)
         averaging = average(list(self.stages.values()), self.parameters, self.tied, self.position, batch.training)
 
         outcome = self._conclude(actions, clock, measurement, (between, averaging))
@@ -109,7 +111,7 @@ class Engine:
         self._ended = time.perf_counter()
         return outcome
 
-    def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
+    def _head_start(self, batch: Batch, clock: Clock, observers: Sequence[Observer | None]) -> Ahead | None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
         action = self._whole.steps[0].action if self._whole.steps else None
         alone = self.schedule.stages == 1 or self.position.tp is not None  # it waits for little, or for others in the action
@@ -124,7 +126,7 @@ class Engine:
         try:
             stage.get_ready()
             clock.start()
-            made = (measurement.around({Kind.F: act})[Kind.F] if measurement else act)(action, ())
+            made = observed({Kind.F: act}, observers)[Kind.F](action, ())
             clock.stop()
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
@@ -169,13 +171,14 @@ class Engine:
         agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
-        failed = float(self.beside is not None and self.beside.failed)
-        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times, failed, preempted())
+        flags = bool(self.beside and self.beside.failed), preempted(), bool(self.watch and self.watch.at_the_end())
+        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times, *flags)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
+        judged = verdict(self.control, self.watch, self.parameters, actions.batch) if self.watch and any(report.found) else None
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
         sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
-        return Outcome(loss, of_each, outputs, report, ran, clock, sizes)
+        return Outcome(loss, of_each, outputs, report, ran, clock, sizes, judged)
 
     @property
     def channels(self) -> Channels:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.randomness import generator_of
-from penstock.torch_private import buffer_slots, version_of
+from penstock.torch_private import buffer_slots
 
 
 class Before:
@@ -21,7 +21,7 @@ class Before:
         parameters = {id(each): each for module in modules for each in module.parameters()}
         self._gradients = [(each, _copied(each.grad)) for each in parameters.values()]
         slots = [slot for module in modules for slot in buffer_slots(module)] if everything else []
-        self._buffers = [(slot, slot.tensor.clone(), version_of(slot.tensor)) for slot in slots]
+        self._buffers = [(slot, slot.tensor.clone()) for slot in slots]
         generators = {id(each): each for each in (generator_of(device), torch.default_generator)} if everything else {}
         self._random = [(each, each.get_state()) for each in generators.values()]
 
@@ -34,10 +34,8 @@ class Before:
             else:
                 gradient, values = copied
                 parameter.grad = gradient.copy_(values)
-        for slot, values, version in self._buffers:
-            if version_of(slot.tensor) != version:
-                slot.tensor.copy_(values)
-            slot.put(slot.tensor)
+        for slot, values in self._buffers:
+            slot.put(slot.tensor.copy_(values))
         for generator, state in self._random:
             generator.set_state(state)
 

@@ -1,0 +1,214 @@
+"""The first value of a step that is not finite, by its place: in what stages, layers and the loss give, or in gradients.
+
+A sum is one pass over a tensor, and finite unless something in it is not: so that is what is looked at, as the values come.
+Only where it is not finite more is asked. What is NaN once stays so in all that is made of it; therefore each rank notes the
+first place only, and of all ranks' notes the first one in time that was not received from another is where it began.
+"""
+
+import cmath
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.actions import Acts
+from penstock.schedule.table import Action, Kind
+from penstock.stage.dtensor import local
+from penstock.stage.stage import Stage
+from penstock.torch_private import is_compiled, storage_key, tree_leaves, uncompiled_name
+
+OWN, SHARED, RECEIVED = range(3)  # made here; averaged with other ranks'; given by another rank. The first is the best to blame
+BACKWARD = (Kind.B, Kind.I, Kind.W)
+LOSS = "the loss"
+
+
+class Finding(NamedTuple):
+    """The first value on a rank that was not finite."""
+
+    origin: int  # OWN, SHARED or RECEIVED
+    when: float  # seconds of the shared clock
+    rank: int
+    stage: int
+    action: str
+    microbatch: int
+    layer: str  # the submodule's name in the uncut model, "" where it is the stage's own code or the loss
+    what: str  # "layers.3 gave nan"
+
+    def __str__(self) -> str:
+        action = f", action {self.action}, microbatch {self.microbatch}" if self.action else ""
+        others = " (it is averaged with those of the other replicas)" if self.origin == SHARED else ""
+        return f"rank {self.rank}, stage {self.stage}{action}: {self.what}{others}"
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What is the same if it happens again."""
+        return self.rank, self.action, self.layer, self.what
+
+
+def value_of(tensor: Tensor, may_be_mask: bool = False) -> str:
+    """What in `tensor` is not finite, `nan` or `inf`; "" if nothing is.
+
+    `may_be_mask`: of minus infinity and zeros only it is a mask, which is as it should be.
+    """
+    tensor = local(tensor.detach())
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
+        return ""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all()):  # a sum may overflow
+        return ""
+    if bool(tensor.isnan().any()):
+        return "nan"
+    return "" if may_be_mask and bool(((tensor == 0) | (tensor == -torch.inf)).all()) else "inf"
+
+
+def in_tree(value: Any, may_be_mask: bool = True) -> str:
+    """The same of the tensors in a tree."""
+    leaves: Iterable[Any] = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    return next(filter(None, (value_of(each, may_be_mask) for each in leaves if isinstance(each, Tensor))), "")
+
+
+class Watch:
+    """Looks at what this rank's `stages` do in a step; `names`: as in `Parameters`.
+
+    Layers are looked at by hooks that are there during a step only; of a compiled module, the whole.
+    """
+
+    def __init__(self, rank: int, stages: Mapping[int, Stage], names: Sequence[Mapping[str, str]]) -> None:
+        self.found: Finding | None = None
+        self._rank, self._stages, self._names = rank, stages, names
+        clash = any(whole != uncompiled_name(own) for each in names for own, whole in each.items())
+        self._prefix = {index: f"{index}." if clash else "" for index in stages}
+        self._action: Action | None = None  # that runs
+        self._passed = ""  # who gave the last gradient in it that was finite
+        self._seen: Callable[[], Any] = lambda: None  # the last output that was looked at, while it is there
+        self.active, self._gradients, self._offset = False, True, 0.0  # set anew for each step
+        for stage in stages.values():
+            if stage.loss_fn is not None:
+                stage.loss_fn = partial(self._loss, stage.loss_fn)
+
+    @contextmanager
+    def on(self, gradients: bool, offset: float) -> Iterator[None]:
+        """During a step; `gradients`: look at them too. `offset` makes this rank's clock the shared one."""
+        self.active, self.found, self._gradients, self._offset = True, None, gradients, offset
+        hooks = [hook for index, stage in self._stages.items() for hook in self._hooked(index, stage.module)]
+        try:
+            yield
+        finally:
+            self.active, self._action = False, None
+            for hook in hooks:
+                hook.remove()
+
+    def _hooked(self, index: int, module: nn.Module) -> Iterator[Any]:
+        compiled = [
+            name for name, each in module.named_modules() if is_compiled(each) or isinstance(each, torch.jit.ScriptModule)
+        ]
+        for name, each in module.named_modules():
+            inside = any(name == other or not other or name.startswith(f"{other}.") for other in compiled)
+            if not inside and (name or type(module) is not nn.Sequential):  # whose output is that of its last layer
+                hook = partial(self._layer, self._prefix[index] + name if name else "")
+                yield each.register_forward_hook(hook, with_kwargs=True)
+
+    def around(self, acts: Acts) -> Acts:
+        """What the engine does for each kind of action, looked at."""
+        return {kind: partial(self._act, act) for kind, act in acts.items()} if self.active else acts
+
+    def _act(self, act: Callable[..., Any], action: Action, values: Any) -> Any:
+        stage, backward = self._stages[action.stage], action.kind in BACKWARD
+        self._action, self._passed = action, LOSS if stage.loss_fn is not None else ""
+        looks = self._gradients or not backward
+        if looks and self.found is None and (value := in_tree(values, not backward)):
+            self._note("", f"what it received has {value}", RECEIVED)
+        made = act(action, values)
+        if looks and self.found is None:
+            if backward and (value := in_tree(made, may_be_mask=False)):
+                self._blame_backward(value, "")
+            elif backward:
+                self._look_at_gradients((action.stage,), shared=stage.copies.hooked)
+            elif value := in_tree(made):
+                self._note("", f"the stage gave {value}")
+        self._action = None
+        return made
+
+    def _layer(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """After a layer's forward. What it was given is looked at only if what it gave is not finite."""
+        if self._action is None or self.found is not None or not self._is_new(output):
+            return
+        if value := in_tree(output):
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and not _within(each, output)]
+            outside = name.rpartition(".")[0]
+            if earlier := in_tree(given):  # so it was made between layers
+                self._note(outside, f"the forward of {outside or 'the stage'} gave {earlier} to {name}")
+            else:
+                self._note(name, f"{name or 'the stage'} gave {value}")
+        else:
+            self._await_gradient(name, output)
+
+    def _loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Any:
+        if self._action is None or self.found is not None:
+            return loss_fn(output, target)
+        if self._is_new(output):
+            if value := in_tree(output):
+                self._note("", f"the stage gave {value}")
+            self._await_gradient("", output)
+        loss = loss_fn(output, target)
+        if self.found is None and isinstance(loss, Tensor) and (value := value_of(loss)):
+            self._note("", f"{LOSS} gave {value}")
+        return loss
+
+    def _is_new(self, output: Any) -> bool:
+        """Whether it is not what the layer before gave: a container gives what the last in it gave."""
+        if output is self._seen():
+            return output is None
+        self._seen = weakref.ref(output) if isinstance(output, Tensor) else lambda: None
+        return True
+
+    def _await_gradient(self, name: str, output: Any) -> None:
+        for each in ((output,) if isinstance(output, Tensor) else tree_leaves(output)) if self._gradients else ():
+            if isinstance(each, Tensor) and each.grad_fn is not None:
+                each.register_hook(partial(self._gradient, name))
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        """The gradient of what `name` gave, on its way back to it."""
+        if self._action is None or self.found is not None:
+            return
+        if value := value_of(gradient):
+            self._blame_backward(value, f" to {name}" if name else "")
+        else:
+            self._passed = name
+
+    def _blame_backward(self, value: str, to: str) -> None:
+        giver = self._passed
+        self._note("" if giver == LOSS else giver, f"the backward of {giver or 'the stage'} gave {value}{to}")
+
+    def at_the_end(self) -> bool:
+        """Whether something of the step is not finite: once more the gradients, which are complete now."""
+        if self.active and self.found is None:
+            self._look_at_gradients(self._stages, shared=True)
+        return self.found is not None
+
+    def _look_at_gradients(self, stages: Iterable[int], shared: bool) -> None:
+        """Look at the parameters' own; `shared`: other ranks' may be in them by now."""
+        for index in stages if self._gradients and self.found is None else ():
+            for name, parameter in self._stages[index].module.named_parameters():
+                if parameter.grad is not None and (value := value_of(parameter.grad)):
+                    whole = self._names[index].get(name, name)
+                    what = f"the gradient of {whole} has {value}"
+                    self._note(whole.rpartition(".")[0], what, SHARED if shared else OWN, index)
+                    return
+
+    def _note(self, layer: str, what: str, origin: int = OWN, stage: int = 0) -> None:
+        action = self._action
+        where = (stage, "", -1) if action is None else (action.stage, str(action), action.microbatch)
+        self.found = Finding(origin, time.perf_counter() + self._offset, self._rank, *where, layer, what)
+
+
+def _within(tensor: Tensor, output: Any) -> bool:
+    """Whether it lies where a part of `output` does: a layer that works in place leaves nothing of its input."""
+    memory = storage_key(tensor)
+    return any(isinstance(each, Tensor) and storage_key(each) == memory for each in tree_leaves(output))

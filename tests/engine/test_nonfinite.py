@@ -1,0 +1,216 @@
+"""A value that is not finite is named where it first was, in every schedule; a step is skipped or run again without a trace."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from reference import data, same
+from torch import nn
+
+import penstock as ps
+
+pytestmark = pytest.mark.ranks
+
+NAN, INF = float("nan"), float("inf")
+BLOCKS, MICROBATCHES, ROWS = 7, 4, 8
+
+
+class Fault:
+    """Something that goes wrong in microbatch 2 of as many steps as `times` says."""
+
+    def __init__(self):
+        self.kind, self.times, self.calls = "", 0, 0
+
+    def set(self, kind, times=1):
+        self.kind, self.times, self.calls = kind, times, 0
+
+    def strikes(self, *kinds):
+        if not self.times or self.kind not in kinds:
+            return False
+        self.calls += 1
+        now = self.calls % MICROBATCHES == 3
+        self.times -= now
+        return now
+
+
+class Spoiled(torch.autograd.Function):
+    """Its input; NaN goes back."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * NAN
+
+
+class Inner(nn.Module):
+    """A linear layer that may go wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.fault = nn.Linear(12, 12), Fault()
+        self.linear.bias.register_hook(lambda gradient: gradient * NAN if self.fault.strikes("gradient") else None)
+
+    def forward(self, hidden):
+        output = self.linear(hidden)
+        if self.fault.strikes("forward", "inf"):
+            return output * (NAN if self.fault.kind == "forward" else INF)
+        return Spoiled.apply(output) if self.fault.strikes("backward") else output
+
+
+class Block(nn.Module):
+    """A residual block with statistics and random numbers in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.drop = nn.BatchNorm1d(12), Inner(), nn.Dropout(0.1)
+
+    def forward(self, hidden):
+        return hidden + self.drop(torch.tanh(self.inner(self.norm(hidden))))
+
+
+class Loss:
+    """Cross entropy that may go wrong."""
+
+    def __init__(self):
+        self.fault = Fault()
+
+    def __call__(self, output, target):
+        loss = nn.functional.cross_entropy(output, target)
+        return loss * NAN if self.fault.strikes("loss") else loss
+
+
+class Run:
+    """A pipeline in training, with faults on demand in block 3 and in the loss."""
+
+    def __init__(self, schedule, **options):
+        torch.manual_seed(3)
+        self.model = nn.Sequential(*[Block() for _ in range(BLOCKS)], nn.Linear(12, 3))
+        self.loss_fn = Loss()
+        self.pipe = ps.Pipeline(self.model, self.loss_fn, schedule=schedule, microbatches=MICROBATCHES, **options)
+        self.optimizer = torch.optim.Adam(self.pipe.parameters(), lr=1e-2)
+
+    def spoil(self, kind, times=1):
+        """Every rank does it, to its copy of the model; the one that runs block 3 will see it."""
+        for fault in (self.loss_fn.fault, self.model[3].inner.fault):
+            fault.set(kind, times)
+        if kind == "optimizer":
+            with torch.no_grad():
+                self.model[3].inner.linear.weight[0, 0] = NAN
+
+    def step(self, number, bad=""):
+        inputs, target = data("mlp", ROWS, seed=number)
+        if bad == "inputs":
+            inputs[5, 3] = NAN
+        loss = self.pipe.step(inputs, target=target)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def state(self):
+        return {name: value.clone() for name, value in self.pipe.state_dict().items()}
+
+
+BLAME = {  # rank R and stage S are those of block 3, L and Z those of the loss
+    "forward": r"came up in the step: rank R, stage S, action SF2, microbatch 2: 3.inner gave nan",
+    "inf": r"came up in the step: rank R, stage S, action SF2, microbatch 2: 3.inner gave inf",
+    "backward": r"came up in the step: rank R, stage S, action S[BI]2, .*: the backward of 3.inner gave nan to 3.inner.linear",
+    "gradient": r"came up in the step: rank R, stage S, action S[BIW]2, .*: the gradient of 3.inner.linear.bias has nan",
+    "loss": r"came up in the step: rank L, stage Z, action ZF2, microbatch 2: the loss gave nan",
+    "inputs": r"came with the batch: rank 0: the batch's inputs in microbatch 2 have nan; first seen in rank 0, stage 0, .*",
+    "optimizer": r"was before the step began: rank R: 3.inner.linear.weight has nan since the last optimizer step, .*",
+}
+
+
+def raised(schedule):
+    """What each kind of fault is told as, and whether all is as it was before the step; and the pattern it should have."""
+    run, told = Run(schedule, on_nonfinite="raise"), {}
+    run.step(0)
+    table = run.pipe.schedule
+    stage = next((s for s, module in run.pipe.stages.items() if any(name == "3" for name, _ in module.named_children())), -1)
+    for kind in BLAME:
+        run.spoil(kind)
+        before = run.state()
+        with pytest.raises(ps.NonFiniteError) as caught:
+            run.step(1, kind)
+        kept = all(torch.equal(value.nan_to_num(), before[name].nan_to_num()) for name, value in run.state().items())
+        told[kind] = str(caught.value), kept and all(each.grad is None for each in run.pipe.parameters())
+    return told, stage, table.placement
+
+
+def skipped(schedule):
+    """Whether weights and statistics are those of a run without the batch, and what the report says of it."""
+    run, without = Run(schedule, on_nonfinite="skip"), Run(schedule)
+    alike, losses = [], []
+    for kind in ("backward", "inputs"):
+        for each in (run, without):
+            each.step(0)
+        run.spoil(kind)
+        losses.append(run.step(1, kind).isfinite().item())
+        skip = run.pipe.report.skipped, run.pipe.metrics()["skipped"], "nan" in run.pipe.report.nonfinite
+        without.pipe.step_count += 1  # random numbers depend on it
+        alike.append(
+            skip == (True, 1.0, True) and all(same(value, without.state()[name]) for name, value in run.state().items())
+        )
+    return alike, losses
+
+
+def retried(schedule):
+    """Whether bits are as if nothing had been when it goes away, and what is told when it does not."""
+    run, undisturbed, alike, told = Run(schedule, on_nonfinite="retry"), Run(schedule), [], []
+    for kind in ("forward", "backward"):
+        run.spoil(kind)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses = [each.step(1) for each in (run, undisturbed)]
+        told += [str(each.message) for each in caught if each.category is RuntimeWarning]
+        alike.append(same(*losses) and all(same(value, undisturbed.state()[name]) for name, value in run.state().items()))
+    for kind, times in (("loss", 2), ("inputs", 0)):
+        run.spoil(kind, times)
+        with pytest.raises(ps.NonFiniteError) as caught:
+            run.step(1, kind)
+        told.append(str(caught.value))
+    return alike, told
+
+
+def every_schedule():
+    warnings.simplefilter("ignore", RuntimeWarning)
+    return {name: (raised(name), skipped(name), retried(name)) for name in ps.schedule.names()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return ps.launch(every_schedule, 2)
+
+
+@pytest.mark.parametrize("schedule", ps.schedule.names())
+def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(results, schedule):
+    (told, *first), (others, *second) = (result[schedule][0] for result in results)
+    (stage,), placement = {first[0], second[0]} - {-1}, first[1]
+    for kind, pattern in BLAME.items():
+        text, clean = told[kind]
+        expected = pattern
+        for letter, number in {"R": placement[stage], "S": stage, "L": placement[-1], "Z": len(placement) - 1}.items():
+            expected = re.sub(rf"(?<= ){letter}", str(number), expected)
+        assert re.fullmatch(f"step 1: something is not finite, (and|which) {expected}", text), (text, expected)
+        assert (text, True) == (text, clean) == others[kind]
+
+
+@pytest.mark.parametrize("schedule", ps.schedule.names())
+def test_a_skipped_step_is_as_if_its_batch_had_not_been(results, schedule):
+    for result in results:
+        assert result[schedule][1] == ([True] * 2, [True, False])
+
+
+@pytest.mark.parametrize("schedule", ps.schedule.names())
+def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(results, schedule):
+    for rank, result in enumerate(results):
+        alike, told = result[schedule][2]
+        assert alike == [True] * 2
+        assert sum("was transient: run once more, the step is finite" in text for text in told) == (0 if rank else 2)
+        persistent, batch = told[-2:]
+        assert "persistent: it is there again when the step is run once more: rank" in persistent
+        assert "which came with the batch" in batch

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.files import transformers_form
-from penstock.checkpoint.files.manifest import Damaged, reading
+from penstock.checkpoint.files.manifest import LARGEST
+from penstock.checkpoint.files.reading import Damaged, opened, reading
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import as_one, differences, put, settled, under_all_names
 from penstock.errors import MismatchError
@@ -77,10 +78,10 @@ def _homes(path: Path) -> dict[str, Path]:
         path = inside[0]
     if path.suffix != ".json":
         return dict.fromkeys(TensorFiles(path), path)
-    with reading(path, "is no index of safetensors files, or is damaged"):
-        homes = {name: str(file) for name, file in json.loads(path.read_bytes())["weight_map"].items()}
+    with reading(path, "is no index of safetensors files, or is damaged"), opened(path, follow=True) as index:
+        homes = {name: str(file) for name, file in json.loads(index.read(LARGEST))["weight_map"].items()}
     for file in homes.values():
-        if Path(file).name != file or not file.endswith(".safetensors"):
+        if Path(file).name != file or "\0" in file or not file.endswith(".safetensors"):
             raise MismatchError(f"{path} names {file!r}, but an index may only name safetensors files beside it")
     return {name: path.parent / file for name, file in homes.items()}
 

@@ -1,6 +1,8 @@
 """Putting back what a checkpoint holds, into whatever cut there is now: everything is checked before anything changes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,11 @@ from torch import Tensor
 from penstock.checkpoint import lock
 from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
-from penstock.checkpoint.together import as_one, differences, newest_whole, put, settled, under_all_names
-from penstock.checkpoint.training_state import check_optimizer, restore_optimizer, restore_random
-from penstock.errors import MismatchError
+from penstock.checkpoint.together import MODEL, as_one, differences, newest_whole, put, settled, under_all_names
+from penstock.checkpoint.training_state import check_optimizer, check_scheduler, restore_optimizer, restore_random
+from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.parameters import told
-
-MODEL = "model."  # what the names of the model's tensors begin with in a checkpoint
 
 
 def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler: Any = None) -> dict[str, Any]:
@@ -38,26 +38,28 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
     """
     control = settled(pipe)
     with as_one(control, f"resume from {folder}"):
-        chosen, content = newest_whole(control, Path(folder))
-        files = TensorFiles(chosen)
+        chosen, content, files = newest_whole(control, Path(folder))
         kept = _kept(content, files, pipe.aliases)
         unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})
         if any(unfit.values()):
             raise MismatchError(f"{chosen} does not fit this model: {told(unfit)}")
-        state = {name: _value(kept[name], content, files) for name in pipe.state_dict(strict=False)}
-        _check_dtypes(state, pipe.state_dict(strict=False))
+        own = pipe.state_dict(strict=False)
+        state = {name: _value(kept[name], content, files) for name in own}
+        _check_types(state, own)
         names = {id(parameter): kept[name] for name, parameter in pipe.named_parameters()}
+        extra = unpack(content["extra"], files)
         if optimizer is not None:
             check_optimizer(optimizer, content["optimizer"], names)
-        if scheduler is not None and content["scheduler"] is None:
-            raise MismatchError("the checkpoint holds no learning-rate schedule: it was saved without scheduler=")
-        control.gather_objects(None, f"to check {chosen}")
-        put(pipe, state.items())
-        if optimizer is not None:
-            restore_optimizer(optimizer, content["optimizer"], names, files)
         if scheduler is not None:
-            scheduler.load_state_dict(unpack(content["scheduler"], files))
-        extra = unpack(content["extra"], files)
+            rate = check_scheduler(scheduler, content["scheduler"], files)
+        with _undone_on_failure(chosen, pipe, optimizer, scheduler):
+            put(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
+            if optimizer is not None:
+                restore_optimizer(optimizer, content["optimizer"], names, files)
+            if scheduler is not None:
+                scheduler.load_state_dict(rate)
+            control.gather_objects(None, f"to check {chosen}")  # from here on nothing can fail, on any rank
+        put(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
         pipe.step_count = content["step"]
         restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
         if chosen.parent == Path(folder):
@@ -76,10 +78,37 @@ def _value(kept: str, content: Mapping[str, Any], files: TensorFiles) -> Any:
     return files.mapped(MODEL + kept) if MODEL + kept in files else unpack(content["model"][kept], files)
 
 
-def _check_dtypes(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_types(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in own.items():
-        if isinstance(value, Tensor) and state[name].dtype != value.dtype:
+        theirs, ours = (_type(each) for each in (state[name], value))
+        if theirs != ours and (isinstance(value, Tensor) or isinstance(state[name], Tensor)):
             raise MismatchError(
-                f"{name} is {state[name].dtype} in the checkpoint, but {value.dtype} in this model: build the model in that "
+                f"{name} is {theirs} in the checkpoint, but {ours} in this model: build the model in that "
                 "type, or export the weights and import them, which converts"
             )
+
+
+def _type(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+
+
+@contextmanager
+def _undone_on_failure(chosen: Path, pipe: Pipeline, optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """What may refuse its state: if anything fails inside, on any rank, all of it has the state of before.
+
+    Raises MismatchError for an error of an optimizer's, a schedule's or a module's own.
+    """
+    others = {name: value for name, value in pipe.state_dict(strict=False).items() if not isinstance(value, Tensor)}
+    before = None if optimizer is None else (optimizer.state, optimizer.param_groups)
+    rate = None if scheduler is None else deepcopy(scheduler.state_dict())
+    try:
+        yield
+    except BaseException as error:
+        put(pipe, others.items())
+        if before is not None:
+            optimizer.state, optimizer.param_groups = before
+        if rate is not None:
+            scheduler.load_state_dict(rate)
+        if isinstance(error, PenstockError) or not isinstance(error, Exception):
+            raise
+        raise MismatchError(f"{chosen} holds a state that cannot be loaded: {type(error).__name__}: {error}") from error

@@ -13,8 +13,7 @@ from penstock.checkpoint import lock
 from penstock.checkpoint.audit.digests import check_replicas
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import pack
-from penstock.checkpoint.restore import MODEL
-from penstock.checkpoint.together import Saving, as_one, own_state, settled, write
+from penstock.checkpoint.together import MODEL, Saving, as_one, own_state, settled, write
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.checkpoint.weights import settings
 from penstock.comms.control import Control

@@ -13,13 +13,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files import manifest, tensor_files
+from penstock.checkpoint.files import manifest, schema, tensor_files
+from penstock.checkpoint.files.reading import Damaged
+from penstock.checkpoint.files.tensor_files import TensorFiles
+from penstock.checkpoint.training_state import check_random
 from penstock.comms.control import Control
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import full, placed_as
 
 T = TypeVar("T")
+MODEL = "model."  # what the names of the model's tensors begin with in a checkpoint
 _count = itertools.count()  # of pipelines with checkpoints in this process, the same on every rank
 _controls: WeakKeyDictionary[Pipeline, Control] = WeakKeyDictionary()  # their checkpoints' own
 
@@ -136,7 +140,7 @@ def write(
     first = control.topology.rank == 0
     try:
         if first:
-            shutil.rmtree(folder, ignore_errors=True)
+            manifest.remove(folder)
             folder.mkdir(parents=True)
         control.gather_objects(None, f"to begin {folder}")
         files = tensor_files.write(folder, control.topology.rank, tensors, most)
@@ -157,29 +161,43 @@ def _see(folder: Path, everyone: list[list[str]]) -> None:
                 raise PenstockError(f"rank {rank} wrote {folder / name}, but rank 0 does not see it: save where all ranks do")
 
 
-def newest_whole(control: Control, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest whole checkpoint in `folder`, or `folder` itself, and its manifest, the same on all ranks.
+def newest_whole(control: Control, folder: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
+    """The newest whole checkpoint in `folder`, or `folder` itself, the same on all ranks: its path, manifest and tensors.
 
     Raises MismatchError if there is none. Of each that is passed over, a warning says why.
     """
     rank, ranks = control.topology.rank, control.topology.world_size
     one = manifest.step_of(folder) is not None or (folder / manifest.NAME).is_file()
-    found = ([folder] if one else manifest.newest_first(folder)) if rank == 0 else []
+    found = ([folder.resolve()] if one else manifest.newest_first(folder)) if rank == 0 else []
     damage = []
     for path in control.gather_objects(found, f"to look into {folder}")[0]:
-        told, content = None, {}
+        told, content, files, later = None, {}, None, False
         try:
             content = manifest.read(path)
             manifest.check(path, content["files"], rank, ranks)
-        except manifest.Damaged as error:
-            told = str(error)
-        problems = [each for each in control.gather_objects(told, f"to check {path}") if each]
-        if not problems:
+            later = True  # what another rank finds of the files' bytes explains more
+            files = TensorFiles(path)
+            _check_names(path, content, files)
+            check_random(path, content["random"], rank, files)
+        except Damaged as error:
+            told = later, str(error)
+        problems = [why for _, why in sorted(filter(None, control.gather_objects(told, f"to check {path}")))]
+        if not problems and files is not None:
             manifest.known_whole(path)
-            return path, content
+            return path, content, files
         damage.append(problems[0])
         if not one and rank == 0:
             warnings.warn(f"the checkpoint {path} is passed over: {problems[0]}", stacklevel=3)
     if not damage:
         raise MismatchError(f"there is no checkpoint in {folder}: give a folder that `save` wrote to")
     raise MismatchError(damage[0] if one else f"no checkpoint in {folder} is whole: {'; '.join(damage)}")
+
+
+def _check_names(path: Path, content: Mapping[str, Any], files: TensorFiles) -> None:
+    """Raises Damaged unless all that the manifest's `content` refers to is there."""
+    for name in schema.check(content):
+        if name not in files:
+            raise Damaged(f"{path} has no tensor {name!r}, of which its {manifest.NAME} tells")
+    for further, first in content["aliases"].items():
+        if MODEL + first not in files and first not in content["model"]:
+            raise Damaged(f"{path} has no {first!r}, which {further!r} is by its {manifest.NAME}")

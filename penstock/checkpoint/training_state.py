@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.files.packing import pack, unpack
+from penstock.checkpoint.files.reading import reading
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import placed_as
 
@@ -97,12 +99,36 @@ def check_optimizer(optimizer: Any, saved: Any, names: Names) -> None:
     if len(saved["groups"]) != len(optimizer.param_groups):
         counts = f"{len(saved['groups'])} parameter groups, but this one has {len(optimizer.param_groups)}"
         raise MismatchError(f"the checkpoint's optimizer has {counts}: make it with the same groups")
+    for number, (group, then) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
+        _check_numbers(group, then["options"]["dict"], f"the optimizer's group {number}")
     home = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     for number, group in enumerate(optimizer.param_groups):
         for name in [names.get(id(parameter)) for parameter in group["params"] if id(parameter) in names or parameter.numel()]:
             if name is None or home.get(name) != number:
                 there = f"in group {home[name]}" if name in home else "not in the optimizer"
                 raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {there}")
+
+
+def _check_numbers(own: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Raises MismatchError for a number here that is something else in the checkpoint."""
+    for key in own.keys() & saved.keys():
+        is_number = isinstance(own[key], int | float) and not isinstance(own[key], bool)
+        if is_number and isinstance(saved[key], str | list | None):
+            theirs = str(saved[key])[:60]
+            raise MismatchError(f"{where} has {key} {own[key]!r}, but {theirs!r} in the checkpoint, which is no number")
+    if clash := saved.keys() & set(_NOT_OPTIONS):
+        raise MismatchError(f"{where} cannot have {', '.join(sorted(clash))} from a checkpoint")
+
+
+def check_scheduler(scheduler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state that `scheduler` had. Raises MismatchError if it is none of one like this."""
+    if saved is None:
+        raise MismatchError("the checkpoint holds no learning-rate schedule: it was saved without scheduler=")
+    state, own, kind = unpack(saved, tensors), scheduler.state_dict(), type(scheduler).__name__
+    _check_numbers(own, state, f"the {kind}")
+    if foreign := [key for key in state if key not in own and hasattr(scheduler, str(key))]:
+        raise MismatchError(f"the checkpoint's schedule has {', '.join(map(str, foreign))}, which are no state of a {kind}")
+    return state
 
 
 def restore_optimizer(optimizer: Any, saved: Any, names: Names, tensors: Mapping[str, Tensor]) -> None:
@@ -140,10 +166,25 @@ def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> 
     return pack(states, f"random.{rank}", tensors)
 
 
+def check_random(path: Path, saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """Raises Damaged if `restore_random` could not be done."""
+    with reading(path, "has random numbers' states that no generator takes"):
+        states = _states(saved, rank, tensors)
+        random.Random().setstate(states["python"])
+        for name in ("torch", "cuda"):
+            state = states.get(name, torch.empty(0, dtype=torch.uint8))
+            if state.dtype != torch.uint8 or (name == "torch" and state.shape != torch.get_rng_state().shape):
+                raise ValueError
+
+
 def restore_random(saved: Sequence[Any], rank: int, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
     """Put the generators into the states that `pack_random` found on this rank, or on rank 0."""
-    states = unpack(saved[rank if rank < len(saved) else 0], tensors)
+    states = _states(saved, rank, tensors)
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _states(saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> Any:
+    return unpack(saved[rank if rank < len(saved) else 0], tensors)

@@ -13,8 +13,7 @@ from torch import Tensor
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.tensor_files import TensorFiles, write_file
 from penstock.checkpoint.importing import INDEX, SINGLE
-from penstock.checkpoint.restore import MODEL
-from penstock.checkpoint.together import as_one, newest_whole, own_state, settled, write
+from penstock.checkpoint.together import MODEL, as_one, newest_whole, own_state, settled, write
 from penstock.comms.control import Control
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
@@ -56,10 +55,9 @@ def export_folder(folder: str | Path, path: str | Path, max_shard_size: int | st
     """
     control = Control(Topology(), "alone")
     with as_one(control, f"export {folder} to {path}"):
-        chosen, content = newest_whole(control, Path(folder))
-        files = TensorFiles(chosen)
+        chosen, content, files = newest_whole(control, Path(folder))
         state = {name.removeprefix(MODEL): files.mapped(name) for name in files if name.startswith(MODEL)}
-        _write(control, Path(path), state | content["model"], content["aliases"], content.get("settings", {}), max_shard_size)
+        _write(control, Path(path), state | content["model"], content["aliases"], content["settings"], max_shard_size)
     return chosen
 
 

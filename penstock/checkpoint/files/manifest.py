@@ -15,16 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.files import schema
+from penstock.checkpoint.files.reading import Damaged, opened, reading
 from penstock.errors import MismatchError
 
 NAME = "manifest.json"
 FORMAT = "penstock checkpoint 1"
-_FOLDER = re.compile(r"step-(\d+)|\.step-(\d+)\.old")
+_FOLDER = re.compile(r"step-([0-9]+)|\.step-([0-9]+)\.old")
+LARGEST = 2**28  # bytes of a manifest
 _whole: set[Path] = set()  # what this process has written, or has read to the last byte
-
-
-class Damaged(MismatchError):
-    """A file of a checkpoint is not what was written."""
 
 
 def folder_of(step: int) -> str:
@@ -47,28 +46,28 @@ def newest_first(folder: Path) -> list[Path]:
 # -- one checkpoint -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def reading(path: Path, damaged: str) -> Iterator[None]:
-    """While `path` is read: what goes wrong is raised as Damaged, which says that it cannot be read, or is `damaged`."""
-    try:
-        yield
-    except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise Damaged(f"{path} {damaged}") from error
-
-
 def entry(path: Path) -> dict[str, Any]:
     """What the manifest says of a file: its size and its hash."""
-    with reading(path, ""), path.open("rb") as file:
+    with reading(path, ""), opened(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest of `folder`; it, and with it the folder, is on the disk afterwards."""
+    """Write the manifest of `folder`; it, and with it the folder, is on the disk afterwards.
+
+    Raises MismatchError if it would not be read again.
+    """
+    content = {"format": FORMAT, **content}
+    try:
+        schema.check(content)
+    except ValueError as error:
+        raise MismatchError(f"a checkpoint cannot keep this state: {error}") from error
+    data = _encoded(content)
+    if len(data) > LARGEST:
+        raise MismatchError(f"a checkpoint's {NAME} has at most {LARGEST} bytes, and this state takes {len(data)}: use tensors")
     with (folder / NAME).open("wb") as file:
-        file.write(_encoded({"format": FORMAT, **content}))
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     sync(folder)
@@ -80,16 +79,23 @@ def _encoded(content: dict[str, Any]) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises Damaged if it is not what was written."""
+    """The manifest of `folder`. Raises Damaged if it is not what was written, or not what a manifest says."""
     path = folder / NAME
-    with reading(path, "is damaged: its bytes do not have the SHA-256 they had when they were written"):
-        data = path.read_bytes()
+    if folder.is_symlink():
+        raise Damaged(f"{folder} is a link, and a checkpoint is a folder: give what it leads to, if that is what you mean")
+    with reading(path, "is damaged: its bytes do not have the SHA-256 they had when they were written"), opened(path) as file:
+        data = file.read(LARGEST + 1)
         content = json.loads(data)
         del content["sha256"]
         if _encoded(content) != data:
             raise ValueError
-    if content["format"] != FORMAT:
-        raise Damaged(f"{path} is a {content['format']!r}, and this Penstock reads a {FORMAT!r}: use the one that wrote it")
+    if content.get("format") != FORMAT:
+        raise Damaged(f"{path} is a {content.get('format')!r}, and this Penstock reads a {FORMAT!r}: use the one that wrote it")
+    content.setdefault("settings", {})
+    try:
+        schema.check(content)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path} does not say what a manifest says: {error}") from error
     return content
 
 
@@ -123,22 +129,30 @@ def _is_whole(folder: Path) -> bool:
 # -- putting into place, and away ---------------------------------------------------------------------------------------
 
 
+def remove(path: Path) -> None:
+    """Delete a folder and all in it, or whatever else is at `path`; a link is deleted, and not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def delete_left_overs(folder: Path) -> None:
     """Delete what broken saves have left in `folder`."""
     set_aside = [old for old in folder.glob(".step-*.old") if (folder / old.name[1:-4]).exists()]
     for left in [*folder.glob(".step-*.part"), *set_aside]:
-        shutil.rmtree(left)
+        remove(left)
 
 
 def put_in_place(part: Path, final: Path) -> None:
     """Call `part` `final`; a checkpoint of that name is set aside until that is done."""
     aside = final.with_name(f".{final.name}.old")
-    if final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(final):
+        remove(aside)
         os.rename(final, aside)
     os.rename(part, final)
     sync(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     known_whole(final)
 
 
@@ -152,14 +166,16 @@ def prune(folder: Path, step: int, keep: int) -> None:
             kept += _is_whole(old)
         else:
             away = folder / f".{old.name.strip('.')}.part"  # no longer a checkpoint, from one moment to the next
+            remove(away)
             os.rename(old, away)
-            shutil.rmtree(away)
+            remove(away)
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; when that is done and on the disk, it takes the place of `path`."""
     beside = path.with_name(f".{path.name}.part")
+    remove(beside)  # it may lead elsewhere
     try:
         yield beside
         with beside.open("rb") as file:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files.manifest import reading
+from penstock.checkpoint.files.reading import opened, reading
 from penstock.errors import MismatchError
 
 MOST_BYTES = 2**30  # of tensors in one of the files that a rank writes, so that ranks can share the work of reading them
@@ -112,8 +112,9 @@ class TensorFiles(Mapping[str, Tensor]):
     """
 
     def __init__(self, *paths: Path) -> None:
+        self._given = frozenset(paths)  # which may be links; what is found in a folder may not
         files = [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
-        self.stored = {name: stored for file in files for name, stored in _stored_in(file)}
+        self.stored = {name: stored for file in files for name, stored in _stored_in(file, file in self._given)}
         self.shapes = {name: stored.shape for name, stored in self.stored.items()}
         self.nbytes = sum(stored.nbytes for stored in self.stored.values())
         self._last: tuple[Path | None, Any] = None, None  # the file that was read last, and its memory
@@ -136,30 +137,36 @@ class TensorFiles(Mapping[str, Tensor]):
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
         if path != self._last[0]:  # one file at a time: each holds a descriptor
-            self._last = path, _map(path)
+            self._last = path, _map(path, path in self._given)
         data = self._last[1]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written to
             return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
 
 
-def _map(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
+def _map(path: Path, follow: bool) -> mmap.mmap:
+    with opened(path, follow) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
-    """The tensors in one file, by name."""
+def _stored_in(path: Path, follow: bool) -> Iterator[tuple[str, Stored]]:
+    """The tensors in one file, by name: one behind the other they fill it."""
     with reading(path, "is no safetensors file that Penstock can read, or is damaged"):
-        data = _map(path)
+        data = _map(path, follow)
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(len(data), LONGEST_HEADER):
             raise ValueError("its header is longer than the file")
         header = json.loads(data[8:begin])
         header.pop("__metadata__", None)
-        for name, entry in header.items():
-            dtype, shape, (first, end) = _OF_NAME[entry["dtype"]], torch.Size(entry["shape"]), entry["data_offsets"]
-            stored = Stored(path, begin + first, dtype, shape)
-            if min(shape, default=0) < 0 or first < 0 or end != first + stored.nbytes or begin + end > len(data):
+        filled = 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            (first, end), numbers = entry["data_offsets"], entry["shape"]
+            if first != filled or not all(type(number) is int and 0 <= number < 2**63 for number in (first, end, *numbers)):
                 raise ValueError(f"{name} has no place in it")
+            stored = Stored(path, begin + first, _OF_NAME[entry["dtype"]], torch.Size(numbers))
+            if end != first + stored.nbytes:
+                raise ValueError(f"{name} has another size")
+            filled = end
             yield name, stored
+        if begin + filled != len(data):
+            raise ValueError("there is more in it than its tensors")

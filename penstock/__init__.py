@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
-    from penstock import checkpoint, comms, model, partition, schedule
+    from penstock import checkpoint, comms, model, partition, plan, schedule
     from penstock.comms.starting.launcher import launch
     from penstock.comms.topology import Topology
     from penstock.engine.text import cache
@@ -47,6 +47,7 @@ __all__ = [
     "microbatch",
     "model",
     "partition",
+    "plan",
     "schedule",
 ]
 
@@ -54,7 +55,7 @@ __getattr__, __dir__ = face(
     __name__,
     {
         **{name: "errors" for name in __all__ if name.endswith("Error")},
-        **{name: name for name in ("checkpoint", "comms", "model", "partition", "schedule")},
+        **{name: name for name in ("checkpoint", "comms", "model", "partition", "plan", "schedule")},
         "Pipeline": "pipeline",
         "ShardedMLP": "model",
         "Topology": "comms.topology",

@@ -15,7 +15,7 @@ from penstock.comms.control import Control
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import Rule, check_arguments, placed, stages, table, wired
+from penstock.engine.build import Planned, Rule, check_arguments, check_plan, placed, stages, table, wired
 from penstock.engine.checks import guard
 from penstock.engine.checks.guard import Guard, OnNonfinite
 from penstock.engine.checks.nonfinite import Watch
@@ -83,6 +83,9 @@ class Pipeline(NoModule):
         rounding only, since the order of the sums changes.
     recompute
         `"stage"` or `"block"`: keep only the input of every stage, or of every layer; the backward computes the rest again.
+        Or a sequence of these and None, one for each stage.
+    plan
+        What `ps.plan.plan` found, or `ps.plan.load` read: its schedule, microbatches, cuts and recomputation, instead of yours.
     scaler
         A GradScaler for float16, whose scale the backward starts with; `ShardedGradScaler` where there are several ranks.
     init
@@ -122,7 +125,8 @@ class Pipeline(NoModule):
         example_args: Sequence[Any] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
         merge_weight_gradients: bool = False,
-        recompute: Recompute | None = None,
+        recompute: Recompute | Sequence[Recompute | None] | None = None,
+        plan: Planned | None = None,
         scaler: torch.amp.GradScaler | None = None,
         init: Init | None = None,
         mesh: DeviceMesh | None = None,
@@ -141,6 +145,9 @@ class Pipeline(NoModule):
         with self._together():
             check_arguments(model, schedule, loss_fn, loss_weight, seed)
             guard.check(on_nonfinite)
+            if plan is not None:
+                check_plan(plan, cuts, recompute, options)
+                schedule, microbatches, cuts, recompute = plan.schedule, plan.microbatches, plan.cuts, plan.recompute
             self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
             cut = agreed_cut(self._control, self.position, self.schedule, model, cuts, example_args, example_kwargs)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B

@@ -221,6 +221,11 @@ def leaf_of(memory: Tensor, kind: type[Tensor]) -> Any:
     return leaf
 
 
+def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], Any]]:
+    """What `register_hook` has given to this parameter."""
+    return list((parameter._backward_hooks or {}).values())
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether somebody has called its `register_hook` or `register_post_accumulate_grad_hook`."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

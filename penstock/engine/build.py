@@ -5,7 +5,7 @@ All ranks build at once and compare what they build, so that whatever does not f
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,23 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
             raise MismatchError(f"{name} is a function or a module, not {_kind(function)}")
     if seed is not None and not isinstance(seed, int):
         raise MismatchError(f"seed is a whole number or None, not {_kind(seed)}")
+
+
+class Planned(Protocol):
+    """What a pipeline takes from a plan."""
+
+    schedule: Schedule
+    microbatches: int
+    cuts: Sequence[str]
+    recompute: Sequence[Recompute | None]
+
+
+def check_plan(plan: Any, *besides: Any) -> None:
+    """Raises MismatchError for what is no plan, and for cuts, recomputation or options given besides."""
+    if not hasattr(plan, "schedule") or not hasattr(plan, "recompute"):
+        raise MismatchError(f"plan is what ps.plan.plan found, or ps.plan.load(path) reads, not {_kind(plan)}")
+    if any(besides):
+        raise MismatchError("the plan has its own cuts, recomputation and stages: leave out cuts=, recompute= and options")
 
 
 def _kind(value: Any) -> str:
@@ -107,10 +124,13 @@ def stages(
     table: Schedule,
     position: MeshPosition,
     loss_fn: Callable[[Any, Any], Tensor] | None,
-    recompute: Recompute | None,
+    recompute: Recompute | Sequence[Recompute | None] | None,
     merge: bool,
 ) -> dict[int, Stage]:
-    """This rank's stages, ready to run `table`."""
+    """This rank's stages, ready to run `table`. Raises MismatchError for a `recompute` that is not for so many stages."""
+    ways = [recompute] * table.stages if recompute is None or isinstance(recompute, str) else list(recompute)
+    if len(ways) != table.stages:
+        raise MismatchError(f"recompute={ways} is for {len(ways)} stages, but {table.name} has {table.stages}")
     takes: Sequence[Sequence[str]] = compared.takes
     neighbours = neighbours_of(table.stages, cut.skips, cut.tied)
     return {
@@ -120,7 +140,7 @@ def stages(
             position.pipeline.device,
             loss_fn if index == table.stages - 1 else None,
             numbers=None if torch_private.fsdp_casts(module) else cut.numbers[index],
-            recompute=recompute,
+            recompute=ways[index],
             neighbours=neighbours[index],
             later=frozenset().union(*takes[index + 1 :]),
             merge=merge,

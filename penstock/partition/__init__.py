@@ -13,6 +13,13 @@
 `cutting`       `split` and `run`: a model as a whole, and the stages it is cut into
 """
 
-from penstock.partition.cutting import Whole, names_of, plain, run, split, whole
+from typing import TYPE_CHECKING
+
+from penstock.lazy import face
+
+if TYPE_CHECKING:
+    from penstock.partition.cutting import Whole, names_of, plain, run, split, whole
 
 __all__ = ["Whole", "names_of", "plain", "run", "split", "whole"]
+
+__getattr__, __dir__ = face(__name__, dict.fromkeys(__all__, "cutting"))  # `balance` needs no torch

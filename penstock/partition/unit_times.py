@@ -66,7 +66,7 @@ def record(
         stack.enter_context(as_exported() if meta else nullcontext())  # where no value is looked at
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # the graph, without activations
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(aside(_device_of(model)))
+        stack.enter_context(aside(device_of(model)))
         _forward(model, inputs, meta)
     missing = [name for name in units if name not in found]
     if missing:
@@ -105,8 +105,8 @@ def measure(units: Sequence[Unit], device: torch.device = CPU, rounds: int = _RO
 
 def _time_of(unit: Unit, device: torch.device) -> float:
     """Seconds of one run, after one to warm up."""
-    make = partial(_real, device=device)
-    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(_device_of(unit.module)), torch.enable_grad():
+    make = partial(real, device=device)
+    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device_of(unit.module)), torch.enable_grad():
         inputs = tree_map_only(Tensor, make, (unit.args, dict(unit.kwargs or {})))
         gradients: list[Tensor] = []
         _run(unit.module, inputs, device, gradients)
@@ -153,7 +153,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _real(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
+def real(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
     """`tensor`; if it is on the meta device, one of the same layout on `device`, random or, of whole numbers, 0."""
     if not tensor.is_meta:
         return tensor
@@ -164,7 +164,7 @@ def _real(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
-def _device_of(module: nn.Module) -> torch.device:
+def device_of(module: nn.Module) -> torch.device:
     """Where the random numbers of `module` are drawn."""
     tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
     return CPU if tensor is None or tensor.is_meta else tensor.device

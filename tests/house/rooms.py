@@ -11,7 +11,7 @@ HOUSE = ROOT / "penstock"
 ORDER = [
     *("errors", "lazy", "schedule"),  # plain Python
     *("torch_private", "randomness", "comms", "partition", "stage", "mesh", "engine", "pipeline", "model", "checkpoint"),
-    *("penstock", "view", "learn", "commands", "__main__"),
+    *("plan", "penstock", "view", "learn", "commands", "__main__"),
 ]
 
 MODULES = {

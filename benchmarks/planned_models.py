@@ -1,0 +1,84 @@
+"""Models that no laptop can run, as what their layers cost: seconds by operations, bytes as 16-bit training keeps them."""
+
+from collections.abc import Callable
+
+from penstock.plan import Layer, Layers
+
+SPEED = 200e12  # operations a second
+NUMBER = 2  # bytes
+
+
+def block(name: str, tokens: int, width: int, hidden: float = 4, seen: int = 0, experts: int = 1, used: int = 1) -> Layer:
+    """A transformer block for a row of `tokens`, which attends to itself and to `seen` tokens more.
+
+    `hidden`: of its MLP, in widths; of `experts` such, `used` work on each token.
+    """
+    attention = 4 * width**2 + (2 * width**2 * (1 + seen / tokens) if seen else 0)
+    mlp = 2 * hidden * width**2
+    weights = 2 * tokens * (attention + used * mlp) / SPEED
+    scores = 2 * tokens * (tokens + 2 * seen) * width / SPEED
+    row = NUMBER * tokens * width
+    kept = row * (8 + 4 * (seen > 0) + used * (1 + 2.5 * hidden))
+    needed = row * (8 + 4 * (seen > 0) + used * (2 + 2 * hidden))
+    parameters = NUMBER * (attention + experts * mlp)
+    return Layer(name, weights + scores, weights + 2 * scores, weights, kept, needed, parameters, row + NUMBER * seen * width)
+
+
+def embedding(tokens: int, width: int, vocabulary: int) -> Layer:
+    """Reads a row of its table for each token."""
+    seconds = tokens * width * NUMBER / 2e12
+    return Layer(
+        "embedding",
+        seconds,
+        0,
+        2 * seconds,
+        8 * tokens,
+        NUMBER * tokens * width,
+        NUMBER * vocabulary * width,
+        NUMBER * tokens * width,
+    )
+
+
+def head(tokens: int, width: int, vocabulary: int) -> Layer:
+    """Logits and their loss, in 32 bits."""
+    seconds = 2 * tokens * width * vocabulary / SPEED
+    logits, row = tokens * vocabulary, NUMBER * tokens * width
+    return Layer("head", seconds, seconds, seconds, row + 6 * logits, row + 2 * logits, NUMBER * vocabulary * width, 4)
+
+
+def gpt(blocks: int, tokens: int, width: int, vocabulary: int) -> Layers:
+    """A decoder, dense throughout."""
+    middle = [block(f"blocks.{each}", tokens, width) for each in range(blocks)]
+    return Layers.of([embedding(tokens, width, vocabulary), *middle, head(tokens, width, vocabulary)])
+
+
+def encoder_decoder(blocks: int, tokens: int, answer: int, width: int, vocabulary: int) -> Layers:
+    """Encoder blocks over long rows, decoder blocks over short ones that look at what the encoder gave."""
+    encoder = [block(f"encoder.{each}", tokens, width) for each in range(blocks)]
+    decoder = [block(f"decoder.{each}", answer, width, seen=tokens) for each in range(blocks)]
+    return Layers.of([embedding(tokens, width, vocabulary), *encoder, *decoder, head(answer, width, vocabulary)])
+
+
+def hierarchical_vit() -> Layers:
+    """Four groups of blocks: each has a quarter of the tokens of the one before, and twice its width."""
+    depths, tokens, width, layers = (2, 2, 18, 2), 96 * 96, 192, []
+    for group, depth in enumerate(depths):
+        layers += [block(f"groups.{group}.{each}", tokens // 4**group, width * 2**group) for each in range(depth)]
+    return Layers.of([embedding(tokens, width, 48), *layers, head(1, width * 8, 21_000)])
+
+
+def mixture(blocks: int, tokens: int, width: int, vocabulary: int) -> Layers:
+    """Every second block has sixteen experts, two of which work on a token."""
+    middle = [
+        block(f"blocks.{each}", tokens, width, 2.5, experts=16 * (each % 2) or 1, used=1 + each % 2) for each in range(blocks)
+    ]
+    return Layers.of([embedding(tokens, width, vocabulary), *middle, head(tokens, width, vocabulary)])
+
+
+MODELS: dict[str, Callable[[], Layers]] = {
+    "GPT, vocabulary of 128k": lambda: gpt(32, 2048, 4096, 128_000),
+    "GPT, vocabulary of 256k": lambda: gpt(28, 2048, 3072, 256_000),
+    "encoder-decoder": lambda: encoder_decoder(16, 2048, 512, 2048, 64_000),
+    "hierarchical ViT": hierarchical_vit,
+    "mixture of experts": lambda: mixture(24, 2048, 2048, 64_000),
+}

@@ -1,0 +1,55 @@
+"""What no plan of these layers can be below, whatever its cut and its table; and what keeps a plan above it."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from penstock.plan.layers import Layer
+from penstock.schedule import Timeline
+
+
+def least(layers: Sequence[Layer], ranks: int, microbatches: int, cores: float = math.inf) -> float:
+    """Seconds of a step below which none can be that runs so many microbatches on so many ranks.
+
+    There must be time for all work, shared evenly, though the k-th rank to begin waits for k layers before it; and for the
+    dearest layer, though a microbatch must come to it first and, unless W are still to do, go all the way back after it.
+    """
+    forwards = [0.0, *accumulate(layer.forward for layer in layers)]
+    inputs = [0.0, *accumulate(layer.backward_input for layer in layers)]
+    work = microbatches * sum(layer.seconds for layer in layers)
+    used = min(ranks, len(layers))
+    alone = [
+        forwards[place]
+        + microbatches * (layer.forward + layer.backward_input)
+        + max(microbatches * layer.backward_weight, inputs[place])
+        for place, layer in enumerate(layers)
+    ]
+    return max((work + sum(forwards[:used])) / used, work / cores, *alone)
+
+
+def why(layers: Sequence[Layer], timeline: Timeline, microbatches: int) -> str:
+    """In a sentence, what costs the step most of what it takes more than evenly shared work would.
+
+    `timeline` is the planned step; what its ranks do beside the `layers`' own work is recomputation.
+    """
+    busy, step = timeline.busy, timeline.makespan
+    work = microbatches * sum(layer.seconds for layer in layers)
+    again, uneven, waiting = sum(busy) - work, max(busy) - sum(busy) / len(busy), step - max(busy)
+    if max(again / len(busy), uneven, waiting) < step / 100:
+        return "all ranks work all the time"
+    if waiting >= max(again / len(busy), uneven):
+        told = f"the busiest rank waits for {waiting / step:.0%} of the step, while the pipeline fills and drains"
+        return f"{told}: more microbatches, or memory for more of them in flight, would shorten that"
+    if again / len(busy) >= uneven:
+        return f"recomputation makes the work {again / work:.0%} more: more memory or smaller microbatches would save it"
+    dearest = max(layers, key=lambda layer: layer.seconds)
+    if microbatches * dearest.seconds > work / len(busy):
+        share = microbatches * dearest.seconds / work
+        enough = 1 + math.ceil(round(1 / share - 1, 6))
+        fewer = f", or use {enough} ranks, which can be as fast" if enough < len(busy) else ""
+        return (
+            f"{dearest.name} alone is {share:.0%} of the work, more than a rank's share of {1 / len(busy):.0%}: split it{fewer}"
+        )
+    rank = busy.index(max(busy))
+    more = max(busy) * len(busy) / sum(busy) - 1
+    return f"rank {rank} works {more:.0%} longer than the mean: finer layers, or more memory, would share better"

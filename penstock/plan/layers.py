@@ -1,0 +1,124 @@
+"""What each layer of a model costs for a microbatch of so many rows: seconds and bytes, measured or given.
+
+{"format": "penstock layers 1",
+ "samples": [{"rows": 8, "layers": [{"name": "embed", "forward": 0.001, "backward_input": 0, "backward_weight": 0.001,
+                                     "activation": 4096, "keep": 4096, "parameters": 1048576, "output": 4096}, ..]}, ..]}
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import PenstockError
+
+FORMAT = "penstock layers 1"
+
+
+class Layer(NamedTuple):
+    """A layer, or any other part of a model that stays whole, and what it costs for one microbatch. Seconds and bytes."""
+
+    name: str  # of the submodule, as `cuts` have it
+    forward: float
+    backward_input: float
+    backward_weight: float
+    activation: float = 0.0  # kept from its forward to its backward, its input included
+    keep: float = 0.0  # what its W still needs after its I
+    parameters: float = 0.0
+    output: float = 0.0  # what a border between stages behind it carries
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_input + self.backward_weight
+
+
+class Sample(NamedTuple):
+    """All layers of a model, in order, at one size of a microbatch."""
+
+    rows: int
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model at one size of a microbatch or several, by rising rows; `at` any other.
+
+    layers = Layers.of([Layer("embed", 0.001, 0, 0.001), Layer("head", 0.002, 0.002, 0.002)], rows=8)
+    layers.at(4)[1].forward  # 0.001
+    """
+
+    samples: tuple[Sample, ...]
+
+    def __post_init__(self) -> None:
+        names = [[layer.name for layer in sample.layers] for sample in self.samples]
+        if not names or not names[0] or any(each != names[0] for each in names):
+            raise PenstockError("the samples of a model's layers name the same layers, one or more")
+        rows = [sample.rows for sample in self.samples]
+        if rows != sorted(set(rows)) or rows[0] < 1:
+            raise PenstockError(f"samples are for rising numbers of rows, 1 or more, not {rows}")
+        for sample in self.samples:
+            for layer in sample.layers:
+                for field, value in zip(Layer._fields[1:], layer[1:], strict=True):
+                    if not 0 <= value < math.inf:
+                        raise PenstockError(f"layer {layer.name} has {field} {value}: give seconds or bytes, 0 or more")
+
+    @classmethod
+    def of(cls, layers: Iterable[Layer], rows: int = 1) -> "Layers":
+        """From one sample, all of whose times and activations are taken to be proportional to the rows."""
+        return cls((Sample(rows, tuple(layers)),))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the layers, in order."""
+        return [layer.name for layer in self.samples[0].layers]
+
+    def at(self, rows: float) -> tuple[Layer, ...]:
+        """The layers at microbatches of so many rows: on the line through the two samples that are nearest, never below 0.
+
+        From one sample alone everything but the parameters is proportional.
+        """
+        known = [sample.rows for sample in self.samples]
+        if len(known) == 1:
+            return tuple(_mixed(layer, layer, 0.0, rows / known[0]) for layer in self.samples[0].layers)
+        high = next((place for place in range(1, len(known)) if known[place] >= rows), len(known) - 1)
+        share = (rows - known[high - 1]) / (known[high] - known[high - 1])
+        pairs = zip(self.samples[high - 1].layers, self.samples[high].layers, strict=True)
+        return tuple(_mixed(few, many, share) for few, many in pairs)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write them to the JSON file at `path`."""
+        samples = [{"rows": rows, "layers": [layer._asdict() for layer in layers]} for rows, layers in self.samples]
+        Path(path).write_text(json.dumps({"format": FORMAT, "samples": samples}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Layers":
+        """Read what `save` wrote. Raises PenstockError for anything else."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
+            return cls(tuple(Sample(int(each["rows"]), tuple(map(_layer, each["layers"]))) for each in data["samples"]))
+        except OSError as error:
+            raise PenstockError(f"cannot read layers from {path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = error if isinstance(error, ValueError) else repr(error)
+            raise PenstockError(f"{path} does not say what a model's layers cost: {why}") from error
+
+
+def _layer(data: dict[str, Any]) -> Layer:
+    return Layer(str(data["name"]), *(float(data.get(field, 0)) for field in Layer._fields[1:]))
+
+
+def _mixed(few: Layer, many: Layer, share: float, scale: float = 1.0) -> Layer:
+    """`few`, and `share` of the way from it to `many`; times `scale`, but for the parameters."""
+    values = [max(0.0, a + share * (b - a)) * scale for a, b in zip(few[1:], many[1:], strict=True)]
+    return Layer(few.name, *values)._replace(parameters=few.parameters)
+
+
+def as_layers(layers: "Layers | Sequence[Layer]") -> Layers:
+    """`layers`; a plain sequence is of microbatches of one row."""
+    return layers if isinstance(layers, Layers) else Layers.of(layers)

@@ -1,0 +1,195 @@
+"""Layers measured: each runs alone, as the engine would run it as a stage, on the inputs of a real forward."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from penstock.comms.topology import CPU
+from penstock.engine.memory import Memory, MemoryMeasurement
+from penstock.partition import Whole
+from penstock.partition.unit_times import Unit, device_of, real, record, stand_ins
+from penstock.plan.layers import Layer, Layers, Sample
+from penstock.randomness import aside
+from penstock.schedule import Action, Kind, Size
+from penstock.stage import microbatch
+from penstock.stage.stage import Stage
+from penstock.torch_private import gradient_hooks, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+ROUNDS, SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
+FEWER = 4  # the second sample has one row for so many of the first
+MIDDLE = 1  # the number of a stage that gets messages and gives some
+
+T = TypeVar("T")
+Times = tuple[float, float, float]  # seconds of F, I and W
+
+
+def measure(
+    model: nn.Module,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    target: Any = None,
+    device: torch.device = CPU,
+    rounds: int = ROUNDS,
+    seconds: float = SECONDS,
+) -> Layers:
+    """What every layer of `model` costs: seconds of F, I and W, and bytes, for a microbatch like the example and a smaller one.
+
+    `example_args`, `example_kwargs`: what the forward is called with, for one microbatch. Of its rows a quarter is measured
+    too, so that the plan knows what many small microbatches cost more than few large ones.
+    `loss_fn`, `target`: as in `step`; what the loss costs counts to the last layer.
+    `device`: where a model on the meta device is measured; any other is where it is.
+    `rounds`, `seconds`: how often each layer runs at least, and on until when; the fastest counts.
+
+    Parameters, gradients, buffers and random numbers stay as they are. Raises MismatchError for a model that cannot be cut.
+
+        layers = measure(model, (tokens,), loss_fn=loss_fn, target=target)  # with (8, 1024) tokens: for 8 rows, and for 2
+    """
+    whole = Whole(model, None, example_args, example_kwargs)
+    example = tuple(example_args), dict(example_kwargs or {}), target
+    rows = microbatch.rows(example) or 1
+    samples = []
+    for count in sorted({max(1, rows // FEWER), rows}):
+        units = _units(whole, microbatch.split(example, [count, rows - count])[0] if count < rows else example, loss_fn)
+        samples.append(Sample(count, tuple(_layers(whole, units, device, rounds, seconds))))
+    return Layers(tuple(samples))
+
+
+class _WithLoss(nn.Module):
+    """A model, and its loss as one more layer."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
+        super().__init__()
+        self.model, self.loss = model, _Loss(loss_fn)
+
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> Any:
+        """The loss, or the output if there is none."""
+        return self.loss(self.model(*args, **kwargs), target)
+
+
+class _Loss(nn.Module):
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor] | None) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return output if self.loss_fn is None else self.loss_fn(output, target)
+
+
+def _units(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None) -> list[Unit]:
+    """Every layer, the loss last, with what it is called with."""
+    model = _WithLoss(whole.model, loss_fn)
+    model.training = whole.model.training
+    first = {whole.model.get_submodule(name): name for name in reversed(whole.order)}  # a layer may stand in several places
+    return record(model, {**{name: module for module, name in first.items()}, "": model.loss}, example)
+
+
+def _layers(whole: Whole, units: Sequence[Unit], device: torch.device, rounds: int, seconds: float) -> list[Layer]:
+    times: list[list[Times]] = [[] for _ in units]
+    until = perf_counter() + seconds
+    while len(times[0]) < rounds or perf_counter() < until:
+        for unit, each in zip(units, times, strict=True):
+            each.append(_alone(unit, device, _times))
+    found = {}
+    for unit, each in zip(units, times, strict=True):
+        fastest = [min(column) for column in zip(*each, strict=True)]
+        found[unit.module] = Layer._make((unit.name, *fastest, *_alone(unit, device, _bytes)))
+    *layers, loss = [found[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
+    return [*layers[:-1], _joined(layers[-1], loss)]
+
+
+def _joined(last: Layer, loss: Layer) -> Layer:
+    """The last layer with the loss."""
+    sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
+    return Layer._make((last.name, *sums))._replace(output=last.output)
+
+
+class _Alone(nn.Module):
+    """A unit as a module that takes the tensors of its arguments, and gives the tensors of its output that have a gradient."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self.unit = unit.module
+        self.leaves, self.tree = tree_flatten((unit.args, dict(unit.kwargs or {})))
+
+    def tensors(self) -> list[Tensor]:
+        """Of the arguments."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The unit's output for arguments with these tensors."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.tree)
+        return [leaf for leaf in tree_leaves(self.unit(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _alone(unit: Unit, device: torch.device, run: Callable[[Stage, list[Tensor]], T]) -> T:
+    """What `run` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
+    make = partial(real, device=device)
+    hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
+    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device_of(unit.module)), torch.enable_grad():
+        for parameter, hook in [
+            (each, hook) for each, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
+        ]:
+            parameter.register_hook(hook)
+        module = _Alone(unit)
+        inputs = tree_map_only(Tensor, make, module.tensors())
+        where = next((tensor.device for tensor in [*unit.module.parameters(), *inputs]), device)
+        stage = Stage(MIDDLE, module, where)
+        stage.forget()  # as before any step: it learns which parameters there are
+        return run(stage, inputs)
+
+
+def _message(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
+    """A message with `inputs`, which the unit may change."""
+    return [[tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]]
+
+
+def _times(stage: Stage, inputs: list[Tensor]) -> Times:
+    """Of one run, after one to warm up."""
+    synchronise = torch.get_device_module(inputs[0].device if inputs else CPU).synchronize
+    for _ in range(2):
+        message, laps = _message(inputs), []
+        synchronise()
+        laps.append(perf_counter())
+        output = stage.forward(0, message, split=True)
+        synchronise()
+        laps.append(perf_counter())
+        gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
+        begin = perf_counter()
+        stage.backward(0, gradients)
+        synchronise()
+        laps += [begin, perf_counter()]
+        stage.backward_weight([0])
+        synchronise()
+        laps.append(perf_counter())
+    return laps[1] - laps[0], laps[3] - laps[2], laps[4] - laps[3]
+
+
+def _bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float]:
+    """Of the activation, of what W keeps, of parameters, of the output; what the layer after it keeps is that one's."""
+    measured = MemoryMeasurement({MIDDLE: stage})
+    acts = measured.around(
+        {
+            Kind.F: lambda action, values: stage.forward(0, values, split=True),
+            Kind.I: lambda action, values: stage.backward(0, values),
+            Kind.W: lambda action, values: stage.backward_weight([0]),
+        }
+    )
+    output = acts[Kind.F](Action(Kind.F, MIDDLE, 0), _message(inputs))
+    gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
+    carried, ends = sum(tensor.nbytes for tensor in output), Memory(output)
+    del output
+    kept_output = ends.alive()
+    acts[Kind.I](Action(Kind.I, MIDDLE, 0), gradients)
+    del gradients
+    acts[Kind.W](Action(Kind.W, MIDDLE, 0), None)
+    size = measured.sizes.get(MIDDLE, Size(0, 0))  # none of a compiled layer
+    parameters = sum(parameter.nbytes for parameter in stage.module.parameters())
+    return max(0, size.act - kept_output.gone()), size.keep, parameters, carried

@@ -1,0 +1,117 @@
+"""A plan: what to run, how long it takes, and why it is not faster."""
+
+import json
+from dataclasses import dataclass, fields, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.plan.advice import told_bytes
+from penstock.plan.stages import Recompute
+from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
+
+FORMAT = "penstock plan 1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cut, a table and what to recompute: `Pipeline(model, loss_fn, plan=plan)` runs it. Seconds and bytes.
+
+    Of a step: `seconds` it takes, `bound` it cannot be below with any cut, table and recomputation for so many ranks and
+    microbatches, and `why` it is above that. `peak_memory` is of every rank, with parameters, gradients and optimizer state.
+    """
+
+    schedule: Schedule
+    cuts: tuple[str, ...]  # the layer that every stage but the first begins with
+    recompute: tuple[Recompute, ...]  # of every stage
+    microbatches: int
+    seconds: float
+    bound: float
+    peak_memory: tuple[float, ...]
+    why: str
+    costs: Costs  # of its stages, for `simulate`
+    batch: int  # rows
+
+    @property
+    def ranks(self) -> int:
+        """How many it uses."""
+        return self.schedule.ranks
+
+    @property
+    def timeline(self) -> Timeline:
+        """The planned step, without optimizer."""
+        return replace(simulate(self.schedule, self.costs), memory_unit="bytes")
+
+    def __str__(self) -> str:
+        """In a few lines."""
+        again = [f"stage {stage} ({way})" for stage, way in enumerate(self.recompute) if way]
+        above = self.seconds / self.bound - 1
+        return (
+            f"{self.schedule.name} on {self.ranks} ranks, {self.microbatches} microbatches: "
+            f"{1e3 * self.seconds:.4g} ms a step, {above:.1%} above what none can be below\n"
+            f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(again) or 'nothing'}\n"
+            f"at the fullest {', '.join(map(told_bytes, self.peak_memory))}\n"
+            f"{self.why}"
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to the JSON file at `path`."""
+        costs = {field.name: getattr(self.costs, field.name) for field in fields(Costs)}
+        costs = {name: value for name, value in costs.items() if value not in (None, {}, float("inf"))}
+        table = {"name": self.schedule.name, "placement": self.schedule.placement, "rows": self.schedule.texts()}
+        data = {"format": FORMAT, **{name: getattr(self, name) for name in _PLAIN}, "schedule": table, "costs": costs}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+_PLAIN = ("batch", "microbatches", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")
+
+
+def is_plan(path: str | PathLike[str]) -> bool:
+    """Whether the file at `path` says that it is a plan."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return FORMAT in file.read(200)
+    except (OSError, UnicodeError):
+        return False
+
+
+def load(path: str | PathLike[str]) -> Plan:
+    """Read what `Plan.save` wrote, and prove its table. Raises PenstockError for anything else."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
+        plan = _plan(data)
+    except OSError as error:
+        raise PenstockError(f"cannot read a plan from {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise PenstockError(f"{path} is no plan of `penstock plan`: {why}") from error
+    return plan
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    """Raises ValueError, KeyError or TypeError for data that are no plan."""
+    table = data["schedule"]
+    schedule = from_rows(str(table["name"]), table["rows"], tuple(map(int, table["placement"])))
+    verify(schedule)
+    recompute, cuts = tuple(data["recompute"]), tuple(map(str, data["cuts"]))
+    if len(cuts) != schedule.stages - 1 or len(recompute) != schedule.stages or not {*recompute} <= {None, "stage", "block"}:
+        raise ValueError(f"it has {len(cuts)} cuts and recompute={list(recompute)} for {schedule.stages} stages")
+    if schedule.microbatches != data["microbatches"]:
+        raise ValueError(f"it has {data['microbatches']} microbatches, its table {schedule.microbatches}")
+    costs = Costs(**data["costs"])
+    simulate(schedule, costs)
+    return Plan(
+        schedule,
+        cuts,
+        recompute,
+        schedule.microbatches,
+        float(data["seconds"]),
+        float(data["bound"]),
+        tuple(map(float, data["peak_memory"])),
+        str(data["why"]),
+        costs,
+        int(data["batch"]),
+    )

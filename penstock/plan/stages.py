@@ -1,0 +1,77 @@
+"""What a stage of consecutive layers costs its rank, with and without recomputation."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from penstock.plan.layers import Layer
+
+Recompute = Literal["stage", "block"] | None
+ADAM = 2.0  # bytes of optimizer state for each byte of parameters
+
+
+class Held(NamedTuple):
+    """One way to hold a stage's activations, and what it costs."""
+
+    recompute: Recompute
+    activation: float  # bytes of a microbatch, from its forward to its backward
+    reserve: float  # bytes more while a backward has brought back what was not kept
+    seconds: float  # more in the backward, for the forward once more
+
+
+class StageCost(NamedTuple):
+    """A stage. Seconds and bytes, of one microbatch."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    keep: float  # what its W still needs after its I
+    parameters: float
+    input: float  # what comes over the border before it
+    output: float
+    ways: tuple[Held, ...]  # nothing recomputed comes first
+
+
+class Line:
+    """The layers of a model in a row, for microbatches of one size: any stretch of them is a stage.
+
+    `action`: seconds the engine takes for each action besides its layers.
+    """
+
+    def __init__(self, layers: Sequence[Layer], action: float = 0.0) -> None:
+        self.layers, self.action = tuple(layers), action
+        self._sums = {name: [0.0, *accumulate(getattr(each, name) for each in self.layers)] for name in _SUMMED}
+        self._inputs = [0.0, *(layer.output for layer in self.layers)]  # the batch itself is there in any case
+        self._input_sums = [0.0, *accumulate(self._inputs)]
+        self._known: dict[tuple[int, int], StageCost] = {}
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of every layer, forward and backward."""
+        return [layer.seconds for layer in self.layers]
+
+    def stage(self, start: int, end: int) -> StageCost:
+        """The layers from `start` up to `end`."""
+        if (start, end) not in self._known:
+            self._known[start, end] = self._stage(start, end)
+        return self._known[start, end]
+
+    def _stage(self, start: int, end: int) -> StageCost:
+        forward, inputs, weights, activation, keep, parameters = (
+            self._sums[name][end] - self._sums[name][start] for name in _SUMMED
+        )
+        first = self._inputs[start]
+        blocks = self._input_sums[end] - self._input_sums[start]
+        largest = max(
+            max(0.0, layer.activation - come)
+            for layer, come in zip(self.layers[start:end], self._inputs[start:end], strict=True)
+        )
+        ways = [Held(None, activation, 0.0, 0.0), Held("stage", first, max(0.0, activation - first), forward)]
+        if end - start > 1:
+            ways.append(Held("block", blocks, largest, forward))
+        times = forward + self.action, inputs + self.action, weights + self.action * (weights > 0)
+        return StageCost(*times, keep, parameters, first, self._inputs[end], tuple(ways))
+
+
+_SUMMED = ("forward", "backward_input", "backward_weight", "activation", "keep", "parameters")

@@ -1,0 +1,85 @@
+"""A table as numbers: timed again and again at other costs, and what its ranks hold at once.
+
+`simulate` is the judge of what a plan takes; this is the same rule for tables without pairs, some times as fast, for the
+thousands of cuts that are tried on one table.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.schedule import Action, Kind, Schedule, simulate
+
+KINDS = tuple(Kind)  # F, B, I, W: the order of costs
+
+
+class TimedTable:
+    """A proved table. `seconds` is its makespan; `counts` has of every rank what it holds at once, at its fullest.
+
+    A rank's counts are rows of numbers, two for each of its stages: microbatches from their F to their I or B, and from
+    their I to their W. Rows that another one is nowhere below are left out.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = replace(schedule, overlaps=frozenset())  # the engine runs the two of a pair one after the other
+        self.placement, self.microbatches = schedule.placement, schedule.microbatches
+        self.homes = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+        self.lines = _lines(self.schedule)
+        self._uses = Counter(code for code, *_ in self.lines)
+        self.counts = [_counts(row, home) for row, home in zip(schedule.actions, self.homes, strict=True)]
+
+    def work(self, costs: Sequence[float]) -> float:
+        """What all actions take together."""
+        return sum(costs[code] * times for code, times in self._uses.items())
+
+    def seconds(self, costs: Sequence[float], lags: Sequence[float]) -> float:
+        """The makespan. `costs`: of F of every stage, then of B, I, W; `lags`: of a message over each border, and a 0."""
+        ends = [0.0]
+        add = ends.append
+        for code, before, needed, border in self.lines:
+            free, there = ends[before], ends[needed] + lags[border]
+            add((free if free > there else there) + costs[code])
+        return max(ends)
+
+
+def _lines(schedule: Schedule) -> list[tuple[int, int, int, int]]:
+    """The actions in an order in which all can run: cost, action before on the rank, action needed, border that it crosses.
+
+    Actions count from 1; 0 is there from the beginning. The last border is no border.
+    """
+    stages, nowhere = schedule.stages, schedule.stages - 1
+    order = sorted(
+        simulate(schedule).events, key=lambda event: event.start
+    )  # every action takes 1: none starts before what it needs
+    number: dict[Action, int] = {}
+    last = [0] * schedule.ranks
+    lines = []
+    for event in order:
+        kind, stage, microbatch = event.action
+        needed, border = 0, nowhere
+        if kind is Kind.F and stage:
+            needed, border = number[Action(Kind.F, stage - 1, microbatch)], stage - 1
+        elif kind in (Kind.B, Kind.I) and stage < stages - 1:
+            needed, border = number[Action(Kind.B, stage + 1, microbatch)], stage
+        lines.append((KINDS.index(kind) * stages + stage, last[event.rank], needed, border))
+        number[event.action] = last[event.rank] = len(lines)
+        if kind is Kind.I:
+            number[Action(Kind.B, stage, microbatch)] = len(lines)  # who waits for B waits for I as well
+    return lines
+
+
+def _counts(row: Sequence[Action], home: Sequence[int]) -> list[tuple[int, ...]]:
+    place = {stage: 2 * index for index, stage in enumerate(home)}
+    now = [0] * (2 * len(home))
+    seen = set()
+    for kind, stage, _ in row:
+        at = place[stage]
+        now[at] += 1 if kind is Kind.F else -1 if kind in (Kind.B, Kind.I) else 0
+        now[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0
+        seen.add(tuple(now))
+    rows = sorted(seen, reverse=True)
+    return [one for one in rows if not any(_above(other, one) for other in rows)]
+
+
+def _above(other: Sequence[int], one: Sequence[int]) -> bool:
+    return other != one and all(a >= b for a, b in zip(other, one, strict=True))

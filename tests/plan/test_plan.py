@@ -1,0 +1,161 @@
+"""Plans fit, take what the simulator says, are no slower than families on even cuts, and say why they are no faster."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from penstock import PenstockError
+from penstock.partition.balance import starts
+from penstock.plan import Layer, Layers, load, plan
+from penstock.plan.bounds import least
+from penstock.plan.candidate import Cutting, Terms
+from penstock.plan.stages import Line
+from penstock.plan.timing import TimedTable
+from penstock.schedule import Costs, build, simulate, verify
+from penstock.schedule.catalog import FAMILIES
+
+MB = 1e6
+
+
+def layers(count=16, head=1.0):
+    """Blocks of 6 ms and 10 MB a row, 2 MB of it their input; the last one as many times as slow."""
+    block = Layer("", 0.002, 0.002, 0.002, 10 * MB, 4 * MB, 1 * MB, 2 * MB)
+    blocks = [block._replace(name=f"blocks.{number}") for number in range(count)]
+    times = {name: head * getattr(block, name) for name in ("forward", "backward_input", "backward_weight")}
+    return [*blocks[:-1], blocks[-1]._replace(name="head", **times)]
+
+
+def quick(memory=1e9, ranks=4, batch=16, head=1.0, **options):
+    return plan(layers(head=head), ranks, memory, batch=batch, effort="quick", **options)
+
+
+def test_a_plan_is_proved_and_takes_what_the_simulator_says_it_takes():
+    for found in quick(memory=120 * MB, send=0.0001, bandwidth=1e9):
+        verify(found.schedule)
+        assert found.seconds == pytest.approx(simulate(found.schedule, found.costs).makespan)
+        assert found.seconds >= found.bound > 0
+        assert max(found.peak_memory) <= 120 * MB
+        assert len(found.cuts) == found.schedule.stages - 1
+        assert len(found.recompute) == found.schedule.stages
+
+
+def test_the_best_comes_first_and_the_same_seed_gives_the_same_plans():
+    once, again = quick(memory=100 * MB, head=2.5), quick(memory=100 * MB, head=2.5)
+    assert once == again
+    assert [each.seconds for each in once] == sorted(each.seconds for each in once)
+
+
+@pytest.mark.parametrize("memory", [100 * MB, 130 * MB, 250 * MB])
+def test_no_family_on_an_even_cut_that_fits_is_faster_than_the_plan(memory):
+    best, line = quick(memory, head=3.0, microbatches=8)[0], Line(Layers.of(layers(head=3.0)).at(2))
+    for name, family in FAMILIES.items():
+        table = TimedTable(build(name, 4, 8))
+        even = tuple(starts(line.seconds, 4 * family.stages_per_rank))
+        candidate = Cutting(line, table, Terms((memory,) * 4)).at(even)
+        assert candidate.over or best.seconds <= candidate.seconds * (1 + 1e-9), name
+
+
+def test_memory_that_is_short_is_made_up_for_by_recomputation_of_the_stages_that_need_it():
+    assert set(quick(memory=1e9, microbatches=8)[0].recompute) == {None}
+    tight = quick(memory=100 * MB, microbatches=8)[0]
+    assert {"stage", "block"} & set(tight.recompute)
+    assert tight.costs.act[0] < 20 * MB * 4
+
+
+def test_a_dear_layer_gets_a_stage_of_its_own_and_is_named():
+    best = quick(head=8.0, ranks=4, microbatches=16, batch=16)[0]
+    assert best.cuts[-1] == "head"
+    assert best.ranks == 3  # a fourth would save nothing
+    assert "head alone is 35% of the work" in best.why
+
+
+def test_fewer_ranks_are_used_where_that_is_faster():
+    assert quick(ranks=4, send=0.2, microbatches=1, batch=1)[0].ranks == 1
+
+
+def test_ranks_that_share_cores_take_no_less_than_their_work_does():
+    work = 16 * 16 * 0.006
+    assert quick(cores=2)[0].seconds >= work / 2
+    assert quick()[0].seconds < work / 3
+
+
+def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
+    with pytest.raises(
+        PenstockError, match=r"rank \d misses .* of .*activations\. What fits: .*16 microbatches.* for each rank"
+    ):
+        quick(memory=60 * MB, microbatches=2)
+    with pytest.raises(PenstockError, match=r"What fits: \d ranks"):
+        quick(memory=40 * MB)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"ranks": 0}, "1 rank or more"),
+        ({"memory": [1e9, 1e9]}, "for 4 ranks"),
+        ({"memory": -1}, "above 0"),
+        ({"microbatches": 17}, "use 1 to 16"),
+        ({"schedules": ["1f2b"]}, "no schedule '1f2b'"),
+    ],
+)
+def test_what_cannot_be_planned_for_is_told(wrong, told):
+    with pytest.raises(PenstockError, match=told):
+        quick(**wrong)
+
+
+def test_no_plan_is_below_the_bound():
+    line = layers(head=5.0)
+    for ranks in (1, 3, 5):
+        for found in plan(line, ranks, 1e12, batch=12, effort="quick"):
+            bound = least(Layers.of(line).at(12 / found.microbatches), found.ranks, found.microbatches)
+            assert found.seconds >= bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "dualpipe-v"])
+def test_a_timed_table_takes_what_the_simulator_says(name):
+    schedule = build(name, 3, 5)
+    stages = schedule.stages
+    forward, inputs, weights = ([1 + (stage * step) % 5 for stage in range(stages)] for step in (2, 3, 4))
+    table, full = TimedTable(schedule), [i + w for i, w in zip(inputs, weights, strict=True)]
+    lags = [0.5 * (a != b) for a, b in pairwise(schedule.placement)]
+    planned = simulate(schedule, Costs(forward, inputs, weights, send=0.5))
+    assert table.seconds([*forward, *full, *inputs, *weights], [*lags, 0]) == pytest.approx(planned.makespan)
+    assert table.work([*forward, *full, *inputs, *weights]) == pytest.approx(sum(planned.busy))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "v-min"])
+def test_the_fullest_that_a_table_makes_its_ranks_is_what_the_simulator_says(name):
+    schedule, act, keep = build(name, 4, 9), 3.0, 5.0
+    peaks = simulate(schedule, Costs(act=act, keep=keep)).peak_memory
+    sizes = [act, keep] * (schedule.stages // 4)
+    counts = TimedTable(schedule).counts
+    assert [max(sum(map(float.__mul__, sizes, map(float, row))) for row in rows) for rows in counts] == list(peaks)
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path):
+    found = quick(memory=100 * MB, send=0.001)[0]
+    found.save(tmp_path / "plan.json")
+    again = load(tmp_path / "plan.json")
+    assert again == replace(found, costs=again.costs)
+    assert again.timeline == found.timeline
+
+
+@pytest.mark.parametrize("change", [{"format": "x"}, {"cuts": []}, {"microbatches": 3}, {"recompute": [1]}, {"schedule": None}])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, change):
+    path = tmp_path / "plan.json"
+    quick()[0].save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(PenstockError, match="is no plan"):
+        load(path)
+
+
+def test_layers_are_read_as_they_were_written_and_lie_on_a_line(tmp_path):
+    few, many = (layers(3)[0]._replace(forward=seconds) for seconds in (0.003, 0.009))
+    known = Layers((*Layers.of([few], 2).samples, *Layers.of([many], 8).samples))
+    known.save(tmp_path / "costs.json")
+    assert Layers.load(tmp_path / "costs.json") == known
+    assert known.at(4)[0].forward == pytest.approx(0.005)
+    assert known.at(16)[0].forward == pytest.approx(0.017)
+    assert known.at(16)[0].parameters == few.parameters

@@ -9,5 +9,6 @@
 `trained`  `penstock generate` and `penstock eval`: their options
 `text`     what they do: text and a trained GPT that is cut over ranks
 `bench/`   a step against its table, and the collectives over sizes
+`puzzle`   `penstock puzzle`
 `doctor`   what this machine offers, and what a message costs
 """

@@ -121,6 +121,7 @@ COMMANDS = {  # name -> the module with its class, which is called after it
     "compare": "show",
     "studio": "cli",
     "lab": "cli",
+    "puzzle": "puzzle",
     "doctor": "cli",
 }
 

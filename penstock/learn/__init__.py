@@ -3,6 +3,7 @@
 `mini`      the whole idea in one file, to be read first: any table, on plain torch.distributed, with the engine's bits
 `catalog`   which labs there are, and how one is told
 `labs/`     a script for each, which checks itself and ends with what it measured
+`puzzles/`  a stub, a target and a check each: to be solved by writing
 `story`     what every lab needs: ranks to run on, a voice that speaks once, checks that can fail
 `emulated_device`   a stage that sleeps in the place of a device that is not there
 `devices`   devices that are not there: compute that sleeps, memory with a limit

@@ -11,8 +11,9 @@ ENTRIES = 13
 FULLER = {
     "penstock": "the rooms themselves, and what all of them use",
     "penstock/learn/labs": "a file for each lab",
+    "penstock/learn/puzzles": "a file for each puzzle",
 }
-MAPPED = {"penstock": "in README (test_readme.py)", "penstock.learn.labs": "in learn.catalog, for `penstock lab`"}
+MAPPED = {"penstock": "in README (test_readme.py)", "penstock.learn.labs": "in learn.catalog, for `penstock lab`", "penstock.learn.puzzles": "in book.NAMES"}
 PACKAGES = [module for module, path in MODULES.items() if path.name == "__init__.py"]
 
 

@@ -1,0 +1,163 @@
+"""The puzzles in their order, and a learner's folder of them: files that are handed out once, hints, progress."""
+
+import ast
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import PenstockError
+from penstock.learn.puzzles.judge import Missed, Passed, fault, loaded
+
+NAMES = (
+    "p01_cut_by_hand", "p02_memory", "p03_swap", "p04_mean_of_means", "p05_naive", "p06_gpipe", "p07_bubble", "p08_circle",
+    "p09_1f1b", "p10_1f1b_loop", "p11_interleaved", "p12_split_linear", "p13_zb_h1", "p14_in_a_v", "p15_memory_budget",
+    "p16_all_reduce", "p17_tensor_parallel", "p18_fsdp", "p19_recompute", "p20_open",
+)  # fmt: skip
+FAST_TRACK = (6, 9, 10, 12, 13, 15, 20)  # for those who know the rest
+PROGRESS = "progress.json"
+
+
+class Puzzle(NamedTuple):
+    """One puzzle."""
+
+    number: int
+    name: str
+    story: str
+    stub: str  # what the learner is given
+    solution: str  # what it becomes
+    hints: tuple[str, ...]
+    explanation: str
+    check: Callable[[Any], Passed]
+
+    @property
+    def title(self) -> str:
+        """The first line of the story."""
+        return self.story.partition("\n")[0].rstrip(".")
+
+
+def puzzle(number: int) -> Puzzle:
+    """The puzzle of this number. Raises PenstockError where there is none."""
+    if not 1 <= number <= len(NAMES):
+        raise PenstockError(f"there is no puzzle {number}: choose from 1 to {len(NAMES)}")
+    name = NAMES[number - 1]
+    module = importlib.import_module(f"penstock.learn.puzzles.{name}")
+    source = inspect.getsource(module)
+    story = inspect.getdoc(module) or ""
+    return Puzzle(
+        number,
+        name,
+        story,
+        _given(source, whole=False),
+        _given(source, whole=True),
+        module.HINTS,
+        module.EXPLANATION,
+        module.check,
+    )
+
+
+def _given(source: str, whole: bool) -> str:
+    """A puzzle's file without hints and check: its story, imports, and what is marked `yours`, with or without the bodies."""
+    tree, lines, parts = ast.parse(source), source.splitlines(), list[str]()
+    for node in tree.body:
+        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        if isinstance(node, ast.Expr):
+            parts.append(text + "\n")
+        elif isinstance(node, ast.Import | ast.ImportFrom) and ("penstock.learn" not in text or ".tools import" in text):
+            parts.append(text)
+        elif isinstance(node, ast.FunctionDef) and any(
+            isinstance(each, ast.Name) and each.id == "yours" for each in node.decorator_list
+        ):
+            told = node.body[0]  # its docstring
+            head = lines[node.lineno - 1 : told.end_lineno]
+            body = lines[told.end_lineno or 0 : node.end_lineno] if whole else ["    ...  # your code"]
+            parts.append("\n\n" + "\n".join([*head, *body]))
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and "# yours" in text:
+            name = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            parts.append("\n" + (text.replace("  # yours", "") if whole else f"{ast.unparse(name)} = ...  # your answer"))
+    return "\n".join(parts) + "\n"
+
+
+class Folder:
+    """A learner's folder: a file for each puzzle that was begun, never overwritten, and what was passed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def file(self, each: Puzzle) -> Path:
+        """The learner's file of a puzzle."""
+        return self.path / f"{each.name}.py"
+
+    def hand_out(self, each: Puzzle) -> bool:
+        """Write the stub, unless there is a file; whether it was written."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.file(each).open("x", encoding="utf-8") as file:
+                file.write(each.stub)
+        except FileExistsError:
+            return False
+        return True
+
+    def check(self, each: Puzzle) -> Passed:
+        """Judge the learner's file; what is passed is remembered. Raises Missed."""
+        path = self.file(each)
+        try:
+            passed = each.check(loaded(path))
+        except Missed:
+            raise
+        except Exception as error:
+            raise Missed(fault(error, path)) from error
+        self._remember("passed", each.number)
+        return passed
+
+    def hint(self, each: Puzzle) -> str:
+        """The next hint; the last one again when all have been told."""
+        told = self.progress().get("hints", {}).get(str(each.number), 0)
+        number = min(told, len(each.hints) - 1)
+        hints = self.progress().get("hints", {}) | {str(each.number): number + 1}
+        self._write({**self.progress(), "hints": hints})
+        return f"hint {number + 1} of {len(each.hints)}: {each.hints[number]}"
+
+    def reset(self, each: Puzzle) -> Path | None:
+        """Put the learner's file aside, and hand out a new one; where the old one is now."""
+        path, aside = self.file(each), None
+        if path.exists():
+            numbers = (number for number in range(1, 10_000) if not path.with_suffix(f".{number}.bak").exists())
+            aside = path.with_suffix(f".{next(numbers)}.bak")
+            path.rename(aside)
+        self.hand_out(each)
+        return aside
+
+    def solution(self, each: Puzzle) -> str:
+        """The solution, explained. Raises PenstockError before the puzzle has been passed."""
+        if each.number not in self.passed():
+            raise PenstockError(
+                f"the solution of puzzle {each.number} is shown once yours has passed: penstock puzzle {each.number}"
+            )
+        return f"{each.solution}\n{each.explanation}"
+
+    def passed(self) -> set[int]:
+        """The numbers of those that have been passed."""
+        return set(self.progress().get("passed", []))
+
+    def next(self, fast: bool = False) -> int | None:
+        """The first that has not been passed; None where all have."""
+        order = FAST_TRACK if fast else range(1, len(NAMES) + 1)
+        return next((number for number in order if number not in self.passed()), None)
+
+    def progress(self) -> dict[str, Any]:
+        """What is remembered."""
+        path = self.path / PROGRESS
+        try:
+            told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise PenstockError(f"{path} cannot be read ({error}): delete it to begin anew") from error
+        return told if isinstance(told, dict) else {}
+
+    def _remember(self, what: str, number: int) -> None:
+        self._write({**self.progress(), what: sorted({*self.progress().get(what, []), number})})
+
+    def _write(self, progress: dict[str, Any]) -> None:
+        (self.path / PROGRESS).write_text(json.dumps(progress, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,144 @@
+"""What the puzzles' checks stand on: how an answer is told, the learner's tables, ranks that run the learner's code."""
+
+import importlib.util
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from penstock.errors import LostRankError, PenstockError, ScheduleError
+from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+WAIT = 20.0  # seconds that ranks wait for each other
+
+
+class Passed(NamedTuple):
+    """The target is met."""
+
+    text: str
+    picture: Timeline | None = None
+
+
+class Missed(Exception):
+    """The target is missed: why, with numbers, and the picture of it where there is one."""
+
+    def __init__(self, text: str, picture: Timeline | None = None) -> None:
+        super().__init__(text)
+        self.picture = picture
+
+
+def yours(function: F) -> F:
+    """Marks what the learner is to write."""
+    return function
+
+
+def loaded(path: Path) -> Any:
+    """The learner's file as a module. Raises Missed, with the line, for one that cannot be run."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise Missed(fault(error, path)) from error
+    return module
+
+
+def fault(error: BaseException, path: Path) -> str:
+    """`error` in one line, with the line of the file it came from."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"{path.name}, line {error.lineno}: {error.msg}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    where = f"{path.name}, line {lines[-1]}" if lines else path.name
+    return f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def written(answer: Any, name: str) -> Any:
+    """The learner's `answer`, which is there."""
+    if answer is None or answer is ...:
+        raise Missed(f"{name} returned nothing yet: write it, and check again")
+    return answer
+
+
+# ---- tables
+
+
+def table(name: str, rule: Callable[..., Iterable[str]], ranks: int, microbatches: int, placement: Any = None) -> Schedule:
+    """The table of `rule(rank, ranks, microbatches)`, proved. Raises Missed with what is wrong with it."""
+    rows = [list(written(rule(rank, ranks, microbatches), f"{name}({rank}, {ranks}, {microbatches})")) for rank in range(ranks)]
+    where = f"{ranks} ranks, {microbatches} microbatches"
+    try:
+        made = from_rows(f"your table ({where})", rows, placement)
+        if made.microbatches != microbatches:
+            raise Missed(f"your table has {made.microbatches} microbatches where {microbatches} were asked for ({where})")
+        verify(made)
+    except ScheduleError as error:
+        raise Missed(str(error).replace("; ", "\n    ")) from error
+    return made
+
+
+def timed(made: Schedule) -> Timeline:
+    """`made` at F = I = W = 1 of a rank: of V stages on it each takes a V-th."""
+    part = made.ranks / made.stages
+    return simulate(made, Costs(part, part, part, act=part))
+
+
+def meets(what: str, steps: float, in_flight: float, made: Schedule) -> Timeline:
+    """The timeline of `made`, which takes `steps` at most and holds so many microbatches. Raises Missed if not."""
+    timeline = timed(made)
+    held = max(timeline.peak_memory)
+    over = [f"{timeline.makespan:g} steps, the target is {steps:g}"] if timeline.makespan > steps + 1e-9 else []
+    over += [f"{held:g} microbatches in flight, the target is {in_flight:g}"] if held > in_flight + 1e-9 else []
+    if over:
+        raise Missed(f"{what} of {made.ranks} ranks, {made.microbatches} microbatches: {'; '.join(over)}", timeline)
+    return timeline
+
+
+# ---- ranks
+
+
+def on_ranks(work: Callable[..., Any], ranks: int, mine: Any, *args: Any) -> list[Any]:
+    """The results of `work(the learner's module, *args)` on every rank. Raises Missed for what went wrong there."""
+    from penstock.comms.starting.launcher import launch
+
+    path = Path(mine.__file__)
+    try:
+        return launch(_on_rank, ranks, work, path, *args)
+    except Missed:
+        raise
+    except PenstockError as error:
+        raise Missed(str(error)) from error
+
+
+def _on_rank(work: Callable[..., Any], path: Path, *args: Any) -> Any:
+    from penstock.comms.groups import is_of_transport
+    from penstock.comms.topology import init_distributed
+
+    init_distributed(backend="gloo", timeout=WAIT)
+    try:
+        return work(loaded(path), *args)
+    except (Missed, PenstockError):
+        raise
+    except Exception as error:
+        if is_of_transport(error):
+            raise LostRankError("a rank waits for a message that nobody sends") from error
+        raise Missed(fault(error, path)) from error
+
+
+def equal(name: str, mine: Any, expected: "Tensor") -> None:
+    """Raises Missed unless `mine` has the bits of `expected`."""
+    import torch
+
+    if not isinstance(mine, torch.Tensor):
+        raise Missed(f"{name} is {'missing' if mine is None else f'a {type(mine).__name__}'}, not a tensor")
+    if mine.shape != expected.shape:
+        raise Missed(f"{name} has the shape {tuple(mine.shape)}, it should be {tuple(expected.shape)}")
+    if not torch.equal(mine, expected):
+        ratio = (mine.double().norm() / expected.double().norm()).item()
+        apart = (mine - expected).abs().max().item()
+        raise Missed(f"{name} differs from one process: by {apart:.3g} at most; its norm is {ratio:.4g} times the right one")

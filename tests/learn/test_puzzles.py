@@ -1,0 +1,196 @@
+"""Every puzzle: its solution passes, wrong ones fail with a sentence that says what is wrong."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.learn.puzzles.book import FAST_TRACK, NAMES, Folder, puzzle
+from penstock.learn.puzzles.judge import Missed
+
+TABLES = {3, 7, 8, 9, 11, 13, 14, 15}  # what needs no torch
+RANKS = {5, 6, 10, 16, 17, 18, 20}
+EVERY = [pytest.param(number, marks=[pytest.mark.ranks] if number in RANKS else []) for number in range(1, len(NAMES) + 1)]
+
+# number -> (what of the solution, becomes what, the sentence)
+WRONG = {
+    1: [
+        ("rank * layers // ranks", "rank * (layers // ranks)", "layers 8, 9 are on no rank"),
+        ("rank * layers // ranks for rank in range(ranks + 1)]",
+         "rank * (layers // ranks) for rank in range(ranks)] + [layers]",
+         "the slowest rank has 4 layers, 3 would do"),
+    ],
+    2: [
+        ("adam = 2 * 4", "adam = 4", "12.8 GB, 4 GB too few"),
+        ("4 * activations * in_flight", "4 * activations", "16.2 GB, it should be 16.8 GB"),
+    ],
+    3: [
+        ("if rank % 2 == 0", "if True", "it stops for ever: rank 0 waits to send, rank 1 waits to send"),
+        ("if rank % 2 == 0", "if rank", "4 ranks need 4 rounds, the target is 3"),
+    ],
+    4: [
+        ("sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / sum(counts)",
+         "sum(means) / len(means)",
+         r"3.5 \(the mean of means\)"),
+        (" if count)", ")", "is nan: a microbatch that counts nothing"),
+    ],
+    5: [
+        (".requires_grad_()", "", "None cannot be sent"),
+        ("        output.backward(receive(output.shape, source=1))", "        receive(output.shape, source=1)",
+         "rank 0: 0.weight has no gradient"),
+    ],
+    6: [
+        ("torch.full_like(output, shares[m])", "torch.ones_like(output)", "of 0.weight differs .* times the right one"),
+        ("kept.append((value, output))", "kept.insert(0, (value, output))", "differs from one process"),
+    ],
+    7: [
+        ("(ranks - 1) / (microbatches + ranks - 1)", "(ranks - 1) / microbatches", r"is \d+.\d%, simulated it is"),
+        ("math.ceil((ranks - 1) * (1 - most) / most - 1e-9)", "math.ceil((ranks - 1) / most)", "would do"),
+    ],
+    8: [
+        ('["0B0", "1B0", "1F1", "0F1"]', '["0B0", "0F0", "1F1", "0F1"]', "0F0 is not in the circle"),
+        ('["1F0", "1B0", "1F1", "1B1"]', '["1F1", "1F0", "1B0", "1B1"]', "deadlocks"),
+    ],
+    9: [
+        ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = microbatches", "8 microbatches in flight, the target is 4"),
+        ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = min(rank, microbatches)", "deadlocks"),
+    ],
+    10: [
+        ("        del value, output  # and with them what the layers have kept\n", "", "rank 0 of 4 keeps 5 microbatches"),
+        ("ahead = min(ranks - 1 - rank, microbatches)", "ahead = microbatches", "keeps 8 microbatches at once, 1F1B keeps"),
+    ],
+    11: [
+        ("for chunk in (1, 0) for m in group]", "for chunk in (0, 1) for m in group]", "deadlocks"),
+        ("ranks + 2 * (ranks - 1 - rank)", "2 * ranks + 2 * (ranks - 1 - rank)", "microbatches in flight, the target is 5.5"),
+    ],
+    12: [
+        ("dy @ weight", "dy.t() @ x", r"dx has the shape \(4, 3\), it should be \(5, 3\)"),
+        ("dy.sum(0)", "dy.mean(0)", "db differs from one process"),
+    ],
+    13: [
+        ("        if m >= rank:\n            yield next(weights)\n", "", "8 microbatches in flight, the target is 4"),
+        ("min(ranks - rank, microbatches)", "min(1, microbatches)", "steps, the target is 27"),
+    ],
+    14: [
+        ("3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0", "3I0 3W0 0I0 0W0 3F1 3I1 3W1 0F3", "steps, the target is 13"),
+        ("2I3 1I3 1W2 2W3 1W3", "2I3 1I3 1W2 2W3", "lacks 1W3"),
+    ],
+    15: [
+        ("at + 6 * m", "at + 5 * m", "is not complete"),
+        ("at + 6 * m", "at + 12 * m", "steps, the target is 32"),
+    ],
+    16: [
+        (" + received", "", "has not the sum"),
+        ("    pieces = list(tensor.clone().chunk(ranks))", "    swap(tensor)\n    pieces = list(tensor.clone().chunk(ranks))",
+         "sends 48 numbers of a tensor of 24, the target is 24"),
+    ],
+    17: [
+        ("all_reduce(dhidden @ a)", "dhidden @ a", "dx is off by .*: is it a part of a sum"),
+        ("* (before > 0)", "", "off by"),
+    ],
+    18: [
+        (" / ranks", "", "its norm is 2 times the mean's"),
+        ("reduce_scatter(dy.t() @ x)", "(dy.t() @ x).chunk(ranks)[0]", "the gradient is off"),
+    ],
+    19: [
+        ("    torch.set_rng_state(state)\n", "", "differs from one process"),
+        ("    torch.set_rng_state(now)\n", "", "what is drawn next differs"),
+    ],
+    20: [
+        ('("1f1b", "zb-h1", "zb-h2")]', '("1f1b",)]', "0.0% faster than 1f1b on average, the target is 5 %"),
+        ('("1f1b", "zb-h1", "zb-h2")]', '("gpipe",)]', "microbatches in flight, the target is|1f1b takes"),
+    ],
+}  # fmt: skip
+
+
+def written(tmp_path, number, text):
+    folder = Folder(tmp_path)
+    folder.path.mkdir(exist_ok=True)
+    folder.file(puzzle(number)).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("number", EVERY)
+def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
+    each = puzzle(number)
+    folder = Folder(tmp_path)
+    assert folder.hand_out(each)
+    with pytest.raises(Missed, match="returned nothing yet"):
+        folder.check(each)
+    written(tmp_path, number, each.solution)
+    begin = time.monotonic()
+    assert folder.check(each).text
+    assert number not in TABLES or time.monotonic() - begin < 1
+    assert folder.passed() == {number}
+
+
+@pytest.mark.parametrize("number", EVERY)
+def test_wrong_ones_are_told_what_is_wrong(number, tmp_path):
+    each = puzzle(number)
+    assert len(WRONG[number]) == 2
+    for what, becomes, sentence in WRONG[number]:
+        assert what in each.solution
+        folder = written(tmp_path, number, each.solution.replace(what, becomes))
+        with pytest.raises(Missed, match=sentence) as missed:
+            folder.check(each)
+        assert "Traceback" not in str(missed.value)
+        assert not folder.passed()
+
+
+def test_a_learners_file_is_never_overwritten(tmp_path):
+    folder, each = Folder(tmp_path), puzzle(9)
+    assert folder.hand_out(each)
+    folder.file(each).write_text("mine")
+    assert not folder.hand_out(each)
+    aside = folder.reset(each)
+    assert aside.read_text() == "mine"
+    assert folder.file(each).read_text() == each.stub
+    assert folder.reset(each) != aside
+    assert aside.read_text() == "mine"
+
+
+def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
+    folder, each = Folder(tmp_path), puzzle(9)
+    folder.hand_out(each)
+    assert folder.hint(each).startswith("hint 1 of 2: ")
+    assert folder.hint(each).startswith("hint 2 of 2: ")
+    with pytest.raises(PenstockError, match="is shown once yours has passed"):
+        folder.solution(each)
+    written(tmp_path, 9, each.solution)
+    folder.check(each)
+    assert each.explanation in folder.solution(each)
+    assert folder.next() == 1
+    assert folder.next(fast=True) == FAST_TRACK[0]
+
+
+def test_what_cannot_run_is_told_with_its_line(tmp_path):
+    for text, sentence in (
+        ("def row(:", "p09_1f1b.py, line 1: "),
+        ("def row(rank, ranks, microbatches):\n    return 1 / 0", "line 2: Zero"),
+    ):
+        with pytest.raises(Missed, match=sentence):
+            written(tmp_path, 9, text).check(puzzle(9))
+
+
+def test_the_command_hands_out_judges_and_needs_no_torch_for_tables(tmp_path):
+    def penstock(*words):
+        script = "import sys; from penstock.commands.cli import main; sys.argv = ['penstock', *sys.argv[1:]]\ntry: main()\n"
+        script += "finally: print('torch' in sys.modules)"
+        command = [sys.executable, "-c", script, "puzzle", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert "p09_1f1b.py is yours to complete" in penstock("9").stdout
+    missed = penstock("9")
+    assert missed.returncode == 1
+    assert "not yet. row(0, 4, 8) returned nothing yet" in missed.stdout
+    (tmp_path / "puzzles" / "p09_1f1b.py").write_text(puzzle(9).solution)
+    passed = penstock("9")
+    assert passed.returncode == 0, passed.stderr
+    assert "passed. 33 steps" in passed.stdout
+    assert "rank 3 |" in passed.stdout
+    assert passed.stdout.endswith("False\n")
+    assert "x  9  1F1B as a table" in penstock().stdout
+    assert "there is no puzzle 21: choose from 1 to 20" in penstock("21").stderr
+    assert "puzzle takes a number from 1 to 20, watch" in penstock("hnt").stderr

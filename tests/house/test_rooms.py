@@ -13,7 +13,11 @@ FULLER = {
     "penstock/learn/labs": "a file for each lab",
     "penstock/learn/puzzles": "a file for each puzzle",
 }
-MAPPED = {"penstock": "in README (test_readme.py)", "penstock.learn.labs": "in learn.catalog, for `penstock lab`", "penstock.learn.puzzles": "in book.NAMES"}
+MAPPED = {
+    "penstock": "in README (test_readme.py)",
+    "penstock.learn.labs": "in learn.catalog, for `penstock lab`",
+    "penstock.learn.puzzles": "in book.NAMES, for `penstock puzzle`",
+}
 PACKAGES = [module for module, path in MODULES.items() if path.name == "__init__.py"]
 
 

@@ -19,7 +19,7 @@ from penstock import torch_private
 from penstock.comms.allocator import keep_freed_memory
 from penstock.comms.encoding import told_by_all
 from penstock.comms.starting.interface import interface_to
-from penstock.comms.starting.meeting import FINISHED, depart, departed, left, looks, name_of_start
+from penstock.comms.starting.meeting import FINISHED, all_come, depart, departed, left, looks, name_of_start
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, MismatchError, PenstockError
 
@@ -178,11 +178,20 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         if "RANK" not in os.environ:
             return Topology(device=device, backend=backend, timeout=timeout)
         _choose_interface(os.environ.get("MASTER_ADDR", ""))
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(name_of_start(store, rank, world_size, timeout), store)
-        name = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        _connect("gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl", timeout)
     return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, torch_private.default_store())
+
+
+def _connect(backend: str, timeout: timedelta) -> None:
+    """Make the group of all ranks. No rank leaves before all have: to the others it would look lost."""
+    rank, waited = os.environ["RANK"], "to connect to the other ranks"
+    try:
+        store, number, world_size = next(rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(name_of_start(store, number, world_size, timeout), store)
+        dist.init_process_group(backend, store=store, rank=number, world_size=world_size, timeout=timeout)
+        all_come(store, world_size, timeout)
+    except RuntimeError as error:  # in the transport's words, which name nobody, but may know that an address is wrong
+        raise LostRankError(f"rank {rank} waited {waited} and gave up: {lost_or_silent(error, timeout)}") from error
 
 
 def _choose_device(backend: str | None, device: str | torch.device | None, local_rank: int) -> torch.device:

@@ -55,6 +55,13 @@ def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) ->
     raise LostRankError(f"rank {rank} waited {seconds:g} s for the other ranks to start")
 
 
+def all_come(store: Any, ranks: int, timeout: timedelta) -> None:
+    """Wait until so many `ranks` have come here. Raises RuntimeError if they do not."""
+    if store.add("come", 1) == ranks:
+        store.set("all-come", "")
+    store.wait(["all-come"], timeout)
+
+
 def depart(store: Any, rank: int, how: str) -> None:
     """Tell the others what became of `rank`; what is told first holds."""
     with suppress(RuntimeError):  # the store may be gone, with the rank that had it

@@ -4,6 +4,7 @@
 `config`     its options, checked before anything is started
 `data`       bytes of text, or images of digits
 `job`        what every rank does, from its setup to the run's results
+`again`      a run that begins again, with the ranks that there are
 `setup`      what a rank trains: data, model, optimizer
 `evaluation` the loss on what was held out, and text the model goes on with
 `metrics`    every step as a line of JSON, and for TensorBoard

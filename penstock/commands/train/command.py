@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from penstock.commands.train.again import for_world, may_begin_again
 from penstock.commands.train.config import TrainConfig, saved_options
 from penstock.comms.health.signals import catch_preemption
 from penstock.comms.starting.server import start_ahead
@@ -22,7 +23,9 @@ class Train(TrainConfig):
         """Check first, then start."""
         catch_preemption()
         processes = int(os.environ.get("WORLD_SIZE", self.processes))  # torchrun's, under torchrun
-        config = dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
+        config: TrainConfig = dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
+        if "RANK" in os.environ and may_begin_again(self):
+            config, _ = for_world(self, processes)
         if config.processes not in (processes, 0):
             raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
         config.check()

@@ -59,8 +59,9 @@ class TrainConfig:
     """Where stages live; several ranks may share one GPU."""
     compare: bool = False
     """Run the same steps in one process too and compare: loss to the last bit, time, memory."""
-    checkpoint_every: int = 100
-    """Steps between checkpoints, which are written while training goes on; 0: only one, at the end."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints, which are written while training goes on; 0: only one, at the end. Default: 100, or 10 for a
+    run that may begin again."""
     keep: int = 3
     """Checkpoints that are kept, the last ones."""
     digests_every: int = 10
@@ -68,6 +69,11 @@ class TrainConfig:
     resume: Path | None = None
     """The folder of a run to go on with, from its newest whole checkpoint. Options not given are as in that run; ranks,
     schedule and microbatches may be others, steps the same or more."""
+    restarts: int = 0
+    """How often ranks begin again, from the newest checkpoint, after one has died, was stopped or raised (under torchrun: its
+    --max-restarts)."""
+    least: int | None = None
+    """Begin again without the processes that failed, but with so many at least; default: with all of them."""
     timeline: bool = True
     """Keep the last steps' timeline in the run's folder, measured over planned: `timeline.html` to look at."""
     out: Path = Path("runs")
@@ -94,7 +100,11 @@ class TrainConfig:
         for name in ("ranks", "dp", "tp", "microbatches", "steps", "batch", "depth", "width", "context", "keep"):
             if getattr(self, name) < 1:
                 raise PenstockError(f"--{name.replace('depth', 'layers')} {getattr(self, name)} is too small: use 1 or more")
-        if self.checkpoint_every < 0:
+        if self.restarts < 0:
+            raise PenstockError(f"--restarts {self.restarts} is no number of times: use 0 (none) or more")
+        if self.least is not None and not 1 <= self.least <= self.processes:
+            raise PenstockError(f"--least {self.least} of {self.processes} processes cannot be: use 1 to {self.processes}")
+        if self.checkpoint_every is not None and self.checkpoint_every < 0:
             raise PenstockError(f"--checkpoint-every {self.checkpoint_every} is no number of steps: use 0 (at the end) or more")
         if self.digests_every < 0:
             raise PenstockError(f"--digests-every {self.digests_every} is no number of steps: use 0 (none) or more")

@@ -13,6 +13,7 @@ from typing import Any
 from penstock import checkpoint, comms
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.saving import claim
+from penstock.commands.train.again import for_world, job_name, may_begin_again
 from penstock.commands.train.config import SAME, SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.metrics import Metrics, recorded
@@ -27,6 +28,7 @@ from penstock.view.files import write
 from penstock.view.record import FILE, load, save
 
 EXPLAINED = 5  # last steps: their timelines are kept and told in words
+OFTEN, SELDOM = 10, 100  # steps between checkpoints
 WAITS_EVERY = 10  # steps: what ranks waited for is gathered so often
 
 
@@ -37,15 +39,16 @@ def train(config: TrainConfig) -> None:
     """
     folder = _folder(config)
     if "RANK" in os.environ:
-        if config.compare:
-            raise PenstockError("--compare starts processes of its own: use it without torchrun")
+        for option, given in {"--compare": config.compare, "--restarts": config.restarts}.items():
+            if given:
+                raise PenstockError(f"{option} starts processes of its own: use it without torchrun")
         result = train_rank(config, folder)
         if os.environ["RANK"] == "0":
             closing(result, None, folder)
         comms.shutdown()
         _leave_if_preempted(result)
         return
-    result = launch(train_rank, config.processes, config, folder)[0]
+    result = launch(train_rank, config.processes, config, folder, restarts=config.restarts, least=config.least)[0]
     compare = config.compare and not result.preempted
     alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None), None)[0] if compare else None
     closing(result, None if alone is None or alone.preempted else alone, folder)
@@ -60,6 +63,8 @@ def _leave_if_preempted(result: TrainResult) -> None:
 def _folder(config: TrainConfig) -> Path:
     if config.resume is not None:
         return config.resume
+    if "RANK" in os.environ and may_begin_again(config):
+        return config.out / f"{config.model}-{Path(config.schedule).stem}-{job_name()}"
     axes = "".join(f"-{axis}{size}" for axis, size in (("dp", config.dp), ("tp", config.tp)) if size > 1)
     size = f"{config.ranks}x{config.microbatches}{axes}"
     name = f"{config.model}-{Path(config.schedule).stem}-{size}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -68,6 +73,10 @@ def _folder(config: TrainConfig) -> Path:
 
 def train_rank(config: TrainConfig, folder: Path | None) -> TrainResult:
     """One rank's part, or with one rank the whole; rank 0 makes `folder` and writes into it, if there is to be one."""
+    topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
+    config, told = for_world(config, topology.world_size)
+    if told and topology.rank == 0:
+        print(told, flush=True)
     setup = prepared(config, folder)
     run = _begun(setup)
     timelines = _train(setup, run)
@@ -91,14 +100,15 @@ def _begun(setup: Setup) -> TrainResult:
     run = TrainResult(setup.topology.world_size, pipe.position.copies > 1)
     run.rows_per_step, run.tokens_per_step = config.batch, config.batch * (config.context if config.model == "gpt" else 1)
     run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
-    if config.resume is None:
+    folder = config.resume or (setup.folder if setup.begun else None)
+    if folder is None:
         return run
-    checkpoint.resume(config.resume, pipe, setup.optimizer, setup.rate)
+    checkpoint.resume(folder, pipe, setup.optimizer, setup.rate)
     if pipe.step_count > config.steps:
         raise PenstockError(
-            f"{config.resume} has come to step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
+            f"{folder} has come to step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
         )
-    for record in recorded(config.resume, pipe.step_count):
+    for record in recorded(folder, pipe.step_count):
         run.losses.append(record["loss"])
         run.seconds.append(record["seconds"])
         run.bubbles.append(record["bubble"])
@@ -182,7 +192,9 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> It
 
 def _is_due(step: int, config: TrainConfig) -> bool:
     """Whether a checkpoint is written after this step; the one after the last step is written in any case."""
-    return config.checkpoint_every > 0 and step % config.checkpoint_every == 0 and step < config.steps
+    default = OFTEN if may_begin_again(config) else SELDOM
+    every = default if config.checkpoint_every is None else config.checkpoint_every
+    return every > 0 and step % every == 0 and step < config.steps
 
 
 def _write_settings(folder: Path, config: TrainConfig, results: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ class Setup:
     config: TrainConfig
     topology: Topology
     folder: Path | None  # of the run, the same on every rank; None where nothing is kept
+    begun: bool  # there is a checkpoint in it: of an attempt before this one, or of the run that is resumed
     source: data.Text | data.Digits
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
@@ -57,13 +58,13 @@ class Setup:
 
 def prepared(config: TrainConfig, folder: Path | None) -> Setup:
     """This rank's part of a new training; all ranks make the same call. `folder` counts on rank 0."""
-    topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
+    topology = comms.current_topology()
     torch.manual_seed(config.seed)
     source, model, loss_fn = _task(config)
     pipe = _cut(config, topology, source, model, loss_fn)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    return Setup(config, topology, _of_rank_0(folder), source, pipe, optimizer, rate)
+    return Setup(config, topology, *_of_rank_0(folder), source, pipe, optimizer, rate)
 
 
 def _task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, Loss]:
@@ -106,7 +107,8 @@ def _rate(step: int, steps: int) -> float:
     return min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def _of_rank_0(folder: Path | None) -> Path | None:
-    """The folder that rank 0 has chosen: under torchrun each rank takes its name from a clock of its own."""
+def _of_rank_0(folder: Path | None) -> tuple[Path | None, bool]:
+    """The folder that rank 0 has chosen, since each may have a clock of its own; whether there is a checkpoint in it."""
     topology = comms.current_topology()
-    return told_by_all(folder, topology.carrier)[0] if topology.world_size > 1 else folder
+    seen = folder, folder is not None and checkpoint.exists(folder)
+    return told_by_all(seen, topology.carrier)[0] if topology.world_size > 1 else seen

@@ -23,7 +23,9 @@ class Train(TrainConfig):
         """Check first, then start."""
         catch_preemption()
         processes = int(os.environ.get("WORLD_SIZE", self.processes))  # torchrun's, under torchrun
-        config: TrainConfig = dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
+        config: TrainConfig = (
+            dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
+        )
         if "RANK" in os.environ and may_begin_again(self):
             config, _ = for_world(self, processes)
         if config.processes not in (processes, 0):

@@ -1,0 +1,357 @@
+"""Kill ranks at random until the time is over: every run must end in the bits of one that nobody disturbed.
+
+python benchmarks/chaos.py --seconds 60 --seed 1
+python benchmarks/chaos.py --seconds 1800 --torchrun 0.1          # a tenth of the runs under torchrun
+
+A run trains a small model, with a checkpoint after every step, on 4 ranks. Where ranks die it goes on with those that are left,
+down to 1, and then on 4 again. A fault is SIGKILL, SIGSEGV, SIGSTOP, an exception or an allocation that cannot be, on any rank,
+at any moment: while ranks start, connect, train, save or restart. After each run the weights are compared with the undisturbed
+run's, who was named with who was hit, and what is left is looked for: processes and files.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from shutil import rmtree
+from statistics import median, quantiles
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
+
+import torch
+import tyro
+from safetensors.torch import load_file
+from torch import nn
+
+import penstock as ps
+from penstock import checkpoint
+
+RANKS, ROWS, WIDTH = 4, 16, 32
+RAISES, ALLOCATES = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
+FAULTS = {
+    "SIGKILL": signal.SIGKILL,
+    "SIGSEGV": signal.SIGSEGV,
+    "SIGSTOP": signal.SIGSTOP,
+    "exception": RAISES,
+    "out of memory": ALLOCATES,
+}
+PATIENCE = 120.0  # seconds a program may take to get on
+MOST_FAULTS = 8  # of a run
+
+
+@dataclass(frozen=True)
+class Options:
+    """Disturb trainings until the time is over, and say what came of each."""
+
+    seconds: float = 60.0
+    seed: int = 0
+    faults: int = 10**9  # stop after so many
+    steps: int = 40  # of a run
+    torchrun: float = 0.0  # the share of runs that torchrun starts, which takes seconds each time
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one program trains."""
+
+    folder: str
+    steps: int
+    schedule: str = "1f1b"
+    replicas: int = 1
+    restarts: int = 3
+
+
+class Fault(NamedTuple):
+    """What was done to whom."""
+
+    kind: str
+    pid: int
+    rank: int | None  # None: it had not said which it is
+    when: float  # seconds of time.time()
+    world: int  # ranks of that attempt
+    steps: int  # done by then
+
+
+# ---- on every rank
+
+
+def train(job: Job) -> None:
+    """One rank's part; it goes on from the newest checkpoint."""
+    folder, rank = Path(job.folder), os.environ["RANK"]
+    signal.signal(RAISES, _raise)
+    signal.signal(ALLOCATES, _allocate)
+    with (folder / "ranks").open("a") as told:
+        told.write(f"{os.getpid()} {rank} {os.environ['WORLD_SIZE']}\n")
+    topology = ps.comms.init_distributed(timeout=60)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())]
+    mesh = ps.comms.init_mesh(dp=job.replicas) if job.replicas > 1 else None
+    pipe = ps.Pipeline(nn.Sequential(*layers), nn.functional.mse_loss, job.schedule, 4, mesh=mesh)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-3)
+    if checkpoint.exists(folder / "run"):
+        checkpoint.resume(folder / "run", pipe, optimizer)
+    saving = None
+    for step in range(pipe.step_count, job.steps):
+        inputs = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        mine = inputs.tensor_split(pipe.position.replicas, 1)[pipe.position.replica]
+        pipe.step(mine[0], target=mine[1])
+        optimizer.step()
+        optimizer.zero_grad()
+        if topology.rank == 0:
+            with (folder / "steps").open("a") as told:
+                told.write(f"{time.time()} {step + 1} {topology.world_size}\n")
+        saving = checkpoint.save(folder / "run", pipe, optimizer, wait=False)
+    if saving is not None:
+        saving.wait()
+    checkpoint.export(pipe, folder / "weights.safetensors")
+
+
+def _raise(*_: Any) -> None:
+    raise RuntimeError("chaos " + "".join(random.choices("abcdefghij", k=8)))  # each its own: the same twice is a mistake
+
+
+def _allocate(*_: Any) -> None:
+    torch.empty(2**60)
+
+
+def program(job: Job) -> None:
+    """What the disturbed process does: under torchrun it is a rank."""
+    if "RANK" in os.environ:
+        train(job)
+        return ps.comms.shutdown()
+    least = 1 if job.replicas == 1 else RANKS
+    try:
+        attempts, ended = ps.launch(train, RANKS, job, restarts=job.restarts, least=least).attempts, True
+    except Exception as error:
+        if not hasattr(error, "attempts"):
+            raise
+        attempts, ended = error.attempts, False
+    told = [{"ranks": each.ranks, "culprits": each.culprits, "error": str(each.error)} for each in attempts]
+    (Path(job.folder) / "attempts").write_text(json.dumps({"ended": ended, "attempts": told}))
+
+
+# ---- the processes of a program
+
+
+class Program:
+    """A program that is disturbed: its ranks, and what is left when it has ended."""
+
+    def __init__(self, job: Job, torchrun: bool, temporary: Path) -> None:
+        self.torchrun, self.temporary, self.folder = torchrun, temporary, Path(job.folder)
+        starter = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone", f"--max-restarts={job.restarts}"]
+        command = [sys.executable, *(starter if torchrun else []), __file__, "--job", json.dumps(asdict(job))]
+        environment = os.environ | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+        with (self.folder / "told").open("ab") as told:
+            self.process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
+
+    def ranks(self) -> dict[int, int | None]:
+        """The processes of the ranks that live now -> their ranks, None where they have not said so."""
+        parents = [self.process.pid] if self.torchrun else _children([self.process.pid])
+        said = {pid: rank for pid, rank, _ in self.starts()}
+        return {pid: said.get(pid) for pid in _children(parents)}
+
+    def starts(self) -> list[tuple[int, int, int]]:
+        """Of all ranks that have said so: process, rank, ranks of the attempt."""
+        path = self.folder / "ranks"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [(int(pid), int(rank), int(world)) for pid, rank, world in map(str.split, lines)]
+
+    def left(self) -> list[str]:
+        """What there should not be after it has ended."""
+        deadline = time.monotonic() + 5
+        while (alive := _in_session(self.process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in alive:
+            os.kill(pid, signal.SIGKILL)
+        files = [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor")]  # torch's cache
+        return [f"process {pid}" for pid in alive] + files
+
+
+def _processes() -> Iterator[tuple[int, str, int, int]]:
+    """Process, state, parent, session of every process."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, session, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        yield int(path.parent.name), state, int(parent), int(session)
+
+
+def _children(parents: list[int]) -> list[int]:
+    return [pid for pid, state, parent, _ in _processes() if parent in parents and state != "Z"]
+
+
+def _in_session(session: int) -> list[int]:
+    return [pid for pid, state, _, of in _processes() if of == session and state != "Z"]
+
+
+# ---- disturbing
+
+
+def disturb(job: Job, torchrun: bool, temporary: Path, draw: random.Random, most: int) -> tuple[list[Fault], Program]:
+    """Start one program and hit its ranks until it has ended, at most once an attempt and `most` times."""
+    program, faults = Program(job, torchrun, temporary), list[Fault]()
+    known: set[int] = set()  # ranks of attempts that were hit
+    begin = time.monotonic()
+    while program.process.poll() is None:
+        if time.monotonic() - begin > PATIENCE * (1 + len(faults)):
+            os.killpg(program.process.pid, signal.SIGKILL)
+            raise SystemExit(f"a program has not ended; it is kept in {job.folder}")
+        alive = {pid: rank for pid, rank in program.ranks().items() if pid not in known}
+        if not alive or len(faults) == most:
+            time.sleep(0.005)
+            continue
+        _wait(program, known, draw)
+        alive = {pid: rank for pid, rank in program.ranks().items() if pid not in known}
+        if alive and (fault := _hit(program, alive, draw)):
+            faults.append(fault)
+            known |= alive.keys()
+    return faults, program
+
+
+def _wait(program: Program, known: set[int], draw: random.Random) -> None:
+    """Until some moment of an attempt: of its start, or after so many steps."""
+    if draw.random() < 0.4:
+        return time.sleep(draw.uniform(0, 8.0 if program.torchrun else 1.5))
+    steps = max((step for _, step, _ in done(program.folder)), default=0) + draw.randint(1, 20)
+    while max((step for _, step, _ in done(program.folder)), default=0) < steps and program.ranks().keys() - known:
+        time.sleep(0.005)
+    time.sleep(draw.uniform(0, 0.05))
+
+
+def _hit(program: Program, alive: dict[int, int | None], draw: random.Random) -> Fault | None:
+    pid = draw.choice(sorted(alive))
+    kind = draw.choices(list(FAULTS), [4, 2, 1, 2, 1])[0]
+    if alive[pid] is None and kind not in ("SIGKILL", "SIGSEGV", "SIGSTOP"):  # it could not take the others as what they are
+        kind = "SIGKILL"
+    steps, when = max((step for _, step, _ in done(program.folder)), default=0), time.time()
+    try:
+        os.kill(pid, FAULTS[kind])
+    except ProcessLookupError:
+        return None
+    return Fault(kind, pid, alive[pid], when, len(alive), steps)
+
+
+def done(folder: Path) -> list[tuple[float, int, int]]:
+    """When each step ended, which it was, on how many ranks; in the order of time."""
+    path = folder / "steps"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [(float(when), int(step), int(world)) for when, step, world in map(str.split, lines)]
+
+
+# ---- what came of it
+
+
+class Run:
+    """One training, from its first program to its end, and what was wrong with it."""
+
+    def __init__(self, name: str, job: Job, torchrun: bool, temporary: Path) -> None:
+        self.name, self.job, self.torchrun, self.temporary = name, job, torchrun, temporary
+        self.folder = Path(job.folder)
+        self.folder.mkdir()
+        self.faults: list[Fault] = []
+        self.wrong: list[str] = []
+
+    def disturb(self, draw: random.Random, most: int) -> None:
+        """Start programs until one comes to its end; hit ranks `most` times."""
+        while True:
+            faults, program = disturb(self.job, self.torchrun, self.temporary, draw, most - len(self.faults))
+            self.faults += faults
+            self.wrong += [f"left: {each}" for each in program.left()]
+            if self._ended(program, faults):
+                return
+
+    def _ended(self, program: Program, faults: list[Fault]) -> bool:
+        """Whether the program came to its end; who was named is compared with who was hit."""
+        if self.torchrun:
+            if program.process.returncode and len(faults) <= self.job.restarts:
+                self.wrong.append(f"torchrun ended with exit code {program.process.returncode} after {len(faults)} faults")
+            return program.process.returncode == 0
+        path = self.folder / "attempts"
+        if not path.exists():
+            self.wrong.append(f"the program ended with exit code {program.process.returncode} and no report")
+            return False
+        told = json.loads(path.read_text())
+        path.unlink()
+        failed = [each for each in told["attempts"] if each["error"] != "None"]
+        if len(failed) != len(faults):
+            self.wrong.append(f"{len(faults)} faults ended {len(failed)} attempts: {[each['error'] for each in failed]}")
+        said = {pid: rank for pid, rank, _ in program.starts()}
+        for fault, each in zip(faults, failed, strict=False):
+            rank = said.get(fault.pid, fault.rank)
+            expected = {rank} if rank is not None else None  # it died before it had a number
+            if len(each["culprits"]) != 1 or (expected and set(each["culprits"]) != expected):
+                self.wrong.append(f"{fault.kind} of rank {rank}, told: {each['culprits']}, {each['error']}")
+        return bool(told["ended"])
+
+    def recovery(self) -> list[float]:
+        """Seconds from each fault to the first step that had not been done before, as far as there was one."""
+        found = []
+        for fault in self.faults:
+            new = [when for when, step, _ in done(self.folder) if when > fault.when and step > fault.steps]
+            found += [min(new) - fault.when] if new else []
+        return found
+
+    def compare(self, expected: dict[str, Any]) -> None:
+        """The weights with those of the undisturbed run."""
+        weights = load_file(self.folder / "weights.safetensors")
+        different = [name for name in expected if not torch.equal(weights[name], expected[name])]
+        self.wrong += [f"{len(different)} weights differ, {different[0]} first"] if different else []
+
+
+def undisturbed(job: Job, folder: Path) -> dict[str, Any]:
+    """The weights of a run that nobody disturbs."""
+    folder.mkdir()
+    ps.launch(train, RANKS, replace(job, folder=str(folder)))
+    return load_file(folder / "weights.safetensors")
+
+
+def main(options: Options) -> None:
+    """Disturb one run after the other, and say what came of them all."""
+    draw, begin, root = random.Random(options.seed), time.monotonic(), Path(mkdtemp(prefix="chaos-"))
+    kinds = {
+        "1f1b": Job("", options.steps), "zb-v": Job("", options.steps, "zb-v"), "pp2 x dp2": Job("", options.steps, replicas=2)
+    }  # fmt: skip
+    expected = {name: undisturbed(job, root / name) for name, job in kinds.items()}
+    counts, seconds, runs, bad = Counter[str](), {False: list[float](), True: list[float]()}, 0, 0
+    while time.monotonic() - begin < options.seconds and counts.total() < options.faults:
+        runs += 1
+        name, torchrun = draw.choice(list(kinds)), draw.random() < options.torchrun
+        temporary = root / f"{runs}-temporary"
+        temporary.mkdir()
+        run = Run(name, replace(kinds[name], folder=str(root / str(runs))), torchrun, temporary)
+        run.disturb(draw, min(draw.randint(1, MOST_FAULTS), options.faults - counts.total()))
+        run.compare(expected[name])
+        counts.update(fault.kind for fault in run.faults)
+        seconds[torchrun] += run.recovery()
+        bad += bool(run.wrong)
+        ends = "; ".join(run.wrong) or "the same bits, exactly who was hit named, nothing left"
+        print(f"run {runs}, {name}{', torchrun' * torchrun}, {len(run.faults)} faults: {ends}", flush=True)
+        if run.wrong:
+            print(f"  kept in {run.folder}")
+        else:
+            rmtree(run.folder)
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    print(f"{counts.total()} faults in {runs} runs, {bad} wrong: {told}")
+    for torchrun, all_of_them in seconds.items():
+        if len(all_of_them) > 1:
+            most = quantiles(all_of_them, n=20)[-1]
+            told = f"{median(all_of_them):.2f} s in the median, 95 % within {most:.2f} s, {len(all_of_them)} measured"
+            print(f"from a fault to the first new step, {'torchrun' if torchrun else 'launch'}: {told}")
+    if not bad:
+        rmtree(root)
+    sys.exit(int(bad > 0))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--job"]:
+        program(Job(**json.loads(sys.argv[2])))
+    else:
+        main(tyro.cli(Options))

@@ -68,6 +68,10 @@ class Job:
     restarts: int = 3
 
 
+class ChaosError(Exception):
+    """What a rank is made to raise."""
+
+
 class Fault(NamedTuple):
     """What was done to whom."""
 
@@ -114,11 +118,14 @@ def train(job: Job) -> None:
 
 
 def _raise(*_: Any) -> None:
-    raise RuntimeError("chaos " + "".join(random.choices("abcdefghij", k=8)))  # each its own: the same twice is a mistake
+    raise ChaosError("".join(random.choices("abcdefghij", k=8)))  # each its own: the same one twice is a mistake
 
 
 def _allocate(*_: Any) -> None:
-    torch.empty(2**60)
+    try:
+        torch.empty(2**60)
+    except RuntimeError as error:  # which would pass for one of the transport's, in the middle of a wait
+        raise MemoryError(str(error)) from error
 
 
 def program(job: Job) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from penstock import comms
 from penstock.comms.control import Control
+from penstock.comms.health.doing import doing
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
@@ -287,7 +288,8 @@ class Pipeline(NoModule):
         settings = self.loss_fn is not None, self.loss_weight, self.seed, self.scaler
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
-        with self._together(), aside(self.topology.device) if draws else nullcontext():
+        number = self.step_count + training  # of the step that begins, or of the last
+        with self._together(), doing.step(number, training), aside(self.topology.device) if draws else nullcontext():
             self._engine.offset, self._engine.beside = self.skew.offset, self.beside
             outcome = self._guard.step(call)
             self.step_count += training

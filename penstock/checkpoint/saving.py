@@ -16,8 +16,8 @@ from penstock.checkpoint.files.packing import pack
 from penstock.checkpoint.together import MODEL, Saving, as_one, own_state, settled, write
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.checkpoint.weights import settings
+from penstock.comms.breaking import broken_off
 from penstock.comms.control import Control
-from penstock.comms.groups import broken_off
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 

@@ -7,6 +7,7 @@ point_to_point  a tensor from one rank to another
 system          what a rank's own system can refuse it
 groups          process groups that can be closed while somebody waits on them
 shared_memory   memory that processes of one machine see
+breaking        how everybody is woken who waits in a process group
 control         the ranks of a pipeline as one: they agree, and fail together
 starting/       how ranks come to be: started, brought together at a store, begun again when one has failed
 health/         what became of a rank, and how the others hear of it

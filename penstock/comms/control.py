@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from penstock.comms.breaking import break_off
 from penstock.comms.encoding import bytes_of, checked_size, decode, encode
-from penstock.comms.groups import Groups, break_off, is_of_transport
+from penstock.comms.groups import Groups, is_of_transport
 from penstock.comms.health import reports
 from penstock.comms.health.reports import Report
 from penstock.comms.system import named
@@ -72,7 +73,7 @@ class Control:
             raise LostRankError(f"this pipeline ended when {self._lost}: start the ranks again")
         if self.groups is None and not self.alone:
             self.generation += 1
-            self.groups = Groups(self.topology, f"{self.name}/{self.generation}")
+            self.groups = Groups(self.topology, f"{self.name}/{self.generation}", beside=self.beside)
             try:
                 with named(f"rank {self.topology.rank} could not connect to the other ranks"):
                     self._group = self.groups.everyone

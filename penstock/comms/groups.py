@@ -1,40 +1,39 @@
-"""The process groups one pipeline opens: small, its own, and closed by force when a rank fails.
-
-torch's Gloo groups have no call that closes them while somebody waits on them. A receive that times out does: it fails
-every operation of its group on this rank and closes the connections, so the peers' operations fail as well, within
-milliseconds. `Groups.close` uses that, on purpose, to wake everybody.
-"""
+"""The process groups one pipeline opens: small, its own, and closed by force when a rank fails."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from penstock import torch_private
+from penstock.comms.breaking import break_off, break_off_backend
 from penstock.comms.starting.meeting import departed, looks
 from penstock.comms.system import need_descriptors
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
 FAILED = "failed"  # a key of the store of groups that a rank which gives up leaves there
-UNUSED_TAG = 2**20  # no message carries it
-NO_TIME = timedelta(milliseconds=1)
 
 
 class Groups:
-    """The process groups of one pipeline, or of some `ranks`, opened under names that all of them agree on."""
+    """The process groups of one pipeline, or of some `ranks`, opened under names that all of them agree on.
 
-    def __init__(self, topology: Topology, name: str, ranks: Sequence[int] | None = None) -> None:
+    `beside` are groups of others' making in which these ranks may wait meanwhile.
+    """
+
+    def __init__(
+        self, topology: Topology, name: str, ranks: Sequence[int] | None = None, beside: Sequence[dist.ProcessGroup] = ()
+    ) -> None:
         self.topology = topology
         self.ranks = range(topology.world_size) if ranks is None else ranks
         self.store = dist.PrefixStore(name, topology.store)
         self._open: list[tuple[Any, int]] = []  # each group, and a peer in it
+        self._beside = beside
         self._closers: list[Callable[[], object]] = []
+        self._wakers: list[Callable[[], object]] = []
         closed_on_leaving.add(self)
 
     @cached_property
@@ -76,41 +75,29 @@ class Groups:
         """Have `close` called when the groups are closed."""
         self._closers.append(close)
 
+    def at_wake(self, wake: Callable[[], object]) -> None:
+        """Have `wake` called when another thread must not wait here any more."""
+        self._wakers.append(wake)
+
+    def wake(self) -> None:
+        """End whatever another thread of this rank waits for here; it closes the groups then."""
+        for wake in list(self._wakers):
+            wake()
+        for group, peer in list(self._open):
+            break_off_backend(group, peer)
+        for group in self._beside:
+            break_off(group)
+
     def close(self, failed: bool = True) -> None:
         """Close all groups now, whoever waits on them; if nothing has `failed`, what GPUs do for others may come to its end."""
         for close in self._closers:
             close()
         self._closers.clear()
+        self._wakers.clear()
         for group, peer in self._open:
             if failed or group.name() == "gloo":
                 break_off_backend(group, peer)
         self._open.clear()
-
-
-def break_off(group: dist.ProcessGroup) -> None:
-    """End all that this rank waits for in `group`, and with it what others wait for from this rank."""
-    for backend in torch_private.backends_of(group):
-        break_off_backend(backend, (group.rank() + 1) % group.size())
-
-
-@contextmanager
-def broken_off(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
-    """If this rank fails inside, nobody waits for it in `groups` any more; that is their end."""
-    try:
-        yield
-    except BaseException:
-        for group in groups:
-            break_off(group)
-        raise
-
-
-def break_off_backend(backend: Any, peer: int) -> None:
-    """The same for what carries the messages of a group; `peer` is any other rank in it."""
-    with suppress(RuntimeError):
-        if backend.name() == "gloo":
-            backend.recv([torch.empty(1)], peer, UNUSED_TAG).wait(NO_TIME)
-        else:
-            backend.abort()
 
 
 def is_of_transport(error: BaseException) -> bool:

@@ -17,9 +17,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock import torch_private
 from penstock.comms.allocator import keep_freed_memory
+from penstock.comms.breaking import break_off
 from penstock.comms.encoding import told_by_all
+from penstock.comms.health.heartbeat import Heartbeat
+from penstock.comms.health.lives import gone, lost
 from penstock.comms.starting.interface import interface_to
-from penstock.comms.starting.meeting import FINISHED, all_come, depart, departed, left, looks, name_of_start
+from penstock.comms.starting.meeting import FINISHED, all_come, depart, left, looks, name_of_start
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, MismatchError, PenstockError
 
@@ -60,6 +63,7 @@ class Topology:
 
 
 _current: Topology | None = None
+_heartbeat: Heartbeat | None = None
 closed_on_leaving: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups of this process, see `Groups.close`
 
 
@@ -81,12 +85,24 @@ def init_distributed(
     (`allocator.py`). Raises PenstockError for a backend that is not known and for a GPU that is not there, LostRankError if the
     other ranks do not start.
     """
-    global _current
+    global _current, _heartbeat
     if _current is None:
         keep_freed_memory()
+        if "RANK" in os.environ or dist.is_initialized():
+            _heartbeat = Heartbeat()
         _current = _join(backend, timeout, device)
+        if _heartbeat is not None and _current.world_size > 1:
+            _heartbeat.watch(_current.store, _current.rank, _current.world_size, _wake)
         atexit.register(shutdown)  # a process that ends with its groups open may abort
     return _current
+
+
+def _wake() -> None:
+    """A rank is lost that does not end its connections: this one waits for no other any more."""
+    for groups in list(closed_on_leaving):
+        groups.wake()
+    if dist.group.WORLD is not None:
+        break_off(dist.group.WORLD)
 
 
 def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
@@ -130,9 +146,12 @@ def current_topology() -> Topology:
 
 def shutdown() -> None:
     """Leave the ranks: end the process groups, forget the topology. Whoever waits for this rank, now or later, is told."""
-    global _current
+    global _current, _heartbeat
     error = getattr(sys, "last_value", None)  # what ended the program, if something has
     tell_departure(FINISHED if error is None else f"ended with {reason(error)}")
+    if _heartbeat is not None:
+        _heartbeat.stop()
+        _heartbeat = None
     for groups in list(closed_on_leaving):
         groups.close(failed=False)
     if dist.is_initialized():
@@ -219,8 +238,9 @@ def waiting_for_ranks(topology: Topology, what: str, ranks: Collection[int]) -> 
     except RuntimeError as error:
         waited = f"rank {topology.rank} waited {what}"
         for _ in looks(MOMENT):
-            if gone := departed(topology.store, ranks):
-                raise left(gone, waited) from None
+            everyone = gone(topology.store, range(topology.world_size))
+            if left_here := {rank: how for rank, how in everyone.items() if rank in ranks} | lost(everyone):
+                raise left(left_here, waited) from None
         raise LostRankError(f"{waited} and gave up: {lost_or_silent(error, topology.timeout)}") from None
 
 

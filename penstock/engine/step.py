@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from penstock.comms.control import Control, WaitFailed, waiting
+from penstock.comms.health.doing import doing
 from penstock.comms.health.signals import preempted
 from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, Observer, explained, forward, messages, observed
@@ -125,9 +126,11 @@ class Engine:
 
         try:
             stage.get_ready()
+            doing.enter(action)
             clock.start()
             made = observed({Kind.F: act}, observers)[Kind.F](action, ())
             clock.stop()
+            doing.leave()
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
         clock.ahead = 1
@@ -148,9 +151,11 @@ class Engine:
                     ]
                     if elsewhere:
                         self.stages[action.stage].get_ready()
+                    doing.enter(action)
                     clock.start()
                     made = acts[action.kind](action, values)
                     clock.stop()
+                    doing.leave()
                     del values
                 for transfer, value in zip(gives, made, strict=True):
                     if transfer.travels:

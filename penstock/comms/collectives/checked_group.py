@@ -22,6 +22,7 @@ from penstock import torch_private
 from penstock.comms.collectives.call import CollectiveCall, call_from
 from penstock.comms.collectives.call_board import CallBoard
 from penstock.comms.groups import Groups
+from penstock.comms.health.lives import lost
 from penstock.comms.health.reports import Report, own_error, own_report, publish, read
 from penstock.comms.point_to_point import MAX_DIMENSIONS
 from penstock.comms.shared_memory import shared_memory
@@ -88,6 +89,7 @@ class CheckedGroup:
             self._board = board = None if memory is None else CallBoard(memory, self.rank, self.size)
             if board is not None:
                 groups.at_close(lambda: board.close(board.count + 1))
+                groups.at_wake(lambda: board.close(board.count))
 
     def _exchange(self, call: CollectiveCall) -> None:
         """Every rank's header to every rank."""
@@ -115,7 +117,7 @@ class CheckedGroup:
         reports, gone = read(groups, mine)
         if own := own_error(reports):
             self._end(own)
-        if len({each.text for each in reports}) > 1:
+        if len({each.text for each in reports}) > 1 and not lost(gone):
             self._end(_mismatch({each.rank: each.text for each in reports}))
         waited = f"rank {self.topology.rank} waited in {call}"
         if gone:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 
 from penstock import errors
 from penstock.comms.groups import FAILED, Groups
-from penstock.comms.starting.meeting import departed, left, looks
+from penstock.comms.health.lives import STANDS, alive, gone, lost, stopped
+from penstock.comms.starting.meeting import left, looks
 from penstock.comms.topology import MOMENT
 from penstock.errors import LostRankError, PenstockError
 
@@ -45,21 +46,26 @@ def publish(groups: Groups, report: Report) -> None:
 def read(groups: Groups, mine: Report) -> tuple[list[Report], dict[int, str]]:
     """The reports of a failure, `mine` or what this rank had written before among them; what became of ranks that have left.
 
-    Waits until one names an error of its own, all ranks are accounted for, or the grace is over. A rank that another waited
-    for may be dead, but what it told at its end may also be still on its way.
+    Waits until one names an error of its own, a rank is known to be lost, all are accounted for, or the grace is over. A rank
+    that another waited for may be dead, but what it told at its end may also be still on its way: if it lives, it is.
     """
-    reports, gone, begin = dict[int, Report](), dict[int, str](), time.monotonic()
+    reports, left_here, begin, store = dict[int, Report](), dict[int, str](), time.monotonic(), groups.topology.store
     with suppress(RuntimeError):
         for _ in looks(GRACE):
             for rank in set(groups.ranks) - reports.keys():
                 if groups.store.check([_key(rank)]):
                     reports[rank] = Report(**json.loads(groups.store.get(_key(rank))))
-            gone = departed(groups.topology.store, set(groups.ranks) - reports.keys())
-            blamed = {each.peer for each in reports.values()} if time.monotonic() > begin + MOMENT else set()
-            if own_error(reports.values()) or reports.keys() | gone.keys() | blamed >= set(groups.ranks):
+            silent = set(groups.ranks) - reports.keys()
+            left_here = gone(store, silent)
+            if own_error(reports.values()) or not silent - left_here.keys():
+                break
+            blamed, late = {each.peer for each in reports.values()}, time.monotonic() > begin + MOMENT
+            if lost(left_here) and (late or blamed & lost(left_here).keys()):
+                break
+            if late and silent <= left_here.keys() | blamed and not alive(store, silent - left_here.keys()):
                 break
     reports.setdefault(mine.rank, mine)
-    return [reports[rank] for rank in sorted(reports)], gone
+    return [reports[rank] for rank in sorted(reports)], left_here
 
 
 def own_error(reports: Collection[Report]) -> PenstockError | None:
@@ -74,20 +80,31 @@ def own_error(reports: Collection[Report]) -> PenstockError | None:
 
 
 def verdict(groups: Groups, mine: Report) -> PenstockError:
-    """The one error that explains all reports: a rank's own, else who is lost: whoever is blamed and leaves no report."""
-    reports, gone = read(groups, mine)
+    """The one error that explains all reports: a rank's own, else who is lost.
+
+    That is who is known to be; else who has left; else who is blamed and tells nothing, unless it lives: then that is told of
+    it only if it did not answer in time.
+    """
+    reports, left_here = read(groups, mine)
     if error := own_error(reports):
         return error
-    silent = sorted(set(groups.ranks) - {each.rank for each in reports})
+    silent, store = set(groups.ranks) - {each.rank for each in reports}, groups.topology.store
     witnesses = [each for each in reports if each.peer in silent]
-    absent = sorted({each.peer for each in witnesses if each.peer is not None}) or silent
-    witness = min(witnesses or reports, key=lambda report: report.when)
+    in_time = not any("no answer" in each.end for each in witnesses)
+    living, known = set[int](), lost(left_here)
+    with suppress(RuntimeError):
+        known = known or ({} if in_time else stopped(store, silent))
+        living = alive(store, silent) if in_time else set()
+    blamed = {each.peer for each in witnesses if each.peer is not None} - living
+    absent = sorted(known or blamed or silent - living)
+    witness = min([each for each in witnesses if each.peer in absent] or witnesses or reports, key=lambda each: each.when)
     waited = f"rank {witness.rank} {witness.text}"
-    if told := {rank: gone[rank] for rank in absent if rank in gone}:
+    if told := {rank: left_here[rank] for rank in absent if rank in left_here and rank not in known}:
         return left(told, waited)
-    verb = "does not answer" if "no answer" in witness.end else "is gone"
-    lost = f"rank {', '.join(map(str, absent))} {verb}" if absent else "the ranks lost each other"
-    error = LostRankError(f"{lost}: {waited}: {witness.end}")
+    verb = "is gone" if in_time else "does not answer"
+    names = ", ".join(f"rank {rank} {known.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
+    end = "" if STANDS in names else f": {witness.end}"  # this rank has closed the connection itself
+    error = LostRankError(f"{names}: {waited}{end}")
     error.ranks = tuple(absent)
     return error
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comms.groups import DESTINATION, SOURCE, break_off_backend, is_of_transport
+from penstock.comms.breaking import break_off_backend
+from penstock.comms.groups import DESTINATION, SOURCE, is_of_transport
 from penstock.comms.messages import wire
 from penstock.comms.messages.wire import TensorSpec
 from penstock.comms.messages.worker import SendFailure, Worker

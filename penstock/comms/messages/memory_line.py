@@ -32,7 +32,7 @@ from penstock.comms.topology import CPU
 
 SMALL = 2**16  # bytes; a larger message is not copied out of its block
 LARGE = 2**20  # bytes; copying more is worth a thread
-LONGEST = 2**31 - 1  # milliseconds that `poll` can wait
+GLANCE = 500.0  # milliseconds between looks whether to wait any longer
 OPENING_TAG = 3  # of the messages by which the two ends find each other
 OFFER = 3 + SECRET.size // 8  # numbers: process, file of the memory, end of the pipe, secret
 TICKET = struct.Struct("qq")  # where a block begins in the memory, and the bytes of its message
@@ -133,7 +133,8 @@ class MemoryReceiver:
 
     def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta) -> None:
         self._memory, self._views, self._whole = memory, Views(memory), memoryview(memory)
-        self._pipe, self._patience = pipe, min(timeout / timedelta(milliseconds=1), LONGEST)
+        self._pipe, self._patience = pipe, timeout / timedelta(milliseconds=1)
+        self._woken = False
         self._poll = select.poll()
         self._poll.register(pipe, select.POLLIN)
         _ends.add(self)
@@ -151,8 +152,11 @@ class MemoryReceiver:
         return self._taken(self._ticket()[0], spec) if spec.bytes else wire.empty(spec, CPU)
 
     def _ticket(self) -> tuple[int, int]:
-        if not self._poll.poll(self._patience):
-            raise RuntimeError("timed out")
+        waited = 0.0
+        while not self._poll.poll(min(GLANCE, self._patience - waited)):
+            waited += GLANCE
+            if self._woken or waited >= self._patience:
+                raise RuntimeError("a rank is lost" if self._woken else "timed out")
         ticket = os.read(self._pipe, TICKET.size)
         if len(ticket) < TICKET.size:
             raise RuntimeError("the sender has closed the pipe")
@@ -168,6 +172,10 @@ class MemoryReceiver:
         view = self._whole[start + HEADER : start + HEADER + spec.bytes]
         weakref.finalize(view, _free, self._memory, start, os.getpid()).atexit = False
         return wire.shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
+
+    def wake(self) -> None:
+        """Wait no more, soon; called by another thread."""
+        self._woken = True
 
     def close(self) -> None:
         """Let go of the pipe; messages that were taken stay."""
@@ -213,5 +221,6 @@ def accept(groups: Groups, peer: int) -> MemoryReceiver | None:
             raise dist.DistError("the sender is gone") from error
         receiver = MemoryReceiver(memory, pipe, groups.topology.timeout)
         groups.at_close(receiver.close)
+        groups.at_wake(receiver.wake)
     groups.everyone.send([torch.tensor([float(receiver is not None)])], peer, OPENING_TAG).wait()
     return receiver

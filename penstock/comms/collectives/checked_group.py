@@ -22,7 +22,7 @@ from penstock import torch_private
 from penstock.comms.collectives.call import CollectiveCall, call_from
 from penstock.comms.collectives.call_board import CallBoard
 from penstock.comms.groups import Groups
-from penstock.comms.health.lives import lost
+from penstock.comms.health.lives import lost, lost_error
 from penstock.comms.health.reports import Report, own_error, own_report, publish, read
 from penstock.comms.point_to_point import MAX_DIMENSIONS
 from penstock.comms.shared_memory import shared_memory
@@ -120,6 +120,9 @@ class CheckedGroup:
         if len({each.text for each in reports}) > 1 and not lost(gone):
             self._end(_mismatch({each.rank: each.text for each in reports}))
         waited = f"rank {self.topology.rank} waited in {call}"
+        if known := lost(gone):
+            told = ", ".join(f"rank {rank} {how}" for rank, how in known.items())
+            self._end(lost_error(f"{waited} and gave up: {told}", known))
         if gone:
             self._end(left(gone, waited))
         end = lost_or_silent(error, self.topology.timeout) if error else "another rank gave up, or did not come"

@@ -1,11 +1,12 @@
 """What is known for sure of the other ranks: each tells which process it is, and those on its machine can see how that is."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, this_process
 from penstock.comms.starting.meeting import depart, departed
+from penstock.errors import LostRankError
 
 GONE, STANDS = "is gone", "is stopped (SIGSTOP)"
 
@@ -39,6 +40,13 @@ def gone(store: Any, ranks: Collection[int]) -> dict[int, str]:
 def lost(gone: Mapping[int, str]) -> dict[int, str]:
     """Those of the `gone` that did not leave by themselves."""
     return {rank: how for rank, how in gone.items() if how.startswith((GONE, STANDS))}
+
+
+def lost_error(text: str, ranks: Iterable[int]) -> LostRankError:
+    """The error about these `ranks`."""
+    error = LostRankError(text)
+    error.ranks = tuple(ranks)
+    return error
 
 
 def alive(store: Any, ranks: Collection[int]) -> set[int]:

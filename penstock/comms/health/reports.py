@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 
 from penstock import errors
 from penstock.comms.groups import FAILED, Groups
-from penstock.comms.health.lives import STANDS, alive, gone, lost, stopped
+from penstock.comms.health.lives import STANDS, alive, gone, lost, lost_error, stopped
 from penstock.comms.starting.meeting import left, looks
 from penstock.comms.topology import MOMENT
-from penstock.errors import LostRankError, PenstockError
+from penstock.errors import PenstockError
 
 GRACE = 1.0  # seconds a failing rank waits for the others' reports
 
@@ -94,7 +94,7 @@ def verdict(groups: Groups, mine: Report) -> PenstockError:
     living, known = set[int](), lost(left_here)
     with suppress(RuntimeError):
         known = known or ({} if in_time else stopped(store, silent))
-        living = alive(store, silent) if in_time else set()
+        living = alive(store, silent - left_here.keys()) if in_time else set()
     blamed = {each.peer for each in witnesses if each.peer is not None} - living
     absent = sorted(known or blamed or silent - living)
     witness = min([each for each in witnesses if each.peer in absent] or witnesses or reports, key=lambda each: each.when)
@@ -104,9 +104,7 @@ def verdict(groups: Groups, mine: Report) -> PenstockError:
     verb = "is gone" if in_time else "does not answer"
     names = ", ".join(f"rank {rank} {known.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
     end = "" if STANDS in names else f": {witness.end}"  # this rank has closed the connection itself
-    error = LostRankError(f"{names}: {waited}{end}")
-    error.ranks = tuple(absent)
-    return error
+    return lost_error(f"{names}: {waited}{end}", absent)
 
 
 def _key(rank: int) -> str:

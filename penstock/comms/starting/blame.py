@@ -68,7 +68,7 @@ def _deaths(failed: Mapping[int, Outcome], first: int) -> Failure:
     culprits = (first, *[rank for rank, each in others.items() if not each.by_itself])
     told = "; ".join(str(failed[rank].value) for rank in culprits)
     for each in failed.values():
-        if isinstance(each.value, LostRankError) and each.hearsay and set(each.ranks) == set(culprits):
+        if isinstance(each.value, LostRankError) and each.hearsay and set(each.ranks) <= set(culprits):
             return Failure(LostRankError(f"{each.value}; {told}"), culprits, each.traceback, _kind(error), died=True)
     return Failure(LostRankError(told), culprits, "", _kind(error), died=True)
 

@@ -197,7 +197,8 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         if "RANK" not in os.environ:
             return Topology(device=device, backend=backend, timeout=timeout)
         _choose_interface(os.environ.get("MASTER_ADDR", ""))
-        _connect("gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl", timeout)
+        carriers = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+        _connect(carriers, timeout)
     return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, torch_private.default_store())
 
 

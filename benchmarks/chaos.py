@@ -211,12 +211,13 @@ def disturb(job: Job, torchrun: bool, temporary: Path, draw: random.Random, most
         if time.monotonic() - begin > PATIENCE * (1 + len(faults)):
             os.killpg(program.process.pid, signal.SIGKILL)
             raise SystemExit(f"a program has not ended; it is kept in {job.folder}")
-        alive = {pid: rank for pid, rank in program.ranks().items() if pid not in known}
-        if not alive or len(faults) == most:
+        alive = program.ranks()
+        if not alive or len(faults) == most or alive.keys() & known:
+            known |= alive.keys() if alive.keys() & known else set()  # one of an attempt that was hit may have come later
             time.sleep(0.005)
             continue
         _wait(program, known, draw)
-        alive = {pid: rank for pid, rank in program.ranks().items() if pid not in known}
+        alive = program.ranks()
         if alive and (fault := _hit(program, alive, draw)):
             faults.append(fault)
             known |= alive.keys()
@@ -288,6 +289,8 @@ class Run:
         told = json.loads(path.read_text())
         path.unlink()
         failed = [each for each in told["attempts"] if each["error"] != "None"]
+        if told["ended"] and len(failed) == len(faults) - 1:  # the last one came when its rank was done
+            self.faults.remove(faults.pop())
         if len(failed) != len(faults):
             self.wrong.append(f"{len(faults)} faults ended {len(failed)} attempts: {[each['error'] for each in failed]}")
         said = {pid: rank for pid, rank, _ in program.starts()}

@@ -5,6 +5,7 @@ Only that command is imported, so that those that need little answer at once.
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,6 +159,9 @@ def main() -> None:
         _parsed(words).run()
     except PenstockError as error:
         sys.exit(f"penstock: {error}")
+    except BrokenPipeError:  # as in `penstock show .. | head`: whoever read it has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -1,8 +1,10 @@
 """A timeline as text: a row for each rank, time from left to right."""
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from penstock.schedule import Event, Kind, Timeline
 from penstock.schedule.timing.causes import Cause
@@ -18,10 +20,13 @@ COLOR = {
 }
 RESET = "\033[0m"
 IDLE = "."
+SLACK = 1e-9  # of a column: rounding is no idle time
 
 
 def draw(timeline: Timeline, width: int = 80, color: bool = False, beside: Sequence[Timeline] = ()) -> str:
     """`timeline` in at most `width` columns: each action its kind and microbatch as far as there is room, idle time dots.
+
+    Where there is no room for each action, a column shows what took most of its time.
 
     Where a rank has several stages, the stage stands in front: `2F3`. An overlapped pair is one block in braces, `{F3B1}`,
     or `&` where there is no room. With `color`, ANSI colours tell the kinds apart. It has the scale at which those `beside`
@@ -53,21 +58,36 @@ def _scale(timelines: Sequence[Timeline], columns: int) -> float:
 
 def _blocks(timeline: Timeline, rank: int, scale: float, columns: int, several: bool, color: bool) -> list[str]:
     """The text of one row, block by block: idle time and actions in turn, `columns` wide together."""
-    blocks, at = [], 0
-    for cell in timeline.cells(rank):
-        times = cell[0].start, cell[-1].end
-        start, end = (min(columns, round((time - timeline.start) * scale)) for time in times)
-        start = max(start, at)
-        blocks.append(IDLE * (start - at))
-        blocks.append(_block(cell, max(end - start, 0), several, color))
-        at = max(end, start)
-    return [*blocks, IDLE * (columns - at)]
+    cells = list(timeline.cells(rank))
+    shown = groupby(_shown(timeline, cells, scale, columns))
+    return [IDLE * width if number is None else _block(cells[number], width, several, color)
+            for number, width in ((number, len(list(run))) for number, run in shown)]  # fmt: skip
+
+
+def _shown(timeline: Timeline, cells: Sequence[tuple[Event, ...]], scale: float, columns: int) -> Iterator[int | None]:
+    """For each column what it shows: of the kind that takes most of its time the cell that does; None for idle time."""
+    slices: list[dict[int, float]] = [{} for _ in range(columns)]
+    for number, cell in enumerate(cells):
+        start, end = ((time - timeline.start) * scale for time in (cell[0].start, cell[-1].end))
+        for column in range(int(start), min(columns, math.ceil(end))):
+            slices[column][number] = min(end, column + 1) - max(start, column)
+    for times in slices:
+        kinds: dict[Kind | str | None, float] = {IDLE: 1 - sum(times.values()) - SLACK}
+        for number, time in times.items():
+            kind = _kind(cells[number])
+            kinds[kind] = kinds.get(kind, 0.0) + time
+        most = max(kinds, key=lambda kind: kinds[kind])
+        alike = [number for number in times if _kind(cells[number]) == most]
+        yield None if most == IDLE else max(alike, key=lambda number: times[number])
+
+
+def _kind(cell: tuple[Event, ...]) -> Kind | None:
+    """What a cell is drawn as; None for an overlapped pair."""
+    return cell[0].action.kind if len(cell) == 1 else None
 
 
 def _block(cell: tuple[Event, ...], width: int, several: bool, color: bool) -> str:
-    if not width:
-        return ""
-    kind = cell[0].action.kind if len(cell) == 1 else None
+    kind = _kind(cell)
     text = next(text for text in _texts(cell, several) if len(text) <= width)
     if not color:
         return _filled(text, width, FILL[kind])

@@ -1,0 +1,53 @@
+"""Pictures of timelines as text."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule import Costs, build, names, simulate
+from penstock.view.terminal import COLOR, _scale, draw
+
+SHOWS = {color: "pair" if kind is None else kind.value for kind, color in COLOR.items()}
+
+
+def kinds(row):
+    """What each character of a coloured row stands for."""
+    for color, text, gap, _ in re.findall(r"(\033\[[\d;]+m)([^\033]*)\033\[0m( ?)|(\.)", row):
+        yield from [SHOWS[color]] * len(text + gap) if color else ["idle"]
+
+
+TIMES = st.floats(0.1, 3).map(lambda time: round(time, 2))
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(names()), st.integers(1, 6), st.integers(1, 20), TIMES, TIMES, TIMES, st.integers(30, 200))
+def test_each_character_shows_what_took_most_of_its_time(name, ranks, microbatches, forward, inputs, weights, width):
+    timeline = simulate(build(name, ranks, microbatches), Costs(forward, inputs, weights, send=0.3))
+    for rank, line in enumerate(draw(timeline, width, color=True).splitlines()):
+        row = list(kinds(line.partition("|")[2]))
+        slot = 1 / _scale((timeline,), width - len("rank 0 |"))
+        for column, shown in enumerate(row):
+            begin, end = column * slot, (column + 1) * slot
+            times = {"idle": slot}
+            for cell in timeline.cells(rank):
+                inside = max(0.0, min(end, cell[-1].end) - max(begin, cell[0].start))
+                kind = cell[0].action.kind.value if len(cell) == 1 else "pair"
+                times[kind] = times.get(kind, 0.0) + inside
+                times["idle"] -= inside
+            assert times[shown] >= max(times.values()) - slot / 20, (column, shown, times)
+
+
+def test_where_there_is_no_room_the_order_is_still_the_tables():
+    timeline = simulate(build("zb-v", 8, 32), Costs(1, 1, 1))
+    for rank, line in enumerate(draw(timeline, 80).splitlines()):
+        kinds = iter(event.action.kind.value for event in timeline.rows[rank])
+        assert all(letter in kinds for letter in line.partition("|")[2].replace(".", ""))
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_rows_are_equally_wide(width):
+    lines = draw(simulate(build("dualpipe-v", 4, 10), Costs(1, 1, 1, 0.2, overlap=0.5)), width).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert len(lines[0]) <= width

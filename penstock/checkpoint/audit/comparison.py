@@ -78,11 +78,8 @@ def alone(run: Run) -> tuple[bool, str]:
     text = f"{run.folder} has digests of {_several(list(run.steps))}: {kept}"
     for number, step in run.steps.items():
         for kind, name, by_rank in _apart(step):
-            place = f"{told(kind, name)} ({_stage(step.run, kind, name)})"
-            return (
-                False,
-                f"{text}\nstep {number} is the first in which ranks differ in what they share: {place}: {different(by_rank)}",
-            )
+            place = f"{told(kind, name)}, {_stage(step.run, kind, name)}: {different(by_rank)}"
+            return False, f"{text}\nstep {number} is the first in which ranks that have the same differ: {place}"
     return True, f"{text}\nranks that have the same parameter agree in it, in every step"
 
 
@@ -107,9 +104,8 @@ def compare(a: Run, b: Run) -> tuple[bool, str]:
     """
     common = sorted(a.steps.keys() & b.steps.keys())
     if not common:
-        raise NotComparable(
-            f"no step is in both: {a.folder} has {_several(list(a.steps))}, {b.folder} {_several(list(b.steps))}"
-        )
+        kept = " and ".join(f"{_several(list(each.steps))} in {each.folder}" for each in (a, b))
+        raise NotComparable(f"the runs have no step in common: {kept}")
     equal: list[int] = []
     for number in common:
         one, other = a.steps[number], b.steps[number]

@@ -37,6 +37,7 @@ class Trail:
             optimizer.step()
             trail.note()
             optimizer.zero_grad()
+        trail.close()
     """
 
     def __init__(
@@ -81,9 +82,14 @@ class Trail:
             everyone = self.pipe.gather(self._own, "to write their digests")
             if self._writes:
                 json_lines.add(self.path, {"step": self.pipe.step_count, **self._line(everyone)})
-        elif self._outputs is not None:  # of a step that was not taken
-            self._outputs.close()
+        self.close()
         self._outputs = self._listening()
+
+    def close(self) -> None:
+        """The layers are listened to no more; after the last step."""
+        if self._outputs is not None:
+            self._outputs.close()
+            self._outputs = None
 
     def _own(self) -> dict[str, dict[str, str]]:
         heard = {"outputs": self._outputs.close()} if self._outputs is not None else {}

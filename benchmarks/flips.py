@@ -1,0 +1,162 @@
+"""Bit flips: each is found by the digests of its step, and traced to what it hit, beside a run that was left in peace.
+
+python benchmarks/flips.py                          1,000 flips in one process and 1,000 on two ranks, about a minute
+python benchmarks/flips.py --flips 200 --seed 7
+
+A tiny GPT is trained for a few steps, again and again from the same start. In each run one random bit is flipped, at a random
+step on a random rank: in a layer's output, a gradient, the optimizer's state or a weight.
+"""
+
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock import checkpoint
+from penstock.checkpoint.audit import comparison, outputs
+from penstock.checkpoint.audit.digests import told
+
+STEPS = 3
+KINDS = ("outputs", "gradients", "optimizer", "weights")
+
+
+@dataclass
+class Options:
+    """Flip bits and look for them."""
+
+    flips: int = 1000  # on each number of ranks
+    ranks: tuple[int, ...] = (1, 2)
+    seed: int = 0
+
+
+class Flip(NamedTuple):
+    """What is hit in a run."""
+
+    kind: str
+    step: int
+    rank: int
+    seed: int  # of which tensor, byte and bit of that rank
+
+
+def flip_bit(tensor: Tensor, rng: random.Random) -> None:
+    """Flip one bit of the tensor's memory, behind the back of autograd."""
+    data = tensor.data.contiguous() if tensor.dim() else tensor.data.view(1)
+    assert data.data_ptr() == tensor.data_ptr()
+    data.view(torch.uint8).flatten()[rng.randrange(data.nbytes)] ^= 1 << rng.randrange(8)
+
+
+class Subject:
+    """A pipeline that is trained from the same start again and again."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        model = ps.model.GPT(ps.model.GPTConfig(vocabulary=17, context=6, width=8, layers=2, heads=2))
+        loss_fn = nn.CrossEntropyLoss()
+        self.pipe = ps.Pipeline(model, lambda logits, target: loss_fn(logits.flatten(0, 1), target.flatten()), "1f1b", 2)
+        self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=1e-2)
+        self.rank = self.pipe.position.world.rank
+        text = torch.randint(17, (STEPS, 4, 7))
+        self.batches = [(each[:, :-1], each[:, 1:]) for each in text]
+        self.start = {name: value.clone() for name, value in self.pipe.state_dict().items()}
+
+    def run(self, folder: Path, flip: Flip | None = None) -> tuple[str, str]:
+        """Train, with digests of every step in `folder`; kind and name of what the `flip` hit, on every rank."""
+        self.pipe.load_state_dict(self.start)
+        self.pipe.step_count = 0
+        self.optimizer.state.clear()
+        trail, hit = checkpoint.Trail(folder, self.pipe, self.optimizer, every=1), ""
+        for number, (inputs, target) in enumerate(self.batches, 1):
+            here = flip is not None and (flip.step, flip.rank) == (number, self.rank)
+            hit = self._step(inputs, target, trail, flip if here else None) or hit
+        trail.close()
+        return flip.kind if flip else "", "".join(self.pipe.gather(lambda: hit))
+
+    def _step(self, inputs: Tensor, target: Tensor, trail: checkpoint.Trail, flip: Flip | None) -> str:
+        kind, rng = (flip.kind, random.Random(flip.seed)) if flip else ("", random.Random())
+        hit, hook = self._hit_output(rng) if kind == "outputs" else ("", None)
+        self.pipe.step(inputs, target=target)
+        if hook is not None:
+            hook()
+        if kind == "gradients":
+            hit = self._hit(rng, lambda parameter: [parameter.grad])
+        self.optimizer.step()
+        if kind in ("weights", "optimizer"):
+            state: Any = self.optimizer.state
+            hit = self._hit(rng, lambda each: [each] if kind == "weights" else list(state[each].values()))
+        trail.note()
+        self.optimizer.zero_grad()
+        return hit
+
+    def _hit(self, rng: random.Random, tensors: Callable[[nn.Parameter], list[Any]]) -> str:
+        name, parameter = rng.choice(list(self.pipe.named_parameters()))
+        flip_bit(rng.choice(tensors(parameter)), rng)
+        return name
+
+    def _hit_output(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
+        """The output of a layer for one of the microbatches; it is flipped before anybody sees it."""
+        _, name, layer = rng.choice(list(outputs.layers(self.pipe)))
+        microbatch, calls = rng.randrange(2), iter(range(2))
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if next(calls) == microbatch:
+                flip_bit(output, rng)
+
+        return name, layer.register_forward_hook(hook, prepend=True).remove
+
+
+def rank_flips(folder: Path, count: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """How many flips of each kind were found and traced, and what of those that were not was said; run on every rank."""
+    ranks = ps.comms.init_distributed().world_size
+    subject, rng = Subject(), random.Random(seed)
+    subject.run(folder / "undisturbed")
+    found, missed = Counter[str](), list[str]()
+    for number in range(count):
+        flip = Flip(rng.choice(KINDS), rng.randint(1, STEPS), rng.randrange(ranks), rng.getrandbits(32))
+        kind, name = subject.run(folder / "flipped", flip)
+        if subject.rank == 0:
+            undisturbed, flipped = comparison.read(folder / "undisturbed"), comparison.read(folder / "flipped")
+            same, text = comparison.compare(undisturbed, flipped)
+            stage = f"stage {_stage(flipped, kind, name)}, rank {flip.rank}"
+            if same or f"step {flip.step} is the first that differs" not in text or f": {told(kind, name)}\n" not in text:
+                missed.append(f"{number}: {flip} hit {told(kind, name)}, {stage}; {text}")
+            elif text.count(stage) != 2:
+                missed.append(f"{number}: {stage} is not in {text}")
+            else:
+                found[kind] += 1
+    return found, missed
+
+
+def _stage(run: comparison.Run, kind: str, name: str) -> int:
+    last = run.steps[STEPS].run
+    return int(last["layers"][name] if kind == "outputs" else last["parameters"][name][0])
+
+
+def main(options: Options) -> None:
+    """Flip, and print what was found."""
+    print(f"seed {options.seed}: {options.flips} flips on each number of ranks, {STEPS} steps a run, digests of every step")
+    lost = 0
+    for ranks in options.ranks:
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            found, missed = ps.launch(rank_flips, ranks, Path(folder), options.flips, options.seed)[0]
+        kinds = ", ".join(f"{found[kind]} in {kind}" for kind in KINDS)
+        print(f"{ranks} rank{'s' * (ranks > 1)}: {found.total()} of {options.flips} found at their step and traced: {kinds}")
+        print(f"  {time.perf_counter() - begin:.0f} s")
+        for text in missed[:5]:
+            print(f"  missed {text}")
+        lost += len(missed)
+    sys.exit(1 if lost else 0)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -70,12 +70,12 @@ class Subject:
         self.start = {name: value.clone() for name, value in self.pipe.state_dict().items()}
 
     def run(self, folder: Path, flip: Flip | None = None) -> tuple[str, str]:
-        """Train, with digests of every step in `folder`; kind and name of what the `flip` hit, on every rank."""
+        """Train, with digests of every step in `folder`, to the `flip` if there is one; kind and name of what it hit."""
         self.pipe.load_state_dict(self.start)
         self.pipe.step_count = 0
         self.optimizer.state.clear()
         trail, hit = checkpoint.Trail(folder, self.pipe, self.optimizer, every=1), ""
-        for number, (inputs, target) in enumerate(self.batches, 1):
+        for number, (inputs, target) in enumerate(self.batches[: flip.step if flip else STEPS], 1):
             here = flip is not None and (flip.step, flip.rank) == (number, self.rank)
             hit = self._step(inputs, target, trail, flip if here else None) or hit
         trail.close()
@@ -137,8 +137,8 @@ def rank_flips(folder: Path, count: int, seed: int) -> tuple[Counter[str], list[
 
 
 def _stage(run: comparison.Run, kind: str, name: str) -> int:
-    last = run.steps[STEPS].run
-    return int(last["layers"][name] if kind == "outputs" else last["parameters"][name][0])
+    places = run.steps[max(run.steps)].run
+    return int(places["layers"][name] if kind == "outputs" else places["parameters"][name][0])
 
 
 def main(options: Options) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.comms.topology import Topology
     from penstock.engine.text import cache
     from penstock.errors import (
+        CorruptionError,
         LostRankError,
         MismatchError,
         NonFiniteError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CorruptionError",
     "LostRankError",
     "MismatchError",
     "NonFiniteError",

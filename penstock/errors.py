@@ -23,6 +23,10 @@ class NonFiniteError(StageError):
     """A watched step met a value that is NaN or infinite (`Pipeline(.., on_nonfinite=..)`); raised on all ranks at its end."""
 
 
+class CorruptionError(StageError):
+    """Two ranks computed the same and came to other bits (`Pipeline(.., audit_every=..)`); raised on all ranks likewise."""
+
+
 class LostRankError(PenstockError):
     """A rank died, or did not answer within the timeout."""
 

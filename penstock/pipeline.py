@@ -16,10 +16,9 @@ from penstock.comms.health.doing import doing
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import Planned, Rule, check_arguments, check_plan, placed, stages, table, wired
-from penstock.engine.checks import guard
-from penstock.engine.checks.guard import Guard, OnNonfinite
-from penstock.engine.checks.nonfinite import Watch
+from penstock.engine.build import Planned, Rule, check_arguments, check_plan, maker, placed, stages, table, wired
+from penstock.engine.checks.asked import Asked, OnNonfinite
+from penstock.engine.checks.guard import Guard
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared, describe
 from penstock.engine.cut import agreed_cut
@@ -27,7 +26,7 @@ from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.engine.text.generation import Request, generate
-from penstock.errors import MismatchError, NonFiniteError, PenstockError
+from penstock.errors import CorruptionError, MismatchError, NonFiniteError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
 from penstock.mesh.sampler import ReplicaSampler
@@ -107,6 +106,10 @@ class Pipeline(NoModule):
         Watch every step for values that are NaN or infinite, in losses, what layers and stages give, and gradients: `"raise"`
         an error that names rank, stage, layer, microbatch and action; `"skip"` the step as if its batch had not been; or
         `"retry"` it once, and raise if that was of no use. By default nothing is watched. See docs/audit.md.
+    audit_every
+        Every so many steps have another rank compute one microbatch of one stage again, and compare the bits: a device that
+        computes wrongly is found, and named where a third opinion can be had. Every rank must be given the whole model, or
+        there are replicas. 100 costs little; see docs/audit.md.
 
     Raises ScheduleError if the table cannot be proved, MismatchError where the ranks, the schedule and the model do not fit
     together, LostRankError if a rank does not come.
@@ -134,6 +137,7 @@ class Pipeline(NoModule):
         data_parallel: str | ApplyDataParallel = "ddp",
         tensor_parallel: Plan | None = None,
         on_nonfinite: OnNonfinite | None = None,
+        audit_every: int | None = None,
         **options: Any,
     ) -> None:
         self.position = position_in(mesh, topology or comms.init_distributed())
@@ -145,7 +149,8 @@ class Pipeline(NoModule):
         self._control.connect()
         with self._together():
             check_arguments(model, schedule, loss_fn, loss_weight, seed)
-            guard.check(on_nonfinite)
+            asked = Asked(on_nonfinite, audit_every)
+            asked.check()
             if plan is not None:
                 check_plan(plan, cuts, recompute, options)
                 schedule, microbatches, cuts, recompute = plan.schedule, plan.microbatches, plan.cuts, plan.recompute
@@ -154,8 +159,9 @@ class Pipeline(NoModule):
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
             if cut.skips or runs.actions != self.schedule.actions:
                 self._program = verify(runs, skips=cut.skips).program
-            mine = describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel, on_nonfinite)
+            mine = describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel, asked)
             self._compared = compared(self._control, mine, whole=cut.whole is not None)
+            hollows = asked.hollows(cut.every)
             modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
             copies = wired(self._control, self.position, cut, modules, self._compared, tensor_parallel, data_parallel)
             merge, names = merge_weight_gradients, self._compared.names
@@ -165,13 +171,14 @@ class Pipeline(NoModule):
                 each.share_value()
             self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
             self.skew = skew(self._control, self._compared.machines)
+            make = maker(cut, self._compared, runs, self.topology.device, loss_fn)
+            checks = asked.checks(self._control, self.position, runs, parts, self._parameters, hollows, make)
         self.merge_weight_gradients = merge
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
-        watch = Watch(self.position.world.rank, parts, names) if on_nonfinite else None
-        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared, watch)
+        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared, checks)
         self._guard = Guard(self._engine, on_nonfinite)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step
@@ -319,7 +326,7 @@ class Pipeline(NoModule):
         """If this rank fails inside, so do all, with the same error."""
         try:
             yield
-        except NonFiniteError:  # on all of them already, at the end of the step
+        except (NonFiniteError, CorruptionError):  # on all of them already, at the end of the step
             raise
         except BaseException as error:
             self._control.fail(error)

@@ -131,22 +131,39 @@ def stages(
     ways = [recompute] * table.stages if recompute is None or isinstance(recompute, str) else list(recompute)
     if len(ways) != table.stages:
         raise MismatchError(f"recompute={ways} is for {len(ways)} stages, but {table.name} has {table.stages}")
-    takes: Sequence[Sequence[str]] = compared.takes
-    neighbours = neighbours_of(table.stages, cut.skips, cut.tied)
+    make = maker(cut, compared, table, position.pipeline.device, loss_fn)
     return {
-        index: Stage(
+        index: make(
             index,
             module,
-            position.pipeline.device,
-            loss_fn if index == table.stages - 1 else None,
-            numbers=None if torch_private.fsdp_casts(module) else cut.numbers[index],
+            position.replica,
             recompute=ways[index],
-            neighbours=neighbours[index],
-            later=frozenset().union(*takes[index + 1 :]),
             merge=merge,
             copies=copies[index],
             in_order=table.weights_in_order(index),
-            first=position.replica * table.microbatches,
         )
         for index, module in modules.items()
     }
+
+
+def maker(
+    cut: Cut, compared: Compared, table: Schedule, device: torch.device, loss_fn: Callable[[Any, Any], Tensor] | None
+) -> Callable[..., Stage]:
+    """What makes a stage of the model: of its number, its module, the replica it belongs to, and further options of `Stage`."""
+    takes: Sequence[Sequence[str]] = compared.takes
+    neighbours = neighbours_of(table.stages, cut.skips, cut.tied)
+
+    def make(index: int, module: nn.Module, replica: int, **options: Any) -> Stage:
+        return Stage(
+            index,
+            module,
+            device,
+            loss_fn if index == table.stages - 1 else None,
+            numbers=None if torch_private.fsdp_casts(module) else cut.numbers[index],
+            neighbours=neighbours[index],
+            later=frozenset().union(*takes[index + 1 :]),
+            first=replica * table.microbatches,
+            **options,
+        )
+
+    return make

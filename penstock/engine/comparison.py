@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from penstock import partition
 from penstock.comms.control import Control
+from penstock.engine.checks.asked import Asked
 from penstock.engine.clock import machine
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
@@ -34,7 +35,7 @@ def describe(
     position: MeshPosition,
     plan: Plan | None,
     way: str | ApplyDataParallel,
-    on_nonfinite: str | None,
+    asked: Asked,
 ) -> Description:
     """What this rank says of itself."""
     styles = {name: type(style).__name__ for name, style in (plan or {}).items()}
@@ -49,7 +50,7 @@ def describe(
         "uncut": "stages" if cut.whole is None else f"a model of {len(cut.whole.state_dict())} names",
         "data_parallel": f"data_parallel={way if isinstance(way, str) else getattr(way, '__name__', type(way).__name__)}",
         "tensor_parallel": f"tensor_parallel={styles}",
-        "on_nonfinite": f"on_nonfinite={on_nonfinite!r}",
+        "checks": f"on_nonfinite={asked.on_nonfinite!r} and audit_every={asked.audit_every!r}",
     }
     modules = cut.modules.items()
     return Description(

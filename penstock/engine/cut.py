@@ -33,6 +33,7 @@ class Cut(NamedTuple):
     modules: dict[int, nn.Module]  # stage -> module, bare of DistributedDataParallel
     copies: dict[int, StageCopies]  # stage -> what the user's own data parallelism has made of it
     numbers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model, where it is a Sequential
+    every: Mapping[int, nn.Module]  # stage -> module, bare: of all stages that this rank was given
     tied: Sequence[Sequence[Name]] = ()  # parameters that several stages share
     skips: frozenset[Skip] = frozenset()  # between which stages values, or gradients of shared parameters, go past others
     whole: nn.Module | None = None  # the uncut model, if that is what was cut
@@ -73,14 +74,16 @@ def agreed_cut(
         if table.stages != table.ranks:
             has = f"{table.name} has {table.stages} stages on {table.ranks} ranks"
             raise MismatchError(f"{has}: give an nn.Sequential, or a list with one module for each stage, or cuts")
-        return Cut(*_bare({mine[0]: given}), {mine[0]: None})
+        bare, copies = _bare({mine[0]: given})
+        return Cut(bare, copies, {mine[0]: None}, bare)
     if len(given) != table.stages:
         raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(given)} modules")
     modules, _ = _bare(dict(enumerate(given)))
     numbers, shared = _layer_numbers(list(modules.values())), tied.find(list(modules.values()))
     return Cut(
         *_bare({stage: given[stage] for stage in mine}),
-        {stage: numbers[stage] for stage in mine},
+        dict(enumerate(numbers)),
+        modules,
         shared,
         skips_of(given) | skips_of_tied(shared),
         None if whole is None else whole.model,

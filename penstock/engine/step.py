@@ -35,8 +35,7 @@ from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, Observer, explained, forward, messages, observed
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, split
-from penstock.engine.checks.nonfinite import Watch
-from penstock.engine.checks.verdict import verdict
+from penstock.engine.checks.together import Checks
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Beside, Ended, Outcome, conclude, peak_memory, weighted_sum
@@ -64,11 +63,11 @@ class Engine:
         stages: dict[int, Stage],
         parameters: Parameters,
         tied: Sequence[TiedParameter],
-        watch: Watch | None = None,
+        checks: Checks,
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
-        self.parameters, self.tied, self.watch = parameters, tied, watch
+        self.parameters, self.tied, self.checks = parameters, tied, checks
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
@@ -87,6 +86,7 @@ class Engine:
         self.parameters.check_values()
         self.forget()
         batch = split(call, self.position, self.schedule, self._modes())
+        self.checks.begin(batch)
         with waiting("for the replicas to begin the step"):
             begin([self.stages[index].copies for index in self._whole.stages])
 
@@ -95,15 +95,16 @@ class Engine:
         self.control.tell(batch.vote, why)
         clock = clock_for(self.device, self.offset)
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
-        ahead = self._head_start(batch, clock, [self.watch, measurement])
+        ahead = self._head_start(batch, clock, [self.checks, measurement])
         agreed = self.agreement.reach(batch, why)
+        self.checks.agreed(agreed.weights)
         if batch.training and agreed.known is None:  # new to this rank, or to another
             measurement = measurement or MemoryMeasurement(self.stages)
             measurement.skip(agreed.without_backward)
 
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
-        self.run(agreed.program.steps, observed(actions.acts, [self.watch, measurement]), channels, clock, ahead)
+        self.run(agreed.program.steps, observed(actions.acts, [self.checks, measurement]), channels, clock, ahead)
         averaging = average(list(self.stages.values()), self.parameters, self.tied, self.position, batch.training)
 
         outcome = self._conclude(actions, clock, measurement, (between, averaging))
@@ -176,11 +177,11 @@ class Engine:
         agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
-        flags = bool(self.beside and self.beside.failed), preempted(), bool(self.watch and self.watch.at_the_end())
+        flags = bool(self.beside and self.beside.failed), preempted(), self.checks.found()
         mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times, *flags)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
-        judged = verdict(self.control, self.watch, self.parameters, actions.batch) if self.watch and any(report.found) else None
+        judged = self.checks.verdict(actions.batch, report)
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
         sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
         return Outcome(loss, of_each, outputs, report, ran, clock, sizes, judged)

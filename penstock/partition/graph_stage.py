@@ -61,14 +61,14 @@ class StageGraph:
     def __init__(self, stage: GraphStage, whole: ModelGraph, part: Part) -> None:
         self.sources, self.takers = part.sources, part.takers
         self.device = next((each.device for each in whole.model.parameters()), torch.device("cpu"))
-        self._stage, self._inputs, self._graphs = stage, whole.inputs, part.graphs
+        self.stage, self._inputs, self._graphs = stage, whole.inputs, part.graphs
         self._nodes = {training: tuple(graph.nodes) for training, graph in part.graphs.items()}
 
     def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call: Call) -> Any:
         """As the stage's forward, with every unit and everything random between them called by `call`."""
         given = iter(self._received(messages) if self.sources else self._inputs.values(messages, kwargs))
         env: dict[fx.Node, Any] = {}
-        for node in self._nodes[self._stage.training]:
+        for node in self._nodes[self.stage.training]:
             if node.op == "placeholder":
                 env[node] = next(given)
             elif node.op == "get_attr":
@@ -90,7 +90,7 @@ class StageGraph:
         return [self.device if isinstance(value, torch.device) else value for value in values]
 
     def _part(self, node: fx.Node) -> Any:
-        return reduce(getattr, str(node.target).split("."), self._stage)
+        return reduce(getattr, str(node.target).split("."), self.stage)
 
     def _called(self, call: Call, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         function: Any = node.target

@@ -1,22 +1,14 @@
 """A step that leaves no trace where it fails, and where something in it was not finite: raised, skipped, or run once more."""
 
 import warnings
-from typing import Literal, get_args
 
 from penstock.engine.batch import Call
+from penstock.engine.checks.asked import OnNonfinite
 from penstock.engine.checks.before import undone_on_failure
-from penstock.engine.checks.verdict import COMPUTED, DATA, STATE
+from penstock.engine.checks.together import COMPUTED, CORRUPT, DATA, STATE
 from penstock.engine.report import Outcome, Verdict
 from penstock.engine.step import Engine
-from penstock.errors import MismatchError, NonFiniteError
-
-OnNonfinite = Literal["raise", "skip", "retry"]
-
-
-def check(on_nonfinite: OnNonfinite | None) -> None:
-    """Raises MismatchError for something else than one of the choices."""
-    if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
-        raise MismatchError(f"on_nonfinite={on_nonfinite!r}: use 'raise', 'skip', 'retry' or None")
+from penstock.errors import CorruptionError, NonFiniteError
 
 
 class Guard:
@@ -27,13 +19,15 @@ class Guard:
         self._modules = [stage.module for stage in engine.stages.values()]
 
     def step(self, call: Call) -> Outcome:
-        """As the engine's. Raises NonFiniteError, the same on every rank, once all of them have ended the step."""
+        """As the engine's. Raises NonFiniteError and CorruptionError the same on every rank, once all have ended the step."""
         if not call.training:
             return self.engine.step(call)
         with undone_on_failure(self._modules, self.engine.device, everything=self.choice is not None) as before:
             outcome = self._run(call)
             if (found := outcome.verdict) is None:
                 return outcome
+            if found.cause == CORRUPT:
+                raise CorruptionError(f"step {call.step}: {found.text}")
             name = f"step {call.step}: something is not finite"
             if self.choice == "raise" or found.cause == STATE or (self.choice == "retry" and found.cause == DATA):
                 raise NonFiniteError(f"{name}, {_CAUSES[found.cause]}: {found.text}")
@@ -48,7 +42,7 @@ class Guard:
             raise NonFiniteError(f"{name}, {_persistence(found, again)}")
 
     def _run(self, call: Call) -> Outcome:
-        if (watch := self.engine.watch) is None:
+        if (watch := self.engine.checks.watch) is None:
             return self.engine.step(call)
         with watch.on(gradients=call.scaler is None or not call.scaler.is_enabled(), offset=self.engine.offset):
             return self.engine.step(call)

@@ -5,8 +5,8 @@ came out. Another rank, as soon as its own actions are over, computes the same; 
 last ranks of a step. If the digests differ both compute again, and so does a third rank if there is one, until it is known who
 is wrong. Stage, replica and microbatch take turns.
 
-What is not looked at: values that were wrong before they were used, which all ranks compute with alike; and the weights'
-gradients, which are sums over microbatches.
+What is not looked at: values that were wrong before they were used, with which all ranks compute alike; and the weights'
+gradients of a backward in two.
 """
 
 import platform
@@ -21,7 +21,7 @@ from penstock.comms.control import Control
 from penstock.engine.actions import Acts, explained
 from penstock.engine.batch import Batch
 from penstock.engine.checks import parcels
-from penstock.engine.checks.skeleton import Parcel, Skeletons, digest, modes_of, own, tensors_of
+from penstock.engine.checks.skeleton import MADE, Parcel, Skeletons, digest, modes_of, own, tensors_of, weights_gradients
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.randomness import generator_of
@@ -106,7 +106,9 @@ class Audit:
         target = own(batch.targets[action.microbatch]) if stage.loss_fn is not None else None
         state = [each.detach() if each.requires_grad else each.detach().clone() for each in tensors_of(stage.module)]
         random = generator_of(self.position.pipeline.device).get_state()
-        self._noted = Parcel(action.microbatch, batch.seed, given, target, (), 0.0, random, state, modes_of(stage.module))
+        self._noted = Parcel(
+            action.microbatch, batch.seed, given, target, (), False, 0.0, random, state, modes_of(stage.module)
+        )
         self._in_turn = True
         made = act(action, values)
         self._in_turn = False
@@ -125,10 +127,12 @@ class Audit:
         if not self._is_due(action):
             return act(action, values)
         gradients = own([each for value in values for each in ((value,) if isinstance(value, Tensor) else value)])
-        made = act(action, values)
-        self._digests.append(digest(made))
+        whole = action.kind is Kind.B
+        with weights_gradients(self.stages[action.stage].module, whole) as of_weights:
+            made = act(action, values)
+        self._digests += [digest(made), *of_weights]
         weight = self.weights[action.microbatch] * self._batch.scale
-        self._parcel = self._noted._replace(gradients=gradients, weight=weight)
+        self._parcel = self._noted._replace(gradients=gradients, weight=weight, whole=whole)
         self._send(0)
         return made
 
@@ -180,9 +184,8 @@ class Audit:
             first = self._digests
         everyone = self.control.gather_objects((first, again, _processor()), self._what)
         one, other, *others = [everyone[each] for each in (rank, checker, *further)]
-        what = "input's gradient"
-        if one[0][0] != other[0][0]:
-            what = "loss" if self.turn.stage == self.table.stages - 1 else "output"
+        what = next(name for name, *pair in zip(MADE, one[0], other[0], strict=False) if pair[0] != pair[1])
+        what = "loss" if what == MADE[0] and self.turn.stage == self.table.stages - 1 else what
         differ = (
             "" if one[2] == other[2] else f" (rank {rank} is {one[2]}, rank {checker} {other[2]}: that alone may change bits)"
         )

@@ -4,6 +4,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +26,14 @@ class Parcel(NamedTuple):
     given: Any  # to the forward: (args, kwargs) of the batch, or what other stages gave
     target: Any  # the loss's, on the last stage
     gradients: Sequence[Any]  # of the output, on other stages
+    whole: bool  # the backward gave the weights' gradients too
     weight: float  # of the loss, and of auxiliary ones
     random: Tensor  # state of the generator before the forward
     state: list[Tensor]  # parameters and buffers
     modes: list[bool]  # which modules are in training mode, which tensors require a gradient
 
 
+MADE = ("output", "input's gradient", "weights' gradient")  # what is compared; of the last stage the loss is the output
 Make = Callable[[int, nn.Module, int], Stage]  # stage's number, its module, the replica it is of
 
 
@@ -44,7 +47,7 @@ class Skeletons:
                 module.penstock.device = device
 
     def compute(self, index: int, replica: int, parcel: Parcel) -> list[str]:
-        """What stage `index` makes of `parcel`, as digests: of its output or loss, and of its input's gradient."""
+        """What stage `index` makes of `parcel`, as digests: see MADE."""
         module, microbatch, gradients = self._modules[index], parcel.microbatch, parcel.gradients
         with filled(module, parcel, index), aside(self._device) as generator, torch.enable_grad():
             stage = self._make(index, module, replica)
@@ -57,7 +60,27 @@ class Skeletons:
             if stage.loss_fn is not None:
                 output = stage.loss(microbatch, output, parcel.target)
                 gradients = [torch.full_like(output, parcel.weight) for _ in stage.kept[microbatch].edges]
-            return [digest(output), digest(stage.backward(microbatch, gradients, weight=parcel.weight))]
+            with weights_gradients(module, parcel.whole) as of_weights:
+                made = stage.backward(microbatch, gradients, weight=parcel.weight)
+            return [digest(output), digest(made), *of_weights]
+
+
+@contextmanager
+def weights_gradients(module: nn.Module, looked_at: bool = True) -> Iterator[list[str]]:
+    """Around a full backward: digests of the gradients that it gives to the parameters, in a list of one."""
+    told, found = list[str](), dict[int, str]()
+    trained = [each for each in module.parameters() if each.requires_grad] if looked_at else []
+    hooks = [each.register_hook(partial(_note, found, number)) for number, each in enumerate(trained)]
+    try:
+        yield told
+    finally:
+        for hook in hooks:
+            hook.remove()
+    told.append(" ".join(found[number] for number in sorted(found)))
+
+
+def _note(found: dict[int, str], number: int, gradient: Tensor) -> None:
+    found[number] = digest(gradient)
 
 
 def digest(tree: Any) -> str:

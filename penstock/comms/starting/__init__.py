@@ -4,7 +4,7 @@ launcher   starts ranks on this machine for a function, and again
 ranks      their processes: started, watched, gone at the end
 rank_main  what each of those runs
 server     the process that ranks are forked from
-in_server  what that does at its end
+in_server  how that ends with its program
 blame      why an attempt failed, and because of which ranks
 restarts   what became of each attempt, and the report
 progress   how far the ranks are, in memory that the launching process reads

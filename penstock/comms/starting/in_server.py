@@ -1,15 +1,24 @@
-"""What the server that ranks are forked from does at its end: imported there, and nowhere else.
+"""What the server that ranks are forked from does when its program has ended: imported there, and nowhere else.
 
-Python leaves it to the program that started the server to remove the server's socket, and one that is killed does not. The
-server ends after it, and so can always do it.
+Python's server ends when no rank is left, and leaves it to the program to remove the server's socket. A program that is killed
+does not, and a rank that is stopped would be left for ever. So this server looks by itself: it ends with the program, its
+ranks end with it (`rank_main`), and it removes the socket.
 """
 
 import atexit
 import os
+import signal
 import socket
+import sys
 from contextlib import suppress
 
-SERVER = os.getpid()
+SERVER, PROGRAM = os.getpid(), os.getppid()
+LOOK = 0.5  # seconds
+
+
+def _look(*_: object) -> None:
+    if os.getpid() == SERVER and os.getppid() != PROGRAM:
+        sys.exit()
 
 
 def _listens_at() -> str | None:
@@ -28,5 +37,7 @@ def _remove(path: str) -> None:
             os.rmdir(os.path.dirname(path))
 
 
+signal.signal(signal.SIGALRM, _look)
+signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)  # no thread, which a process that forks must not have
 if path := _listens_at():
     atexit.register(_remove, path)

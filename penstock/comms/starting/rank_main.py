@@ -60,6 +60,7 @@ def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def rank_main(job: Job, rank: int, sender: Connection) -> None:
     """One rank: the caller's environment with torchrun's in it, the function, the outcome sent home."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the server's
     if job.preemptible:
         catch_preemption()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)

@@ -1,0 +1,300 @@
+"""Ranks die, are stopped or raise: who it was is told exactly, and training goes on to the bit with those that are left."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import penstock as ps
+from penstock import checkpoint
+from penstock.commands.train.again import for_world
+from penstock.commands.train.config import TrainConfig
+from penstock.commands.train.job import train_rank
+from penstock.comms.starting.blame import blamed, death
+from penstock.comms.starting.rank_main import Outcome
+
+STEPS = 12
+
+
+def attempt_number():
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def rank_trains(folder, faults):
+    """Train, from the newest checkpoint; before a step `faults` of an attempt and a rank happen to it."""
+    rank = ps.comms.init_distributed().rank
+    torch.manual_seed(0)
+    pipe = ps.Pipeline(nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)]), nn.functional.mse_loss, "1f1b", 4)
+    optimizer = torch.optim.Adam(pipe.parameters())
+    if checkpoint.exists(folder):
+        checkpoint.resume(folder, pipe, optimizer)
+    while pipe.step_count < STEPS:
+        fault = faults.get((attempt_number(), rank, pipe.step_count))
+        if fault == "raise":
+            raise ValueError("its own")
+        if fault is not None:
+            os.kill(os.getpid(), fault)
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(pipe.step_count))
+        pipe.step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+        if pipe.step_count % 3 == 0:
+            checkpoint.save(folder, pipe, optimizer)
+    return pipe.state_dict()
+
+
+def whole(results):
+    return {name: value for part in results for name, value in part.items()}
+
+
+@pytest.mark.ranks
+def test_ranks_go_on_without_those_that_failed_and_end_with_the_bits_of_an_undisturbed_run(tmp_path, capfd):
+    undisturbed = whole(ps.launch(rank_trains, 2, tmp_path / "undisturbed", {}))
+    capfd.readouterr()
+    faults = {(0, 2, 5): signal.SIGKILL, (1, 0, 7): "raise", (2, 1, 10): signal.SIGSTOP}
+    results = ps.launch(rank_trains, 4, tmp_path / "disturbed", faults, restarts=5, least=1)
+    weights = whole(results)
+    assert weights.keys() == undisturbed.keys()
+    for name, value in weights.items():
+        assert torch.equal(value, undisturbed[name]), name
+
+    attempts = results.attempts
+    assert [(each.ranks, each.culprits, each.steps_before, each.steps_done) for each in attempts] == [
+        (4, (2,), 0, 5), (3, (0,), 3, 7), (2, (1,), 6, 10), (1, (), 9, STEPS),
+    ]  # fmt: skip
+    assert [type(each.error) for each in attempts] == [ps.LostRankError, ValueError, ps.LostRankError, type(None)]
+    for before, after in itertools.pairwise(attempts):
+        assert before.began < before.ended < after.began < after.new_step < after.ended
+    lines = capfd.readouterr().err.splitlines()
+    report = lines[lines.index("penstock: 4 attempts:") + 1 :]
+    assert report[0].startswith("  1: 4 ranks, steps 1 to 5: ")
+    assert report[0].endswith("rank 2 was killed by SIGKILL")
+    first_new = r"steps lost, [\d.]+ s from the failure to the first new step"
+    assert re.fullmatch(rf"  2: 3 ranks, steps 4 to 7, 2 {first_new}: ValueError: its own", report[1])
+    assert re.fullmatch(rf"  3: 2 ranks, steps 7 to 10, 1 {first_new}: .*rank 1 was stopped by a signal for 3 s, .*", report[2])
+    assert re.fullmatch(rf"  4: 1 rank, steps 10 to 12, 1 {first_new}: done", report[3])
+
+
+@pytest.mark.ranks
+def test_an_error_that_comes_again_at_the_same_step_is_the_programs_own_and_not_tried_for_ever(tmp_path):
+    faults = {(attempt, 1, 4): "raise" for attempt in range(9)}
+    with pytest.raises(ValueError, match="its own") as raised:
+        ps.launch(rank_trains, 2, tmp_path, faults, restarts=8)
+    assert raised.value.__notes__ == ["The same error ended two attempts after 4 steps: not tried again."]
+    assert [(each.ranks, each.culprits, each.steps_done) for each in raised.value.attempts] == [(2, (1,), 4)] * 2
+
+
+def rank_begins(folder):
+    (folder / f"{attempt_number()}-{os.environ['RANK']}").touch()
+    if os.environ["RANK"] == "1":
+        raise ps.MismatchError("no step was made")
+    if os.environ["RANK"] == "2":
+        sys.exit(3)
+    ps.comms.init_distributed()
+
+
+@pytest.mark.ranks
+def test_before_the_first_step_too_and_a_program_that_exits_or_is_called_wrongly_is_not_started_again(tmp_path):
+    with pytest.raises(ps.MismatchError, match="no step was made") as raised:
+        ps.launch(rank_begins, 2, tmp_path, restarts=8)
+    assert raised.value.__notes__ == ["The same error ended two attempts before the first step: not tried again."]
+    with pytest.raises(SystemExit):
+        ps.launch(rank_exits, 2, restarts=8)
+    with pytest.raises(ps.PenstockError, match="define it at the top level of a module"):
+        ps.launch(lambda: None, 2, restarts=8)
+    for wrong, words in (
+        ({"restarts": -1}, "cannot restart -1 times: use a whole number, 0 or more"),
+        ({"restarts": 1, "least": 0}, "cannot restart with 0 ranks at least: use 1 to 2, or None for all of them"),
+        ({"restarts": 1, "least": 3}, "cannot restart with 3 ranks at least: use 1 to 2"),
+    ):
+        with pytest.raises(ps.PenstockError, match=words):
+            ps.launch(rank_begins, 2, tmp_path, **wrong)
+
+
+def rank_exits():
+    sys.exit(3)
+
+
+def rank_forks_server_dies():
+    ps.comms.init_distributed()
+    if attempt_number() == 0 and os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGKILL)
+    if attempt_number() == 0:
+        time.sleep(60)
+    return os.getppid()
+
+
+@pytest.mark.ranks
+@pytest.mark.fresh
+def test_where_the_server_of_the_ranks_is_killed_nobody_is_blamed_and_all_begin_again():
+    results = ps.launch(rank_forks_server_dies, 3, restarts=1, least=1)
+    first, second = results.attempts
+    assert (first.culprits, str(first.error)) == ((), "the server process that the ranks were forked from was killed")
+    assert (second.ranks, second.error) == (3, None)
+
+
+def outcomes(*told):
+    return {rank: Outcome(False, error, hearsay=hearsay, ranks=ranks) for rank, error, hearsay, ranks in told}
+
+
+LOST, OWN = ps.LostRankError("rank 1 is gone"), ValueError("own")
+
+
+@pytest.mark.parametrize(
+    ("came", "culprits", "words"),
+    [
+        (outcomes((0, LOST, True, (1,)), (1, death(1, -9), False, ())), (1,), "rank 1 is gone; rank 1 was killed by SIGKILL"),
+        (outcomes((0, LOST, True, (1,)), (2, death(2, -9), False, ())), (2,), "rank 2 was killed by SIGKILL"),
+        (outcomes((2, death(2, -11), False, ()), (0, death(0, -6), False, ())), (2,), "rank 2 was killed by SIGSEGV"),
+        (
+            outcomes((2, death(2, -9), False, ()), (0, death(0, -9), False, ())),
+            (2, 0),
+            "rank 2 was .*; rank 0 was killed by .*",
+        ),
+        (outcomes((0, death(0, 3), False, ()), (1, OWN, False, ())), (0,), "rank 0 ended with exit code 3 before it was done"),
+        (outcomes((1, OWN, False, ()), (0, death(0, -6), False, ())), (1,), "own"),
+        (outcomes((0, OWN, False, (1,)), (1, OWN, False, ())), (1,), "own"),
+        (outcomes((0, OWN, False, ()), (1, OWN, False, ())), (), "own"),
+        (outcomes((0, LOST, True, (1,))), (1,), "rank 1 is gone"),
+        (outcomes((0, LOST, True, (1,)), (1, LOST, True, (2,))), (2,), "rank 1 is gone"),
+        (outcomes((0, RuntimeError("gloo/transport"), True, ())), (), "rank 0 has lost the other ranks"),
+    ],
+)
+def test_exit_codes_and_own_errors_decide_who_it_was_over_what_others_guess(came, culprits, words):
+    failure = blamed(came)
+    assert failure.culprits == culprits
+    assert re.fullmatch(words, str(failure.error))
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "processes", "mesh", "gone"),
+    [
+        (2, 1, 8, (4, 2, 1), ""),
+        (2, 2, 4, (1, 2, 2), ""),
+        (2, 1, 3, (3, 1, 1), "3 processes cannot have --dp 2: the pipeline takes them all"),
+        (2, 2, 6, (3, 1, 2), "6 processes cannot have --dp 2: the pipeline takes them all"),
+        (2, 2, 5, (5, 1, 1), "5 processes cannot have --dp 2 and --tp 2: the pipeline takes them all"),
+    ],
+)
+def test_a_mesh_follows_the_processes_that_are_left(dp, tp, processes, mesh, gone):
+    config, told = for_world(TrainConfig(ranks=4, dp=dp, tp=tp), processes)
+    assert (config.ranks, config.dp, config.tp) == mesh
+    assert told == gone
+
+
+def rank_of_a_run(config, folder):
+    """A rank of `penstock train`; in the first attempt rank 1 is killed when there is a checkpoint."""
+    if attempt_number() == 0 and os.environ["RANK"] == "1":
+        threading.Thread(target=_kill_me_when, args=(lambda: checkpoint.exists(folder),), daemon=True).start()
+    return train_rank(config, folder)
+
+
+def _kill_me_when(true):
+    while not true():
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.ranks
+def test_penstock_train_goes_on_in_the_same_folder_with_the_metrics_of_every_step(tmp_path):
+    small = {"layers": 2, "width": 8, "batch": 4, "microbatches": 2, "context": 8, "steps": 60, "timeline": False}
+    config = TrainConfig(ranks=3, data=Path(__file__), restarts=1, least=1, **small)
+    results = ps.launch(rank_of_a_run, 3, config, tmp_path, restarts=1, least=1)
+    assert [(each.ranks, each.culprits) for each in results.attempts] == [(3, (1,)), (2, ())]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 61))
+    assert results[0].losses == [record["loss"] for record in records]
+    assert (tmp_path / "model.safetensors").exists()
+
+
+LAUNCHES = """
+import os, sys, time
+import penstock as ps
+def work(folder):
+    ps.comms.init_distributed()
+    open(f"{folder}/{os.getpid()}", "w").close()
+    time.sleep(100)
+if __name__ == "__main__":
+    ps.launch(work, 3, sys.argv[1])
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.fresh
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes with their parents")
+def test_a_launcher_that_is_killed_leaves_no_process_and_no_file(tmp_path):
+    for folder in ("ranks", "temporary"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "program.py").write_text(LAUNCHES)
+    shared = set(os.listdir("/dev/shm"))
+    program = subprocess.Popen(
+        [sys.executable, "program.py", "ranks"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    )
+    ranks = wait_for(
+        lambda: len(os.listdir(tmp_path / "ranks")) == 3 and [int(name) for name in os.listdir(tmp_path / "ranks")]
+    )
+    os.kill(ranks[0], signal.SIGSTOP)
+    program.kill()
+    program.wait()
+    wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    wait_for(
+        lambda: not [name for name in os.listdir(tmp_path / "temporary") if not name.startswith("torchinductor")]
+    )  # a cache
+    assert not set(os.listdir("/dev/shm")) - shared
+
+
+def wait_for(true):
+    deadline = time.monotonic() + 60
+    while not (value := true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return value
+
+
+def documented_script():
+    page = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
+    return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "__main__" in block)
+
+
+# Where Python starts, in each rank: in the first attempt rank 1 kills itself when there is a checkpoint.
+FAULT = """
+import os, signal, threading, time
+def kill():
+    while not os.path.isdir(os.environ["WATCHED"] + "/step-00000020"):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    threading.Thread(target=kill, daemon=True).start()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.fresh
+def test_the_documented_script_goes_on_under_torchrun_with_the_bits_of_one_that_was_left_alone(tmp_path):
+    (tmp_path / "train.py").write_text(documented_script())
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "WATCHED": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*torchrun, "train.py", "run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "exitcode: -9" in ended.stderr
+    alone = subprocess.run([sys.executable, "train.py", "alone"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert alone.returncode == 0, alone.stderr
+    run, other = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
+    assert run.keys() == other.keys()
+    for name, value in run.items():
+        assert torch.equal(value, other[name]), name

@@ -4,11 +4,14 @@ import math
 import random
 from collections.abc import Callable
 
-from penstock.schedule.searching.moves import earlier, later
+from penstock.schedule.searching.machine import Machine
+from penstock.schedule.searching.moves import Moved, earlier, later
 from penstock.schedule.searching.position import Position
 
 FAR = 6  # places that an action moves at most
+LOOSEN, ACROSS = 0.03, 0.15  # the share of moves of a rank's slack, and of those on several stages
 SOON = 512  # moves between two reports
+Move = Callable[[Machine, list[int], int, int, int], Moved]
 Report = Callable[[int, Position], None]  # steps since the last report, and where the annealing stands
 
 
@@ -35,17 +38,47 @@ def anneal(position: Position, dice: random.Random, steps: int, hot: float, cold
 
 
 def _try(position: Position, dice: random.Random, most: float) -> bool:
-    """Whether a random move was found that makes a step of at most `most`, and taken."""
-    machine, random = position.machine, dice.random
-    rank = int(random() * machine.ranks)
-    if position.slack and random() < 0.03:
-        return position.loosen(rank, max(0.0, position.slack[rank] + (random() - 0.5) * machine.typical), most)
-    row = position.rows[rank]
-    kind = random()
-    actions = 1 if kind < 0.6 else 2 + int(random() * 7) if kind < 0.85 else machine.microbatches
-    move = earlier if random() < 0.5 else later
-    new, first = move(machine, row, int(random() * len(row)), 1 + int(random() * FAR), actions)
-    if first == len(row) or position.attempt(rank, new, first, most) > most:
+    """Whether a random move makes a step of at most `most`; then it is taken."""
+    kind = dice.random()
+    if position.slack and kind < LOOSEN:
+        rank = int(dice.random() * position.machine.ranks)
+        slack = position.slack[rank] + (dice.random() - 0.5) * position.machine.typical
+        return position.loosen(rank, max(0.0, slack), most)
+    changed = _on_stages(position, dice) if kind > 1.0 - ACROSS else _on_one_rank(position, dice)
+    if not changed or position.attempt(changed, most) > most:
         return False
     position.accept()
     return True
+
+
+def _on_one_rank(position: Position, dice: random.Random) -> dict[int, Moved]:
+    """A random action, some or all that follow it, some places to one side."""
+    machine = position.machine
+    rank = int(dice.random() * machine.ranks)
+    row = position.rows[rank]
+    move, places, actions = _how(machine, dice)
+    moved = move(machine, row, int(dice.random() * len(row)), places, actions)
+    return {rank: moved} if moved.first < len(row) else {}
+
+
+def _on_stages(position: Position, dice: random.Random) -> dict[int, Moved]:
+    """The F or I of a microbatch, or of some or all that follow it, on 2 to 5 stages in a row."""
+    machine, changed = position.machine, dict[int, Moved]()
+    first, microbatch = int(dice.random() * machine.stages), int(dice.random() * machine.microbatches)
+    stages = range(first, min(machine.stages, first + 2 + int(dice.random() * 4)))
+    kind = machine.stages if dice.random() < 0.5 else 0
+    move, places, actions = _how(machine, dice)
+    for stage in stages:
+        rank = machine.placement[stage]
+        row, before = changed.get(rank, Moved(position.rows[rank], len(machine.cost)))
+        moved = move(machine, row, row.index((kind + stage) * machine.microbatches + microbatch), places, actions)
+        if moved.first < len(row):
+            changed[rank] = Moved(moved.row, min(before, moved.first))
+    return changed
+
+
+def _how(machine: Machine, dice: random.Random) -> tuple[Move, int, int]:
+    """Which way, how many places, and how many actions of a code."""
+    some = dice.random()
+    actions = 1 if some < 0.6 else 2 + int(dice.random() * 7) if some < 0.85 else machine.microbatches
+    return earlier if dice.random() < 0.5 else later, 1 + int(dice.random() * FAR), actions

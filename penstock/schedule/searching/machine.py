@@ -51,6 +51,8 @@ class Machine:
             microbatches * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.stages] == rank)
             for rank in range(self.ranks)
         ]
+        self.later = [sum(self.sizes[t].act for t in self.stages_of[home] if t > s) for s, home in enumerate(placement)]
+        self.codes = [len(each) * 2 for each in self.stages_of]
         self._connect()
 
     def _of_actions(self, of_codes: Sequence[float]) -> list[float]:

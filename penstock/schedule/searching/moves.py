@@ -1,8 +1,15 @@
 """Rows with actions moved past others; actions of one code, and those of one stage and microbatch, stay in order."""
 
+from typing import NamedTuple
+
 from penstock.schedule.searching.machine import Machine
 
-Moved = tuple[list[int], int]  # the new row, and where it first differs; at its end if nothing could move
+
+class Moved(NamedTuple):
+    """A new row, and where it first differs from the old one: at its end if nothing could move."""
+
+    row: list[int]
+    first: int
 
 
 def earlier(machine: Machine, row: list[int], index: int, places: int, actions: int) -> Moved:
@@ -19,7 +26,7 @@ def earlier(machine: Machine, row: list[int], index: int, places: int, actions: 
             del new[index]
             new.insert(at, action)
             first = min(first, at)
-    return new, first
+    return Moved(new, first)
 
 
 def later(machine: Machine, row: list[int], index: int, places: int, actions: int) -> Moved:
@@ -36,4 +43,4 @@ def later(machine: Machine, row: list[int], index: int, places: int, actions: in
             del new[here]
             new.insert(at, action)
             first = here
-    return new, first
+    return Moved(new, first)

@@ -9,9 +9,11 @@ This is the loop that a search spends its time in, hence long functions of plain
 """
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from penstock.schedule.searching.machine import Machine, Rows
+from penstock.schedule.searching.moves import Moved
 
 INFINITE = float("inf")
 ATTEMPT = 30  # steps that an attempt counts for, beside the actions that it runs
@@ -44,6 +46,7 @@ class Position:
 
     def __init__(self, machine: Machine, rows: Rows, slack: list[float] | None = None) -> None:
         self.machine, self.steps = machine, 0  # actions run so far
+
         self.go_to(State(INFINITE, rows, slack))
 
     def go_to(self, state: State) -> None:
@@ -52,7 +55,7 @@ class Position:
         self.backs = [self._backs(row) for row in self.rows]
         self.trace: list[Trace] = [[] for _ in self.rows]
         self.there, self.makespan = self.machine.there, INFINITE
-        if self.attempt(0, self.rows[0], 0, INFINITE) < INFINITE:
+        if self.attempt({}, INFINITE) < INFINITE:
             self.accept()
 
     def state(self) -> State:
@@ -64,11 +67,13 @@ class Position:
         first = self.machine.first_back
         return [action for action in row if action >= first] if self.slack and not self.machine.whole else []
 
-    def attempt(self, rank: int, row: list[int], first: int, most: float) -> float:
-        """The makespan with `row` for `rank`, the same before `first`; infinite if that is above `most`, or cannot run."""
+    def attempt(self, changed: Mapping[int, Moved], most: float) -> float:
+        """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run."""
         traces: list[Trace] = [[] for _ in self.rows]
-        end = self._run(rank, row, first, most, traces)
-        self.steps += ATTEMPT + sum(map(len, traces))
+        self.repairs = 0
+        end = self._run(changed, most, traces)
+        self.steps += ATTEMPT + sum(map(len, traces)) + self.repairs
+
         return end
 
     def accept(self) -> None:
@@ -81,7 +86,7 @@ class Position:
         """Whether the step takes at most `most` with another `slack` of `rank`; then it has that."""
         assert self.slack
         before, self.slack[rank] = self.slack[rank], slack
-        if self.attempt(rank, self.rows[rank], 0, most) > most:
+        if self.attempt({rank: Moved(self.rows[rank], 0)}, most) > most:
             self.slack[rank] = before
             return False
         self.accept()
@@ -99,7 +104,7 @@ class Position:
             rows.append(full + [each + to_weight for each in back[last:]])
         return rows
 
-    def _run(self, rank: int, row: list[int], first: int, most: float, traces: list[Trace]) -> float:
+    def _run(self, changed: Mapping[int, Moved], most: float, traces: list[Trace]) -> float:
         """One loop over all actions from `first` on: what they leave behind goes into `traces` and `tried`."""
         machine = self.machine
         ranks, work, limits, plain = range(machine.ranks), machine.work, machine.limits, machine.plain
@@ -107,16 +112,18 @@ class Position:
         first_weight, sends, also_needs = machine.first_weight, machine.sends, machine.also_needs
         splits = machine.first_back if self.slack and not machine.whole else len(cost)
         to_weight = first_weight - machine.first_back
-        if not machine.waits:
-            first = 0
-        since = self.trace[rank][first - 1][0] if first else -1.0
+        since = -1.0
+        if machine.waits:
+            since = min([self.trace[rank][first - 1][0] if first else -1.0 for rank, (_, first) in changed.items()] or [-1.0])
         rows, backs = self.rows[:], self.backs[:]
         there = self.there[:]
         channels: dict[tuple[int, int], float] = {}
         at, states = [], []
         for r in ranks:
             trace = self.trace[r]
-            here = first if r == rank else bisect_left(trace, (since,))
+            here = bisect_left(trace, (since,))
+            if r in changed and changed[r].first < here:
+                here = changed[r].first
             at.append(here)
             states.append(trace[here - 1] if here else (0.0, 0.0, work[r], 0, 0))
             if plain:
@@ -124,18 +131,26 @@ class Position:
                     there[slots[action]] = -1.0
         if not plain:
             there = machine.there[:]
-        rows[rank] = row
+        for rank, (row, _) in changed.items():
+            rows[rank] = row
+            backs[rank] = self._backs(row)
         slacks = self.slack or [0.0] * machine.ranks
-        backs[rank] = self._backs(row)
         begin = at[:]
         ready, end, running = list(ranks), 0.0, machine.ranks
-        while ready:
+        while running:
+            if not ready:
+                stuck = self._let_another_go_first(rows, backs, at, states, there)
+                if stuck < 0:
+                    return INFINITE
+                ready.append(stuck)
             r = ready.pop()
             row, index, back, trace, limit = rows[r], at[r], backs[r], traces[r], limits[r]
             slack = slacks[r]
             time, held, bound, done, made = states[r]
             put = trace.append
             count = len(row)
+            if index > count:
+                continue
             while index < count:
                 action = row[index]
                 when = there[action]
@@ -158,7 +173,7 @@ class Position:
                     held_then += change[weight]
                     done += 1
                 if held_then > limit:
-                    return INFINITE
+                    break
                 held = held_then
                 if when > time:
                     bound += when - time
@@ -187,6 +202,7 @@ class Position:
                             ready.append(int(-2.0 - woken))
             else:
                 running -= 1
+                index += 1
                 while done < made:
                     time += cost[back[done] + to_weight]
                     done += 1
@@ -196,7 +212,45 @@ class Position:
                         return INFINITE
             at[r] = index
             states[r] = time, held, bound, done, made
-        if running:
-            return INFINITE
         self.tried = _Tried(rows, backs, there, begin, traces, end)
         return end
+
+    def _let_another_go_first(
+        self, rows: Rows, backs: Rows, at: list[int], states: list[tuple[float, float, float, int, int]], there: Slots
+    ) -> int:
+        """Where no rank can go on: the action that can begin first, of those later in a row, comes next; returns its rank.
+
+        A rank is stuck if its next F does not fit, or if ranks wait for each other in a circle. -1: nothing can begin.
+        """
+        self.repairs += 20
+        machine, best = self.machine, (INFINITE, 0, 0, 0)
+        count, change, back = machine.microbatches, machine.change, machine.first_back
+        for rank, row in enumerate(rows):
+            time, held, _, done, made = states[rank]
+            seen = set[int]()
+            for index in range(at[rank], len(row)):
+                action = row[index]
+                code = action // count
+                if code in seen:
+                    continue
+                seen.add(code)
+                when = there[action]
+                if when < 0.0 or any(there[slot] < 0.0 for slot in machine.also_needs[action]):
+                    continue
+                if action >= machine.first_weight and action - back in row[at[rank] : index]:
+                    continue
+                if action < back:
+                    freed = sum(change[each + back] for each in backs[rank][done:made])
+                    if held + freed + change[action] + machine.later[code] > machine.limits[rank]:
+                        continue
+                if (key := (max(when, time), action < back, rank, index)) < best:
+                    best = key
+        when, _, rank, index = best
+        if when == INFINITE:
+            return -1
+        row = rows[rank] = rows[rank][:]
+        if there[row[at[rank]]] < -1.5:
+            there[row[at[rank]]] = -1.0
+        row.insert(at[rank], row.pop(index))
+        backs[rank] = self._backs(row)
+        return rank

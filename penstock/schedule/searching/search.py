@@ -9,7 +9,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.searching import starts
 from penstock.schedule.searching.annealing import anneal
-from penstock.schedule.searching.bounds import Bound, bound
+from penstock.schedule.searching.bounds import bound
 from penstock.schedule.searching.machine import TOLERANCE, Machine, Rows
 from penstock.schedule.searching.position import INFINITE, Position, State
 from penstock.schedule.table import Table, must_be_table
@@ -39,7 +39,7 @@ class Found:
 
 
 class _Enough(Exception):
-    """Whoever watches the progress wants no more."""
+    """It is proven that there is no better, or whoever watches the progress wants no more."""
 
 
 def search(
@@ -79,7 +79,7 @@ def search(
     best = _Best(machine, start, EFFORTS[effort], progress)
     with suppress(KeyboardInterrupt, _Enough):
         _anneal(best, random.Random(seed))
-    return best.found(bound(machine))
+    return best.found()
 
 
 def _checked(placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
@@ -121,6 +121,7 @@ class _Best:
         self.tables = [*self.published, *([start] if start else [])]
         self.times = [self._time(table) for table in self.tables]
         self.makespan = min(self.times, default=INFINITE)
+        self.bound = bound(machine)
         self.state: State | None = None  # None: one of the tables
 
     def _time(self, table: Table) -> float:
@@ -134,6 +135,8 @@ class _Best:
         self.done += steps
         if position.makespan < self.makespan:
             self.makespan, self.state = position.makespan, position.state()
+        if self.makespan <= self.bound.time * (1 + TOLERANCE):
+            raise _Enough
         if self.progress and self.progress(min(1.0, self.done / self.work), self.makespan):
             raise _Enough
 
@@ -146,7 +149,7 @@ class _Best:
         table = self.machine.table(position.whole_rows())
         return min(table, with_full_backwards(table), key=self._time)
 
-    def found(self, lower: Bound) -> Found:
+    def found(self) -> Found:
         """What is told of it."""
         table, times = self.table(), self.times[: len(self.published)]
         verify(table, skips=list(self.machine.costs.skips))
@@ -155,22 +158,30 @@ class _Best:
         name, family_makespan = None, None
         if of_family < INFINITE:
             name, family_makespan = self.published[times.index(of_family)].name, of_family
-        return Found(table, time, min(lower.time, time), lower.because, name, family_makespan)
+        return Found(table, time, min(self.bound.time, time), self.bound.because, name, family_makespan)
+
+
+ROUNDS = ((8, 0.4, 1.0), (3, 0.25, 0.5), (1, 0.15, 0.3))  # how many are annealed, the share of the work for all, how hot
 
 
 def _anneal(best: _Best, dice: random.Random) -> None:
-    """Anneal the best starts, then the best of these, at last with every W in its place."""
+    """Anneal from the best starts, go on with the best of these, and the best of those; at last with every W in its place."""
     machine, work = best.machine, best.work
-    typical = machine.typical
-    heads = sorted(_starts(best), key=lambda position: position.makespan)[:4]
-    for position in heads:
+    begins = sorted(_starts(best), key=lambda position: position.makespan)
+    for position in begins:
         best.report(0, position)
-    for position in heads:
-        anneal(position, dice, work // 12, typical, typical / 10, best.report)
-    position = min(heads, key=lambda position: position.makespan)
-    anneal(position, dice, work // 3, typical, typical / 10, best.report)
+    states = [position.state() for position in begins]
+    position = begins[0]
+    for many, share, hot in ROUNDS:
+        ended = []
+        for index in range(many):
+            position.go_to(states[index % min(len(states), many)])
+            anneal(position, dice, int(work * share / many), hot * machine.typical, hot * machine.typical / 10, best.report)
+            ended.append(position.state())
+        states = sorted(ended, key=lambda state: state.makespan)
+    position.go_to(states[0])
     position = Position(machine, position.whole_rows())
-    anneal(position, dice, work // 3, typical / 3, typical / 10, best.report)
+    anneal(position, dice, work // 5, machine.typical / 5, machine.typical / 20, best.report)
 
 
 def _starts(best: _Best) -> Iterator[Position]:

@@ -1,0 +1,120 @@
+"""The store that launched ranks meet at: the launching process keeps it, and each rank reaches it over a pipe of its own.
+
+The pipe is inherited and has no name. So there is no port that another user of the machine could come to, as there is with
+torch's TCPStore, which asks nobody who he is; and nothing is left of it when the processes have ended, however they do.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.comms.encoding import decode, encode
+from penstock.comms.starting.meeting import looks
+from penstock.errors import MismatchError
+
+# What a rank may ask for. Nothing of it waits, so that several of its threads can share a pipe.
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "get": lambda store, key: store.get(key) if store.check([key]) else None,
+    "set": dist.HashStore.set,
+    "add": dist.HashStore.add,
+    "check": dist.HashStore.check,
+    "compare_set": dist.HashStore.compare_set,
+    "delete_key": dist.HashStore.delete_key,
+    "num_keys": dist.HashStore.num_keys,
+}
+
+
+def serve(store: dist.HashStore, end: Connection) -> None:
+    """Answer what a rank asks of `store` over this end of its pipe, in a thread, until the rank is gone."""
+    threading.Thread(target=_serve, args=(store, end), name="penstock-store", daemon=True).start()
+
+
+def _serve(store: dist.HashStore, end: Connection) -> None:
+    with end:
+        try:
+            while True:
+                what, *given = decode(end.recv_bytes())
+                end.send_bytes(encode(ANSWERS[what](store, *given)))
+        except (OSError, EOFError, MismatchError):
+            return
+
+
+class PipeStore(dist.Store):
+    """The store as a rank has it, from Python and from torch's C++, from any thread.
+
+    Raises DistNetworkError, which is a RuntimeError, once the launching process is gone, as TCPStore does.
+    """
+
+    def __init__(self, end: Connection) -> None:
+        super().__init__()
+        self._end, self._lock = end, threading.Lock()
+        os.register_at_fork(after_in_child=end.close)  # it is this rank's alone
+
+    def _ask(self, *request: Any) -> Any:
+        with self._lock:
+            try:
+                self._end.send_bytes(encode(request))
+                return decode(self._end.recv_bytes())
+            except (OSError, EOFError) as error:
+                raise dist.DistNetworkError("the store is gone, with the process that launched the ranks") from error
+            except BaseException:  # of a signal's handler: the answer to come is nobody's
+                self._end.close()
+                raise
+
+    def get(self, key: str) -> bytes:
+        """The value, once there is one."""
+        for _ in looks(self.timeout.total_seconds()):
+            if (value := self._ask("get", key)) is not None:
+                return bytes(value)
+        raise dist.DistStoreError(f"timed out: nobody has set {key}")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Until all of them have a value."""
+        for _ in looks((timeout or self.timeout).total_seconds()):
+            if self.check(keys):
+                return
+        raise dist.DistStoreError(f"timed out: nobody has set {', '.join(keys)}")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """As torch's."""
+        self._ask("set", key, value)
+
+    def add(self, key: str, number: int) -> int:
+        """As torch's."""
+        return int(self._ask("add", key, number))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """As torch's."""
+        return bool(self._ask("check", list(keys)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """As torch's."""
+        return bytes(self._ask("compare_set", key, expected, desired))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """As torch's."""
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """As torch's."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        """As torch's."""
+        return bool(self._ask("delete_key", key))
+
+    def num_keys(self) -> int:
+        """As torch's."""
+        return int(self._ask("num_keys"))
+
+    def clone(self) -> "PipeStore":
+        """This one: nothing in it waits for the launching process to do more than answer."""
+        return self
+
+    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - the names that torch's C++ calls these two by

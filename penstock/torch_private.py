@@ -6,11 +6,13 @@ supported, 2.11 to 2.15, is decided here and nowhere else.
 
 import logging
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch._ops import OpOverload as OpOverload  # what a dispatched operation i
 from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
@@ -273,6 +276,20 @@ def reduce_scatter_into(backend: Any, piece: Tensor, tensor: Tensor, op: Any) ->
 def default_store() -> dist.Store:
     """The store at which the world's ranks have met; torch shows it to none that did not make it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def meet_at(store: dist.Store) -> None:
+    """From now on this process' `init_process_group()` and rendezvous("env://") find `store`, and RANK and WORLD_SIZE.
+
+    The public `register_rendezvous_handler` takes other schemes only, which every program would have to ask for.
+    """
+
+    def found(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        store.set_timeout(timeout)
+        asked = dict(parse_qsl(urlsplit(url).query))
+        yield store, int(asked.get("rank", os.environ["RANK"])), int(asked.get("world_size", os.environ["WORLD_SIZE"]))
+
+    _rendezvous_handlers["env"] = found
 
 
 # ---- graphs and exports (partition) ---------------------------------------------------------------------------------

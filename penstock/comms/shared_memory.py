@@ -46,6 +46,7 @@ def make(size: int) -> tuple[mmap.mmap | None, int]:
         return None, -1
     file = os.memfd_create(NAME)
     try:
+        os.fchmod(file, 0o600)  # other users do not come to /proc entries of this one's processes anyway
         os.ftruncate(file, size)
         memory = mmap.mmap(file, size)
         memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would give memory to every address
@@ -68,6 +69,8 @@ def open_of(process: int, file: int, secret: bytes) -> mmap.mmap | None:
             return None
         own = os.open(path, os.O_RDWR)
         try:
+            if os.fstat(own).st_uid != os.geteuid():  # whoever told of it is not one of our ranks
+                return None
             memory = mmap.mmap(own, 0)  # as long as it is
             memory.madvise(mmap.MADV_DONTDUMP)
         finally:

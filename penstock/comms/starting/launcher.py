@@ -8,7 +8,6 @@ restarts left the ranks that remain begin again, from the same server with a new
 import inspect
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -90,13 +89,15 @@ def _attempt(
     work: bytes, ranks: int, before: Sequence[Attempt], may_restart: bool
 ) -> tuple[dict[int, Outcome], Failure | None, Attempt]:
     """All ranks run once: what each came to, why they failed if they did, and what is told of it."""
-    began, store = time.monotonic(), _store()
+    from torch.distributed import HashStore
+
+    began, store = time.monotonic(), HashStore()
     context = multiprocessing.get_context("spawn") if _sees_gpu() else server_context()
     environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(len(before))}
     with closing(Page(ranks, furthest(before))) as page:
         try:
-            job = Job(work, ranks, store.port, environment, page.address, catches_preemption())
-            with started(job, context) as (processes, results):
+            job = Job(work, ranks, environment, page.address, catches_preemption())
+            with started(job, context, store) as (processes, results):
                 outcomes, ended = outcomes_of(processes, results, store, may_restart)
                 part([processes[rank] for rank in outcomes])
             failure = blamed(outcomes)
@@ -136,12 +137,3 @@ def _sees_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _store() -> Any:
-    """The store the ranks meet at, in this process, which only this machine reaches."""
-    from torch.distributed import TCPStore
-
-    listening = socket.create_server(("127.0.0.1", 0))
-    port = listening.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())

@@ -39,7 +39,6 @@ class Job(NamedTuple):
 
     work: bytes  # the function and its arguments, pickled
     ranks: int
-    port: int  # of the store
     environment: dict[str, str]  # of the launching process, at that moment; its working directory comes by itself
     page: progress.Address | None = None
     preemptible: bool = False  # the launching process catches what asks it to save and leave
@@ -57,8 +56,8 @@ def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def rank_main(job: Job, rank: int, sender: Connection) -> None:
-    """One rank: the caller's environment with torchrun's in it, the function, the outcome sent home."""
+def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> None:
+    """One rank: the caller's environment with torchrun's in it, the function, the outcome sent home; `store` leads there."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the server's
     if job.preemptible:
@@ -68,12 +67,15 @@ def rank_main(job: Job, rank: int, sender: Connection) -> None:
     os.environ.clear()  # of the server that this rank was forked from
     os.environ.update(
         job.environment, RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(job.ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port), TORCHELASTIC_USE_AGENT_STORE="True",
+        MASTER_ADDR="127.0.0.1",
     )  # fmt: skip
     import torch
 
+    from penstock import torch_private
+    from penstock.comms.starting.store import PipeStore
     from penstock.comms.topology import shutdown, tell_departure
 
+    torch_private.meet_at(PipeStore(store))
     os.register_at_fork(after_in_child=sender.close)  # a process that the rank forks would hide the rank's death
     gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
     torch.set_num_threads(_threads())

@@ -26,20 +26,28 @@ STOPPED = 3.0  # seconds after which a rank that is stopped is ended
 
 
 @contextmanager
-def started(job: Job, context: Any) -> Iterator[tuple[list[Any], list[Connection]]]:
-    """The processes of all ranks and where their outcomes come from; they are gone afterwards, whatever happens."""
+def started(job: Job, context: Any, store: Any) -> Iterator[tuple[list[Any], list[Connection]]]:
+    """The processes of all ranks and where their outcomes come from; they are gone afterwards, whatever happens.
+
+    They meet at `store`, a HashStore of this process.
+    """
+    from penstock.comms.starting.store import serve  # imports torch
+
     processes, results = [], []
     try:
         for rank in range(job.ranks):
             receiver, sender = context.Pipe(duplex=False)
             results.append(receiver)
-            process = context.Process(target=rank_main, args=(job, rank, sender), name=f"rank {rank}", daemon=False)
+            ours, theirs = context.Pipe()
+            serve(store, ours)
+            process = context.Process(target=rank_main, args=(job, rank, sender, theirs), name=f"rank {rank}", daemon=False)
             try:
                 with held():
                     process.start()
             except (EOFError, ConnectionError, FileNotFoundError) as error:
                 raise ServerEndedError from error
             sender.close()
+            theirs.close()
             processes.append(process)
             tell_too(process.pid)
         yield processes, results

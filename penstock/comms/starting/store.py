@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from penstock.comms.encoding import decode, encode
 from penstock.comms.starting.meeting import looks
-from penstock.errors import MismatchError
 
 # What a rank may ask for. Nothing of it waits, so that several of its threads can share a pipe.
 ANSWERS: dict[str, Callable[..., Any]] = {
@@ -40,7 +39,7 @@ def _serve(store: dist.HashStore, end: Connection) -> None:
             while True:
                 what, *given = decode(end.recv_bytes())
                 end.send_bytes(encode(ANSWERS[what](store, *given)))
-        except (OSError, EOFError, MismatchError):
+        except Exception:  # the rank is gone, or asks for what no rank of ours does: for it this is the store's end
             return
 
 
@@ -49,6 +48,8 @@ class PipeStore(dist.Store):
 
     Raises DistNetworkError, which is a RuntimeError, once the launching process is gone, as TCPStore does.
     """
+
+    timeout: timedelta  # torch's, as `set_timeout` has it
 
     def __init__(self, end: Connection) -> None:
         super().__init__()
@@ -117,4 +118,4 @@ class PipeStore(dist.Store):
         """This one: nothing in it waits for the launching process to do more than answer."""
         return self
 
-    deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 - the names that torch's C++ calls these two by
+    deleteKey, getNumKeys = delete_key, num_keys  # the names that torch's C++ calls these two by

@@ -8,8 +8,9 @@ thread while the next steps run. All ranks must see the folder.
     audit/          digests of what training has come to, by which replicas and runs are compared
     training_state  the optimizer by names, random numbers
     together        what the ranks do as one: write, fail, find the newest whole checkpoint
-    restore         `resume`
-    saving          `save` and `exists`
+    memory          `remember`: checkpoints in memory that outlives the ranks
+    restore         `resume` and `exists`
+    saving          `save`
     lock            one writer to a folder
     importing       `import_weights`: from one file, or several and their index
     weights         `export`, `export_folder`: the weights alone, as one file or as a folder for `from_pretrained`
@@ -18,9 +19,10 @@ thread while the next steps run. All ranks must see the folder.
 from penstock.checkpoint.audit.digests import digests
 from penstock.checkpoint.audit.trail import Trail
 from penstock.checkpoint.importing import import_weights
-from penstock.checkpoint.restore import resume
-from penstock.checkpoint.saving import exists, save
+from penstock.checkpoint.memory import remember
+from penstock.checkpoint.restore import exists, resume
+from penstock.checkpoint.saving import save
 from penstock.checkpoint.together import Saving
 from penstock.checkpoint.weights import export, export_folder
 
-__all__ = ["Saving", "Trail", "digests", "exists", "export", "export_folder", "import_weights", "resume", "save"]
+__all__ = ["Saving", "Trail", "digests", "exists", "export", "export_folder", "import_weights", "remember", "resume", "save"]

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint import lock
+from penstock.checkpoint import lock, memory
+from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import MODEL, as_one, differences, newest_whole, put, settled, under_all_names
@@ -22,7 +23,8 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
     """Go on where the newest whole checkpoint in `folder` was saved, whatever cut, ranks and schedule it was saved with.
 
     All ranks call it, and what follows is to the bit what would have followed without the stop. Every file is compared with
-    its hash first, the ranks sharing the work; of a newer checkpoint that is damaged, a warning names the file.
+    its hash first, the ranks sharing the work; of a newer checkpoint that is damaged, a warning names the file. One that
+    `remember` has kept in memory is taken where it is as new as the newest on the disk, as a line on stderr tells.
 
     `folder`: of checkpoints, or one of them. To go on from an older one than the newest, give that, and save elsewhere.
     `pipe`: gets the parameters and buffers, and the `step_count`. Python's and torch's random generators go on as on this
@@ -38,7 +40,7 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
     """
     control = settled(pipe)
     with as_one(control, f"resume from {folder}"):
-        chosen, content, files = newest_whole(control, Path(folder))
+        chosen, content, files = memory.newest(control, Path(folder)) or newest_whole(control, Path(folder))
         kept = _kept(content, files, pipe.aliases)
         unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})
         if any(unfit.values()):
@@ -62,9 +64,14 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
         put(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
         pipe.step_count = content["step"]
         restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
-        if chosen.parent == Path(folder):
-            lock.know(chosen.parent)
+        if manifest.step_of(Path(folder)) is None and Path(folder).is_dir():
+            lock.know(Path(folder))
     return extra
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether there is a checkpoint of `folder` to resume from: a program that may be started again asks this first."""
+    return memory.is_kept(Path(folder)) or (Path(folder).is_dir() and bool(manifest.newest_first(Path(folder))))
 
 
 def _kept(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:

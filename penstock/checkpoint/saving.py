@@ -1,6 +1,6 @@
 """Saving: all ranks write their parts beside, and the folder gets its name when it is whole."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -61,13 +61,9 @@ def save(
     final = Path(folder) / manifest.folder_of(pipe.step_count)
     with as_one(control, f"write the checkpoint {final}"), broken_off(pipe.position.beside):
         held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
-        steps = control.gather_objects(pipe.step_count, "to save")
-        if len(set(steps)) > 1:
-            raise MismatchError(
-                f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them"
-            )
+        check_steps(control.gather_objects(pipe.step_count, "to save"))
         check_replicas(control, pipe, optimizer)
-        part, tensors = _collected(pipe, optimizer, scheduler, extra)
+        part, tensors = collected(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
     written = partial(_write, control, final, part, tensors, keep, held)
@@ -88,7 +84,13 @@ def claim(folder: Path, pipe: Pipeline) -> None:
             lock.take(folder, pipe)
 
 
-def _collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def check_steps(steps: Sequence[int]) -> None:
+    """Raises MismatchError unless all ranks have done as many."""
+    if len(set(steps)) > 1:
+        raise MismatchError(f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them")
+
+
+def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
     rank, aliases, state = pipe.position.world.rank, pipe.aliases, own_state(pipe)
     names = {id(parameter): aliases.get(name, name) for name, parameter in pipe.named_parameters()}
@@ -122,7 +124,7 @@ def _write(
     def put_in_place(parts: list[Any]) -> None:
         if held:
             held.check()
-        manifest.write(beside, _merged(parts))
+        manifest.write(beside, merged(parts))
         manifest.put_in_place(beside, final)
         manifest.prune(folder, part["step"], keep)
 
@@ -132,7 +134,7 @@ def _write(
         write(control, beside, tensors, tell, put_in_place)
 
 
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The manifest of all ranks' parts."""
     return {
         "step": parts[0]["step"],
@@ -143,8 +145,3 @@ def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "extra": parts[0]["extra"],
         "random": [part["random"] for part in parts],
     }
-
-
-def exists(folder: str | Path) -> bool:
-    """Whether there is a checkpoint in `folder` to resume from: a program that may be started again asks this first."""
-    return Path(folder).is_dir() and bool(manifest.newest_first(Path(folder)))

@@ -24,8 +24,8 @@ from penstock.stage.dtensor import full, placed_as
 
 T = TypeVar("T")
 MODEL = "model."  # what the names of the model's tensors begin with in a checkpoint
-_count = itertools.count()  # of pipelines with checkpoints in this process, the same on every rank
-_controls: WeakKeyDictionary[Pipeline, Control] = WeakKeyDictionary()  # their checkpoints' own
+_count = itertools.count()  # of control groups for checkpoints in this process, the same on every rank
+_controls: WeakKeyDictionary[Pipeline, dict[str, Control]] = WeakKeyDictionary()
 
 
 class Saving:
@@ -63,9 +63,15 @@ def settled(pipe: Pipeline) -> Control:
     saving, pipe.beside = pipe.beside, None
     if saving is not None:
         saving.settle()
-    if pipe not in _controls:
-        _controls[pipe] = Control(pipe.position.world, f"penstock/checkpoint/{next(_count)}")
-    return _controls[pipe]
+    return control_for(pipe, "checkpoint")
+
+
+def control_for(pipe: Pipeline, purpose: str) -> Control:
+    """A control group of the ranks of `pipe` for this purpose, the same one each time."""
+    controls = _controls.setdefault(pipe, {})
+    if purpose not in controls:
+        controls[purpose] = Control(pipe.position.world, f"penstock/{purpose}/{next(_count)}")
+    return controls[purpose]
 
 
 def own_state(pipe: Pipeline) -> dict[str, Any]:
@@ -112,10 +118,17 @@ def put(pipe: Pipeline, state: Iterable[tuple[str, Any]]) -> None:
 @contextmanager
 def as_one(control: Control, what: str) -> Iterator[None]:
     """What all ranks do: if it fails on one it does on all, with the same error, which says `what` could not be done."""
+    with failing_as_one(control, what):
+        yield
+        control.gather_objects(None, f"to {what}")
+
+
+@contextmanager
+def failing_as_one(control: Control, what: str) -> Iterator[None]:
+    """As `as_one`, but a rank that has come through does not wait for the others."""
     control.connect()
     try:
         yield
-        control.gather_objects(None, f"to {what}")
     except OSError as error:
         why = f"{error.strerror} ({error.filename})" if error.filename else str(error)
         told = PenstockError(f"rank {control.topology.rank} could not {what}: {why}")

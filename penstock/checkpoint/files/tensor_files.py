@@ -58,13 +58,23 @@ def write(folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float | 
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file; it is on the disk afterwards.
+    """Write one safetensors file; it is on the disk afterwards. Raises MismatchError for a dtype that the format lacks."""
+    header, order = described(tensors)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in order:
+            write_bytes(tensors[name], file)
+        file.flush()
+        os.fsync(file.fileno())
 
-    Wide numbers come first, so that every tensor begins at a multiple of its numbers' size. Raises MismatchError for a dtype
-    that the format does not know.
+
+def described(tensors: Mapping[str, Tensor], **more: str) -> tuple[bytes, list[str]]:
+    """The header of a file of these tensors, and the order that they are in it; `more`: what else it is to say.
+
+    Wide numbers come first, so that every tensor begins at a multiple of its numbers' size. Raises as `write_file`.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **more}}
     end = 0
     for name in order:
         tensor, begin = tensors[name], end
@@ -73,16 +83,11 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
             raise MismatchError(f"{name} is {tensor.dtype}, which safetensors files cannot hold: convert it")
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            _write_bytes(tensors[name], file)
-        file.flush()
-        os.fsync(file.fileno())
+    return text + b" " * (-len(text) % 8), order
 
 
-def _write_bytes(tensor: Tensor, file: Any) -> None:
+def write_bytes(tensor: Tensor, file: Any) -> None:
+    """Add a tensor's bytes to a file."""
     tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     if tensor.nbytes:
         file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))  # as `tensor.numpy()` would, without numpy
@@ -112,9 +117,9 @@ class TensorFiles(Mapping[str, Tensor]):
     """
 
     def __init__(self, *paths: Path) -> None:
-        self._given = frozenset(paths)  # which may be links; what is found in a folder may not
+        self.paths = paths  # which may be links; what is found in a folder may not
         files = [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
-        self.stored = {name: stored for file in files for name, stored in _stored_in(file, file in self._given)}
+        self.stored = {name: stored for file in files for name, stored in _stored_in(file, file in paths)}
         self.shapes = {name: stored.shape for name, stored in self.stored.items()}
         self.nbytes = sum(stored.nbytes for stored in self.stored.values())
         self._last: tuple[Path | None, Any] = None, None  # the file that was read last, and its memory
@@ -137,7 +142,7 @@ class TensorFiles(Mapping[str, Tensor]):
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
         if path != self._last[0]:  # one file at a time: each holds a descriptor
-            self._last = path, _map(path, path in self._given)
+            self._last = path, _map(path, path in self.paths)
         data = self._last[1]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written to

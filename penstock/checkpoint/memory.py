@@ -179,8 +179,8 @@ def newest(control: Control, folder: Path) -> tuple[Path, dict[str, Any], Tensor
     """
     there = drawers.find() if drawers.wanted() else None
     disk = [manifest.step_of(path) or 0 for path in manifest.newest_first(folder)] if folder.is_dir() else []
-    told = [[list(part) for part in _parts(there)], there.name if there else socket.gethostname(), max(disk, default=-1)]
-    everyone = control.gather_objects(told, f"to look into {folder}")
+    mine = [[list(part) for part in _parts(there)], there.name if there else socket.gethostname(), max(disk, default=-1)]
+    everyone = control.gather_objects(mine, f"to look into {folder}")
     parts = [_part(each) for each, _, _ in everyone for each in each]
     found = _newest_of(parts, str(folder.resolve()))
     if found is None or found[0].mark.step < everyone[0][2]:
@@ -207,8 +207,10 @@ def _newest_of(parts: Sequence[Part], folder: str) -> list[Part] | None:
 
 def _parts(there: Drawers | None) -> list[Part]:
     """What is whole in the drawers of this machine."""
-    found = []
-    for number in range(len(there.files) if there else 0):
+    found: list[Part] = []
+    if there is None:
+        return found
+    for number in range(len(there.files)):
         with suppress(OSError, ValueError):
             mark, _ = _read(there.path(number))
             found.append(Part(mark, str(there.path(number)), there.name, number // there.width % 2))
@@ -261,7 +263,7 @@ def _sent(control: Control, place: Path, peer: int) -> list[tuple[Any, Tensor]]:
     """Begin to send what is in a drawer. What this returns is kept until it is done."""
     with opened(place, follow=True) as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        lengths = torch.tensor([memory.numel(), int.from_bytes(memory[:8].numpy().tobytes(), "little")])
+        lengths = torch.tensor([memory.numel(), int.from_bytes(file.read(8), "little")])
     group = _group(control)
     return [(group.send([each], peer, TAG), each) for each in (lengths, *memory[8:].split(PIECE))]
 

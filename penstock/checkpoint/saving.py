@@ -98,6 +98,7 @@ def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tup
     others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     part = {
         "step": pipe.step_count,
+        "files": {},
         "aliases": aliases,
         "settings": settings(pipe),
         "model": {name: pack(value, f"state.{name}", tensors) for name, value in others.items()},

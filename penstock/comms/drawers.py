@@ -14,7 +14,8 @@ import struct
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,17 @@ class Drawers(NamedTuple):
         """Give the memory back, in the process that has it."""
         for file in self.files:
             os.close(file)
+
+
+@contextmanager
+def for_launch(ranks: int) -> Iterator[str]:
+    """Drawers of this process for so many ranks of its own, as the value of VARIABLE; it is empty where there are none."""
+    drawers = make(2 * ranks, ranks) if ranks else None
+    try:
+        yield drawers.told() if drawers else ""
+    finally:
+        if drawers:
+            drawers.close()
 
 
 def make(count: int, width: int) -> Drawers | None:
@@ -129,12 +141,12 @@ def _start(agent: int, width: int) -> None:
 
 def _keep(agent: int, width: int) -> None:
     """Keep drawers, and tell this user's processes where they are, until `agent` ends."""
-    ended = os.pidfd_open(agent)
+    ended: Any = os.pidfd_open(agent)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(_address(agent))
         drawers = make(4 * width, width)  # two checkpoints, and two of another machine's
         listening.listen(128)
-        while ended not in select.select([listening, ended], [], [])[0]:
+        while not select.select([listening, ended], [], [])[0].count(ended):
             asking, _ = listening.accept()
             with asking, suppress(OSError):
                 if drawers is not None and _user(asking) == os.getuid():

@@ -49,8 +49,6 @@ class Drawers(NamedTuple):
     @classmethod
     def of(cls, text: str) -> "Drawers | None":
         """What was `told`, if it is there."""
-        if not text:
-            return None
         process, name, files, width = json.loads(text)
         drawers = cls(process, name, tuple(files), width)
         return drawers if drawers.are_there() else None
@@ -62,11 +60,11 @@ class Drawers(NamedTuple):
 
 
 @contextmanager
-def for_launch(ranks: int) -> Iterator[str]:
-    """Drawers of this process for so many ranks of its own, as the value of VARIABLE; it is empty where there are none."""
+def for_launch(ranks: int) -> Iterator[dict[str, str]]:
+    """Drawers of this process for so many ranks of its own, as what it adds to their environment."""
     drawers = make(2 * ranks, ranks) if ranks else None
     try:
-        yield drawers.told() if drawers else ""
+        yield {VARIABLE: drawers.told()} if drawers else {}
     finally:
         if drawers:
             drawers.close()
@@ -85,9 +83,7 @@ def make(count: int, width: int) -> Drawers | None:
 
 def wanted() -> bool:
     """Whether somebody would start the ranks again, as the environment says: the same on all of them."""
-    if VARIABLE in os.environ:
-        return bool(os.environ[VARIABLE])
-    return bool(int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)))
+    return VARIABLE in os.environ or bool(int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)))
 
 
 def find(start: bool = False) -> Drawers | None:

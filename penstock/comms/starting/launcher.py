@@ -65,7 +65,7 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
         return _attempts(pickled(function, args), ranks, restarts, least, memory)
 
 
-def _attempts(work: bytes, ranks: int, restarts: int, least: int | None, memory: str) -> Results[Any]:
+def _attempts(work: bytes, ranks: int, restarts: int, least: int | None, memory: dict[str, str]) -> Results[Any]:
     """Start after start, until one comes to its end; `memory`: where the ranks find what they are to keep for the next one."""
     attempts, failures, running = list[Attempt](), list[Failure](), ranks
     while True:
@@ -93,14 +93,15 @@ def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
 
 
 def _attempt(
-    work: bytes, ranks: int, before: Sequence[Attempt], memory: str, may_restart: bool
+    work: bytes, ranks: int, before: Sequence[Attempt], memory: dict[str, str], may_restart: bool
 ) -> tuple[dict[int, Outcome], Failure | None, Attempt]:
     """All ranks run once: what each came to, why they failed if they did, and what is told of it."""
     from torch.distributed import HashStore
 
     began, store = time.monotonic(), HashStore()
     context = multiprocessing.get_context("spawn") if _sees_gpu() else server_context()
-    environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(len(before)), drawers.VARIABLE: memory}
+    environment = {name: value for name, value in os.environ.items() if name != drawers.VARIABLE}  # which may be another's
+    environment |= {"TORCHELASTIC_RESTART_COUNT": str(len(before)), **memory}
     with closing(Page(ranks, furthest(before))) as page:
         try:
             job = Job(work, ranks, environment, page.address, catches_preemption())

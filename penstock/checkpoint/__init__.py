@@ -9,6 +9,7 @@ thread while the next steps run. All ranks must see the folder.
     training_state  the optimizer by names, random numbers
     together        what the ranks do as one: write, fail, find the newest whole checkpoint
     memory          `remember`: checkpoints in memory that outlives the ranks
+    parts           a rank's part of such a checkpoint
     restore         `resume` and `exists`
     saving          `save`
     lock            one writer to a folder

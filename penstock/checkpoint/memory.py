@@ -1,61 +1,34 @@
 """Checkpoints in memory that outlives the ranks: what a rank that is lost costs is at most one step, and no disk is read.
 
-Each rank writes its part, a safetensors file, into a drawer (`comms/drawers.py`); with several machines the part also goes to a
-rank of the next machine. The length that such a file begins with is written last, so a part is there whole or not at all. Two
-checkpoints are kept in turn: the older one is written over when every rank has written the newer one.
+Each rank writes its part into a drawer (`comms/starting/drawers.py`); with several machines the part also goes to a rank of
+the next machine. Two checkpoints are kept in turn: the older is written over when every rank has written the newer.
 """
 
-import json
-import mmap
 import os
 import socket
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from penstock.checkpoint.files import manifest
-from penstock.checkpoint.files.reading import opened
-from penstock.checkpoint.files.tensor_files import TensorFiles, described, write_bytes
+from penstock.checkpoint.files.tensor_files import TensorFiles
+from penstock.checkpoint.parts import Mark, Part, newest_of, part_of, parts_in, read, receive, sent, write
 from penstock.checkpoint.saving import check_steps, collected, merged
 from penstock.checkpoint.together import as_one, control_for, failing_as_one
-from penstock.comms import drawers
+from penstock.comms.breaking import broken_off
 from penstock.comms.control import Control, waiting
-from penstock.comms.drawers import Drawers
-from penstock.comms.groups import broken_off
+from penstock.comms.starting import drawers
+from penstock.comms.starting.drawers import Drawers
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 
 WHAT = "keep a checkpoint in memory"
-TAG = 3  # of messages that carry one to another machine
-PIECE = 2**28  # bytes of such a message
-
-
-class Mark(NamedTuple):
-    """What a drawer says of the part that is in it."""
-
-    folder: str  # whose checkpoint
-    run: str  # and of which start of the ranks
-    number: int  # one more with every checkpoint in memory
-    step: int
-    rank: int
-    ranks: int
-
-
-class Part(NamedTuple):
-    """A rank's part of a checkpoint in memory."""
-
-    mark: Mark
-    place: str  # its file
-    machine: str  # whose memory that is
-    turn: int  # 0 or 1: which of the two checkpoints
 
 
 def remember(
@@ -80,8 +53,11 @@ def remember(
     """
     if not drawers.wanted():
         return False
+    place = os.path.abspath(folder)
+    if any(each is not None and each.mark.folder != place for each in _memories.values()):
+        raise MismatchError(f"memory keeps the checkpoints of one folder, and a pipeline here has another than {place}")
     if pipe not in _memories:
-        _memories[pipe] = _opened(control_for(pipe, "memory"), str(Path(folder).resolve()))
+        _memories[pipe] = _opened(control_for(pipe, "memory"), place)
     memory = _memories[pipe]
     if memory is None:
         return False
@@ -110,22 +86,14 @@ class _Memory:
         """Write this rank's part into the drawer whose turn it is, and copies of others'."""
         self.mark = self.mark._replace(number=self.mark.number + 1, step=part["step"])
         self.turn = 1 - self.turn
-        header, order = described(tensors, mark=json.dumps(self.mark), part=json.dumps(part))
         place = self._place(self.turn)
-        with place.open("r+b") as file:
-            _size(file.fileno(), 8 + len(header) + sum(tensor.nbytes for tensor in tensors.values()))
-            file.seek(8)
-            file.write(header)
-            for name in order:
-                write_bytes(tensors[name], file)
-            file.flush()
-            _seal(file.fileno(), len(header))
+        write(place, self.mark, part, tensors)
         with waiting(f"to {WHAT}"):
-            sent = [each for peer in self.to for each in _sent(self.control, place, peer)]
+            sending = [each for peer in self.to for each in sent(self.control, place, peer)]
             for peer in self.of:
                 with self._place(2 + self.turn).open("r+b") as file:
-                    _receive(self.control, file.fileno(), peer)
-            for work, _ in sent:
+                    receive(self.control, file.fileno(), peer)
+            for work, _ in sending:
                 work.wait()
 
     def _place(self, which: int) -> Path:
@@ -134,11 +102,9 @@ class _Memory:
 
 def _opened(control: Control, folder: str) -> _Memory | None:
     """This rank's drawers, for checkpoints of `folder`; None if some rank has none. All ranks call it."""
-    if any(each is not None and each.mark.folder != folder for each in _memories.values()):
-        raise MismatchError(f"memory keeps the checkpoints of one folder, and there is a pipeline with another than {folder}")
     with as_one(control, WHAT):
         there, rank = drawers.find(start=True), control.topology.rank
-        told = [[list(part) for part in _parts(there)], there and there.name, uuid4().hex]
+        told = [[list(part) for part in parts_in(there)], there and there.name, uuid4().hex]
         everyone = control.gather_objects(told, f"to {WHAT}")
     if there is None or not all(name for _, name, _ in everyone):
         if rank == 0:
@@ -146,9 +112,9 @@ def _opened(control: Control, folder: str) -> _Memory | None:
                 "a machine has no memory that outlives its ranks: checkpoints are kept on the disk only", stacklevel=3
             )
         return None
-    parts = [_part(each) for each, _, _ in everyone for each in each]
+    parts = [part_of(each) for each, _, _ in everyone for each in each]
     last = max((part.mark.number for part in parts), default=0)
-    whole = _newest_of(parts, folder)
+    whole = newest_of(parts, folder)
     mark = Mark(folder, everyone[0][2], last, 0, rank, control.topology.world_size)
     return _Memory(control, there, mark, whole[0].turn if whole else 1, _by_machine([name for _, name, _ in everyone]))
 
@@ -169,7 +135,7 @@ def _copies(machines: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
 
 def is_kept(folder: Path) -> bool:
     """Whether this machine's memory has a whole checkpoint of `folder`."""
-    return drawers.wanted() and _newest_of(_parts(drawers.find()), str(folder.resolve())) is not None
+    return drawers.wanted() and newest_of(parts_in(drawers.find()), os.path.abspath(folder)) is not None
 
 
 def newest(control: Control, folder: Path) -> tuple[Path, dict[str, Any], TensorFiles] | None:
@@ -179,57 +145,18 @@ def newest(control: Control, folder: Path) -> tuple[Path, dict[str, Any], Tensor
     """
     there = drawers.find() if drawers.wanted() else None
     disk = [manifest.step_of(path) or 0 for path in manifest.newest_first(folder)] if folder.is_dir() else []
-    mine = [[list(part) for part in _parts(there)], there.name if there else socket.gethostname(), max(disk, default=-1)]
+    mine = [[list(part) for part in parts_in(there)], there.name if there else socket.gethostname(), max(disk, default=-1)]
     everyone = control.gather_objects(mine, f"to look into {folder}")
-    parts = [_part(each) for each, _, _ in everyone for each in each]
-    found = _newest_of(parts, str(folder.resolve()))
+    parts = [part_of(each) for each, _, _ in everyone for each in each]
+    found = newest_of(parts, os.path.abspath(folder))
     if found is None or found[0].mark.step < everyone[0][2]:
         return None
     files = _brought(control, found, parts, [name for _, name, _ in everyone])
     told = f"step {found[0].mark.step} of {folder}, which was kept in memory"
     if control.topology.rank == 0:
         sys.stderr.write(f"penstock: the ranks go on from {told} (on the disk: {f'step {max(disk)}' if disk else 'none'})\n")
-    content = merged([_read(path)[1] for path in files.paths])
+    content = merged([read(path)[1] for path in files.paths])
     return Path(told), content, files
-
-
-def _newest_of(parts: Sequence[Part], folder: str) -> list[Part] | None:
-    """The parts, by rank, of the newest checkpoint of `folder` that is whole."""
-    checkpoints: dict[tuple[int, str], dict[int, Part]] = {}
-    for part in parts:
-        if part.mark.folder == folder:
-            checkpoints.setdefault((part.mark.number, part.mark.run), {})[part.mark.rank] = part
-    for _, by_rank in sorted(checkpoints.items(), reverse=True):
-        if len(by_rank) == by_rank[min(by_rank)].mark.ranks:
-            return [by_rank[rank] for rank in sorted(by_rank)]
-    return None
-
-
-def _parts(there: Drawers | None) -> list[Part]:
-    """What is whole in the drawers of this machine."""
-    found: list[Part] = []
-    if there is None:
-        return found
-    for number in range(len(there.files)):
-        with suppress(OSError, ValueError):
-            mark, _ = _read(there.path(number))
-            found.append(Part(mark, str(there.path(number)), there.name, number // there.width % 2))
-    return found
-
-
-def _part(told: Sequence[Any]) -> Part:
-    mark, *rest = told
-    return Part(Mark(*mark), *rest)
-
-
-def _read(place: Path) -> tuple[Mark, dict[str, Any]]:
-    """What a drawer says of itself. Raises ValueError if there is no part in it, or not the whole of one."""
-    with opened(place, follow=True) as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not length:
-            raise ValueError("it is being written")
-        told = json.loads(file.read(length))["__metadata__"]
-    return Mark(*json.loads(told["mark"])), json.loads(told["part"])
 
 
 # -- between machines -----------------------------------------------------------------------------------------------------
@@ -237,61 +164,23 @@ def _read(place: Path) -> tuple[Mark, dict[str, Any]]:
 
 def _brought(control: Control, found: Sequence[Part], parts: Sequence[Part], names: Sequence[str]) -> TensorFiles:
     """All of the checkpoint `found`, where this rank can open it; `parts`: all there are; `names`: of each rank's machine."""
-    rank, mine, sent = control.topology.rank, dict[int, str](), []
+    rank, mine, sending = control.topology.rank, dict[int, str](), []
     for number, wanted in enumerate(found):
         homes = {part.machine: part.place for part in parts if part.mark == wanted.mark}
         giver = min(rank for rank, name in enumerate(names) if name in homes)
         for taker in [ranks[0] for ranks in _by_machine(names) if names[ranks[0]] not in homes]:
             with waiting("to bring a checkpoint from another machine's memory"):
                 if rank == giver:
-                    sent += _sent(control, Path(homes[names[rank]]), taker)
+                    sending += sent(control, Path(homes[names[rank]]), taker)
                 elif rank == taker:
                     file = os.memfd_create("penstock")
                     os.fchmod(file, 0o600)
-                    _receive(control, file, giver)
+                    receive(control, file, giver)
                     mine[number] = f"/proc/{os.getpid()}/fd/{file}"
         if names[rank] in homes:
             mine[number] = homes[names[rank]]
-    for work, _ in sent:
+    for work, _ in sending:
         work.wait()
     everyone = control.gather_objects([[number, place] for number, place in mine.items()], "to look into memory")
     here = {number: place for name, each in zip(names, everyone, strict=True) if name == names[rank] for number, place in each}
     return TensorFiles(*(Path(here[number]) for number in range(len(found))))
-
-
-def _sent(control: Control, place: Path, peer: int) -> list[tuple[Any, Tensor]]:
-    """Begin to send what is in a drawer. What this returns is kept until it is done."""
-    with opened(place, follow=True) as file:
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        lengths = torch.tensor([memory.numel(), int.from_bytes(file.read(8), "little")])
-    group = _group(control)
-    return [(group.send([each], peer, TAG), each) for each in (lengths, *memory[8:].split(PIECE))]
-
-
-def _receive(control: Control, file: int, peer: int) -> None:
-    """Receive what `_sent` sends into an open file."""
-    group, lengths = _group(control), torch.zeros(2, dtype=torch.int64)
-    group.recv([lengths], peer, TAG).wait()
-    size, header = lengths.tolist()
-    _size(file, size)
-    memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-    for each in memory[8:].split(PIECE):
-        group.recv([each], peer, TAG).wait()
-    _seal(file, header)
-
-
-def _group(control: Control) -> Any:
-    groups = control.connect()
-    assert groups is not None, "a world of one has one machine"
-    return groups.everyone
-
-
-def _size(file: int, size: int) -> None:
-    """Make a file that is written from now on, and so is not whole, so long."""
-    os.pwrite(file, bytes(8), 0)
-    os.ftruncate(file, size)
-
-
-def _seal(file: int, header: int) -> None:
-    """Say that a file is whole, by the length of its header."""
-    os.pwrite(file, header.to_bytes(8, "little"), 0)

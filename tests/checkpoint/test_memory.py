@@ -14,8 +14,8 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint import memory, restore
-from penstock.comms import drawers
+from penstock.checkpoint import parts, restore
+from penstock.comms.starting import drawers
 
 pytestmark = pytest.mark.ranks
 
@@ -69,7 +69,7 @@ def rank_trains(folder, faults):
         if dies and moment == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         if dies and moment == "within":  # its part is half written
-            memory.write_bytes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            parts.write_bytes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         assert checkpoint.remember(folder, *given, extra={"after": pipe.step_count})
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_a_machine_that_is_lost_has_its_copy_on_the_next_one(tmp_path, undisturb
 
 AGENT = """
 import os, subprocess, sys
-from penstock.comms import drawers
+from penstock.comms.starting import drawers
 if len(sys.argv) == 1:
     os.environ |= {"TORCHELASTIC_MAX_RESTARTS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for attempt in "01":

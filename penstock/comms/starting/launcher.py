@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, NoReturn, TypeVar
 
-from penstock.comms import drawers
 from penstock.comms.health.signals import catches_preemption, preempted
+from penstock.comms.starting import drawers
 from penstock.comms.starting.blame import UNGUARDED, Failure, blamed
 from penstock.comms.starting.progress import Page
 from penstock.comms.starting.rank_main import Job, Outcome, pickled

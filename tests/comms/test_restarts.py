@@ -91,7 +91,7 @@ def test_an_error_that_comes_again_at_the_same_step_is_the_programs_own_and_not_
     faults = {(attempt, 1, 4): "raise" for attempt in range(9)}
     with pytest.raises(ValueError, match="its own") as raised:
         ps.launch(rank_trains, 2, tmp_path, faults, restarts=8)
-    assert raised.value.__notes__ == ["The same error ended two attempts after 4 steps: not tried again."]
+    assert raised.value.__notes__ == ["the same error ended two attempts after 4 steps: not tried again"]
     assert [(each.ranks, each.culprits, each.steps_done) for each in raised.value.attempts] == [(2, (1,), 4)] * 2
 
 
@@ -108,7 +108,7 @@ def rank_begins(folder):
 def test_before_the_first_step_too_and_a_program_that_exits_or_is_called_wrongly_is_not_started_again(tmp_path):
     with pytest.raises(ps.MismatchError, match="no step was made") as raised:
         ps.launch(rank_begins, 2, tmp_path, restarts=8)
-    assert raised.value.__notes__ == ["The same error ended two attempts before the first step: not tried again."]
+    assert raised.value.__notes__ == ["the same error ended two attempts before the first step: not tried again"]
     with pytest.raises(SystemExit):
         ps.launch(rank_exits, 2, restarts=8)
     with pytest.raises(ps.PenstockError, match="define it at the top level of a module"):

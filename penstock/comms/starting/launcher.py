@@ -119,7 +119,9 @@ def _raise(failure: Failure, attempts: Sequence[Attempt], failures: Sequence[Fai
     if is_repeated(attempts, failures):
         steps = attempts[-1].steps_done
         where = "before the first step" if steps is None else f"after {steps} steps"
-        failure.error.add_note(f"The same error ended two attempts {where}: not tried again.")
+        note = f"the same error ended two attempts {where}: not tried again"
+        failure.error.add_note(note)
+        _tell(note)
     failure.error.attempts = tuple(attempts)  # type: ignore[attr-defined]
     raise failure.error from (RankTraceback(failure.traceback) if failure.traceback else None)
 

@@ -25,20 +25,16 @@ class Audit:
 
     def run(self) -> None:
         """Read, compare, tell."""
-        for folder in (self.run_a, self.run_b or self.run_a):
-            if not folder.exists():
-                raise PenstockError(f"{folder} does not exist{nearest_path(folder)}")
         from penstock.checkpoint.audit import comparison
 
         try:
-            runs = [comparison.read(folder) for folder in (self.run_a, self.run_b) if folder is not None]
-            same, told = comparison.compare(*runs) if self.run_b is not None else comparison.alone(*runs)
-        except comparison.NotComparable as error:
-            sys.exit(_not_comparable(error))
+            for folder in (self.run_a, self.run_b or self.run_a):
+                if not folder.exists():
+                    raise PenstockError(f"{folder} does not exist{nearest_path(folder)}")
+            a = comparison.read(self.run_a)
+            same, told = comparison.alone(a) if self.run_b is None else comparison.compare(a, comparison.read(self.run_b))
+        except PenstockError as error:
+            print(f"penstock: {error}", file=sys.stderr)
+            sys.exit(2)
         print(told)
         sys.exit(0 if same else 1)
-
-
-def _not_comparable(error: Exception) -> int:
-    print(f"penstock: {error}", file=sys.stderr)
-    return 2

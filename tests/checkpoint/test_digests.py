@@ -269,14 +269,16 @@ def test_the_command_ends_with_0_if_runs_are_the_same_1_if_not_2_if_that_cannot_
     for folder, options in {"a": {}, "b": {}, "c": {"seed": 9}, "d": {"learning_rate": 0.2}}.items():
         recorded(tmp_path / folder, **options)
     codes = []
-    for other in ("a", "b", "c", "d", "", None):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "digests.jsonl").write_text('{"step": 2, "weights": {"0.weight": "00000000"}}\n')
+    for other in ("a", "b", "c", "d", "", None, "nowhere", "broken"):
         with pytest.raises(SystemExit) as ended:
             Audit(tmp_path / "a", None if other is None else tmp_path / other).run()
         codes.append(ended.value.code)
-    assert codes == [0, 0, 1, 2, 2, 0]
+    assert codes == [0, 0, 1, 2, 2, 0, 2, 2]
     told = capsys.readouterr()
     assert "step 2 is the first that differs" in told.out
     assert told.err.splitlines()[0] == "penstock: the runs cannot be compared, they have learning_rate 0.1 and 0.2"
     assert "has no digests.jsonl: give the folder of a run that keeps digests" in told.err
-    with pytest.raises(ps.PenstockError, match="nowhere does not exist"):
-        Audit(tmp_path / "nowhere").run()
+    assert "nowhere does not exist" in told.err
+    assert "digests.jsonl is damaged, it is not what Penstock wrote there" in told.err

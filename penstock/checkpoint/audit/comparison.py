@@ -58,10 +58,11 @@ def read(folder: Path) -> Run:
     try:
         for record in json_lines.read(path):
             if "run" in record:
-                run = record["run"]
+                run = {key: record["run"][key] for key in ("settings", "conditions", "parameters", "layers", "ranks")}
             else:
                 steps[int(record["step"])] = Step(run, {kind: dict(record[kind]) for kind in KINDS if kind in record})
-    except (ValueError, KeyError, TypeError) as error:
+        run["conditions"]["deterministic"]  # a file without a line of a start is damaged, too
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise NotComparable(f"{path} is damaged, it is not what Penstock wrote there: {error!r}") from error
     if not steps:
         raise NotComparable(f"{path} has no step yet")

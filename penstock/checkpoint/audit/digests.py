@@ -121,7 +121,7 @@ def _all(pipe: Pipeline, optimizer: Any) -> Iterator[tuple[str, str, Any, Any]]:
         yield "weights", name, value, value
     for name, parameter in pipe.named_parameters():
         yield "gradients", name, parameter, parameter.grad
-        yield "optimizer", name, parameter, optimizer.state.get(parameter) if optimizer is not None else None
+        yield "optimizer", name, parameter, getattr(optimizer, "state", {}).get(parameter)
 
 
 # -- one digest ---------------------------------------------------------------------------------------------------------

@@ -1,8 +1,16 @@
 """Models that no laptop can run, as what their layers cost: seconds by operations, bytes as 16-bit training keeps them."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
 
+from penstock.partition.balance import starts as balanced
 from penstock.plan import Layer, Layers
+from penstock.plan.candidate import Cutting, Terms
+from penstock.plan.planning import tables
+from penstock.plan.stages import Line
+from penstock.plan.timing import TimedTable
+from penstock.schedule import build
 
 SPEED = 200e12  # operations a second
 NUMBER = 2  # bytes
@@ -82,3 +90,26 @@ MODELS: dict[str, Callable[[], Layers]] = {
     "hierarchical ViT": hierarchical_vit,
     "mixture of experts": lambda: mixture(24, 2048, 2048, 64_000),
 }
+
+
+def even_cut(layers: Layers, terms: Terms, batch: int, counts: Sequence[int], names: Sequence[str]) -> float:
+    """Seconds of the best of these families on cuts whose slowest stage is the fastest, with all recomputed or nothing."""
+    best = math.inf
+    for count, name in product(counts, names):
+        line = Line(layers.at(batch / count))
+        for table in tables([name], len(terms.limits), count, len(line.layers)):
+            cutting, starts = Cutting(line, table, terms), tuple(balanced(line.seconds, len(table.placement)))
+            for way in (None, "stage", "block"):
+                candidate = cutting.alike(starts, way)
+                best = min(best, math.inf if candidate.over else candidate.seconds)
+    return best
+
+
+def limit_of(layers: Layers, ranks: int, batch: int, count: int, share: float, optimizer: float) -> float:
+    """Bytes of a rank that has room for its parameters, and for `share` of the activations of 1f1b on an even cut."""
+    line = Line(layers.at(batch / count))
+    cutting = Cutting(line, TimedTable(build("1f1b", ranks, count)), Terms((math.inf,) * ranks, optimizer))
+    starts = tuple(balanced(line.seconds, ranks))
+    always = [sum(cutting.always(rank, [stage])) for rank, stage in enumerate(cutting.stages(starts))]
+    held = [choice.bytes - more for choice, more in zip(cutting.alike(starts, None).choices, always, strict=True)]
+    return max(always) + share * max(held)

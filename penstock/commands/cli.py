@@ -119,6 +119,8 @@ COMMANDS = {  # name -> the module with its class, which is called after it
     "bench": "bench.command",
     "schedules": "cli",
     "show": "show",
+    "plan": "plan",
+    "search": "plan",
     "compare": "show",
     "studio": "cli",
     "lab": "cli",

@@ -9,6 +9,8 @@ import tyro
 
 from penstock.commands.source import table_of
 from penstock.errors import PenstockError
+from penstock.plan import is_plan
+from penstock.plan import load as load_plan
 from penstock.schedule import Costs, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
 from penstock.view.differences import differences
 from penstock.view.files import write, writing
@@ -21,6 +23,11 @@ _LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
 def is_recorded(source: str) -> bool:
     """Whether `source` is a run or a timeline that was kept, and not a schedule."""
     return source not in names() and (source.endswith(".json") or Path(source).is_dir())
+
+
+def recorded(source: str) -> Record:
+    """The run, timeline or plan that `source` is. Raises PenstockError if it is none."""
+    return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan(source) else load(source)
 
 
 def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Table, str]:
@@ -83,7 +90,7 @@ class Show(Simulated):
     """Draw a schedule as it would run, timed by the simulator, or a run as it was measured, with its bubble and memory."""
 
     schedule: tyro.conf.Positional[str] = "1f1b"
-    """A name that `penstock schedules` lists, the path of a CSV table, the folder of a run or its timeline.json."""
+    """A name that `penstock schedules` lists, a CSV table, the folder of a run, its timeline.json, or a plan.json."""
     table: bool = False
     """Print the bare table as well."""
     csv: Optional[str] = None
@@ -120,7 +127,7 @@ class Show(Simulated):
     def _recorded(self) -> Record:
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
-        record = load(self.schedule)
+        record = recorded(self.schedule)
         drawn = {f"{record.name}, {record.label}": record.steps[-1]} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in drawn.items():
             print(label)
@@ -156,6 +163,6 @@ class Compare(Simulated):
 
     def _record(self, source: str) -> Record:
         if is_recorded(source):
-            return load(source)
+            return recorded(source)
         schedule, _ = self.proved(source)
         return Record((self.timed(schedule, schedule.stages / schedule.ranks),))

@@ -48,12 +48,16 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
 
 
 class Planned(Protocol):
-    """What a pipeline takes from a plan."""
+    """What a pipeline takes from a plan: the arguments of these names."""
 
-    schedule: Schedule
-    microbatches: int
-    cuts: Sequence[str]
-    recompute: Sequence[Recompute | None]
+    @property
+    def schedule(self) -> Schedule: ...  # noqa: D102
+    @property
+    def microbatches(self) -> int: ...  # noqa: D102
+    @property
+    def cuts(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def recompute(self) -> Sequence[Recompute | None]: ...  # noqa: D102
 
 
 def check_plan(plan: Any, *besides: Any) -> None:

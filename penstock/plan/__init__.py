@@ -16,14 +16,21 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
+    from penstock.plan.advice import bytes_of, told_bytes
     from penstock.plan.layers import Layer, Layers
     from penstock.plan.measuring import measure
     from penstock.plan.planning import plan
-    from penstock.plan.result import Plan, load
+    from penstock.plan.result import Plan, is_plan, load, robustness
 
-__all__ = ["Layer", "Layers", "Plan", "load", "measure", "plan"]
+__all__ = ["Layer", "Layers", "Plan", "bytes_of", "is_plan", "load", "measure", "plan", "robustness", "told_bytes"]
 
 __getattr__, __dir__ = face(
     __name__,
-    {"Layer": "layers", "Layers": "layers", "Plan": "result", "load": "result", "measure": "measuring", "plan": "planning"},
+    {
+        **dict.fromkeys(("Layer", "Layers"), "layers"),
+        **dict.fromkeys(("Plan", "is_plan", "load", "robustness"), "result"),
+        **dict.fromkeys(("bytes_of", "told_bytes"), "advice"),
+        "measure": "measuring",
+        "plan": "planning",
+    },
 )

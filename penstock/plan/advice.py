@@ -1,7 +1,9 @@
 """What is told of memory: bytes to read, and where nothing fits, what would."""
 
+import re
 from collections.abc import Iterable
 
+from penstock.errors import PenstockError
 from penstock.plan.candidate import Candidate, Cutting
 
 
@@ -19,6 +21,17 @@ def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> s
         f"{told_bytes(held)} for activations"
     )
     return f"{told}. What fits: {'; '.join([*fitting, f'{told_bytes(needed)} for each rank'])}"
+
+
+_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1.0, "": 1.0}
+
+
+def bytes_of(text: str) -> float:
+    """The bytes that `text` says, `2GB` for instance. Raises PenstockError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([TGMK]?B|)\s*", text.upper())
+    if found is None or not float(found[1]):
+        raise PenstockError(f"{text!r} is no amount of memory: write it as 2GB, 500MB")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def told_bytes(number: float) -> str:

@@ -20,6 +20,7 @@ from penstock.schedule.catalog import FAMILIES
 Effort = Literal["quick", "normal", "long"]
 SHOWN = 5  # plans
 STEPS = ((24, 30_000), (8, 150_000), (SHOWN, 500_000))  # so many ways go on, each with cuts that cost so many actions to time
+OVERHEAD = 200  # actions: what a try costs besides, in the time of so many
 INTERLEAVED = (2, 3, 4)  # stages on a rank that are tried for a family that leaves them open
 SEARCHED = {"quick": (), "normal": ("quick", "normal"), "long": ("quick", "normal", "long")}  # efforts of searches for tables
 TABLES = {"quick": 5, "normal": 1, "long": 1}  # for so many of the best ways
@@ -44,7 +45,7 @@ class Way(NamedTuple):
 
     def descended(self, actions: int, random: Random) -> "Way":
         """With a better cut, if one is found while so many actions are timed."""
-        tries = 1 + actions // len(self.cutting.table.lines)
+        tries = 1 + actions // (OVERHEAD + len(self.cutting.table.lines))
         return self._replace(best=self.cutting.descended(self.best, tries, random))
 
 
@@ -131,7 +132,7 @@ def _table(name: str, ranks: int, microbatches: int, stages_per_rank: int | None
     return TimedTable(build(name, ranks, microbatches, stages_per_rank))
 
 
-def _tables(names: Sequence[str], ranks: int, microbatches: int, most: int) -> Iterator[TimedTable]:
+def tables(names: Sequence[str], ranks: int, microbatches: int, most: int) -> Iterator[TimedTable]:
     """Those of the families that have no more than `most` stages."""
     for name in names:
         family = FAMILIES[name]
@@ -148,7 +149,7 @@ def _families(lines: dict[int, Line], ranks: int, terms: Terms, names: Sequence[
         for count, line in lines.items():
             if not ways or ways[0].best.over or least(line.layers, used, count, terms.cores) < ways[0].best.seconds:
                 cuts: dict[int, tuple[int, ...]] = {}
-                for table in _tables(names, used, count, len(line.layers)):
+                for table in tables(names, used, count, len(line.layers)):
                     stages = len(table.placement)
                     cuts.setdefault(stages, tuple(balanced(line.seconds, stages)))
                     cutting = Cutting(line, table, fewer)

@@ -2,13 +2,17 @@
 
 import json
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
+from random import Random
+from statistics import median
 from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.plan.advice import told_bytes
 from penstock.plan.stages import Recompute
+from penstock.plan.timing import KINDS, TimedTable
 from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
 
 FORMAT = "penstock plan 1"
@@ -62,6 +66,16 @@ class Plan:
         table = {"name": self.schedule.name, "placement": self.schedule.placement, "rows": self.schedule.texts()}
         data = {"format": FORMAT, **{name: getattr(self, name) for name in _PLAIN}, "schedule": table, "costs": costs}
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) -> tuple[float, float]:
+    """Seconds of a step where every action takes up to `share` more or less: the median of so many draws, and the worst."""
+    table, random, stages = TimedTable(plan.schedule), Random(seed), plan.schedule.stages
+    costs = [cost for kind in KINDS for cost in plan.costs.table(stages)[kind]]
+    apart = [one != other for one, other in pairwise(plan.schedule.placement)]
+    lags = [sum(border) * crosses for border, crosses in zip(plan.costs.borders(stages), apart, strict=True)]
+    drawn = [table.shaken(costs, [*lags, 0.0], share, random) for _ in range(draws)]
+    return median(drawn), max(drawn)
 
 
 _PLAIN = ("batch", "microbatches", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")

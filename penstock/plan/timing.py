@@ -7,6 +7,7 @@ thousands of cuts that are tried on one table.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 from penstock.schedule import Action, Kind, Schedule, simulate
 
@@ -31,6 +32,14 @@ class TimedTable:
     def work(self, costs: Sequence[float]) -> float:
         """What all actions take together."""
         return sum(costs[code] * times for code, times in self._uses.items())
+
+    def shaken(self, costs: Sequence[float], lags: Sequence[float], share: float, random: Random) -> float:
+        """The makespan where every action takes up to `share` more or less."""
+        ends = [0.0]
+        for code, before, needed, border in self.lines:
+            start = max(ends[before], ends[needed] + lags[border])
+            ends.append(start + costs[code] * random.uniform(1 - share, 1 + share))
+        return max(ends)
 
     def seconds(self, costs: Sequence[float], lags: Sequence[float]) -> float:
         """The makespan. `costs`: of F of every stage, then of B, I, W; `lags`: of a message over each border, and a 0."""

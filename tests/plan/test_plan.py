@@ -53,8 +53,9 @@ def test_no_family_on_an_even_cut_that_fits_is_faster_than_the_plan(memory):
     for name, family in FAMILIES.items():
         table = TimedTable(build(name, 4, 8))
         even = tuple(starts(line.seconds, 4 * family.stages_per_rank))
-        candidate = Cutting(line, table, Terms((memory,) * 4)).at(even)
-        assert candidate.over or best.seconds <= candidate.seconds * (1 + 1e-9), name
+        cutting = Cutting(line, table, Terms((memory,) * 4))
+        for candidate in (cutting.at(even), *(cutting.alike(even, way) for way in (None, "stage", "block"))):
+            assert candidate.over or best.seconds <= candidate.seconds * (1 + 1e-9), name
 
 
 def test_memory_that_is_short_is_made_up_for_by_recomputation_of_the_stages_that_need_it():

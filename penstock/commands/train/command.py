@@ -46,6 +46,8 @@ class Train(TrainConfig):
         if not given.get("--resume"):
             return cls()
         saved = saved_options(Path(given["--resume"]))
+        if given.keys() & {"--schedule", "--ranks", "--pp", "--microbatches"}:
+            saved |= {"plan": None}
         if "--schedule" in given:
             saved |= {"stages_per_rank": None, "group_size": None}
         return cls(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})

@@ -10,6 +10,7 @@ import tyro
 
 from penstock.commands.source import nearest_path, table_of
 from penstock.errors import PenstockError
+from penstock.plan import load
 from penstock.schedule import Schedule
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -29,6 +30,9 @@ class TrainConfig:
     """How replicas are held equal: whole copies (DistributedDataParallel), or parameters spread over them (fully_shard)."""
     schedule: str = "1f1b"
     """A name that `penstock schedules` lists, or the path of a CSV table."""
+    plan: str | None = None
+    """Take schedule, cut, microbatches and recomputation from this plan.json, or plan them before the first step: for ranks
+    with `2GB` of memory, or with any (`auto`). A plan may use fewer ranks."""
     microbatches: int = 8
     """M: microbatches each batch is split into."""
     stages_per_rank: int | None = None
@@ -91,6 +95,8 @@ class TrainConfig:
 
     def table(self) -> Schedule:
         """The proved table of this run."""
+        if self.plan is not None and self.plan.endswith(".json"):
+            return load(self.plan).schedule
         return table_of(
             self.schedule, self.ranks, self.microbatches, stages_per_rank=self.stages_per_rank, group_size=self.group_size
         )

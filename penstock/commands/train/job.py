@@ -17,6 +17,7 @@ from penstock.commands.train.again import for_world, job_name, may_begin_again
 from penstock.commands.train.config import SAME, SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.metrics import Metrics, recorded
+from penstock.commands.train.planned import against_plan, kept, with_plan
 from penstock.commands.train.progress import Progress, closing
 from penstock.commands.train.result import TrainResult
 from penstock.commands.train.setup import Setup, prepared
@@ -37,7 +38,10 @@ def train(config: TrainConfig) -> None:
 
     Under torchrun this process is one of its ranks; otherwise the ranks are started here.
     """
+    config, chosen = with_plan(config)
     folder = _folder(config)
+    if chosen is not None and os.environ.get("RANK", "0") == "0":
+        config = kept(config, chosen, folder)
     if "RANK" in os.environ:
         for option, given in {"--compare": config.compare, "--restarts": config.restarts}.items():
             if given:
@@ -50,7 +54,7 @@ def train(config: TrainConfig) -> None:
         return
     result = launch(train_rank, config.processes, config, folder, restarts=config.restarts, least=config.least)[0]
     compare = config.compare and not result.preempted
-    alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None), None)[0] if compare else None
+    alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None, plan=None), None)[0] if compare else None
     closing(result, None if alone is None or alone.preempted else alone, folder)
     _leave_if_preempted(result)
 
@@ -87,6 +91,7 @@ def train_rank(config: TrainConfig, folder: Path | None) -> TrainResult:
     if setup.speaks and timelines and not setup.alone:
         run.clock_error = setup.pipe.clock_error
         run.explanation = _explained(setup, timelines)
+        run.planned = against_plan(config, timelines)
     if setup.folder is not None:
         checkpoint.export(setup.pipe, setup.folder / "model.safetensors")
         if setup.speaks:
@@ -141,7 +146,7 @@ def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callabl
     if not setup.speaks:
         return []
     progress = stack.enter_context(Progress(setup.config, run))
-    if not setup.alone:
+    if setup.pipe.balance is not None:
         progress.say(f"cut by measured times of a microbatch:\n{setup.pipe.balance}")
     if setup.folder is None:
         return [progress.step]

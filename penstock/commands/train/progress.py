@@ -72,6 +72,8 @@ def closing(run: TrainResult, alone: TrainResult | None, folder: Path) -> None:
     console.print(
         f"\nloss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, on the held-out part {run.validation_loss:.4f}", highlight=False
     )
+    if run.planned:
+        console.print(f"\n{run.planned}", highlight=False)
     if run.explanation:
         console.print(f"\n{run.explanation}", highlight=False)
     if run.clock_error:

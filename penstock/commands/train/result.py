@@ -22,4 +22,5 @@ class TrainResult:
     sample: str = ""
     planned_bubble: float = 0.0  # of the table, every stage alike, a backward twice a forward
     clock_error: float = 0.0  # seconds by which the clocks of several machines may differ in it
+    planned: str = ""  # what a step was planned to take, and takes
     explanation: str = ""  # where the time of the last steps went

@@ -16,6 +16,7 @@ from penstock.comms.encoding import told_by_all
 from penstock.comms.topology import Topology
 from penstock.model import GPT, GPTConfig, mlp
 from penstock.pipeline import Pipeline
+from penstock.plan import load
 
 WARM_UP = 10  # steps
 
@@ -60,14 +61,14 @@ def prepared(config: TrainConfig, folder: Path | None) -> Setup:
     """This rank's part of a new training; all ranks make the same call. `folder` counts on rank 0."""
     topology = comms.current_topology()
     torch.manual_seed(config.seed)
-    source, model, loss_fn = _task(config)
+    source, model, loss_fn = task(config)
     pipe = _cut(config, topology, source, model, loss_fn)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
     return Setup(config, topology, *_of_rank_0(folder), source, pipe, optimizer, rate)
 
 
-def _task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, Loss]:
+def task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, Loss]:
     """The data, the model and the loss."""
     if config.model == "mlp":
         return data.digits(config.width), mlp(config.width, config.depth, classes=10), nn.functional.cross_entropy
@@ -85,9 +86,10 @@ def token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _cut(config: TrainConfig, topology: Topology, source: Any, model: nn.Sequential, loss_fn: Loss) -> Pipeline:
-    """The model over the ranks, by the times measured on a microbatch; on a single one it is whole."""
-    if topology.world_size == 1:
+    """The model over the ranks, as planned, or cut by the times measured on a microbatch; on a single one it is whole."""
+    if topology.world_size == 1 and config.plan is None:
         return Pipeline(model, loss_fn, "gpipe", config.microbatches, seed=config.seed)
+    plan = None if config.plan is None else load(config.plan)
     rows = -(-config.batch // (config.microbatches * config.dp))
     return Pipeline(
         model,
@@ -95,7 +97,8 @@ def _cut(config: TrainConfig, topology: Topology, source: Any, model: nn.Sequent
         config.table(),
         config.microbatches,
         seed=config.seed,
-        example_args=source.batch(config.seed, 0, rows)[:1],
+        example_args=source.batch(config.seed, 0, rows)[:1] if plan is None else None,
+        plan=plan,
         mesh=comms.init_mesh(config.ranks, config.dp, config.tp) if config.dp * config.tp > 1 else None,
         data_parallel=config.data_parallel,
         tensor_parallel=model.tensor_parallel() if isinstance(model, GPT) and config.tp > 1 else None,

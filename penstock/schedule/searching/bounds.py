@@ -86,12 +86,13 @@ def _one_rank(machine: Machine, rank: int, heads: list[float], tails: list[float
             heapq.heappush(urgent, (-tails[mine[index]], index))
             index += 1
         tail, first = urgent[0]
-        until = min(now + left[first], heads[mine[index]] if index < len(mine) else float("inf"))
-        left[first] -= until - now
-        now = until
-        if left[first] <= 0:
+        done, next_head = now + left[first], heads[mine[index]] if index < len(mine) else float("inf")
+        if done <= next_head:
             heapq.heappop(urgent)
-            end = max(end, now - tail)
+            now, end = done, max(end, done - tail)
+        else:
+            left[first] -= next_head - now
+            now = next_head
     return end
 
 

@@ -1,0 +1,208 @@
+"""`penstock plan` and `penstock search`: the fastest step that fits the memory, for a model, and for stages as they are."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from penstock.commands.source import nearest_path
+from penstock.errors import PenstockError
+from penstock.plan import Layers, bytes_of, plan, robustness, told_bytes
+from penstock.plan import Plan as Planned
+from penstock.schedule import Costs, search, simulate
+from penstock.schedule.table import PLACEMENTS
+from penstock.view.files import writing
+from penstock.view.terminal import summary
+
+MORE_MEMORY = (1.1, 1.25, 1.5)
+NOISE, DRAWS = 0.1, 200
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Find the cut, schedule, microbatches and recomputation whose step is the shortest in the memory there is."""
+
+    model: tyro.conf.Positional[str | None] = None
+    """FILE.py:FUNCTION. The function takes nothing and gives (model, args), with args a microbatch for its forward; or
+    (model, args, loss_fn, target), to count the loss too. Each layer is measured here."""
+    ranks: int = 4
+    """P: the most processes the model is cut over."""
+    memory: str = "1TB"
+    """Of each rank, for parameters, gradients, optimizer state, activations and messages: 2GB, 500MB."""
+    batch: int = 64
+    """Rows of a step."""
+    microbatches: str | None = None
+    """Numbers of microbatches to choose from: 8,16. Default: any that divides the batch."""
+    schedules: str | None = None
+    """Families to choose from: 1f1b,zb-h1. Default: all, and tables made for the model."""
+    effort: Literal["quick", "normal", "long"] = "normal"
+    """quick: published tables only, in seconds. normal, long: tables made for the model too, in half a minute or minutes."""
+    seed: int = 0
+    """Of the search. The same gives the same plans."""
+    optimizer: float = 2.0
+    """Bytes of optimizer state for each byte of parameters."""
+    send: float = 0.0
+    """Milliseconds that a message between two ranks takes."""
+    bandwidth: float = float("inf")
+    """Gigabytes a second between two ranks."""
+    costs: Path | None = None
+    """Take the layers' costs from this file instead of measuring a model."""
+    save_costs: Path | None = None
+    """Write what was measured to this file, for --costs."""
+    out: Path | None = None
+    """Write the best plan to this file, for Pipeline(plan=..), `penstock train --plan` and `penstock show`."""
+
+    def run(self) -> None:
+        """Measure or read, plan, tell."""
+        layers = self._layers()
+        if self.save_costs is not None:
+            with writing(self.save_costs):
+                layers.save(self.save_costs)
+            print(f"wrote {self.save_costs}")
+        limit = bytes_of(self.memory)
+        plans = self._planned(layers, limit, self.effort, print)
+        print(table(plans, limit))
+        best = plans[0]
+        print(f"\n{best}")
+        for factor in MORE_MEMORY:
+            more = self._planned(layers, factor * limit, "quick")[0]
+            if more.seconds < 0.99 * best.seconds:
+                less = 1 - more.seconds / best.seconds
+                print(f"with {told_bytes(factor * limit)} a rank: {1e3 * more.seconds:.4g} ms, {less:.1%} less")
+        middle, worst = robustness(best, NOISE, DRAWS, self.seed)
+        print(
+            f"where every action takes up to {NOISE:.0%} more or less: {1e3 * middle:.4g} ms in the middle of {DRAWS} draws, "
+            f"{1e3 * worst:.4g} ms in the worst"
+        )
+        if self.out is not None:
+            with writing(self.out):
+                best.save(self.out)
+            print(f"wrote {self.out}")
+
+    def _layers(self) -> Layers:
+        if (self.costs is None) == (self.model is None):
+            raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
+        if self.costs is not None:
+            return Layers.load(self.costs)
+        from penstock.plan import measure
+
+        model, args, *loss = built(str(self.model))
+        loss_fn, target = loss or (None, None)
+        return measure(model, args, loss_fn=loss_fn, target=target)
+
+    def _planned(
+        self, layers: Layers, memory: float, effort: Any, told: Callable[[str], object] = lambda line: None
+    ) -> list[Planned]:
+        counts = self.microbatches and [int(each) for each in numbers("--microbatches", self.microbatches)]
+        return plan(
+            layers,
+            self.ranks,
+            memory,
+            batch=self.batch,
+            microbatches=counts or None,
+            schedules=self.schedules.split(",") if self.schedules else None,
+            effort=effort,
+            seed=self.seed,
+            optimizer=self.optimizer,
+            send=self.send / 1e3,
+            bandwidth=self.bandwidth * 1e9,
+            told=told,
+        )
+
+
+def built(source: str) -> Sequence[Any]:
+    """What the function gives that `source`, FILE.py:FUNCTION, names. Raises PenstockError if it is none."""
+    file, _, name = source.rpartition(":")
+    if not Path(file).is_file():
+        raise PenstockError(f"{source} names no function: {file or source} is no file{nearest_path(Path(file or source))}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(file).parent))  # as if it had been started
+    spec.loader.exec_module(module)
+    made = getattr(module, name, None)
+    given = made() if callable(made) else None
+    if not isinstance(given, tuple) or len(given) not in (2, 4):
+        raise PenstockError(f"{source} is to be a function that gives (model, args) or (model, args, loss_fn, target)")
+    return given
+
+
+def numbers(option: str, text: str) -> list[float]:
+    """The numbers that `text` lists. Raises PenstockError for anything else."""
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError as error:
+        raise PenstockError(f"{option} {text} is no list of numbers: write them as 8,16") from error
+
+
+def table(plans: Sequence[Planned], limit: float) -> str:
+    """A row for each plan."""
+    rows = [("", "step", "above bound", "bubble", "fullest rank", "recomputes", "M", "schedule", "ranks", "cut before")]
+    for number, each in enumerate(plans, 1):
+        again = sum(way is not None for way in each.recompute)
+        rows.append(
+            (
+                str(number),
+                f"{1e3 * each.seconds:.4g} ms",
+                f"{each.seconds / each.bound - 1:.1%}",
+                f"{each.timeline.bubble:.1%}",
+                f"{told_bytes(max(each.peak_memory))} ({max(each.peak_memory) / limit:.0%})",
+                f"{again} of {each.schedule.stages}",
+                str(each.microbatches),
+                each.schedule.name,
+                str(each.ranks),
+                ", ".join(each.cuts) if len(each.cuts) < 8 else f"{', '.join(each.cuts[:3])}, .. {each.cuts[-1]}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+@dataclass(frozen=True)
+class Search:
+    """Search for the table with the shortest step, for stages as they are, in the memory there is for activations."""
+
+    costs: Path
+    """What each stage costs, in the form that `penstock plan --save-costs` writes for layers."""
+    ranks: int = 4
+    """P."""
+    placement: Literal["loop", "V"] = "loop"
+    """Where stages live: stage s on rank s mod P, or down the ranks and back up."""
+    microbatches: int = 8
+    """M."""
+    memory: str = "1TB"
+    """Of each rank, for activations."""
+    effort: Literal["quick", "normal", "long"] = "normal"
+    """About 1, 10 or 60 seconds."""
+    send: float = 0.0
+    """Milliseconds that a message between two ranks takes."""
+    seed: int = 0
+    """The same gives the same table."""
+    csv: Path | None = None
+    """Write the table to this file."""
+
+    def run(self) -> None:
+        """Read, search, tell."""
+        stages = Layers.load(self.costs).samples[-1].layers
+        if len(stages) % self.ranks:
+            raise PenstockError(f"{self.costs} has {len(stages)} stages, which do not divide by --ranks {self.ranks}")
+        columns = dict(zip(stages[0]._fields, zip(*stages, strict=True), strict=True))
+        times = columns["forward"], columns["backward_input"], columns["backward_weight"]
+        costs = Costs(*times, send=self.send / 1e3, act=columns["activation"], keep=columns["keep"])
+        placement = PLACEMENTS[self.placement](len(stages), self.ranks)
+        found = search(costs, placement, self.microbatches, bytes_of(self.memory), self.effort, self.seed)
+        print(summary(simulate(found.schedule, costs)))
+        least = f"no table within the limit is below {1e3 * found.bound:.4g} ms"
+        print(f"step {1e3 * found.makespan:.4g} ms, {least}: {found.because}")
+        if found.family is not None and found.family_makespan is not None:
+            less = 1 - found.makespan / found.family_makespan
+            print(f"the best published table, {found.family}, takes {1e3 * found.family_makespan:.4g} ms: {less:.1%} less")
+        if self.csv is not None:
+            with writing(self.csv):
+                found.schedule.to_csv(self.csv)
+            print(f"wrote {self.csv}")

@@ -1,0 +1,97 @@
+"""`penstock plan`, `penstock search` and `penstock train --plan`, as a person would run them."""
+
+import json
+import re
+
+import pytest
+
+from penstock import PenstockError
+from penstock.commands import cli
+from penstock.commands.plan import Plan, Search, built
+from penstock.plan import Layer, Layers, bytes_of, load
+from penstock.schedule import Schedule
+
+SMALL = ["--steps", "2", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--checkpoint-every", "0"]
+MODEL = """
+from torch import nn, randn
+
+def build():
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), (randn(4, 8),)
+
+def half():
+    return nn.Linear(8, 8)
+"""
+
+
+@pytest.fixture
+def costs(tmp_path):
+    """A file with the costs of eight layers, the last one dearer."""
+    layers = [Layer(f"layers.{number}", 0.003, 0.004, 0.002, 8e6, 4e6, 1e6, 1e6) for number in range(7)]
+    Layers.of([*layers, Layer("head", 0.006, 0.008, 0.004, 2e6, 1e6, 8e6, 8)]).save(tmp_path / "costs.json")
+    return tmp_path / "costs.json"
+
+
+def run(monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["penstock", *map(str, words)])
+    cli.main()
+
+
+def test_plan_tells_plans_what_memory_would_buy_and_how_robust_the_best_is(costs, tmp_path, monkeypatch, capsys):
+    out, words = tmp_path / "plan.json", ("--memory", "70MB", "--batch", "8", "--effort", "quick")
+    run(monkeypatch, "plan", "--costs", costs, "--ranks", "4", *words, "--out", out)
+    told = capsys.readouterr().out
+    assert re.search(r"^1  +[\d.]+ ms  +[\d.]+%", told, re.MULTILINE)
+    assert re.search(r"with [\d.]+ MB a rank: [\d.]+ ms, [\d.]+% less", told)
+    assert "in the middle of 200 draws" in told
+    assert load(out).why in told
+    run(monkeypatch, "show", out)
+    assert f"makespan {1e3 * load(out).seconds:.4g} ms" in capsys.readouterr().out
+    run(monkeypatch, "compare", out, out)
+    assert "same" in capsys.readouterr().out
+
+
+def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(MODEL)
+    words = ("--ranks", "2", "--batch", "8", "--effort", "quick", "--save-costs", tmp_path / "costs.json")
+    run(monkeypatch, "plan", f"{tmp_path / 'mine.py'}:build", *words)
+    assert Layers.load(tmp_path / "costs.json").names == ["0", "1", "2", "3"]
+    with pytest.raises(PenstockError, match="is to be a function that gives"):
+        built(f"{tmp_path / 'mine.py'}:half")
+    with pytest.raises(PenstockError, match=r"did you mean .*mine\.py"):
+        built(f"{tmp_path / 'mime.py'}:build")
+
+
+def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
+    Search(costs, ranks=4, microbatches=4, memory="64MB", effort="quick", csv=tmp_path / "found.csv").run()
+    told = capsys.readouterr().out
+    assert "no table within the limit is below" in told
+    assert "the best published table" in told
+    assert Schedule.from_csv(tmp_path / "found.csv").stages == 8
+
+
+@pytest.mark.parametrize(("text", "size"), [("2GB", 2e9), ("500 mb", 5e8), ("1.5T", None), ("0MB", None), ("lots", None)])
+def test_memory_is_written_with_a_unit(text, size):
+    if size is None:
+        with pytest.raises(PenstockError, match="write it as 2GB"):
+            bytes_of(text)
+    else:
+        assert bytes_of(text) == size
+
+
+def test_plan_takes_a_model_or_costs():
+    with pytest.raises(PenstockError, match="give a model to measure"):
+        Plan().run()
+
+
+@pytest.mark.ranks
+def test_train_plans_runs_the_plan_and_says_how_they_compare(tmp_path, monkeypatch, capfd):
+    run(monkeypatch, "train", "--ranks", "2", "--plan", "auto", "--compare", "--out", tmp_path, *SMALL)
+    told = capfd.readouterr().out
+    assert re.search(r"planned: \S+ on [12] ranks", told)
+    assert re.search(r"a step of the table: planned [\d.]+ ms, measured [\d.]+ ms", told) or "on 1 ranks" in told
+    assert "equal to the last bit, all steps" in told
+    (folder,) = tmp_path.iterdir()
+    found = load(folder / "plan.json")
+    assert json.loads((folder / "run.json").read_text())["config"]["microbatches"] == found.microbatches
+    run(monkeypatch, "train", "--resume", folder, "--steps", "3")
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3

@@ -23,6 +23,7 @@ from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
 from penstock.comms.starting.blame import blamed, death
 from penstock.comms.starting.rank_main import Outcome
+from penstock.comms.starting.restarts import Attempt, repeated
 
 STEPS = 12
 
@@ -91,7 +92,7 @@ def test_an_error_that_comes_again_at_the_same_step_is_the_programs_own_and_not_
     faults = {(attempt, 1, 4): "raise" for attempt in range(9)}
     with pytest.raises(ValueError, match="its own") as raised:
         ps.launch(rank_trains, 2, tmp_path, faults, restarts=8)
-    assert raised.value.__notes__ == ["the same error ended two attempts after 4 steps: not tried again"]
+    assert raised.value.__notes__ == ["the same error ended 2 attempts after 4 steps: not tried again"]
     assert [(each.ranks, each.culprits, each.steps_done) for each in raised.value.attempts] == [(2, (1,), 4)] * 2
 
 
@@ -108,7 +109,7 @@ def rank_begins(folder):
 def test_before_the_first_step_too_and_a_program_that_exits_or_is_called_wrongly_is_not_started_again(tmp_path):
     with pytest.raises(ps.MismatchError, match="no step was made") as raised:
         ps.launch(rank_begins, 2, tmp_path, restarts=8)
-    assert raised.value.__notes__ == ["the same error ended two attempts before the first step: not tried again"]
+    assert raised.value.__notes__ == ["the same error ended 2 attempts before the first step: not tried again"]
     with pytest.raises(SystemExit):
         ps.launch(rank_exits, 2, restarts=8)
     with pytest.raises(ps.PenstockError, match="define it at the top level of a module"):
@@ -175,6 +176,27 @@ def test_exit_codes_and_own_errors_decide_who_it_was_over_what_others_guess(came
     failure = blamed(came)
     assert failure.culprits == culprits
     assert re.fullmatch(words, str(failure.error))
+
+
+@pytest.mark.parametrize(
+    ("ends", "times"),
+    [
+        ([("raise", 4), ("raise", 4)], 2),
+        ([("raise", None), ("raise", None)], 2),
+        ([("raise", 4), ("raise", 5)], 0),
+        ([("raise", 4)], 0),
+        ([(-11, 4), (-11, 4)], 0),
+        ([(-11, 4), (-11, 4), (-11, 4)], 3),
+        ([(-11, None), (-11, None), (-11, None)], 0),  # while ranks start nothing says that it was the program
+        ([(-9, 4), (-9, 4), (-9, 4), (-9, 4)], 0),  # somebody else's signal
+        ([(3, 4), (3, 4), (3, 4)], 3),
+    ],
+)
+def test_a_mistake_of_the_program_is_known_by_the_step_it_comes_at(ends, times):
+    came = [OWN if how == "raise" else death(number, how) for number, (how, _) in enumerate(ends)]
+    failures = [blamed(outcomes((number, error, False, ()))) for number, error in enumerate(came)]
+    attempts = [Attempt(4, 0.0, 1.0, steps_done=step) for _, step in ends]
+    assert repeated(attempts, failures) == times
 
 
 @pytest.mark.parametrize(

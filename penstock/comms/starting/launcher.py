@@ -21,7 +21,7 @@ from penstock.comms.starting.blame import UNGUARDED, Failure, blamed
 from penstock.comms.starting.progress import Page
 from penstock.comms.starting.rank_main import Job, Outcome, pickled
 from penstock.comms.starting.ranks import outcomes_of, part, started
-from penstock.comms.starting.restarts import Attempt, Results, attempt, furthest, is_final, is_repeated, said, told
+from penstock.comms.starting.restarts import Attempt, Results, attempt, furthest, is_final, repeated, said, told
 from penstock.comms.starting.server import ServerEndedError, server_context
 from penstock.errors import PenstockError
 
@@ -116,10 +116,10 @@ def _attempt(
 
 def _raise(failure: Failure, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> NoReturn:
     _tell_all(attempts)
-    if is_repeated(attempts, failures):
+    if times := repeated(attempts, failures):
         steps = attempts[-1].steps_done
         where = "before the first step" if steps is None else f"after {steps} steps"
-        note = f"the same error ended two attempts {where}: not tried again"
+        note = f"the same error ended {times} attempts {where}: not tried again"
         failure.error.add_note(note)
         _tell(note)
     failure.error.attempts = tuple(attempts)  # type: ignore[attr-defined]

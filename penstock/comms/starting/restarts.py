@@ -44,20 +44,18 @@ def furthest(attempts: Sequence[Attempt]) -> int:
 
 def is_final(attempts: Sequence[Attempt], failures: Sequence[Failure]) -> bool:
     """Whether another attempt would end like the last: the program wanted to exit, or fails by the same mistake again."""
-    return isinstance(failures[-1].error, SystemExit) or is_repeated(attempts, failures)
+    return isinstance(failures[-1].error, SystemExit) or repeated(attempts, failures) > 0
 
 
-def is_repeated(attempts: Sequence[Attempt], failures: Sequence[Failure]) -> bool:
-    """Whether the last two attempts failed by the same mistake of the program at the same step, as they would again.
+def repeated(attempts: Sequence[Attempt], failures: Sequence[Failure]) -> int:
+    """How many attempts, the last ones, failed by the same mistake of the program at the same step, as the next would; 0: none.
 
-    Of a process that dies before the first step nothing says that it was the program.
+    An error that it raised twice is its own. A crash may come from outside: it has to come three times, and at a step.
     """
-    if len(failures) < 2:
-        return False
-    one, other = failures[-2:]
-    step = attempts[-1].steps_done
-    same = one.kind == other.kind and attempts[-2].steps_done == step
-    return bool(one.kind) and same and (step is not None or not other.died)
+    needed, step = 3 if failures[-1].died else 2, attempts[-1].steps_done
+    last = {(failure.kind, each.steps_done) for failure, each in zip(failures[-needed:], attempts[-needed:], strict=True)}
+    known = failures[-1].kind and (step is not None or not failures[-1].died)
+    return needed if known and len(last) == 1 and len(failures) >= needed else 0
 
 
 def told(attempts: Sequence[Attempt]) -> str:

@@ -1,0 +1,164 @@
+"""A rank that is stopped ends the step everywhere by name; one whose launcher is gone ends itself; nobody is blamed wrongly."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from patience import patience
+from torch import nn
+
+import penstock as ps
+from penstock.comms.health import heartbeat
+from penstock.comms.health.doing import doing, told
+from penstock.comms.health.heartbeat import Pace, watched_by
+from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, machine, this_process
+from penstock.schedule.table import Action, Kind
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
+
+
+def test_each_rank_of_a_machine_is_watched_by_one_other_and_each_machine_by_another():
+    assert [watched_by(rank, ["a"] * 4) for rank in range(4)] == [[1], [2], [3], [0]]
+    assert [watched_by(rank, ["a", "a", "b", "b", "c"]) for rank in range(5)] == [[1, 2], [0], [3, 4], [2], [0]]
+    assert [watched_by(rank, ["a", "b"]) for rank in range(2)] == [[1], [0]]
+
+
+def test_what_a_rank_is_doing_is_told_in_words():
+    with doing.step(17, True):
+        assert told(doing.words) == "at the beginning of step 17"
+        doing.enter(Action(Kind.W, 2, 3))
+        assert told(doing.words) == "in 2W3 of step 17"
+        doing.leave()
+        assert told(doing.words) == "after 2W3 of step 17"
+    assert told(doing.words) == "after step 17"
+    with doing.step(17, False):
+        doing.enter(Action(Kind.F, 0, 0))
+        assert told(doing.words) == "in 0F0 of an evaluation"
+
+
+@linux
+def test_a_process_is_seen_alive_stopped_and_ended_from_outside_and_no_other_is_taken_for_it():
+    assert this_process().state() == ALIVE
+    with subprocess.Popen(["sleep", "60"]) as child:
+        started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        seen = Process(machine(), child.pid, started, -1)
+        assert seen.state() == ALIVE
+        child.send_signal(signal.SIGSTOP)
+        while seen.state() == ALIVE:
+            time.sleep(0.01)
+        assert seen.state() == STOPPED
+        assert seen._replace(started="0").state() == ENDED  # another has its number
+        assert seen._replace(machine="elsewhere").state() == ""
+        child.kill()
+        while seen.state() != ENDED:
+            time.sleep(0.01)
+    assert seen.state() == ENDED
+
+
+def test_an_action_that_takes_ten_times_what_it_took_is_named_once_while_others_wait():
+    pace, heard = Pace(), []
+    for step, looks in [(1, 50), (2, 2), (3, 30)]:
+        with doing.step(step, True):
+            doing.enter(Action(Kind.F, 0, 0) if step == 1 else Action(Kind.B, 0, 0))
+            heard += [(step, look, each) for look in range(1, looks + 1) if (each := pace.look(others_wait=look != 20))]
+            doing.leave()
+        assert not pace.look(others_wait=True)
+    ((step, look, words),) = heard
+    assert (step, look) == (3, 21)
+    assert words == "in 0B0 of step 3 for 10.5 s, where such an action took 1 s at most"
+
+
+def rank_trains(folder: str) -> None:
+    """Until somebody writes the file `end`."""
+    topology = ps.comms.init_distributed()
+    (Path(folder) / f"pid-{topology.rank}").write_text(str(os.getpid()))
+    torch.manual_seed(0)
+    pipe = ps.Pipeline(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), nn.functional.mse_loss, microbatches=2)
+    inputs = torch.ones(4, 8)
+    try:
+        while not (Path(folder) / f"end-{pipe.step_count}").exists():
+            pipe.step(inputs, target=inputs)
+            (Path(folder) / f"step-{topology.rank}").write_text(str(pipe.step_count))
+            if topology.rank == 0 and (Path(folder) / "end").exists():
+                (Path(folder) / f"end-{pipe.step_count + 1}").touch()  # the others see it before they have done that one
+    except ps.LostRankError as error:
+        (Path(folder) / f"error-{topology.rank}").write_text(str(error))
+        raise
+
+
+@contextmanager
+def training(folder, *launcher):
+    """Ranks that train, started by this file in a group of their own; which is killed at the end."""
+    command = [sys.executable, *launcher, __file__, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        until(lambda: (folder / "step-0").exists() and (folder / "step-1").exists(), 60)
+        yield process, [int((folder / f"pid-{rank}").read_text()) for rank in (0, 1)]
+    finally:
+        for group in {process.pid, *[int(path.read_text()) for path in folder.glob("pid-*")]}:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        process.communicate()
+
+
+def until(what, seconds):
+    deadline = time.monotonic() + seconds * patience()
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+@linux
+@pytest.mark.ranks
+@pytest.mark.fresh
+def test_under_torchrun_a_stopped_rank_is_named_with_its_step_within_five_seconds(tmp_path):
+    with training(tmp_path, *TORCHRUN) as (_, ranks):
+        os.kill(ranks[1], signal.SIGSTOP)
+        until((tmp_path / "error-0").exists, 5)
+        step = (tmp_path / "step-1").read_text()
+        words = (tmp_path / "error-0").read_text()
+        assert words.startswith("rank 1 is stopped (SIGSTOP) ")
+        assert f" step {step}" in words or f" step {int(step) + 1}" in words
+
+
+@linux
+@pytest.mark.ranks
+@pytest.mark.fresh
+def test_ranks_whose_torchrun_was_killed_end_themselves_within_a_second_or_two(tmp_path):
+    with training(tmp_path, *TORCHRUN) as (agent, ranks):
+        agent.kill()
+        until(lambda: not any(is_running(rank) for rank in ranks), 2)
+
+
+def is_running(process):
+    return Path(f"/proc/{process}/stat").exists() and Path(f"/proc/{process}/stat").read_text().split()[2] not in "ZX"
+
+
+@linux
+@pytest.mark.ranks
+def test_nobody_is_blamed_when_the_whole_job_was_stopped_and_goes_on(tmp_path):
+    with training(tmp_path) as (process, _):
+        os.killpg(process.pid, signal.SIGSTOP)
+        time.sleep(heartbeat.LOOK * (heartbeat.PROOF + 2))
+        os.killpg(process.pid, signal.SIGCONT)
+        time.sleep(heartbeat.LOOK * 3)
+        (tmp_path / "end").touch()
+        output, _ = process.communicate(timeout=60)
+        assert output == ""
+        assert process.returncode == 0
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        rank_trains(sys.argv[1])
+    else:
+        ps.launch(rank_trains, 2, sys.argv[1])

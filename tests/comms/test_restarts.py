@@ -215,6 +215,15 @@ def test_a_mesh_follows_the_processes_that_are_left(dp, tp, processes, mesh, gon
     assert told == gone
 
 
+def test_a_table_that_was_made_for_other_ranks_makes_room_for_one_that_any_number_runs(tmp_path):
+    table = str(tmp_path / "my.csv")
+    ps.schedule.build("gpipe", ranks=4, microbatches=8).to_csv(table)
+    assert for_world(TrainConfig(ranks=2, schedule=table), 4)[0].schedule == table
+    config, told = for_world(TrainConfig(ranks=4, schedule=table), 3)
+    assert (config.ranks, config.schedule) == (3, "1f1b")
+    assert told == f"{table} is not for 3 ranks: 1f1b instead"
+
+
 def rank_of_a_run(config, folder):
     """A rank of `penstock train`; in the first attempt rank 1 is killed when there is a checkpoint."""
     if attempt_number() == 0 and os.environ["RANK"] == "1":

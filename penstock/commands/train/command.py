@@ -27,7 +27,9 @@ class Train(TrainConfig):
             dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
         )
         if "RANK" in os.environ and may_begin_again(self):
-            config, _ = for_world(self, processes)
+            config, told = for_world(self, processes)
+            if told and os.environ["RANK"] == "0":
+                print(told, flush=True)
         if config.processes not in (processes, 0):
             raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
         config.check()

@@ -9,6 +9,7 @@ from penstock.schedule.table import Action, Kind
 
 NAME = "penstock-doing"
 KINDS = tuple(Kind)
+BITS = {kind: number << 1 for number, kind in enumerate(KINDS)}
 STEP, ACTION = 0, 1  # the words of the memory, each written at once: a reader never sees half of one
 BYTES = 2 * 8
 TRAINING, EVALUATING = 1, 2  # the last bits of STEP, above them the step's number; neither: it is over
@@ -46,7 +47,7 @@ class Doing:
     def enter(self, action: Action) -> None:
         """The action begins."""
         kind, stage, microbatch = action
-        self.words[ACTION] = stage + 1 << 32 | microbatch << 3 | KINDS.index(kind) << 1 | RUNNING
+        self.words[ACTION] = stage + 1 << 32 | microbatch << 3 | BITS[kind] | RUNNING
 
     def leave(self) -> None:
         """It is done."""

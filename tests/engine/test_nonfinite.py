@@ -7,8 +7,11 @@ import pytest
 import torch
 from reference import data, same
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import penstock as ps
+from penstock.stage.dtensor import full
 
 pytestmark = pytest.mark.ranks
 
@@ -214,3 +217,50 @@ def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(results, sche
         persistent, batch = told[-2:]
         assert "persistent: it is there again when the step is run once more: rank" in persistent
         assert "which came with the batch" in batch
+
+
+def on_a_mesh(data_parallel, tensor_parallel):
+    """A fault on one rank of two pipelines side by side: skipped, run again, raised; and the next step has its bits."""
+    mesh = ps.comms.init_mesh(pp=2, tp=2) if tensor_parallel else ps.comms.init_mesh(pp=2, dp=2)
+    told, rank = [], torch.distributed.get_rank()
+    for choice in ("skip", "retry", "raise"):
+        runs = []
+        for on_nonfinite in (choice, None):
+            options = (
+                {"tensor_parallel": {"*.inner.linear": ColwiseParallel(output_layouts=Replicate())}} if tensor_parallel else {}
+            )
+            runs.append(Run("1f1b", mesh=mesh, data_parallel=data_parallel, on_nonfinite=on_nonfinite, **options))
+        run, undisturbed = runs
+        for each in runs:
+            each.step(0)
+        if rank in ((0, 1) if tensor_parallel else (1,)):
+            run.spoil("backward")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            if choice == "raise":
+                with pytest.raises(ps.NonFiniteError) as caught:
+                    run.step(1)
+                told.append(str(caught.value))
+            else:
+                run.step(1)
+        if choice == "retry":
+            undisturbed.step(1)
+        else:
+            undisturbed.pipe.step_count = run.pipe.step_count
+        losses = [each.step(2) for each in runs]
+        states = [{name: full(value) for name, value in each.state().items()} for each in runs]
+        told.append(same(*losses) and all(same(value, states[1][name]) for name, value in states[0].items()))
+    return told
+
+
+def meshes():
+    return [on_a_mesh("ddp", False), on_a_mesh("fsdp", False), on_a_mesh("ddp", True)]
+
+
+def test_replicas_and_shards_skip_repeat_and_raise_together():
+    for told in ps.launch(meshes, 4):
+        for skipped, repeated, text, after in told:
+            assert (skipped, repeated, after) == (True, True, True)
+            assert re.search(
+                r"rank [01], stage 0, action 0B2, microbatch 2: the backward of 3.inner gave nan to 3.inner.linear", text
+            )

@@ -6,6 +6,7 @@ first place only, and of all ranks' notes the first one in time that was not rec
 """
 
 import cmath
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from penstock.torch_private import is_compiled, storage_key, tree_leaves, uncomp
 OWN, SHARED, RECEIVED = range(3)  # made here; averaged with other ranks'; given by another rank. The first is the best to blame
 BACKWARD = (Kind.B, Kind.I, Kind.W)
 LOSS = "the loss"
+SMALL = 2**14  # elements: gradients that are looked at after each backward, so that the microbatch is known; all are at the end
 
 
 class Finding(NamedTuple):
@@ -41,7 +43,7 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         action = f", action {self.action}, microbatch {self.microbatch}" if self.action else ""
-        others = " (it is averaged with those of the other replicas)" if self.origin == SHARED else ""
+        others = " at the end of the step" if self.origin == SHARED else ""
         return f"rank {self.rank}, stage {self.stage}{action}: {self.what}{others}"
 
     @property
@@ -129,7 +131,7 @@ class Watch:
             if backward and (value := in_tree(made, may_be_mask=False)):
                 self._blame_backward(value, "")
             elif backward:
-                self._look_at_gradients((action.stage,), shared=stage.copies.hooked)
+                self._look_at_gradients((action.stage,), shared=stage.copies.hooked, largest=SMALL)
             elif value := in_tree(made):
                 self._note("", f"the stage gave {value}")
         self._action = None
@@ -192,11 +194,12 @@ class Watch:
             self._look_at_gradients(self._stages, shared=True)
         return self.found is not None
 
-    def _look_at_gradients(self, stages: Iterable[int], shared: bool) -> None:
-        """Look at the parameters' own; `shared`: other ranks' may be in them by now."""
+    def _look_at_gradients(self, stages: Iterable[int], shared: bool, largest: float = math.inf) -> None:
+        """Look at those of parameters of up to `largest` elements; `shared`: other ranks' may be in them by now."""
         for index in stages if self._gradients and self.found is None else ():
             for name, parameter in self._stages[index].module.named_parameters():
-                if parameter.grad is not None and (value := value_of(parameter.grad)):
+                gradient = parameter.grad if parameter.numel() <= largest else None
+                if gradient is not None and (value := value_of(gradient)):
                     whole = self._names[index].get(name, name)
                     what = f"the gradient of {whole} has {value}"
                     self._note(whole.rpartition(".")[0], what, SHARED if shared else OWN, index)

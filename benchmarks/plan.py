@@ -21,11 +21,12 @@ import torch
 import tyro
 from planned_models import MODELS, even_cut, limit_of
 from tables import Row, show
-from torch import nn
+from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.build import Planned
-from penstock.learn.devices import DIM, EmulatedLayer
+from penstock.learn.devices import DIM
+from penstock.learn.emulated_device import EmulatedDevice
 from penstock.partition.balance import starts
 from penstock.plan import Layers
 from penstock.plan.candidate import Terms
@@ -53,6 +54,14 @@ class Options:
     json: Path | None = None
 
 
+class Asleep(EmulatedDevice):
+    """An emulated device that needs its own output for its backward, and so sleeps once more if that is recomputed."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(rows, dim) -> the same."""
+        return self.busy(hidden) * self.weight
+
+
 def seconds_of(ranks: int) -> list[tuple[float, float, float]]:
     """Of every layer: almost three for each rank."""
     return [BLOCK] * (3 * ranks - 2) + [HEAD]
@@ -60,7 +69,7 @@ def seconds_of(ranks: int) -> list[tuple[float, float, float]]:
 
 def model_of(ranks: int) -> nn.Sequential:
     """The layers, asleep."""
-    return nn.Sequential(*(EmulatedLayer(DIM, *seconds) for seconds in seconds_of(ranks)))
+    return nn.Sequential(*(Asleep(*seconds, parameters=DIM) for seconds in seconds_of(ranks)))
 
 
 def layers_of(ranks: int) -> Layers:

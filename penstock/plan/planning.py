@@ -20,10 +20,11 @@ from penstock.schedule.catalog import FAMILIES
 Effort = Literal["quick", "normal", "long"]
 SHOWN = 5  # plans
 STEPS = ((24, 30_000), (8, 150_000), (SHOWN, 500_000))  # so many ways go on, each with cuts that cost so many actions to time
+LARGEST = 50_000  # actions of a table that is tried, with several stages on a rank
 OVERHEAD = 200  # actions: what a try costs besides, in the time of so many
 INTERLEAVED = (2, 3, 4)  # stages on a rank that are tried for a family that leaves them open
 SEARCHED = {"quick": (), "normal": ("quick", "normal"), "long": ("quick", "normal", "long")}  # efforts of searches for tables
-TABLES = {"quick": 5, "normal": 1, "long": 1}  # for so many of the best ways
+TABLES = {"quick": 3, "normal": 1, "long": 1}  # for so many of the best ways
 
 
 class Way(NamedTuple):
@@ -120,7 +121,7 @@ def _names(schedules: Sequence[str] | None) -> list[str]:
 def _counts(microbatches: int | Sequence[int] | None, batch: int, ranks: int) -> list[int]:
     """Numbers of microbatches that are tried."""
     if microbatches is None:
-        return [count for count in range(1, min(batch, 8 * ranks) + 1) if batch % count == 0]
+        return [count for count in range(max(1, min(batch, ranks) // 4), min(batch, 8 * ranks) + 1) if batch % count == 0]
     counts = [microbatches] if isinstance(microbatches, int) else sorted(set(microbatches))
     if wrong := [count for count in counts if not 1 <= count <= batch]:
         raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
@@ -137,16 +138,19 @@ def tables(names: Sequence[str], ranks: int, microbatches: int, most: int) -> It
     for name in names:
         family = FAMILIES[name]
         for stages in INTERLEAVED if "stages_per_rank" in family.options else (family.stages_per_rank,):
-            if stages * ranks <= most:
+            if stages * ranks <= most and (stages == 1 or 3 * stages * ranks * microbatches <= LARGEST):
                 yield _table(name, ranks, microbatches, stages)
 
 
 def _families(lines: dict[int, Line], ranks: int, terms: Terms, names: Sequence[str], random: Random) -> list[Way]:
     """The best families with the best cuts, of any number of ranks that may be as fast as all."""
     ways: list[Way] = []
-    for used in range(min(ranks, len(next(iter(lines.values())).layers)), 0, -1):
+    most = min(ranks, len(next(iter(lines.values())).layers))
+    for used in range(most, 0, -max(1, most // 8)):
         fewer = terms._replace(limits=terms.limits[:used])
-        for count, line in lines.items():
+        counts = lines if used == most or not ways or ways[0].best.over else [ways[0].cutting.table.microbatches]
+        for count in counts:
+            line = lines[count]
             if not ways or ways[0].best.over or least(line.layers, used, count, terms.cores) < ways[0].best.seconds:
                 cuts: dict[int, tuple[int, ...]] = {}
                 for table in tables(names, used, count, len(line.layers)):
@@ -155,6 +159,10 @@ def _families(lines: dict[int, Line], ranks: int, terms: Terms, names: Sequence[
                     cutting = Cutting(line, table, fewer)
                     ways.append(Way(cutting, cutting.at(cuts[stages])))
         ways = sorted(ways, key=lambda way: way.key)[: STEPS[0][0]]
+    if not ways:
+        raise PenstockError(
+            f"{', '.join(names)}: all have more stages than the {most} layers, or are too large"
+        )
     for number, actions in STEPS:
         ways = sorted([way.descended(actions, random) for way in ways[:number]], key=lambda way: way.key)
     return sorted(ways, key=lambda way: way.rank)

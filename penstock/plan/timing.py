@@ -81,11 +81,12 @@ def _counts(row: Sequence[Action], home: Sequence[int]) -> list[tuple[int, ...]]
     place = {stage: 2 * index for index, stage in enumerate(home)}
     now = [0] * (2 * len(home))
     seen = set()
-    for kind, stage, _ in row:
+    for (kind, stage, _), following in zip(row, [*row[1:], None], strict=True):
         at = place[stage]
         now[at] += 1 if kind is Kind.F else -1 if kind in (Kind.B, Kind.I) else 0
         now[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0
-        seen.add(tuple(now))
+        if kind is Kind.I or (kind is Kind.F and (following is None or following.kind is not Kind.F)):
+            seen.add(tuple(now))  # after B or W less is held than before
     rows = sorted(seen, reverse=True)
     return [one for one in rows if not any(_above(other, one) for other in rows)]
 

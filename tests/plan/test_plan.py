@@ -106,6 +106,11 @@ def test_what_cannot_be_planned_for_is_told(wrong, told):
         quick(**wrong)
 
 
+def test_schedules_that_need_more_stages_than_there_are_layers_are_told():
+    with pytest.raises(PenstockError, match="zb-v: all have more stages than the 1 layers"):
+        plan(layers(1), 1, 1e9, batch=1, schedules=["zb-v"], effort="quick")
+
+
 def test_no_plan_is_below_the_bound():
     line = layers(head=5.0)
     for ranks in (1, 3, 5):

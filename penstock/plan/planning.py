@@ -160,9 +160,7 @@ def _families(lines: dict[int, Line], ranks: int, terms: Terms, names: Sequence[
                     ways.append(Way(cutting, cutting.at(cuts[stages])))
         ways = sorted(ways, key=lambda way: way.key)[: STEPS[0][0]]
     if not ways:
-        raise PenstockError(
-            f"{', '.join(names)}: all have more stages than the {most} layers, or are too large"
-        )
+        raise PenstockError(f"{', '.join(names)}: all have more stages than the {most} layers, or are too large")
     for number, actions in STEPS:
         ways = sorted([way.descended(actions, random) for way in ways[:number]], key=lambda way: way.key)
     return sorted(ways, key=lambda way: way.rank)

@@ -18,7 +18,7 @@ from penstock.schedule.program import Compute, Instruction, Script, Transfer, Tr
 from penstock.schedule.schedule import Path, Schedule, from_rows, parsed, read
 from penstock.schedule.table import Action, Cell, actions_of
 
-_POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
+_POST = re.compile(r"([0-9]{1,9})(SEND|RECV)_([FB])([0-9]{1,9})")
 
 
 class _Post(NamedTuple):

@@ -1,6 +1,7 @@
 """A schedule: the table that somebody wrote down, as rows or as a file in the form that PyTorch calls compute-only."""
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
@@ -9,6 +10,8 @@ from penstock.errors import ScheduleError
 from penstock.schedule.table import PLACEMENTS, Action, Cell, Table, actions_of
 from penstock.schedule.verify import verify
 
+LARGEST = 2**25  # bytes of a file
+MOST_CELLS, MOST_ROWS = 500_000, 10_000
 Path = str | PathLike[str]
 Placement = str | Sequence[int] | None  # `loop`, `V`, the rank of every stage, or where the stage's first action stands
 
@@ -33,11 +36,29 @@ class Schedule(Table):
 
 def read(path: Path) -> list[list[str]]:
     """The cells of the CSV file at `path`, a row for each line. Raises ScheduleError for a file that is no text."""
+    with open(path, "rb") as file:
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise ScheduleError(f"{path} has more than {LARGEST:,} bytes, the most that a CSV table may have")
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            return list(csv.reader(file))
-    except (UnicodeError, csv.Error) as error:
+        return cells_of(str(path), data.decode("utf-8-sig"))
+    except UnicodeError as error:
         raise ScheduleError(f"{path} is damaged, or no CSV table: {error}") from error
+
+
+def cells_of(name: str, text: str) -> list[list[str]]:
+    """The cells of a table as CSV, a row for each line. Raises ScheduleError for what is none."""
+    rows, count = list[list[str]](), 0
+    try:
+        for row in csv.reader(io.StringIO(text, newline="")):
+            rows.append(row)
+            count += max(1, len(row))
+            if count > MOST_CELLS or len(rows) > MOST_ROWS:
+                told = f"{name} has more than {MOST_CELLS:,} cells or {MOST_ROWS:,} rows"
+                raise ScheduleError(f"{told}, the most that a table may have: it has a row for each rank")
+        return rows
+    except csv.Error as error:  # a cell of 131,072 characters, for instance
+        raise ScheduleError(f"{name} is damaged, or no CSV table: {error}") from error
 
 
 def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placement = None) -> Schedule:
@@ -59,6 +80,9 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
     overlaps = frozenset(cell for row in cells for cell in row if not isinstance(cell, Action))
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
     microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
+    for what, count in (("stage", stages), ("microbatch", microbatches)):
+        if count > MOST_CELLS:
+            raise ScheduleError(f"{name} has {what} {count - 1:,}, and so more cells than a table may have, {MOST_CELLS:,}")
     if placement is None:
         placement = _homes(name, table, stages)
     elif isinstance(placement, str):
@@ -79,7 +103,7 @@ def _homes(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[in
 
 
 _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-_NO_ACTION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")  # PyTorch's notes on sharded weights
+_NO_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")  # PyTorch's notes on sharded weights
 
 
 def parsed(text: str) -> Iterator[Cell]:

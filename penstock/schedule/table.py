@@ -43,9 +43,10 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Action":
         """The action written as stage, kind, microbatch: `2F3`. Raises ScheduleError for anything else."""
-        if cell := re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip()):
+        if cell := re.fullmatch(r"([0-9]{1,9})([FBIW])([0-9]{1,9})", text.strip()):
             return cls(Kind(cell[2]), int(cell[1]), int(cell[3]))
-        raise ScheduleError(f"cannot read {text!r} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
+        shown = repr(text) if len(text) < 60 else f"{text[:57]!r}.."
+        raise ScheduleError(f"cannot read {shown} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
 
 
 Pair = tuple[Action, Action]  # two actions that may run at the same time

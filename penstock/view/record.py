@@ -17,10 +17,11 @@ the events is worked out again when a file is read.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import chain, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from penstock.schedule.table import dependencies
 from penstock.view.messages import Message, messages, waits
 
 FORMAT = "penstock timeline 1"
+LARGEST = 2**28  # bytes of a file
+MOST_WORDS = 300  # characters of what is wrong with one
 FILE = "timeline.json"  # its name in the folder of a run
 Data = dict[str, Any]  # what JSON can say
 
@@ -94,7 +97,11 @@ def load(path: str | PathLike[str]) -> Record:
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise PenstockError(f"{path} has no timeline: there is no file {file}")
-    return read(file.read_bytes(), str(file))
+    with file.open("rb") as opened:
+        data = opened.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise PenstockError(f"{file} has more than {LARGEST:,} bytes, the most that a timeline may have")
+    return read(data, str(file))
 
 
 def read(text: str | bytes, file: str) -> Record:
@@ -111,8 +118,10 @@ def read(text: str | bytes, file: str) -> Record:
             raise ValueError("it has no steps")
         labels = tuple(str(step["label"]) for step in data["steps"])
         return Record(steps, None if planned is None else _timeline(name, planned), str(data["unit"]), labels)
-    except (ValueError, KeyError, TypeError, AttributeError, ScheduleError) as error:
-        why = error if isinstance(error, ValueError) else repr(error)
+    except RecursionError as error:
+        raise PenstockError(f"{file} is not a timeline that Penstock wrote: it is nested too deeply") from error
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, ScheduleError) as error:
+        why = (str(error) if isinstance(error, ValueError) else repr(error))[:MOST_WORDS]
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: {why}") from error
 
 
@@ -217,6 +226,9 @@ def _check(timeline: Timeline) -> None:
     TopologicalSorter(needs).prepare()  # a CycleError is a ValueError
     for one, other in timeline.overlaps - {(before.action, event.action) for before, event in neighbours}:
         raise ValueError(f"{one} and {other} are no pair, they do not follow each other")
+    numbers = chain(*timeline.borders, *timeline.sizes, *timeline.skips.values(), timeline.between, timeline.averaging)
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("it has a time or a size that is no finite number")
     if timeline.borders and len(timeline.borders) != stages - 1:
         raise ValueError(f"there are {len(timeline.borders)} borders between {stages} stages")
     if timeline.sizes and len(timeline.sizes) != stages:

@@ -8,7 +8,9 @@ import json
 import os
 import re
 import socket
+import threading
 import webbrowser
+from contextlib import suppress
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from werkzeug.wrappers import Request, Response
 
 LOOPBACK = ("127.0.0.1", "localhost")
+PATIENCE, LONGEST = 10.0, 30.0  # seconds between two pieces of a request; for all of it
 LARGEST = 40_000_000  # bytes of a question; a run's timeline is the largest thing in one
 START = {"schedule": "1f1b", "ranks": 4, "microbatches": 8}
 
@@ -88,6 +91,8 @@ def application() -> "WSGIApplication":
         """The answer to one request: a page, a file, or what a question comes to."""
         if not host_is_trusted(request.headers.get("Host"), LOOPBACK):
             return reply(f"The studio answers at http://127.0.0.1 only, not at {request.headers.get('Host')!r}.\n", "txt", 403)
+        if request.headers.get("Origin", own := f"http://{request.headers['Host']}") != own:
+            return reply("The studio answers its own page only.\n", "txt", 403)
         name = request.path.removeprefix("/")
         if request.method == "GET" and not name:
             return reply(page(), "html")
@@ -118,7 +123,27 @@ def server(port: int = 0) -> "BaseWSGIServer":
     app = application()
     from werkzeug.serving import WSGIRequestHandler, make_server
 
-    class Quiet(WSGIRequestHandler):
+    class Handler(WSGIRequestHandler):
+        """Says nothing, and gives a client that is idle, or sends a request byte by byte, the time that it may take."""
+
+        timeout = PATIENCE
+
+        def setup(self) -> None:
+            """Begin: from now on the request has to come."""
+            super().setup()
+            self._end = threading.Timer(LONGEST, self._hear_no_more)
+            self._end.daemon = True
+            self._end.start()
+
+        def _hear_no_more(self) -> None:
+            with suppress(OSError):  # the client has gone
+                self.connection.shutdown(socket.SHUT_RD)
+
+        def finish(self) -> None:
+            """It is answered."""
+            self._end.cancel()
+            super().finish()
+
         def log(self, type: str, message: str, *args: object) -> None:
             """Say nothing of requests."""
 
@@ -128,7 +153,7 @@ def server(port: int = 0) -> "BaseWSGIServer":
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else "ports are numbers up to 65535"
         raise PenstockError(f"--port {port} cannot be used: {why}; leave it out to take a free one") from error
     with listening:  # the server has its own copy
-        return make_server("127.0.0.1", port, app, threaded=True, request_handler=Quiet, fd=listening.fileno())
+        return make_server("127.0.0.1", port, app, threaded=True, request_handler=Handler, fd=listening.fileno())
 
 
 def serve(port: int = 0, browser: bool = True) -> None:

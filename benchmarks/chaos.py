@@ -177,7 +177,8 @@ class Program:
             time.sleep(0.05)
         for pid in alive:
             os.kill(pid, signal.SIGKILL)
-        files = [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor")]  # torch's cache
+        # torch leaves a cache, and its agent the logs
+        files = [path.name for path in self.temporary.iterdir() if not path.name.startswith(("torchinductor", "torchelastic"))]
         return [f"process {pid}" for pid in alive] + files
 
 

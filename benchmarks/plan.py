@@ -74,8 +74,9 @@ def model_of(ranks: int) -> nn.Sequential:
 
 def layers_of(ranks: int) -> Layers:
     """What they cost, each sleep a little longer than told; and what they would hold."""
-    times = [[each + OVERSLEPT for each in seconds] for seconds in seconds_of(ranks)]
-    return Layers.of([Layer(str(number), *each, ACTIVATION, KEEP, 0.0, OUTPUT) for number, each in enumerate(times)], ROWS)
+    times = [tuple(each + OVERSLEPT for each in seconds) for seconds in seconds_of(ranks)]
+    rest = ACTIVATION, KEEP, 0.0, OUTPUT
+    return Layers.of([Layer(str(number), f, i, w, *rest) for number, (f, i, w) in enumerate(times)], ROWS)
 
 
 class Default(NamedTuple):

@@ -2,12 +2,12 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
@@ -106,6 +106,12 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged
+
+
+def modes(parameters: Iterable[nn.Parameter], device: torch.device) -> bytes:
+    """What decides, besides the batch, what stages send: which parameters are trained, and autocast."""
+    cast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
+    return cast.encode() + bytes(parameter.requires_grad for parameter in parameters)
 
 
 def seen(batch: Any) -> int:

@@ -26,15 +26,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.health.doing import doing
 from penstock.comms.health.signals import preempted
 from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, Observer, explained, forward, messages, observed
 from penstock.engine.agreement import Agreement, Known
-from penstock.engine.batch import Batch, Call, split
+from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks.together import Checks
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
@@ -85,7 +83,7 @@ class Engine:
         channels = self.channels
         self.parameters.check_values()
         self.forget()
-        batch = split(call, self.position, self.schedule, self._modes())
+        batch = split(call, self.position, self.schedule, modes(self.parameters.parameters(), self.device))
         self.checks.begin(batch)
         with waiting("for the replicas to begin the step"):
             begin([self.stages[index].copies for index in self._whole.stages])
@@ -198,9 +196,3 @@ class Engine:
         """Let go of whatever a step that failed has left."""
         for stage in self.stages.values():
             stage.forget()
-
-    def _modes(self) -> bytes:
-        """What decides, besides the batch, what stages send: which parameters are trained, and autocast."""
-        kind = self.device.type
-        cast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
-        return cast.encode() + bytes(parameter.requires_grad for parameter in self.parameters.parameters())

@@ -132,6 +132,7 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
                 timelines.append(setup.pipe.timeline())
             for listen in listeners:
                 listen(record)
+            setup.remember()
             if setup.pipe.preempted and record["step"] < setup.config.steps:
                 run.preempted = True
                 break

@@ -56,6 +56,11 @@ class Setup:
         if self.folder is not None:
             checkpoint.save(self.folder, self.pipe, self.optimizer, self.rate, keep=self.config.keep, wait=wait)
 
+    def remember(self) -> None:
+        """A checkpoint in memory, if there is a folder and somebody who would start the ranks again."""
+        if self.folder is not None:
+            checkpoint.remember(self.folder, self.pipe, self.optimizer, self.rate)
+
 
 def prepared(config: TrainConfig, folder: Path | None) -> Setup:
     """This rank's part of a new training; all ranks make the same call. `folder` counts on rank 0."""

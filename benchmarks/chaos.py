@@ -44,6 +44,7 @@ FAULTS = {
 }
 PATIENCE = 120.0  # seconds a program may take to get on
 MOST_FAULTS = 8  # of a run
+PREEMPTED = 75  # the exit code of a program that was asked to leave, and did
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Options:
     faults: int = 10**9  # stop after so many
     steps: int = 40  # of a run
     torchrun: float = 0.0  # the share of runs that torchrun starts, which takes seconds each time
+    preemptions: int = 0  # instead: so many SIGTERMs to the program or one of its ranks, after which no step may be done again
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ class Fault(NamedTuple):
 # ---- on every rank
 
 
-def train(job: Job) -> None:
-    """One rank's part; it goes on from the newest checkpoint."""
+def train(job: Job) -> bool:
+    """One rank's part; it goes on from the newest checkpoint. Returns whether it was asked to leave."""
     folder, rank = Path(job.folder), os.environ["RANK"]
     signal.signal(RAISES, _raise)
     signal.signal(ALLOCATES, _allocate)
@@ -112,9 +114,13 @@ def train(job: Job) -> None:
             with (folder / "steps").open("a") as told:
                 told.write(f"{time.time()} {step + 1} {topology.world_size}\n")
         saving = checkpoint.save(folder / "run", pipe, optimizer, wait=False)
+        if pipe.preempted:
+            break
     if saving is not None:
         saving.wait()
-    checkpoint.export(pipe, folder / "weights.safetensors")
+    if pipe.step_count == job.steps:
+        checkpoint.export(pipe, folder / "weights.safetensors")
+    return pipe.preempted
 
 
 def _raise(*_: Any) -> None:
@@ -133,9 +139,13 @@ def program(job: Job) -> None:
     if "RANK" in os.environ:
         train(job)
         return ps.comms.shutdown()
+    ps.comms.catch_preemption()
     least = 1 if job.replicas == 1 else RANKS
     try:
-        attempts, ended = ps.launch(train, RANKS, job, restarts=job.restarts, least=least).attempts, True
+        results = ps.launch(train, RANKS, job, restarts=job.restarts, least=least)
+        attempts, ended = results.attempts, True
+        if results[0]:
+            sys.exit(PREEMPTED)
     except Exception as error:
         if not hasattr(error, "attempts"):
             raise
@@ -324,8 +334,48 @@ def undisturbed(job: Job, folder: Path) -> dict[str, Any]:
     return load_file(folder / "weights.safetensors")
 
 
+def preempt(options: Options) -> None:
+    """Ask programs to leave, at random moments, and start them again until the training is done; then the next training."""
+    draw, root, count, again, codes = random.Random(options.seed), Path(mkdtemp(prefix="chaos-")), 0, 0, Counter[int | None]()
+    job = Job("", options.steps, restarts=0)
+    expected, runs, different = undisturbed(job, root / "undisturbed"), 0, 0
+    while count < options.preemptions:
+        runs += 1
+        folder = root / str(runs)
+        folder.mkdir()
+        while not (folder / "weights.safetensors").exists():
+            program = Program(replace(job, folder=str(folder)), torchrun=False, temporary=folder)
+            whom = _moment(program, draw)
+            if count < options.preemptions and program.process.poll() is None:
+                os.kill(whom if whom in program.ranks() else program.process.pid, signal.SIGTERM)
+                count += 1
+            codes[program.process.wait()] += 1
+        steps = [step for _, step, _ in done(folder)]
+        again += len(steps) - len(set(steps))
+        weights = load_file(folder / "weights.safetensors")
+        different += any(not torch.equal(weights[name], expected[name]) for name in expected)
+    told = ", ".join(f"{number} with {code}" for code, number in codes.items())
+    print(f"{count} SIGTERMs in {runs} trainings: programs ended {told}")
+    print(f"{again} steps were done again, {different} trainings ended in other bits")
+    rmtree(root)
+    sys.exit(int(again + different > 0))
+
+
+def _moment(program: Program, draw: random.Random) -> int:
+    """Wait for some moment of a program; whom to hit then: it, or one of its ranks."""
+    if draw.random() < 0.3:
+        time.sleep(draw.uniform(0, 3))
+    else:
+        while not program.ranks() and program.process.poll() is None:
+            time.sleep(0.005)
+        _wait(program, set(), draw)
+    return draw.choice([program.process.pid, *sorted(program.ranks())])
+
+
 def main(options: Options) -> None:
     """Disturb one run after the other, and say what came of them all."""
+    if options.preemptions:
+        return preempt(options)
     draw, begin, root = random.Random(options.seed), time.monotonic(), Path(mkdtemp(prefix="chaos-"))
     kinds = {
         "1f1b": Job("", options.steps), "zb-v": Job("", options.steps, "zb-v"), "pp2 x dp2": Job("", options.steps, replicas=2)

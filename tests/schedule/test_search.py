@@ -1,35 +1,148 @@
 """A searched table is proved, timed, within its limit, the same each time, and never longer than a published one."""
 
-import pytest
+import random
 
-from penstock.schedule import Costs, ScheduleError, build, search, simulate, verify
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_tables import some_skips, whole_numbers
+
+from penstock.schedule import Costs, Found, ScheduleError, build, search, simulate, verify
+from penstock.schedule.searching import annealing
+from penstock.schedule.searching.machine import Machine
+from penstock.schedule.searching.moves import Moved
+from penstock.schedule.searching.position import INFINITE, Position
+from penstock.schedule.searching.starts import families, in_groups
 
 COSTS = Costs(forward=30, backward_input=40, backward_weight=20, act=0.5)
 V = (0, 1, 2, 2, 1, 0)
 
 
-def test_a_searched_table_is_proved_timed_and_within_its_limit():
-    found = search(COSTS, V, 5, limit=2, effort="quick")
-    timeline = simulate(found.schedule, COSTS)
-    verify(found.schedule)
+def soon(done: float, makespan: float) -> bool:
+    """Stops a search after a twentieth of its work."""
+    return done > 0.05
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, stages: int = 6, microbatches: int = 4) -> tuple[Costs, tuple[int, ...], int]:
+    """Costs of every stage and border, a placement and M."""
+    dice = random.Random(draw(whole_numbers(0, 2**32 - 1)))
+    ranks = draw(whole_numbers(1, 3))
+    count = draw(whole_numbers(ranks, max(ranks, stages)))
+    placement = [*range(ranks), *(dice.randrange(ranks) for _ in range(count - ranks))]
+    dice.shuffle(placement)
+    time, border = ([dice.choice([0, 1, 2, 3, 5.5]) for _ in range(count)] for _ in range(2))
+    every = {
+        "forward": [each + 1 for each in time],
+        "backward_input": [each + dice.random() for each in time],
+        "backward_weight": time,
+        "backward": draw(st.sampled_from([None, [1.5 * each + 1 for each in time]])),
+        "send": border[:-1],
+        "size": draw(st.sampled_from([0, 3])),
+        "bandwidth": 2,
+        "act": [each + 0.5 for each in time],
+        "keep": draw(st.sampled_from([None, [0.4 * each for each in time], [each + 1 for each in time]])),
+        "skips": dict.fromkeys(draw(some_skips(count)), 1.0),
+    }
+    return Costs(**every), tuple(placement), draw(whole_numbers(1, microbatches))
+
+
+@settings(max_examples=25, deadline=None)
+@given(pipelines(), st.sampled_from([1.0, 1.3, 2.0, INFINITE]))
+def test_what_is_found_is_proved_timed_within_its_limit_and_no_longer_than_a_published_table(pipeline, more):
+    costs, placement, microbatches = pipeline
+    least = [0.0] * (max(placement) + 1)
+    for stage, rank in enumerate(placement):
+        least[rank] += costs.act[stage]
+    limits = [more * each for each in least]
+    found = search(costs, placement, microbatches, limits, "quick", progress=soon)
+    timeline = simulate(found.schedule, costs)
+    verify(found.schedule, skips=list(costs.skips))
+    assert (found.schedule.placement, found.schedule.microbatches) == (placement, microbatches)
     assert found.makespan == timeline.makespan
-    assert max(timeline.peak_memory) <= 2
-    assert found.bound <= found.makespan <= found.family_makespan
-    assert found.family == "v-half"
+    assert found.bound <= found.makespan
+    assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+    for table in families(placement, microbatches):
+        published = simulate(table, costs)
+        if all(peak <= limit for peak, limit in zip(published.peak_memory, limits, strict=True)):
+            assert found.bound <= published.makespan * (1 + 1e-9)
+            assert found.makespan <= found.family_makespan <= published.makespan
+
+
+@settings(max_examples=25, deadline=None)
+@given(pipelines(), whole_numbers(0, 1000))
+def test_rows_that_are_changed_step_by_step_run_as_the_simulator_says(pipeline, seed):
+    costs, placement, microbatches = pipeline
+    machine = Machine(costs, placement, microbatches, [INFINITE] * (max(placement) + 1))
+    position = Position(machine, in_groups(machine, 2), [0.0] * machine.ranks)
+    annealing.anneal(position, random.Random(seed), 3000, 3.0, 1.0, lambda steps, at: None)
+    table = machine.table(position.whole_rows())
+    assert simulate(table, Costs(**{**vars(costs), "backward": None})).makespan <= position.makespan * (1 + 1e-12)
+    full = Position(machine, position.whole_rows())
+    assert full.makespan == simulate(table, Costs(**{**vars(costs), "backward": None})).makespan
+
+
+def test_rows_that_would_stop_are_mended_where_they_stop():
+    machine = Machine(COSTS, (0, 1), 2, [INFINITE, 0.5])
+    rows = [[0, 1, 4, 5], [2, 3, 6, 7]]  # rank 1 would take in both microbatches; it has room for one
+    position = Position(machine, rows, [0.0, 0.0])
+    assert position.rows == [[0, 1, 4, 5], [2, 6, 3, 7]]
+    assert position.attempt({0: Moved([4, 0, 1, 5], 0)}, INFINITE) == 300
+
+
+def test_where_published_tables_fit_the_best_is_told():
+    found = search(COSTS, V, 5, limit=2, effort="quick", progress=soon)
+    assert (found.family, found.family_makespan) == ("v-half", simulate(build("v-half", 3, 5), COSTS).makespan)
+    assert found.makespan < found.family_makespan
+
+
+def test_a_search_ends_where_it_is_proven_that_there_is_nothing_shorter():
+    told: list[float] = []
+    found = search(COSTS, V, 5, effort="long", progress=lambda done, makespan: told.append(done))
+    assert found.proven
+    assert found.makespan == found.bound
+    assert max(told) < 0.1
 
 
 def test_the_same_seed_gives_the_same_table():
-    first, second = (search(COSTS, V, 4, limit=2, effort="quick", seed=7) for _ in range(2))
+    first, second = (search(COSTS, V, 4, limit=1.5, effort="quick", seed=7, progress=soon) for _ in range(2))
     assert first == second
 
 
-def test_a_limit_below_one_microbatch_is_refused_with_what_it_takes():
-    with pytest.raises(ScheduleError, match=r"take on rank 0 1 \(limit 0.9\), rank 1 1"):
-        search(COSTS, V, 4, limit=0.9)
+def test_tables_for_many_microbatches_grow_from_those_for_few():
+    found = search(COSTS, V, 24, limit=1.5, effort="quick", progress=lambda done, makespan: done > 0.8)
+    verify(found.schedule)
+    assert max(simulate(found.schedule, COSTS).peak_memory) <= 1.5
 
 
-def test_whoever_watches_can_stop_it():
-    told = []
-    found = search(COSTS, V, 4, limit=2, progress=lambda done, makespan: told.append((done, makespan)) or True)
-    assert len(told) == 1
-    assert found.makespan <= simulate(build("v-half", 3, 4), COSTS).makespan
+def test_a_table_found_before_is_a_start():
+    before = search(COSTS, V, 4, limit=1.5, effort="quick", progress=soon)
+    after = search(COSTS, V, 4, limit=1.5, effort="quick", start=before.schedule, progress=lambda *told: True)
+    assert after.makespan <= before.makespan
+
+
+def test_ctrl_c_gives_the_best_so_far():
+    def pressed(done: float, makespan: float) -> None:
+        raise KeyboardInterrupt
+
+    assert isinstance(search(COSTS, V, 4, limit=2, progress=pressed), Found)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"limit": 0.9}, r"take on rank 0 1 \(limit 0.9\), rank 1 1"),
+        ({"limit": [2, 2]}, "limit has 2 numbers for 3 ranks"),
+        ({"limit": float("nan")}, "no table keeps the limit"),
+        ({"placement": (0, 2)}, "is none: give the rank of every stage"),
+        ({"placement": ()}, "is none: give the rank of every stage"),
+        ({"microbatches": 0}, "microbatches=0: use a whole number"),
+        ({"effort": "huge"}, "effort='huge': use quick, normal, long"),
+        ({"costs": Costs(forward=[1, 2])}, "forward has 2 costs for 6 stages"),
+        ({"costs": Costs(forward=-1)}, "a cost is a time, 0 or more"),
+        ({"start": build("1f1b", 2, 2)}, "1f1b is no start: it has 2 microbatches"),
+    ],
+)
+def test_what_is_wrong_is_said_in_numbers(wrong, told):
+    with pytest.raises(ScheduleError, match=told):
+        search(**({"costs": COSTS, "placement": V, "microbatches": 4, "effort": "quick"} | wrong))

@@ -1,10 +1,12 @@
 """Tables that are searched for: the shortest step within a limit on memory, for any costs of the stages.
 
+`limits`     what is asked for, checked
 `machine`    what a search knows of a pipeline: numbers for actions, flat lists of what they cost, send and hold
 `position`   rows of numbers and when everything in them runs; the loop that a search spends its time in
 `moves`      rows with actions moved past others
 `annealing`  moves tried at random, those that lengthen the step ever more seldom taken
 `starts`     rows to begin with
+`growing`    rows for many microbatches from those for few
 `bounds`     what no table can be shorter than
 `search`     all of it together, and what is found
 """

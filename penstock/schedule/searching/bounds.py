@@ -1,9 +1,12 @@
 """What no table can be shorter than: by the work of a rank, by the longest chain, by the memory of a rank."""
 
 import heapq
+from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.schedule.searching.machine import Machine
+from penstock.schedule.searching.position import INFINITE
+from penstock.schedule.table import Kind
 
 
 class Bound(NamedTuple):
@@ -14,7 +17,8 @@ class Bound(NamedTuple):
 
 
 def bound(machine: Machine) -> Bound:
-    """The highest lower bound that is known for any table of `machine`'s actions."""
+    """The highest lower bound that is known for any table of `machine`'s actions, its backwards whole or in halves."""
+    machine = _cheapest(machine)
     heads = _earliest(machine)
     tails = _latest(machine)
     chain = max(head + machine.cost[action] + tails[action] for action, head in enumerate(heads))
@@ -23,6 +27,23 @@ def bound(machine: Machine) -> Bound:
         bounds.append(Bound(_one_rank(machine, rank, heads, tails), f"the work of rank {rank}, from its first input on"))
         bounds.append(Bound(_memory(machine, rank, heads), f"the memory of rank {rank}"))
     return max(bounds)
+
+
+def _cheapest(machine: Machine) -> Machine:
+    """A machine on which no table takes longer: what halves and pairs may save is saved everywhere."""
+    costs, stages = machine.costs, machine.stages
+    times, sizes = costs.table(stages), costs.sizes(stages)
+    inputs = [min(half, full) for half, full in zip(times[Kind.I], times[Kind.B], strict=True)]
+    lefts = zip(times[Kind.W], times[Kind.B], inputs, strict=True)
+    cheaper = replace(
+        costs,
+        forward=[time * (1 - costs.overlap) for time in times[Kind.F]],
+        backward_input=inputs,
+        backward_weight=[min(weight, full - half) for weight, full, half in lefts],
+        keep=[min(size) for size in sizes],
+        backward=None,
+    )
+    return Machine(cheaper, machine.placement, machine.microbatches, machine.limits)
 
 
 def _earliest(machine: Machine) -> list[float]:
@@ -86,7 +107,7 @@ def _one_rank(machine: Machine, rank: int, heads: list[float], tails: list[float
             heapq.heappush(urgent, (-tails[mine[index]], index))
             index += 1
         tail, first = urgent[0]
-        done, next_head = now + left[first], heads[mine[index]] if index < len(mine) else float("inf")
+        done, next_head = now + left[first], heads[mine[index]] if index < len(mine) else INFINITE
         if done <= next_head:
             heapq.heappop(urgent)
             now, end = done, max(end, done - tail)

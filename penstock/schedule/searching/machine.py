@@ -52,8 +52,13 @@ class Machine:
             for rank in range(self.ranks)
         ]
         self.later = [sum(self.sizes[t].act for t in self.stages_of[home] if t > s) for s, home in enumerate(placement)]
-        self.codes = [len(each) * 2 for each in self.stages_of]
         self._connect()
+
+    def of(self, microbatches: int) -> "Machine":
+        """The same pipeline for another number of microbatches."""
+        if microbatches == self.microbatches:
+            return self
+        return Machine(self.costs, self.placement, microbatches, self.limits, self.whole)
 
     def _of_actions(self, of_codes: Sequence[float]) -> list[float]:
         return [value for value in of_codes for _ in range(self.microbatches)]
@@ -92,6 +97,10 @@ class Machine:
                     own = there[0] == there[1]
                     yield base + stage, base + taker, Send(0, None, 0.0, 0.0) if own else Send(0, there, *border)
         yield stages - 1, 2 * stages - 1, Send(0, None, 0.0, 0.0)
+
+    def without_weights(self, rows: Rows) -> Rows:
+        """`rows` without their W."""
+        return [[action for action in row if action < self.first_weight] for row in rows]
 
     def rows(self, table: Table) -> Rows:
         """The rows of `table` in numbers, each backward whole or in halves as here, microbatches in order."""

@@ -239,9 +239,12 @@ class Position:
                     continue
                 if action >= machine.first_weight and action - back in row[at[rank] : index]:
                     continue
-                if action < back:
+                if index == at[rank]:  # it is what does not fit
+                    continue
+                if change[action] > 0.0:
                     freed = sum(change[each + back] for each in backs[rank][done:made])
-                    if held + freed + change[action] + machine.later[code] > machine.limits[rank]:
+                    later = machine.later[code] if action < back else 0.0
+                    if held + freed + change[action] + later > machine.limits[rank]:
                         continue
                 if (key := (max(when, time), action < back, rank, index)) < best:
                     best = key

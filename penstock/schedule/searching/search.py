@@ -1,18 +1,19 @@
 """The search: published tables and others that fit the limit, the best of them annealed, and what was found, with its bound."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.searching import starts
-from penstock.schedule.searching.annealing import anneal
+from penstock.schedule.searching import growing, starts
+from penstock.schedule.searching.annealing import Report, anneal
 from penstock.schedule.searching.bounds import bound
+from penstock.schedule.searching.limits import checked_limits, checked_placement
 from penstock.schedule.searching.machine import TOLERANCE, Machine, Rows
-from penstock.schedule.searching.position import INFINITE, Position, State
-from penstock.schedule.table import Table, must_be_table
+from penstock.schedule.searching.position import INFINITE, Position
+from penstock.schedule.table import Kind, Table, must_be_table
 from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.transform import with_full_backwards
 from penstock.schedule.verify import verify
@@ -73,56 +74,47 @@ def search(
     """
     if effort not in EFFORTS:
         raise ScheduleError(f"effort={effort!r}: use {', '.join(EFFORTS)}")
-    placement = _checked(placement, microbatches)
-    limits = _limits(limit, costs, placement)
-    machine = Machine(costs, placement, microbatches, limits)
-    best = _Best(machine, start, EFFORTS[effort], progress)
+    placement = checked_placement(placement, microbatches)
+    limits = checked_limits(limit, costs, placement)
+    _check_start(start, placement, microbatches)
+    machines = [Machine(costs, placement, microbatches, limits, whole) for whole in _forms(costs, len(placement))]
+    best = _Best(machines[0], start, EFFORTS[effort], progress)
+    dice = random.Random(seed)
     with suppress(KeyboardInterrupt, _Enough):
-        _anneal(best, random.Random(seed))
+        best.check()
+        for machine in machines:
+            _search(best, machine, best.work / len(machines), dice)
     return best.found()
 
 
-def _checked(placement: Sequence[int], microbatches: int) -> tuple[int, ...]:
-    """`placement`, if it is one."""
-    homes = tuple(placement)
-    if not homes or any(not isinstance(home, int) for home in homes) or set(homes) != set(range(max(homes) + 1)):
-        raise ScheduleError(f"placement={placement!r} is none: give the rank of every stage, each rank from 0 on at least one")
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ScheduleError(f"microbatches={microbatches!r}: use a whole number of 1 or more")
-    return homes
+def _forms(costs: Costs, stages: int) -> list[bool]:
+    """Whether backwards are to be whole or not: both, where a whole one costs less than its halves or holds less."""
+    times = costs.table(stages)
+    halves = zip(times[Kind.I], times[Kind.W], strict=True)
+    cheaper = any(full < i + w for full, (i, w) in zip(times[Kind.B], halves, strict=True))
+    return [False, True] if cheaper or any(keep > act for act, keep in costs.sizes(stages)) else [False]
 
 
-def _limits(limit: float | Sequence[float] | None, costs: Costs, placement: tuple[int, ...]) -> list[float]:
-    """The limit of every rank, each enough for one microbatch."""
-    ranks = max(placement) + 1
-    given = float("inf") if limit is None else limit
-    limits = [float(given)] * ranks if isinstance(given, int | float) else [float(each) for each in given]
-    if len(limits) != ranks:
-        raise ScheduleError(f"limit has {len(limits)} numbers for {ranks} ranks: give one number, or one for each rank")
-    least = [0.0] * ranks
-    for size, home in zip(costs.sizes(len(placement)), placement, strict=True):
-        least[home] += size.act
-    short = [rank for rank in range(ranks) if not least[rank] <= limits[rank] * (1 + TOLERANCE)]
-    if short:
-        told = ", ".join(f"rank {rank} {least[rank]:g} (limit {limits[rank]:g})" for rank in short)
-        raise ScheduleError(f"no table keeps the limit: the activations of one microbatch take on {told}")
-    return limits
+def _check_start(start: Table | None, placement: tuple[int, ...], microbatches: int) -> None:
+    if start is not None:
+        must_be_table(start)
+        verify(start)
+        if (start.placement, start.microbatches) != (placement, microbatches):
+            here = f"{start.microbatches} microbatches on {start.placement}"
+            raise ScheduleError(f"{start.name} is no start: it has {here}, not {microbatches} on {placement}")
 
 
 class _Best:
-    """The best that was found so far, of the search's work how much is done, and who wants to know."""
+    """The best that was found so far, how much of the search's work is done, and who wants to know."""
 
     def __init__(self, machine: Machine, start: Table | None, work: int, progress: Progress | None) -> None:
         self.machine, self.work, self.progress, self.done = machine, work, progress, 0
+        self.bound = bound(machine)
         self.published = list(starts.families(machine.placement, machine.microbatches))
-        if start is not None:
-            must_be_table(start)
-            verify(start)
         self.tables = [*self.published, *([start] if start else [])]
         self.times = [self._time(table) for table in self.tables]
         self.makespan = min(self.times, default=INFINITE)
-        self.bound = bound(machine)
-        self.state: State | None = None  # None: one of the tables
+        self.searched: tuple[Machine, Rows] | None = None  # None: one of the tables
 
     def _time(self, table: Table) -> float:
         """The makespan of `table`, infinite if it does not keep the limit."""
@@ -133,62 +125,69 @@ class _Best:
     def report(self, steps: int, position: Position) -> None:
         """`steps` more are done, and the search is at `position`."""
         self.done += steps
-        if position.makespan < self.makespan:
-            self.makespan, self.state = position.makespan, position.state()
+        if position.makespan < self.makespan and position.machine.microbatches == self.machine.microbatches:
+            self.makespan, self.searched = position.makespan, (position.machine, position.whole_rows())
+        self.check()
+
+    def check(self) -> None:
+        """Raises _Enough if there is no better, or whoever watches wants no more."""
         if self.makespan <= self.bound.time * (1 + TOLERANCE):
             raise _Enough
-        if self.progress and self.progress(min(1.0, self.done / self.work), self.makespan):
+        if self.progress and self.makespan < INFINITE and self.progress(min(1.0, self.done / self.work), self.makespan):
             raise _Enough
-
-    def table(self) -> Schedule:
-        """The best table."""
-        if self.state is None:
-            best = self.tables[self.times.index(self.makespan)]
-            return Schedule(best.name, best.placement, best.microbatches, best.actions, best.overlaps)
-        position = Position(self.machine, self.state.rows, self.state.slack)
-        table = self.machine.table(position.whole_rows())
-        return min(table, with_full_backwards(table), key=self._time)
 
     def found(self) -> Found:
         """What is told of it."""
-        table, times = self.table(), self.times[: len(self.published)]
-        verify(table, skips=list(self.machine.costs.skips))
-        time = self._time(table)
-        of_family = min(times, default=INFINITE)
-        name, family_makespan = None, None
-        if of_family < INFINITE:
-            name, family_makespan = self.published[times.index(of_family)].name, of_family
-        return Found(table, time, min(self.bound.time, time), self.bound.because, name, family_makespan)
+        tables = list(self.tables)
+        if self.searched:
+            machine, rows = self.searched
+            table = machine.table(rows)
+            tables = [table, with_full_backwards(table), *tables]
+        time, at = min((self._time(table), index) for index, table in enumerate(tables))
+        verify(tables[at], skips=list(self.machine.costs.skips))
+        best = Schedule(*(getattr(tables[at], each.name) for each in fields(Table)))
+        times = self.times[: len(self.published)]
+        family = min(zip(times, self.published, strict=True), key=lambda each: each[0], default=None)
+        name, of_family = (family[1].name, family[0]) if family and family[0] < INFINITE else (None, None)
+        return Found(best, time, min(self.bound.time, time), self.bound.because, name, of_family)
 
 
 ROUNDS = ((8, 0.4, 1.0), (3, 0.25, 0.5), (1, 0.15, 0.3))  # how many are annealed, the share of the work for all, how hot
+LAST = 0.2  # the share of the work for the best, with every W in its place
 
 
-def _anneal(best: _Best, dice: random.Random) -> None:
-    """Anneal from the best starts, go on with the best of these, and the best of those; at last with every W in its place."""
-    machine, work = best.machine, best.work
-    begins = sorted(_starts(best), key=lambda position: position.makespan)
-    for position in begins:
-        best.report(0, position)
-    states = [position.state() for position in begins]
-    position = begins[0]
-    for many, share, hot in ROUNDS:
-        ended = []
-        for index in range(many):
-            position.go_to(states[index % min(len(states), many)])
-            anneal(position, dice, int(work * share / many), hot * machine.typical, hot * machine.typical / 10, best.report)
-            ended.append(position.state())
-        states = sorted(ended, key=lambda state: state.makespan)
-    position.go_to(states[0])
-    position = Position(machine, position.whole_rows())
-    anneal(position, dice, work // 5, machine.typical / 5, machine.typical / 20, best.report)
+def _search(best: _Best, machine: Machine, work: float, dice: random.Random) -> None:
+    """Anneal for few microbatches first, if they are many, and for more and more from what was found."""
+    sizes = growing.sizes(machine.ranks, machine.microbatches)
+    found: Position | None = None
+    for size in sizes:
+        sized = machine.of(size)
+        begins = [*starts.of(sized), *(map(machine.rows, best.tables) if sized is machine else ())]
+        begins += growing.grown(found, sized) if found else ()
+        found = _annealed(sized, begins, work / len(sizes), dice, best.report)
 
 
-def _starts(best: _Best) -> Iterator[Position]:
-    machine = best.machine
-    begins: list[Rows] = [machine.rows(table) for table in best.tables]
-    begins += [starts.one_by_one(machine), *(starts.dispatched(machine, depth) for depth in starts.depths(machine))]
+def _annealed(machine: Machine, begins: list[Rows], work: float, dice: random.Random, report: Report) -> Position | None:
+    """From `begins` many are annealed for a short time, the best of these for longer, the best of those for the longest.
+
+    None: no start keeps the limit.
+    """
+    states = []
     for rows in begins:
-        without = [[action for action in row if action < machine.first_weight] for row in rows]
-        if without and (position := Position(machine, without, [0.0] * machine.ranks)).makespan < INFINITE:
-            yield position
+        position = Position(machine, machine.without_weights(rows), [0.0] * machine.ranks)
+        report(position.steps, position)
+        if position.makespan < INFINITE:
+            states.append(position.state())
+    if not states:
+        return None
+    for many, share, hot in ROUNDS:
+        states = sorted(states, key=lambda state: state.makespan)[:many]
+        for index in range(many):
+            position.go_to(states[index % len(states)])
+            heat = hot * machine.typical
+            anneal(position, dice, int(work * share / many), heat, heat / 10, report)
+            states.append(position.state())
+    position.go_to(min(states, key=lambda state: state.makespan))
+    position = Position(machine, position.whole_rows())
+    anneal(position, dice, int(work * LAST), machine.typical / 5, machine.typical / 20, report)
+    return position

@@ -24,14 +24,16 @@ def families(placement: Sequence[int], microbatches: int) -> Iterator[Schedule]:
             continue
 
 
-def one_by_one(machine: Machine) -> Rows:
-    """A microbatch goes through the whole pipeline and back before the next one: the least memory there is."""
+def in_groups(machine: Machine, size: int) -> Rows:
+    """The F and I of groups of microbatches that go through the whole pipeline and back, one group after the other."""
     rows = []
     for stages in machine.stages_of:
-        back = [machine.stages + stage for stage in reversed(stages)]
-        weights = [] if machine.whole else [code + machine.stages for code in back]
-        halves = [code for pair in zip(back, weights, strict=True) for code in pair] if weights else back
-        rows.append(in_order([*stages, *halves] * machine.microbatches, machine.microbatches))
+        codes = list[int]()
+        for first in range(0, machine.microbatches, size):
+            together = min(size, machine.microbatches - first)
+            for code in (*stages, *(machine.stages + stage for stage in reversed(stages))):
+                codes += [code] * together
+        rows.append(in_order(codes, machine.microbatches))
     return rows
 
 
@@ -108,3 +110,10 @@ def depths(machine: Machine) -> Iterator[list[float]]:
             trip = sum(machine.times[s] + machine.times[machine.stages + s] for s in range(stage, machine.stages))
             depth.append(max(1.0, factor * trip / period))
         yield depth
+
+
+def of(machine: Machine) -> Iterator[Rows]:
+    """All there are."""
+    yield from map(machine.rows, families(machine.placement, machine.microbatches))
+    yield from (in_groups(machine, size) for size in (1, 2, 3, 4) if size <= machine.microbatches)
+    yield from (rows for depth in depths(machine) if (rows := dispatched(machine, depth)))

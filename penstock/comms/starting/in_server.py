@@ -16,8 +16,12 @@ SERVER, PROGRAM = os.getpid(), os.getppid()
 LOOK = 0.5  # seconds
 
 
+def _is_orphaned() -> bool:
+    return os.getpid() == SERVER and os.getppid() != PROGRAM
+
+
 def _look(*_: object) -> None:
-    if os.getpid() == SERVER and os.getppid() != PROGRAM:
+    if _is_orphaned():
         sys.exit()
 
 
@@ -31,7 +35,7 @@ def _listens_at() -> str | None:
 
 
 def _remove(path: str) -> None:
-    if os.getpid() == SERVER:
+    if _is_orphaned():  # else the program lives, and may start another server there
         with suppress(OSError):  # it is gone already, or the folder holds something of the program's
             os.unlink(path)
             os.rmdir(os.path.dirname(path))
@@ -41,3 +45,4 @@ signal.signal(signal.SIGALRM, _look)
 signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)  # no thread, which a process that forks must not have
 if path := _listens_at():
     atexit.register(_remove, path)
+atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # nothing interrupts the exit

@@ -73,7 +73,7 @@ class Cutting:
     def _candidate(self, starts: Starts, passed: tuple[int, ...], choices: Sequence[Choice]) -> Candidate:
         stages = self.stages(starts)
         costs = self._times(stages, choices)
-        seconds = max(self.table.seconds(costs, self._lags(stages)), self.table.work(costs) / self.terms.cores)
+        seconds = self.table.seconds(costs, self._lags(stages), self.terms.cores)
         return Candidate(math.hypot(*(choice.over for choice in choices)), seconds, starts, passed, tuple(choices))
 
     def stages(self, starts: Starts) -> list[StageCost]:

@@ -185,7 +185,7 @@ def _plan(way: Way, batch: int, names: Sequence[str]) -> Plan:
     cutting, best, table = way.cutting, way.best, way.cutting.table.schedule
     costs, line = cutting.costs(best), cutting.line
     timeline = simulate(table, costs)
-    seconds = max(timeline.makespan, sum(timeline.busy) / cutting.terms.cores)
+    seconds = timeline.makespan if cutting.terms.cores >= table.ranks else best.seconds
     bound = least(line.layers, table.ranks, table.microbatches, cutting.terms.cores)
     peaks = [held + more for held, more in zip(timeline.peak_memory, cutting.reserved(best), strict=True)]
     recompute = tuple(way.recompute for way in cutting.ways(best.choices))

@@ -4,7 +4,7 @@
 thousands of cuts that are tried on one table.
 """
 
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -26,12 +26,7 @@ class TimedTable:
         self.placement, self.microbatches = schedule.placement, schedule.microbatches
         self.homes = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
         self.lines = _lines(self.schedule)
-        self._uses = Counter(code for code, *_ in self.lines)
         self.counts = [_counts(row, home) for row, home in zip(schedule.actions, self.homes, strict=True)]
-
-    def work(self, costs: Sequence[float]) -> float:
-        """What all actions take together."""
-        return sum(costs[code] * times for code, times in self._uses.items())
 
     def shaken(self, costs: Sequence[float], lags: Sequence[float], share: float, random: Random) -> float:
         """The makespan where every action takes up to `share` more or less."""
@@ -41,14 +36,27 @@ class TimedTable:
             ends.append(start + costs[code] * random.uniform(1 - share, 1 + share))
         return max(ends)
 
-    def seconds(self, costs: Sequence[float], lags: Sequence[float]) -> float:
-        """The makespan. `costs`: of F of every stage, then of B, I, W; `lags`: of a message over each border, and a 0."""
+    def seconds(self, costs: Sequence[float], lags: Sequence[float], cores: float = math.inf) -> float:
+        """The makespan. `costs`: of F of every stage, then of B, I, W; `lags`: of a message over each border, and a 0.
+
+        Where more ranks work at once than there are `cores`, all of them are as much slower meanwhile.
+        """
         ends = [0.0]
         add = ends.append
         for code, before, needed, border in self.lines:
             free, there = ends[before], ends[needed] + lags[border]
             add((free if free > there else there) + costs[code])
-        return max(ends)
+        return max(ends) if cores >= len(self.homes) else self._shared(ends[1:], costs, cores)
+
+    def _shared(self, ends: Sequence[float], costs: Sequence[float], cores: float) -> float:
+        changes = [(end, -1) for end in ends]
+        changes += [(end - costs[code], 1) for (code, *_), end in zip(self.lines, ends, strict=True)]
+        total = before = 0.0
+        working = 0
+        for when, change in sorted(changes):
+            total += (when - before) * max(1.0, working / cores)
+            before, working = when, working + change
+        return total
 
 
 def _lines(schedule: Schedule) -> list[tuple[int, int, int, int]]:

@@ -128,7 +128,9 @@ def test_a_timed_table_takes_what_the_simulator_says(name):
     lags = [0.5 * (a != b) for a, b in pairwise(schedule.placement)]
     planned = simulate(schedule, Costs(forward, inputs, weights, send=0.5))
     assert table.seconds([*forward, *full, *inputs, *weights], [*lags, 0]) == pytest.approx(planned.makespan)
-    assert table.work([*forward, *full, *inputs, *weights]) == pytest.approx(sum(planned.busy))
+    shared = table.seconds([*forward, *full, *inputs, *weights], [*lags, 0], cores=1)
+    assert sum(planned.busy) <= shared * (1 + 1e-9)
+    assert planned.makespan <= shared * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "v-min"])

@@ -17,7 +17,7 @@ from penstock.schedule import Timeline
 FILE = "plan.json"  # its name in the folder of a run
 EXAMPLE = 4  # microbatches: the example has the rows of one of so many
 MOST = 1e15  # bytes: where no limit was given
-SEND, ACTION = 100e-6, 300e-6  # seconds that a message, and an action besides its layers, take on ranks of one machine
+SEND, ACTION = 100e-6, 500e-6  # seconds that a message, and an action besides its layers, take on ranks of one machine
 
 
 def with_plan(config: TrainConfig) -> tuple[TrainConfig, Plan | None]:

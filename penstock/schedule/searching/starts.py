@@ -1,5 +1,6 @@
 """Tables to begin a search with: published ones, one microbatch after the other, and those of ranks that run what they can."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from penstock.errors import ScheduleError
@@ -37,67 +38,80 @@ def in_groups(machine: Machine, size: int) -> Rows:
     return rows
 
 
-def dispatched(machine: Machine, depth: Sequence[float]) -> Rows:
-    """The F and I of ranks that always run what can begin first, an I before an F, the F of a later stage before an earlier.
+class Dispatch:
+    """Ranks that always run what can begin first, an I before an F, the F of a later stage before that of an earlier one.
 
-    An F only begins if memory is left for the F of one microbatch on the later stages of its rank, without which a rank can
-    fill up with what can never go on; and if fewer than `depth` of its stage are in flight.
+    An F only begins if fewer than `depth` of its stage are in flight, and if memory is left for the F of one microbatch on the
+    later stages of its rank, without which a rank can fill up with what can never go on.
     """
-    count, stages = machine.microbatches, machine.stages
-    later = [sum(machine.sizes[t].act for t in machine.stages_of[machine.placement[s]] if t > s) for s in range(stages)]
-    free, held = [0.0] * machine.ranks, [0.0] * machine.ranks
-    there, put_off = list(machine.there), [list[int]() for _ in range(machine.ranks)]
-    done, rows = [0] * (2 * stages), [list[int]() for _ in range(machine.ranks)]
-    left = 2 * stages * count
 
-    def candidates(rank: int) -> Iterator[tuple[float, tuple[int, int], int]]:
-        """When each F and I that memory allows can begin, in the order of preference."""
+    def __init__(self, machine: Machine, depth: Sequence[float]) -> None:
+        self.machine, self.depth = machine, depth
+        self.free, self.held = [0.0] * machine.ranks, [0.0] * machine.ranks
+        self.there, self.done = list(machine.there), [0] * (2 * machine.stages)
+        self.put_off = [deque[int]() for _ in range(machine.ranks)]  # the W that can run
+
+    def rows(self) -> Rows:
+        """The F and I of every rank; empty if at some time nothing can begin."""
+        machine = self.machine
+        rows: Rows = [[] for _ in range(machine.ranks)]
+        for _ in range(2 * machine.stages * machine.microbatches):
+            first = min((choice for rank in range(machine.ranks) for choice in self._choices(rank)), default=None)
+            if first is None:
+                return []
+            _, _, action, rank = first
+            self._run(rank, action)
+            rows[rank].append(action)
+        return rows
+
+    def _choices(self, rank: int) -> Iterator[tuple[float, int, int, int]]:
+        """The next F and I of `rank` that can begin: when, the smaller the more urgent, number, rank."""
+        machine = self.machine
         for stage in machine.stages_of[rank]:
-            for code in (stages + stage, stage):
-                action = code * count + done[code]
-                if done[code] == count or there[action] < 0 or any(there[slot] < 0 for slot in machine.also_needs[action]):
-                    continue
-                when = max([free[rank], there[action], *(there[slot] for slot in machine.also_needs[action])])
-                if code < stages:
-                    if done[stage] - done[stages + stage] >= depth[stage]:
-                        continue
-                    most = machine.limits[rank] - machine.change[action] - later[stage]
-                    waits, freed = when, held[rank]
-                    for weight in put_off[rank]:
-                        if freed <= most:
-                            break
-                        freed += machine.change[weight]
-                        waits = max(when, waits + machine.cost[weight]) if freed > most else waits + machine.cost[weight]
-                    if freed > most:
-                        continue
-                    when = waits
-                yield when, (-1 if code >= stages else 0, -stage), action
+            in_flight = self.done[stage] - self.done[machine.stages + stage]
+            for code in (stage, machine.stages + stage):
+                if self.done[code] < machine.microbatches and (code > stage or in_flight < self.depth[stage]):
+                    action = code * machine.microbatches + self.done[code]
+                    ready, weights = self._ready(action), self._weights_before(rank, action)
+                    if ready >= 0 and weights is not None:
+                        free = self.free[rank] + sum(machine.cost[weight] for weight in weights)
+                        yield max(ready, free), -stage - (machine.stages if code > stage else 0), action, rank
 
-    while left:
-        best = min(((*each, rank) for rank in range(machine.ranks) for each in candidates(rank)), default=None)
-        if best is None:
-            return []
-        _, _, action, rank = best
-        code, time = action // count, max([there[action], *(there[slot] for slot in machine.also_needs[action])])
-        waiting = put_off[rank]
-        while waiting:
-            weight = waiting[0]
-            most = machine.limits[rank] - machine.change[action] - (later[code] if code < stages else 0.0)
-            if free[rank] + machine.cost[weight] > time and (code >= stages or held[rank] <= most):
-                break
-            free[rank] += machine.cost[weight]
-            held[rank] += machine.change[weight]
-            waiting.pop(0)
-        free[rank] = max(free[rank], time) + machine.cost[action]
-        held[rank] += machine.change[action]
-        rows[rank].append(action)
-        if code >= stages and not machine.whole:
+    def _ready(self, action: int) -> float:
+        """When what `action` needs is there; negative if that is not known yet."""
+        slots = [self.there[action], *(self.there[slot] for slot in self.machine.also_needs[action])]
+        return max(slots) if min(slots) >= 0 else -1.0
+
+    def _weights_before(self, rank: int, action: int) -> list[int] | None:
+        """The W that have to run before `action` for its memory; None if they are not enough."""
+        machine, weights, held = self.machine, list[int](), self.held[rank]
+        reserved = machine.later[action // machine.microbatches] if action < machine.first_back else 0.0
+        if machine.change[action] <= 0.0:
+            return weights
+        for weight in (*self.put_off[rank], None):
+            if held + machine.change[action] + reserved <= machine.limits[rank]:
+                return weights
+            if weight is not None:
+                weights.append(weight)
+                held += machine.change[weight]
+        return None
+
+    def _run(self, rank: int, action: int) -> None:
+        """Run `action`, and before it the W that it needs gone, and those that end before it can begin."""
+        machine, waiting, ready = self.machine, self.put_off[rank], self._ready(action)
+        needed = len(self._weights_before(rank, action) or ())
+        while waiting and (needed > 0 or self.free[rank] + machine.cost[waiting[0]] <= ready):
+            weight = waiting.popleft()
+            self.free[rank] += machine.cost[weight]
+            self.held[rank] += machine.change[weight]
+            needed -= 1
+        self.free[rank] = max(self.free[rank], ready) + machine.cost[action]
+        self.held[rank] += machine.change[action]
+        self.done[action // machine.microbatches] += 1
+        if action >= machine.first_back and not machine.whole:
             waiting.append(action + machine.first_back)
         for slot, _, transmission, latency in machine.sends[action]:
-            there[slot] = free[rank] + transmission + latency
-        done[code] += 1
-        left -= 1
-    return rows
+            self.there[slot] = self.free[rank] + transmission + latency
 
 
 def depths(machine: Machine) -> Iterator[list[float]]:
@@ -116,4 +130,4 @@ def of(machine: Machine) -> Iterator[Rows]:
     """All there are."""
     yield from map(machine.rows, families(machine.placement, machine.microbatches))
     yield from (in_groups(machine, size) for size in (1, 2, 3, 4) if size <= machine.microbatches)
-    yield from (rows for depth in depths(machine) if (rows := dispatched(machine, depth)))
+    yield from (rows for depth in depths(machine) if (rows := Dispatch(machine, depth).rows()))

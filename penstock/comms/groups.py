@@ -11,7 +11,7 @@ import torch.distributed as dist
 from penstock import torch_private
 from penstock.comms.breaking import break_off, break_off_backend
 from penstock.comms.starting.meeting import departed, looks
-from penstock.comms.system import need_descriptors
+from penstock.comms.system import need_descriptors, words
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
@@ -102,7 +102,7 @@ class Groups:
 
 def is_of_transport(error: BaseException) -> bool:
     """Whether an operation of a group ended with `error` because of another rank."""
-    told = str(error)
+    told = words(error)
     return isinstance(error, dist.DistError) or "gloo/transport" in told or "pair closure" in told
 
 

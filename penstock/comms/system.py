@@ -55,7 +55,15 @@ def reason(error: BaseException) -> str:
         return f"no file descriptor is free{_limit()}: raise `ulimit -n`"
     if number == errno.ENFILE:
         return "no file descriptor is free on this machine: raise `sysctl fs.file-max`"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {' '.join(words(error).split())}"
+
+
+def words(error: BaseException) -> str:
+    """What an error says, as text that can be sent: of a class that cannot say it too, and of a file whose name is no text."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception as another:
+        return f"it cannot say what it is ({type(another).__name__})"
 
 
 def _limit() -> str:

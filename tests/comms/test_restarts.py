@@ -127,6 +127,50 @@ def rank_exits():
     sys.exit(3)
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class TwoArguments(Exception):
+    def __init__(self, one, other):
+        super().__init__(one)
+
+
+def rank_fails(how):
+    ps.comms.init_distributed()
+    match how:
+        case "unspeakable":
+            raise Unspeakable
+        case "no text":
+            raise FileNotFoundError(2, "No such file", "\udcff")
+        case "exits":
+            sys.exit()
+        case "returns":
+            return TwoArguments(1, 2)
+        case "real-time":
+            os.kill(os.getpid(), signal.SIGRTMIN + 1)
+            time.sleep(60)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("unspeakable", r"rank 0: Unspeakable: it cannot say what it is \(RuntimeError\)"),
+        ("no text", "No such file"),
+        ("exits", r"rank 0 called sys.exit\(\) before its function was done"),
+        ("returns", r"what rank 0 returned does not unpickle \(TypeError: .*other.*\): return values that do"),
+        ("real-time", f"rank 0 was killed by signal {signal.SIGRTMIN + 1}"),
+    ],
+)
+def test_odd_ends_are_told_in_a_sentence_too(how, words, capfd):
+    with pytest.raises((ps.PenstockError, FileNotFoundError), match=words) as raised:
+        ps.launch(rank_fails, 1, how, restarts=1)
+    assert len(raised.value.attempts) == (1 if how == "exits" else 2)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def rank_forks_server_dies():
     ps.comms.init_distributed()
     if attempt_number() == 0 and os.environ["RANK"] == "0":

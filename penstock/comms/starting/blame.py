@@ -40,8 +40,10 @@ def death(rank: int, exitcode: int | None) -> PenstockError:
         where = "this program launches ranks wherever it is imported, and every rank imports it"
         return PenstockError(f'{where}: put what launches under `if __name__ == "__main__":`')
     if exitcode is not None and exitcode < 0:
-        number = signal.Signals(-exitcode)
-        return Died(f"rank {rank} was killed by {number.name}", number not in FROM_OUTSIDE)
+        number = -exitcode
+        names = {each.value: each.name for each in signal.Signals}
+        name = names.get(number, f"signal {number}")  # a real-time one has no name
+        return Died(f"rank {rank} was killed by {name}", number not in FROM_OUTSIDE)
     return Died(f"rank {rank} ended with exit code {exitcode} before it was done", True)
 
 

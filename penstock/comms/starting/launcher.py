@@ -78,7 +78,8 @@ def _attempts(work: bytes, ranks: int, restarts: int, least: int | None, memory:
         if len(attempts) > restarts or preempted() or is_final(attempts, failures):
             _raise(failure, attempts, failures)
         running = ranks if least is None else max(least, running - len(failure.culprits))
-        _tell(f"attempt {len(attempts)} of {restarts + 1} has ended: {said(this)}; {running} ranks begin again")
+        begin = "1 rank begins" if running == 1 else f"{running} ranks begin"
+        _tell(f"attempt {len(attempts)} of {restarts + 1} has ended: {said(this)}; {begin} again")
 
 
 def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:

@@ -34,6 +34,10 @@ class Outcome(NamedTuple):
     ranks: tuple[int, ...] = ()  # those that its error says it comes from
 
 
+class LeftError(PenstockError):
+    """A rank called `sys.exit()` as if all were well."""
+
+
 class Job(NamedTuple):
     """What every rank of an attempt is started with."""
 
@@ -113,17 +117,17 @@ def _pickled_error(error: BaseException, rank: int) -> bytes:
     from penstock.comms.groups import is_of_transport
 
     if isinstance(error, SystemExit) and not error.code:  # which would end the launching program too, as if all were well
-        error = PenstockError(f"rank {rank} called sys.exit() before its function was done")
+        error = LeftError(f"rank {rank} called sys.exit() before its function was done")
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
     causes = list(_causes(error))
     hearsay = any(isinstance(each, LostRankError) or is_of_transport(each) for each in causes)
     ranks = next((each.ranks for each in causes if isinstance(each, PenstockError) and each.ranks), ())
     try:
         data = pickle.dumps(Outcome(False, error, text, hearsay, ranks))
-        pickle.loads(data)
+        str(pickle.loads(data).value)
         return data
     except Exception:
-        told = PenstockError(f"rank {rank}: {type(error).__name__}: {error}")
+        told = PenstockError(f"rank {rank}: {reason(error)}")
         return pickle.dumps(Outcome(False, told, text, hearsay, ranks))
 
 

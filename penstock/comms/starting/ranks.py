@@ -15,7 +15,7 @@ from penstock.comms.starting.blame import Died, death
 from penstock.comms.starting.meeting import FINISHED, depart
 from penstock.comms.starting.rank_main import Job, Outcome, rank_main
 from penstock.comms.starting.server import NOT_KNOWN, ServerEndedError, held
-from penstock.comms.system import process_state
+from penstock.comms.system import process_state, reason
 from penstock.errors import PenstockError
 
 PARTING = 0.2  # seconds in which ranks may let go of what the system keeps for them: semaphores, files in /tmp
@@ -89,10 +89,12 @@ def outcomes_of(
                 rank = key.data
                 pending.unregister(key.fileobj)
                 try:
-                    outcomes[rank] = pickle.loads(results[rank].recv_bytes())
+                    data = results[rank].recv_bytes()
                 except (EOFError, OSError):  # OSError: in the middle of its outcome
                     processes[rank].join()
                     outcomes[rank] = Outcome(False, stops.ended.get(rank) or _death(rank, processes[rank].exitcode, server))
+                else:
+                    outcomes[rank] = _unpickled(data, rank)
                 if outcomes[rank].well:
                     depart(store, rank, FINISHED)
                     continue
@@ -101,6 +103,15 @@ def outcomes_of(
                 failed = min(failed, stops.since.get(rank, time.monotonic()))
             stops.look(set(range(len(results))) - outcomes.keys())
     return outcomes, min(failed, time.monotonic())
+
+
+def _unpickled(data: bytes, rank: int) -> Outcome:
+    try:
+        outcome: Outcome = pickle.loads(data)
+    except Exception as error:  # a class that does not unpickle, of the program's own
+        told = f"what rank {rank} returned does not unpickle ({reason(error)})"
+        return Outcome(False, PenstockError(f"{told}: return values that do, such as numbers and tensors"))
+    return outcome
 
 
 def _death(rank: int, exitcode: int | None, server: int) -> PenstockError:

@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeVar
 
 from penstock.comms.starting.blame import Failure
 from penstock.comms.starting.progress import Steps
+from penstock.comms.starting.rank_main import LeftError
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ def furthest(attempts: Sequence[Attempt]) -> int:
 
 def is_final(attempts: Sequence[Attempt], failures: Sequence[Failure]) -> bool:
     """Whether another attempt would end like the last: the program wanted to exit, or fails by the same mistake again."""
-    return isinstance(failures[-1].error, SystemExit) or repeated(attempts, failures) > 0
+    return isinstance(failures[-1].error, (SystemExit, LeftError)) or repeated(attempts, failures) > 0
 
 
 def repeated(attempts: Sequence[Attempt], failures: Sequence[Failure]) -> int:

@@ -62,10 +62,11 @@ def remember(
     if memory is None:
         return False
     with failing_as_one(memory.control, WHAT), broken_off(pipe.position.beside):
-        # All have come here, so all have written their part of the one before.
+        mine = collected(pipe, optimizer, scheduler, extra)
+        # All have come here, so all have something to write, and have written their part of the one before.
         steps = memory.control.gather([pipe.step_count], f"to {WHAT}")
         check_steps([int(step) for (step,) in steps])
-        memory.write(*collected(pipe, optimizer, scheduler, extra))
+        memory.write(*mine)
     return True
 
 

@@ -55,10 +55,10 @@ def write(place: Path, mark: Mark, part: Mapping[str, Any], tensors: Mapping[str
 
 def newest_of(parts: Sequence[Part], folder: str) -> list[Part] | None:
     """The parts, by rank, of the newest checkpoint of `folder` that is whole."""
-    checkpoints: dict[tuple[int, str], dict[int, Part]] = {}
+    checkpoints: dict[tuple[int, str, int], dict[int, Part]] = {}
     for part in parts:
         if part.mark.folder == folder:
-            checkpoints.setdefault((part.mark.number, part.mark.run), {})[part.mark.rank] = part
+            checkpoints.setdefault((part.mark.number, part.mark.run, part.mark.step), {})[part.mark.rank] = part
     for _, by_rank in sorted(checkpoints.items(), reverse=True):
         if len(by_rank) == by_rank[min(by_rank)].mark.ranks:
             return [by_rank[rank] for rank in sorted(by_rank)]

@@ -88,7 +88,7 @@ def init_distributed(
     global _current, _heartbeat
     if _current is None:
         keep_freed_memory()
-        if "RANK" in os.environ or dist.is_initialized():
+        if _heartbeat is None and ("RANK" in os.environ or dist.is_initialized()):
             _heartbeat = Heartbeat()
         _current = _join(backend, timeout, device)
         if _heartbeat is not None and _current.world_size > 1:

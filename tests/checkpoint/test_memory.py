@@ -104,6 +104,9 @@ def rank_is_behind_the_disk(folder):
     given = training()
     if attempt() == 0:
         step(*given)
+        extra = {"what": object()} if given[0].topology.rank == 0 else None
+        with pytest.raises(ps.MismatchError, match="cannot keep"):  # on all ranks at this call, so that the next one works
+            checkpoint.remember(folder, *given, extra=extra)
         checkpoint.remember(folder, *given)
         step(*given)
         checkpoint.save(folder, *given)
@@ -116,6 +119,12 @@ def rank_is_behind_the_disk(folder):
     checkpoint.save(folder / "other", *given)
     checkpoint.resume(folder, *given)
     return newest, given[0].step_count, *private()
+
+
+def test_parts_of_different_steps_are_no_checkpoint():
+    part, both = parts.Part(parts.Mark("a", "run", 3, 7, 0, 2), "", "", 0), parts.Mark("a", "run", 3, 7, 1, 2)
+    assert parts.newest_of([part, part._replace(mark=both)], "a")
+    assert parts.newest_of([part, part._replace(mark=both._replace(step=8))], "a") is None
 
 
 def private():

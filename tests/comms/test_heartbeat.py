@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +60,24 @@ def test_a_process_is_seen_alive_stopped_and_ended_from_outside_and_no_other_is_
         while seen.state() != ENDED:
             time.sleep(0.01)
     assert seen.state() == ENDED
+
+
+def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monkeypatch):
+    monkeypatch.setattr(heartbeat, "LOOK", 0.01)
+    errors, asked = iter([RuntimeError("once"), torch.distributed.DistNetworkError("gone")]), threading.Event()
+
+    class Ring:
+        def look(self):
+            asked.set()
+            raise next(errors)
+
+    beat = heartbeat.Heartbeat()
+    beat._ring = Ring()
+    while beat._ring is not None:
+        assert asked.wait(10)
+    assert next(errors, None) is None
+    assert beat._thread.is_alive()
+    beat.stop()
 
 
 def test_an_action_that_takes_ten_times_what_it_took_is_named_once_while_others_wait():

@@ -26,7 +26,7 @@ class Train(TrainConfig):
         config: TrainConfig = (
             dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
         )
-        if "RANK" in os.environ and may_begin_again(self):
+        if "RANK" in os.environ and may_begin_again(self) and min(self.dp, self.tp) > 0:
             config, told = for_world(self, processes)
             if told and os.environ["RANK"] == "0":
                 print(told, flush=True)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch.distributed import DistNetworkError
+
 from penstock.comms.health.doing import doing, running, told
 from penstock.comms.health.lives import gone, have_told, life, stopped, tell_life
 from penstock.comms.health.process import ENDED, STOPPED, TRACED
@@ -54,8 +56,12 @@ class Heartbeat:
                 say("what started this rank is gone, so it ends")
                 os._exit(1)
             if self._ring is not None:
-                with suppress(RuntimeError):  # the store is gone, with the process that had it
+                try:
                     self._ring.look()
+                except DistNetworkError:  # the store is gone, with the process that had it; torch would tell it at each look
+                    self._ring = None
+                except RuntimeError:  # a look that could not be finished, which the next one can
+                    pass
 
 
 def _orphaned() -> Callable[[], bool]:
@@ -89,8 +95,8 @@ class Ring:
         for each in self._watched:
             each.look()
         if not self._woken and self.store.check([LOST]):
-            self._woken = True
             self._wake()
+            self._woken = True
         if slow := self._pace.look(others_wait=any(not each.is_busy for each in self._watched)):
             say(f"rank {self.rank} is slow: {slow}")
 

@@ -9,6 +9,7 @@ import atexit
 import os
 import signal
 import socket
+import stat
 import sys
 from contextlib import suppress
 
@@ -28,9 +29,11 @@ def _look(*_: object) -> None:
 def _listens_at() -> str | None:
     """The path of the socket that this process has been given."""
     for number in os.listdir("/dev/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as each:
-            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return str(each.getsockname())
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                with socket.socket(fileno=os.dup(int(number))) as each:
+                    if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        return str(each.getsockname())
     return None
 
 

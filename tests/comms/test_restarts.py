@@ -171,6 +171,18 @@ def test_odd_ends_are_told_in_a_sentence_too(how, words, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_server_that_is_exiting_already_when_its_program_is_gone_says_nothing():
+    script = """
+import atexit, os, time
+program, os.getppid = os.getppid, lambda: -1  # as while the program was there
+from penstock.comms.starting import in_server
+os.getppid = program
+atexit.register(time.sleep, 3 * in_server.LOOK)  # as torch's, which come first
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def rank_forks_server_dies():
     ps.comms.init_distributed()
     if attempt_number() == 0 and os.environ["RANK"] == "0":

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import stat
-import sys
 from contextlib import suppress
 
 SERVER, PROGRAM = os.getpid(), os.getppid()
@@ -23,7 +22,9 @@ def _is_orphaned() -> bool:
 
 def _look(*_: object) -> None:
     if _is_orphaned():
-        sys.exit()
+        if path:
+            _remove(path)
+        os._exit(0)  # it may be exiting already, amid torch's own clean-up, which an exception would come out of as an error
 
 
 def _listens_at() -> str | None:
@@ -44,8 +45,8 @@ def _remove(path: str) -> None:
             os.rmdir(os.path.dirname(path))
 
 
-signal.signal(signal.SIGALRM, _look)
-signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)  # no thread, which a process that forks must not have
 if path := _listens_at():
     atexit.register(_remove, path)
+signal.signal(signal.SIGALRM, _look)
+signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)  # no thread, which a process that forks must not have
 atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # nothing interrupts the exit

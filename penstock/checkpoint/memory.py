@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,11 @@ def remember(
         return False
     with failing_as_one(memory.control, WHAT), broken_off(pipe.position.beside):
         mine = collected(pipe, optimizer, scheduler, extra)
-        # All have come here, so all have something to write, and have written their part of the one before.
         steps = memory.control.gather([pipe.step_count], f"to {WHAT}")
         check_steps([int(step) for (step,) in steps])
-        memory.write(*mine)
+        mark, turn = memory.write(*mine)
+        memory.control.gather([turn], f"to {WHAT}")  # on all ranks: from now on it counts
+        memory.mark, memory.turn = mark, turn
     return True
 
 
@@ -83,19 +85,19 @@ class _Memory:
         self.to = [taker for giver, taker in pairs if giver == rank]
         self.of = [giver for giver, taker in pairs if taker == rank]
 
-    def write(self, part: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Write this rank's part into the drawer whose turn it is, and copies of others'."""
-        self.mark = self.mark._replace(number=self.mark.number + 1, step=part["step"])
-        self.turn = 1 - self.turn
-        place = self._place(self.turn)
-        write(place, self.mark, part, tensors)
+    def write(self, part: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[Mark, int]:
+        """Write this rank's part into the drawer whose turn it is, and copies of others'. Returns its mark, and the turn."""
+        mark, turn = self.mark._replace(number=self.mark.number + 1, step=part["step"]), 1 - self.turn
+        place = self._place(turn)
+        write(place, mark, part, tensors)
         with waiting(f"to {WHAT}"):
             sending = [each for peer in self.to for each in sent(self.control, place, peer)]
             for peer in self.of:
-                with self._place(2 + self.turn).open("r+b") as file:
+                with self._place(2 + turn).open("r+b") as file:
                     receive(self.control, file.fileno(), peer)
             for work, _ in sending:
                 work.wait()
+        return mark, turn
 
     def _place(self, which: int) -> Path:
         return self.there.path(which * self.there.width + self.own)
@@ -135,7 +137,9 @@ def _copies(machines: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether this machine's memory has a whole checkpoint of `folder`."""
+    """Whether memory has a whole checkpoint of `folder`; not asked with several machines: each would answer for itself."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return False
     return drawers.wanted() and newest_of(parts_in(drawers.find()), os.path.abspath(folder)) is not None
 
 
@@ -165,7 +169,7 @@ def newest(control: Control, folder: Path) -> tuple[Path, dict[str, Any], Tensor
 
 def _brought(control: Control, found: Sequence[Part], parts: Sequence[Part], names: Sequence[str]) -> TensorFiles:
     """All of the checkpoint `found`, where this rank can open it; `parts`: all there are; `names`: of each rank's machine."""
-    rank, mine, sending = control.topology.rank, dict[int, str](), []
+    rank, mine, sending, received = control.topology.rank, dict[int, str](), [], list[int]()
     for number, wanted in enumerate(found):
         homes = {part.machine: part.place for part in parts if part.mark == wanted.mark}
         giver = min(rank for rank, name in enumerate(names) if name in homes)
@@ -178,10 +182,14 @@ def _brought(control: Control, found: Sequence[Part], parts: Sequence[Part], nam
                     os.fchmod(file, 0o600)
                     receive(control, file, giver)
                     mine[number] = f"/proc/{os.getpid()}/fd/{file}"
+                    received.append(file)
         if names[rank] in homes:
             mine[number] = homes[names[rank]]
     for work, _ in sending:
         work.wait()
     everyone = control.gather_objects([[number, place] for number, place in mine.items()], "to look into memory")
     here = {number: place for name, each in zip(names, everyone, strict=True) if name == names[rank] for number, place in each}
-    return TensorFiles(*(Path(here[number]) for number in range(len(found))))
+    files = TensorFiles(*(Path(here[number]) for number in range(len(found))))
+    for file in received:
+        weakref.finalize(files, os.close, file)
+    return files

@@ -64,6 +64,7 @@ class Topology:
 
 _current: Topology | None = None
 _heartbeat: Heartbeat | None = None
+_process: int | None = None  # which of them is the rank: not one that it has forked
 closed_on_leaving: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups of this process, see `Groups.close`
 
 
@@ -85,8 +86,9 @@ def init_distributed(
     (`allocator.py`). Raises PenstockError for a backend that is not known and for a GPU that is not there, LostRankError if the
     other ranks do not start.
     """
-    global _current, _heartbeat
+    global _current, _heartbeat, _process
     if _current is None:
+        _process = os.getpid()
         keep_freed_memory()
         if _heartbeat is None and ("RANK" in os.environ or dist.is_initialized()):
             _heartbeat = Heartbeat()
@@ -147,6 +149,8 @@ def current_topology() -> Topology:
 def shutdown() -> None:
     """Leave the ranks: end the process groups, forget the topology. Whoever waits for this rank, now or later, is told."""
     global _current, _heartbeat
+    if _process != os.getpid():
+        return
     error = getattr(sys, "last_value", None)  # what ended the program, if something has
     tell_departure(FINISHED if error is None else f"ended with {reason(error)}")
     if _heartbeat is not None:

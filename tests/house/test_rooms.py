@@ -65,3 +65,9 @@ def test_a_packages_docstring_has_its_idea_and_a_map_of_its_files(package):
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_says_what_it_is(module):
     assert docstring(module).partition("\n")[0].endswith((".", ":", ";")), f"{module} does not say its idea in its first line"
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Ranks of a launch import them by their bare names."""
+    names = [path.name for path in (HOUSE.parent / "tests").rglob("*.py")]
+    assert not {name for name in names if names.count(name) > 1}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.comms.health.signals import ASKING
+from penstock.comms.health.signals import ASKING, catches_preemption
 from penstock.errors import LostRankError
 
 # The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
@@ -59,8 +59,11 @@ def server_context() -> Any:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Processes started inside hold back the signals that are for their program: a rank until it knows what to do with them."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+    """Processes started inside hold back the signals that are for their program: a rank until it knows what to do with them.
+
+    Those that ask it to leave only where it catches them: the server forks the program's own processes too.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD if catches_preemption() else {signal.SIGINT})
     try:
         yield
     finally:

@@ -71,6 +71,7 @@ class Audit:
         self._parcel: Parcel | None = None  # what is computed twice, once it is whole
         self._digests: list[str] = []  # of what this rank made of it
         self._sending: parcels.Sending = []
+        self._receiver = self.rank  # of that
         for stage in stages.values():
             if stage.loss_fn is not None:
                 stage.loss_fn = partial(self._loss, stage.loss_fn)
@@ -138,7 +139,8 @@ class Audit:
 
     def _send(self, checker: int) -> None:
         assert self.turn is not None
-        self._sending = parcels.send(self.control, (self._parcel, self._digests), self.turn.checkers[checker], self._what)
+        self._receiver = self.turn.checkers[checker]
+        self._sending = parcels.send(self.control, (self._parcel, self._digests), self._receiver, self._what)
 
     def differs(self) -> bool:
         """This rank's actions are over: if it is the one that computes once more, whether it came to the same."""
@@ -168,7 +170,7 @@ class Audit:
     def end(self) -> None:
         """The step is over on all ranks: let go of what was noted for it."""
         if self.turn is not None:
-            parcels.sent(self._sending, self.turn.checkers[0], self._what)
+            parcels.sent(self._sending, self._receiver, self._what)
         self._sending, self._parcel, self.turn = [], None, None
 
     def blame(self) -> str:

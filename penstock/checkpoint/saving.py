@@ -61,7 +61,10 @@ def save(
     final = Path(folder) / manifest.folder_of(pipe.step_count)
     with as_one(control, f"write the checkpoint {final}"), broken_off(pipe.position.beside):
         held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
-        check_steps(control.gather_objects(pipe.step_count, "to save"))
+        given = [str(final.parent), str(keep), _given(optimizer), _given(scheduler)]
+        told = control.gather_objects([pipe.step_count, *given], "to save")
+        check_steps([step for step, *_ in told])
+        check_given([each for _, *each in told])
         check_replicas(control, pipe, optimizer)
         part, tensors = collected(pipe, optimizer, scheduler, extra)
         if not wait:
@@ -88,6 +91,19 @@ def check_steps(steps: Sequence[int]) -> None:
     """Raises MismatchError unless all ranks have done as many."""
     if len(set(steps)) > 1:
         raise MismatchError(f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them")
+
+
+def _given(what: Any) -> str:
+    return "none" if what is None else "one"
+
+
+def check_given(told: Sequence[Sequence[str]]) -> None:
+    """Raises MismatchError unless all ranks have given the same: folder, keep=, whether an optimizer and a scheduler."""
+    for number, name in enumerate(("folder", "keep", "optimizer", "scheduler")):
+        for rank, each in enumerate(told):
+            if each[number] != told[0][number]:
+                given = f"rank 0 gives {told[0][number]}, rank {rank} {each[number]}"
+                raise MismatchError(f"the ranks do not save alike, by {name}: {given}; give all of them the same")
 
 
 def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -63,7 +63,7 @@ def read(folder: Path) -> Run:
                 steps[int(record["step"])] = Step(run, {kind: dict(record[kind]) for kind in KINDS if kind in record})
         run["conditions"]["deterministic"]  # a file without a line of a start is damaged, too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise NotComparable(f"{path} is damaged, it is not what Penstock wrote there: {error!r}") from error
+        raise NotComparable(f"{path} is damaged, it is not what Penstock wrote there") from error
     if not steps:
         raise NotComparable(f"{path} has no step yet")
     return Run(folder, steps)

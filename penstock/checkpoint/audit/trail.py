@@ -4,6 +4,7 @@
 it has what. One is of a step: digests of the layers' outputs, of the gradients, and of weights and optimizer state after it.
 """
 
+import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,8 +49,13 @@ class Trail:
         every: int = EVERY,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if every < 1:
-            raise PenstockError(f"every={every} is no number of steps: use 1 or more")
+        if not isinstance(every, int) or every < 1:
+            raise PenstockError(f"every={every!r} is no number of steps: use a whole number, 1 or more")
+        try:
+            json.dumps(dict(settings or {}))
+        except (TypeError, ValueError) as error:
+            why = f"settings= goes into a file as JSON, which cannot hold it ({error})"
+            raise PenstockError(f"{why}: give texts and numbers") from error
         self.path, self.pipe, self.optimizer, self.every = Path(folder) / FILE, pipe, optimizer, every
         told = pipe.gather(lambda: [[stage, name] for stage, name, _ in layers(pipe)], "to begin their digests")
         self._layers = sorted((each for rank in told for each in rank), key=lambda each: each[0])

@@ -87,9 +87,9 @@ def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
         raise PenstockError(f"cannot launch {ranks!r} ranks: use a whole number of 1 or more")
     if not callable(function):
         raise PenstockError(f"cannot launch {function!r}: give a function, launch(train, 2), which each rank calls itself")
-    if not isinstance(restarts, int) or restarts < 0:
+    if type(restarts) is not int or restarts < 0:
         raise PenstockError(f"cannot restart {restarts!r} times: use a whole number, 0 or more")
-    if least is not None and (not isinstance(least, int) or not 1 <= least <= ranks):
+    if least is not None and (type(least) is not int or not 1 <= least <= ranks):
         raise PenstockError(f"cannot restart with {least!r} ranks at least: use 1 to {ranks}, or None for all of them")
 
 

@@ -1,6 +1,7 @@
 """What became of each attempt of a launch, whether there is another, and the report of all of them."""
 
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import NamedTuple, TypeVar
 
 from penstock.comms.starting.blame import Failure
@@ -9,6 +10,7 @@ from penstock.comms.starting.rank_main import LeftError
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
+LONGEST = 400  # characters of what ended an attempt
 
 
 class Attempt(NamedTuple):
@@ -68,7 +70,8 @@ def told(attempts: Sequence[Attempt]) -> str:
             words.append(f"steps {each.steps_before + 1} to {each.steps_done}")
         before = attempts[:number]
         if before and each.steps_before is not None:
-            words.append(f"{lost(before, each)} steps lost")
+            steps = lost(before, each)
+            words.append(f"{steps} step{'s' * (steps != 1)} lost")
         if before and each.new_step is not None:
             words.append(f"{each.new_step - _failure(before):.1f} s from the failure to the first new step")
         lines.append(f"  {number + 1}: {', '.join(words)}: {said(each)}")
@@ -90,5 +93,6 @@ def said(each: Attempt) -> str:
     """What ended an attempt, in a line."""
     if each.error is None:
         return "done"
-    text = " ".join(str(each.error).split()) or type(each.error).__name__
+    printable = "".join(letter if letter.isprintable() else " " for letter in str(each.error))
+    text = shorten(printable, LONGEST) or type(each.error).__name__
     return text if isinstance(each.error, PenstockError) else f"{type(each.error).__name__}: {text}"

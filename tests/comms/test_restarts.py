@@ -4,9 +4,11 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -321,12 +323,11 @@ if __name__ == "__main__":
 @pytest.mark.fresh
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes with their parents")
 def test_a_launcher_that_is_killed_leaves_no_process_and_no_file(tmp_path):
-    for folder in ("ranks", "temporary"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "ranks").mkdir()
     (tmp_path / "program.py").write_text(LAUNCHES)
-    shared = set(os.listdir("/dev/shm"))
+    shared, temporary = set(os.listdir("/dev/shm")), Path(tempfile.mkdtemp())  # whose path is short enough for a socket
     program = subprocess.Popen(
-        [sys.executable, "program.py", "ranks"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+        [sys.executable, "program.py", "ranks"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(temporary)}
     )
     ranks = wait_for(
         lambda: len(os.listdir(tmp_path / "ranks")) == 3 and [int(name) for name in os.listdir(tmp_path / "ranks")]
@@ -335,10 +336,20 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_file(tmp_path):
     program.kill()
     program.wait()
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
-    wait_for(
-        lambda: not [name for name in os.listdir(tmp_path / "temporary") if not name.startswith("torchinductor")]
-    )  # a cache
+    wait_for(lambda: not [name for name in os.listdir(temporary) if not name.startswith("torchinductor")])  # a cache
+    shutil.rmtree(temporary)
     wait_for(lambda: not set(os.listdir("/dev/shm")) - shared)  # others use it too, for a moment
+
+
+@pytest.mark.ranks
+@pytest.mark.fresh
+def test_a_temporary_folder_whose_path_is_too_long_is_told(tmp_path):
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    (tmp_path / "program.py").write_text(LAUNCHES)
+    command = [sys.executable, "program.py", "ranks"]
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(long)}, capture_output=True, text=True)
+    assert "PenstockError: ranks cannot be started: AF_UNIX path too long; set TMPDIR to a folder" in ended.stderr
 
 
 def wait_for(true):

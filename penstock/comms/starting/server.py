@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.comms.health.signals import ASKING, catches_preemption
-from penstock.errors import LostRankError
+from penstock.errors import LostRankError, PenstockError
 
 # The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
 PRELOAD = [
@@ -52,8 +52,12 @@ def server_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server starts it too, and that would let signals through again
-    with held():
-        forkserver.ensure_running()
+    try:
+        with held():
+            forkserver.ensure_running()
+    except OSError as error:
+        told = f"ranks cannot be started: {error.strerror or error}"
+        raise PenstockError(f"{told}; set TMPDIR to a folder that can be written to, with a short path") from error
     return context
 
 

@@ -83,7 +83,7 @@ def test_ranks_go_on_without_those_that_failed_and_end_with_the_bits_of_an_undis
     report = lines[lines.index("penstock: 4 attempts:") + 1 :]
     assert report[0].startswith("  1: 4 ranks, steps 1 to 5: ")
     assert report[0].endswith("rank 2 was killed by SIGKILL")
-    first_new = r"steps lost, [\d.]+ s from the failure to the first new step"
+    first_new = r"steps? lost, [\d.]+ s from the failure to the first new step"
     assert re.fullmatch(rf"  2: 3 ranks, steps 4 to 7, 2 {first_new}: ValueError: its own", report[1])
     assert re.fullmatch(rf"  3: 2 ranks, steps 7 to 10, 1 {first_new}: .*rank 1 was stopped by a signal for 3 s, .*", report[2])
     assert re.fullmatch(rf"  4: 1 rank, steps 10 to 12, 1 {first_new}: done", report[3])

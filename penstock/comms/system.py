@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.errors import ResourceError
 
@@ -37,15 +38,26 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, (OSError, MemoryError)) or any(each in str(error) for each in told)
 
 
-def process_state(process: int) -> tuple[str, int]:
-    """The state of a process of this machine (`R`, `S`, `T`: stopped by a signal, `Z`: ended) and its parent.
+class ProcessStat(NamedTuple):
+    """What Linux tells of a process of this machine."""
 
-    ("", 0) for one that is gone, and where the system has no /proc.
-    """
+    state: str  # `R`, `S`, .., `T`: stopped by a signal, `t`: by a debugger, `Z`: ended; empty: it is gone
+    parent: int
+    started: str  # when, in ticks since the system is up; numbers of processes come again
+
+
+def process_stat(process: int) -> ProcessStat:
+    """What there is of `process` in /proc. Raises OSError for one that is gone, and where there is no /proc."""
+    text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    fields = text.rpartition(")")[2].split()  # after its name, which may have anything in it
+    return ProcessStat(fields[0], int(fields[1]), fields[19])
+
+
+def process_state(process: int) -> ProcessStat:
+    """The same, with an empty state for one that is gone, and where there is no /proc."""
     with suppress(OSError):
-        state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
-        return state, int(parent)
-    return "", 0
+        return process_stat(process)
+    return ProcessStat("", 0, "")
 
 
 def reason(error: BaseException) -> str:

@@ -17,7 +17,6 @@ from penstock.schedule.table import Action, Skip
 from penstock.stage import microbatch
 
 NOTHING = -1
-COLUMNS = ("busy", "memory", "between", "averaging", "failed_beside")  # what a report has of every rank
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from penstock.commands.train.config import TrainConfig
+from penstock.comms.system import process_stat
 from penstock.errors import PenstockError
 
 ANY = "1f1b"  # the schedule for any number of ranks
@@ -51,7 +52,7 @@ def job_name() -> str:
 def _started(process: int) -> datetime:
     """When a process was started, by Linux's account; elsewhere: now."""
     try:
-        ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+        ticks = int(process_stat(process).started)
         up = float(Path("/proc/uptime").read_text().split()[0])
     except OSError:
         return datetime.now()

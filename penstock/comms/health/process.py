@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.comms.health.doing import BYTES, NAME, doing, told
+from penstock.comms.system import process_stat
 
 STOPPED, TRACED, ENDED = "stopped", "held by a debugger", "ended"
 STATES = {"T": STOPPED, "t": TRACED, "Z": ENDED, "X": ENDED}  # Linux's, in /proc/PID/stat; any other is alive
@@ -26,7 +27,7 @@ class Process(NamedTuple):
         if not self.machine or self.machine != machine():
             return ""
         try:
-            state, started = _stat(self.number)
+            state, _, started = process_stat(self.number)
         except FileNotFoundError:
             return ENDED
         except OSError:
@@ -46,7 +47,7 @@ def this_process() -> Process:
     """The process that asks. What it is doing can be read from now on."""
     doing.share()
     with suppress(OSError):
-        return Process(machine(), os.getpid(), _stat(os.getpid())[1], doing.file)
+        return Process(machine(), os.getpid(), process_stat(os.getpid()).started, doing.file)
     return Process("", os.getpid(), "", doing.file)
 
 
@@ -56,10 +57,3 @@ def machine() -> str:
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
-
-
-def _stat(number: int) -> tuple[str, str]:
-    """A process's state, and when it was started."""
-    text = Path(f"/proc/{number}/stat").read_text()
-    fields = text.rpartition(")")[2].split()  # after its name, which may have anything in it
-    return fields[0], fields[19]

@@ -79,7 +79,7 @@ def outcomes_of(
     for one that has ended before it joined them find that in the `store`. A rank that a signal has stopped is ended.
     """
     outcomes: dict[int, Outcome] = {}
-    stops, server = _Stops(processes), process_state(processes[0].pid)[1]
+    stops, server = _Stops(processes), process_state(processes[0].pid).parent
     failed, deadline = float("inf"), float("inf")
     with selectors.DefaultSelector() as pending:  # Linux's epoll tells in the order in which it happened
         for rank, receiver in enumerate(results):
@@ -115,7 +115,7 @@ def _unpickled(data: bytes, rank: int) -> Outcome:
 
 
 def _death(rank: int, exitcode: int | None, server: int) -> PenstockError:
-    ended = exitcode == NOT_KNOWN and process_state(server)[0] in ("", "Z")
+    ended = exitcode == NOT_KNOWN and process_state(server).state in ("", "Z")
     return ServerEndedError() if ended else death(rank, exitcode)
 
 
@@ -133,7 +133,7 @@ class _Stops:
         if now < self.next:
             return
         self.next = now + LOOK
-        stopped = {rank for rank in ranks if rank in self.ended or process_state(self.processes[rank].pid)[0] == "T"}
+        stopped = {rank for rank in ranks if rank in self.ended or process_state(self.processes[rank].pid).state == "T"}
         self.since = {rank: self.since.get(rank, now) for rank in stopped}
         for rank, since in self.since.items():
             if rank not in self.ended and now - since >= STOPPED:

@@ -12,7 +12,8 @@ Target: at P = 4, M = 8: 28.5 steps (1F1B takes 33), and 5.5 microbatches in fli
 
 from collections.abc import Iterator
 
-from penstock.learn.puzzles.judge import Passed, meets, table, yours
+from penstock.learn.puzzles.judge import Passed, meets, table, timed, yours
+from penstock.schedule import build
 
 
 @yours
@@ -38,13 +39,9 @@ price is V times the messages, and somewhat more in flight. Megatron calls it vi
 
 def check(mine: object) -> Passed:
     """The catalogue's steps and memory."""
-    from penstock.schedule import build
-
     for ranks, microbatches in ((4, 8), (2, 2), (2, 6), (3, 9), (8, 16)):
         made = table("row", mine.row, ranks, microbatches, "loop")  # type: ignore[attr-defined]
         known = build("interleaved-1f1b", ranks=ranks, microbatches=microbatches, stages_per_rank=2)
-        from penstock.learn.puzzles.judge import timed
-
         best = timed(known)
         picture = meets("interleaved", best.makespan, max(best.peak_memory), made)
         if (ranks, microbatches) == (4, 8):

@@ -59,25 +59,37 @@ def puzzle(number: int) -> Puzzle:
 
 
 def _given(source: str, whole: bool) -> str:
-    """A puzzle's file without hints and check: its story, imports, and what is marked `yours`, with or without the bodies."""
-    tree, lines, parts = ast.parse(source), source.splitlines(), list[str]()
-    for node in tree.body:
-        text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-        if isinstance(node, ast.Expr):
-            parts.append(text + "\n")
-        elif isinstance(node, ast.Import | ast.ImportFrom) and ("penstock.learn" not in text or ".tools import" in text):
-            parts.append(text)
-        elif isinstance(node, ast.FunctionDef) and any(
-            isinstance(each, ast.Name) and each.id == "yours" for each in node.decorator_list
-        ):
-            told = node.body[0]  # its docstring
-            head = lines[node.lineno - 1 : told.end_lineno]
-            body = lines[told.end_lineno or 0 : node.end_lineno] if whole else ["    ...  # your code"]
-            parts.append("\n\n" + "\n".join([*head, *body]))
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and "# yours" in text:
-            name = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            parts.append("\n" + (text.replace("  # yours", "") if whole else f"{ast.unparse(name)} = ...  # your answer"))
-    return "\n".join(parts) + "\n"
+    """A puzzle's file without hints and check: its story, the imports it needs, and what is `yours`, with or without the bodies."""
+    lines, nodes = source.splitlines(), ast.parse(source).body
+    names = {each.id for node in nodes if _is_yours(node, lines) for each in ast.walk(node) if isinstance(each, ast.Name)}
+    parts = [_part(node, lines, names - {"yours"}, whole) for node in nodes]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _is_yours(node: ast.stmt, lines: list[str]) -> bool:
+    """Whether the learner is to write it: a function that is marked so, or what stands behind an `=` with that comment."""
+    if isinstance(node, ast.FunctionDef):
+        return any(isinstance(each, ast.Name) and each.id == "yours" for each in node.decorator_list)
+    return isinstance(node, ast.Assign) and lines[node.lineno - 1].endswith("# yours")
+
+
+def _part(node: ast.stmt, lines: list[str], names: set[str], whole: bool) -> str:
+    """What the learner gets of a statement; of imports those of the `names` that a solution uses."""
+    text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    if isinstance(node, ast.Expr):
+        return text + "\n"
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return text if names & {each.asname or each.name for each in node.names} else ""
+    if not _is_yours(node, lines):
+        return ""
+    if isinstance(node, ast.Assign):
+        name = ast.unparse(node.targets[0])
+        return "\n" + (text.removesuffix("  # yours") if whole else f"{name} = ...  # your answer")
+    assert isinstance(node, ast.FunctionDef)
+    told = node.body[0]  # its docstring
+    head = lines[node.lineno - 1 : told.end_lineno]
+    body = lines[told.end_lineno or 0 : node.end_lineno] if whole else ["    ...  # your code"]
+    return "\n\n" + "\n".join([*head, *body])
 
 
 class Folder:

@@ -59,7 +59,7 @@ def puzzle(number: int) -> Puzzle:
 
 
 def _given(source: str, whole: bool) -> str:
-    """A puzzle's file without hints and check: its story, the imports it needs, and what is `yours`, with or without the bodies."""
+    """A puzzle's file without hints and check: story, imports it needs, and what is `yours`, with or without the bodies."""
     lines, nodes = source.splitlines(), ast.parse(source).body
     names = {each.id for node in nodes if _is_yours(node, lines) for each in ast.walk(node) if isinstance(each, ast.Name)}
     parts = [_part(node, lines, names - {"yours"}, whole) for node in nodes]

@@ -31,7 +31,7 @@ $(VENV)/neighbours: $(VENV)/ready
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[neighbours]'
 	touch $@
 
-# Every supported release of torch and Python: docs/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
+# Every supported release of torch and Python: docs/reference/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
 matrix: $(VENV)/ready
 	$(RUN)/python tools/matrix.py $(MATRIX)
 

@@ -2,7 +2,7 @@
 # Train on several machines of a Slurm cluster: sbatch examples/slurm.sh train.py
 # One task on each node runs a torchrun agent, which starts a rank for each GPU. Program and checkpoints lie in a folder that
 # all nodes see. After a failure the agents start the ranks again; after the job, submit it again: both go on from the newest
-# checkpoint, if the program looks for one (docs/several-machines.md).
+# checkpoint, if the program looks for one (docs/howto/several-machines.md).
 
 #SBATCH --job-name=penstock
 #SBATCH --nodes=2

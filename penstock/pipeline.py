@@ -105,11 +105,11 @@ class Pipeline(NoModule):
     on_nonfinite
         Watch every step for values that are NaN or infinite, in losses, what layers and stages give, and gradients: `"raise"`
         an error that names rank, stage, layer, microbatch and action; `"skip"` the step as if its batch had not been; or
-        `"retry"` it once, and raise if that was of no use. By default nothing is watched. See docs/audit.md.
+        `"retry"` it once, and raise if that was of no use. By default nothing is watched. See docs/howto/audit.md.
     audit_every
         Every so many steps have another rank compute one microbatch of one stage again, and compare the bits: a device that
         computes wrongly is found, and named where a third opinion can be had. Every rank must be given the whole model, or
-        there are replicas. 100 costs little; see docs/audit.md.
+        there are replicas. 100 costs little; see docs/howto/audit.md.
 
     Raises ScheduleError if the table cannot be proved, MismatchError where the ranks, the schedule and the model do not fit
     together, LostRankError if a rank does not come.
@@ -205,7 +205,7 @@ class Pipeline(NoModule):
             pass None. Where both are given the target, they compare some of its values.
         scale
             What the gradients are multiplied by, the same on every rank: 1/k adds those of the mean over k batches up in k
-            calls (docs/data.md). The loss is not scaled.
+            calls (docs/howto/data.md). The loss is not scaled.
         losses
             A list that gets each microbatch's loss instead of what it holds, in the order of the rows, on every rank that gives
             one; NaN for a microbatch that counts nothing. With replicas, those of this one.
@@ -338,7 +338,7 @@ class Pipeline(NoModule):
 
         Each iteration is the next epoch, `shuffle` makes each another shuffle, which depends on `seed` and the epoch only, and
         `set_epoch(n)` goes on at epoch n. Every replica gets len(dataset) // dp rows an epoch; the rows left over come first
-        in the next. See docs/data.md.
+        in the next. See docs/howto/data.md.
 
         Raises MismatchError for a dataset without a length, or with fewer rows than replicas.
         """

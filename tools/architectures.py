@@ -1,4 +1,4 @@
-"""Which architectures of transformers are cut, and whether the numbers are the uncut model's: writes docs/architectures.md.
+"""Which architectures of transformers are cut, with which numbers beside the uncut model: docs/reference/architectures.md.
 
     python tools/architectures.py               all of them; takes some minutes
     python tools/architectures.py llama bert    some; the other rows stay as they were
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
+TABLE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "architectures.md"
 ROWS, TIME, WORDS, MICROBATCHES = 4, 6, 19, 2
 VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}"
 HEAD = f"""# Architectures of transformers

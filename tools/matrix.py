@@ -1,4 +1,4 @@
-"""The tests on each supported release of torch and Python: makes an environment for each, and the table docs/releases.md.
+"""The tests on each supported release of torch and Python, in an environment each: writes docs/reference/releases.md.
 
     make matrix                                             every cell for which this machine has the Python; takes hours
     make matrix MATRIX="--torch 2.15.0 --python 3.12 3.13"  some cells; the others stay as they were
@@ -6,7 +6,7 @@
     make matrix MATRIX="--tests tests/mesh tests/engine"    some of the tests
     python tools/matrix.py --ready ENVIRONMENT ...          in environments that have torch and the tests' packages already
 
-Results are kept in docs/releases.json, from which the table is written, so a cell can be refreshed alone.
+Results are kept in docs/reference/releases.json, from which the table is written, so a cell can be refreshed alone.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, TABLE = ROOT / "docs" / "releases.json", ROOT / "docs" / "releases.md"
+RESULTS, TABLE = ROOT / "docs" / "reference" / "releases.json", ROOT / "docs" / "reference" / "releases.md"
 RELEASES = ["2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 EXTRAS = "mlp,transformers,png,studio,dev"
@@ -158,7 +158,7 @@ def counts(report: "ElementTree.ElementTree[Any]") -> Result:
 
 
 def table(results: dict[str, Result]) -> str:
-    """docs/releases.md."""
+    """docs/reference/releases.md."""
     order = sorted(results, key=lambda cell: [int(part) for part in cell.replace(" ", ".").split(".")])
     rows = [row(cell, results[cell]) for cell in order]
     failures = [f"* torch {cell}: `{name}`" for cell in order for name in results[cell]["failed"]]

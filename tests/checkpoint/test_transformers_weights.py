@@ -162,7 +162,7 @@ def rank_follows_the_page(code, source, out):
 
 def test_the_page_on_weights_does_what_it_says(tmp_path):
     llama().save_pretrained(tmp_path / "source")
-    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "weights.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     ps.launch(rank_follows_the_page, 2, code, tmp_path / "source", tmp_path / "out")
     before, after = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("source", "out")]

@@ -243,7 +243,7 @@ def test_a_mutated_message_is_read_or_refused(changes):
 # ---- nothing is unpickled
 
 
-LAUNCHER = "penstock/comms/starting"  # unpickles what comes from its own pipes to the ranks it has started: docs/security.md
+LAUNCHER = "penstock/comms/starting"  # unpickles what its own pipes to the ranks it started bring: docs/explanation/security.md
 UNPICKLES = {f"{LAUNCHER}/ranks.py", f"{LAUNCHER}/rank_main.py"}
 MODULES = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
 CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list")

@@ -34,7 +34,7 @@ from penstock.schedule.table import dependencies
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "several-machines.md"
+DOCS = ROOT / "docs" / "howto" / "several-machines.md"
 SCHEDULES = ("1f1b", "zb-v", "interleaved-1f1b")
 MICROBATCHES, ROWS, STEPS = 6, 12, 3
 SOON = 5.0  # seconds

@@ -361,7 +361,7 @@ def wait_for(true):
 
 
 def documented_script():
-    page = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "recovery.md").read_text()
     return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "__main__" in block)
 
 

@@ -253,7 +253,7 @@ def test_a_dataset_without_a_length_is_refused_with_what_to_do():
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "data.md").read_text(encoding="utf-8")
 
 
 def rank_page(blocks):

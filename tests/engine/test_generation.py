@@ -222,7 +222,7 @@ def test_replicas_generate_for_rows_of_their_own_and_ranks_that_share_products_f
 
 
 def test_the_page_on_inference_runs_as_it_stands():
-    text = (Path(__file__).parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "inference.md").read_text(encoding="utf-8")
     page: dict[str, Any] = {"__name__": "page"}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, page)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
 CODE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "penstock").rglob("*.py")))
 
 

@@ -12,7 +12,7 @@ from penstock.schedule import Costs, build, names, simulate
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+SCHEDULES = (ROOT / "docs" / "schedules" / "index.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_is_short() -> None:
@@ -38,7 +38,7 @@ def test_its_picture_is_what_the_command_draws() -> None:
 
 
 def test_links_lead_to_files_that_are_there() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
@@ -68,5 +68,7 @@ def test_the_drawn_schedule_is_what_the_command_prints() -> None:
 
 
 def test_the_documentations_list_has_every_page_once() -> None:
-    listed = re.findall(r"^\| \[[^]]+\]\(([\w.-]+)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
+    docs = ROOT / "docs"
+    listed = re.findall(r"^\| \[[^]]+\]\(([\w./-]+)\)", (docs / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
+    assert sorted(listed) == sorted(page for page in pages if page != "index.md")

@@ -1,4 +1,4 @@
-"""The table of architectures, docs/architectures.md, says what is so: some of its rows, made again."""
+"""The table of architectures, docs/reference/architectures.md, says what is so: some of its rows, made again."""
 
 import importlib.util
 from pathlib import Path

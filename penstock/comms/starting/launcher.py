@@ -43,7 +43,7 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
     `ranks`: how many, 1 or more.
     `restarts`: how often the ranks begin again after one of them has died, was stopped or raised. All others are ended, and the
     function is called anew with the same arguments: it finds its world by `init_distributed()`, makes its pipeline, and goes on
-    from its last checkpoint (docs/recovery.md).
+    from its last checkpoint (docs/howto/recovery.md).
     `least`: begin again without the ranks that failed, but with so many at least; None: with all of them.
 
         def work(steps):

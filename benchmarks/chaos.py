@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import rmtree
@@ -182,32 +182,48 @@ class Program:
 
     def left(self) -> list[str]:
         """What there should not be after it has ended."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 5 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
         while (alive := _in_session(self.process.pid)) and time.monotonic() < deadline:
             time.sleep(0.05)
+        told = [f"process {pid}, {_described(pid)}" for pid in alive]
         for pid in alive:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         # torch leaves a cache, and its agent the logs
         files = [path.name for path in self.temporary.iterdir() if not path.name.startswith(("torchinductor", "torchelastic"))]
-        return [f"process {pid}" for pid in alive] + files
-
-
-def _processes() -> Iterator[tuple[int, str, int, int]]:
-    """Process, state, parent, session of every process."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent, _, session, *_ = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        yield int(path.parent.name), state, int(parent), int(session)
+        return told + files
 
 
 def _children(parents: list[int]) -> list[int]:
-    return [pid for pid, state, parent, _ in _processes() if parent in parents and state != "Z"]
+    """The processes that these have started, zombies left out."""
+    found = list[int]()
+    for parent in parents:
+        for thread in Path(f"/proc/{parent}/task").glob("*/children"):
+            with suppress(OSError):
+                found += map(int, thread.read_text().split())
+    return [pid for pid in found if _state(pid)[0] != "Z"]
 
 
 def _in_session(session: int) -> list[int]:
-    return [pid for pid, state, _, of in _processes() if of == session and state != "Z"]
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if _state(pid)[1] == session and _state(pid)[0] != "Z"]
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Its state and its session; a process that is gone counts as a zombie."""
+    try:
+        state, _, _, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "Z", 0
+    return state, int(session)
+
+
+def _described(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return f"state {_state(pid)[0]}, waits in {Path(f'/proc/{pid}/wchan').read_text() or 'nothing'}: {words[:120]}"
+    except OSError:
+        return "gone by now"
 
 
 # ---- disturbing

@@ -133,6 +133,8 @@ class Show(Simulated):
             print(label)
             print(draw(timeline, terminal_width(), colors(), list(drawn.values())))
             print(summary(timeline, record.unit))
+        if record.explanation:
+            print(f"verdict: {record.explanation.verdict_told}")
         return record
 
 

@@ -1,7 +1,9 @@
 """A timeline as plain data: the one form that is kept in a file and that every picture is drawn from.
 
-    {"format": "penstock timeline 1", "name": "1f1b", "unit": "s",
-     "planned": TIMELINE or null, "steps": [{"label": "step 7", "timeline": TIMELINE}, ..]}
+    {"format": "penstock timeline 1", "name": "1f1b", "unit": "s", "layers": [],
+     "planned": TIMELINE or null, "steps": [{"label": "step 7", "timeline": TIMELINE}, ..],
+     "verdict": null or {"text": "rank 1 is slow: ..", "findings": [{"about": "straggler", "text": "rank 1 is slow: ..",
+                 "gain": 0.1, "rank": 1, "name": "1f1b, predicted", "timeline": TIMELINE}, ..]}}
 
 A TIMELINE counts from its first start, and says of every rank what it ran, why it was idle and what it held:
 
@@ -13,13 +15,14 @@ A TIMELINE counts from its first start, and says of every rank what it ran, why 
 `waited` is how long the rank was idle before the event, `waited_for` what came last of what it needed from other ranks,
 `held` what its activations take once it has ended, in `memory_unit`: "bytes", or "" for activations. Measured events say
 when what they made was `sent`; `between` is how long each rank was out of the pipeline before the step. What follows from
-the events is worked out again when a file is read.
+the events is worked out again when a file is read, and so is the verdict on a run: what would make its steps shorter.
 """
 
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from graphlib import TopologicalSorter
 from itertools import chain, pairwise
 from os import PathLike
@@ -27,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.schedule import Action, Border, Event, MeasuredTimeline, ScheduleError, Size, Timeline
+from penstock.schedule import Action, Border, Event, Explanation, MeasuredTimeline, Measurement, ScheduleError, Size, Timeline
 from penstock.schedule.table import dependencies
 from penstock.view.messages import Message, messages, waits
 
@@ -46,6 +49,7 @@ class Record:
     planned: Timeline | None = None
     unit: str = ""  # of time: "s", or "" where it is whatever the costs were in
     labels: tuple[str, ...] = ()  # what each step is called
+    layers: tuple[float, ...] = ()  # how much of the model each stage has; empty: the same
 
     @property
     def name(self) -> str:
@@ -57,6 +61,18 @@ class Record:
         """What the last step is called."""
         return self._labels()[-1]
 
+    @cached_property
+    def explanation(self) -> Explanation | None:
+        """The usual step of a run, explained at the costs of all its steps; None for what was not measured, or not trained."""
+        steps = [step for step in self.steps if isinstance(step, MeasuredTimeline)]
+        if self.unit != "s" or not steps:
+            return None
+        usual = sorted(steps, key=lambda step: step.makespan)[len(steps) // 2]
+        try:
+            return usual.explain(Measurement.of(*steps, layers=self.layers))
+        except ScheduleError:
+            return None
+
     def _labels(self) -> tuple[str, ...]:
         return self.labels or tuple(f"step {number}" for number in range(1, len(self.steps) + 1))
 
@@ -66,11 +82,13 @@ class Record:
             "format": FORMAT,
             "name": self.name,
             "unit": self.unit,
+            "layers": self.layers,
             "planned": None if self.planned is None else timeline_data(self.planned),
             "steps": [
                 {"label": label, "timeline": timeline_data(step)}
                 for label, step in zip(self._labels(), self.steps, strict=True)
             ],
+            "verdict": None if self.explanation is None else verdict_data(self.explanation),
         }
 
 
@@ -79,13 +97,15 @@ def save(
     planned: Timeline | None,
     path: str | PathLike[str],
     labels: Sequence[str] = (),
+    layers: Sequence[float] = (),
 ) -> None:
     """Write measured timelines, in seconds, of one step or of several, to the JSON file at `path`.
 
-    `planned`, in seconds as well, is what they are held against; `labels` are what the steps are called.
+    `planned`, in seconds as well, is what they are held against; `labels` are what the steps are called, `layers` how much
+    of the model each stage has, if they differ.
     """
     steps = (timeline,) if isinstance(timeline, Timeline) else tuple(timeline)
-    text = json.dumps(Record(steps, planned, "s", tuple(labels)).data(), separators=(",", ":"))
+    text = json.dumps(Record(steps, planned, "s", tuple(labels), tuple(layers)).data(), separators=(",", ":"))
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
@@ -110,19 +130,26 @@ def read(text: str | bytes, file: str) -> Record:
         data = json.loads(text)
         if not isinstance(data, dict):
             raise ValueError("it is no JSON object")
-        if data["format"] != FORMAT:
-            raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
+        if data.get("format") != FORMAT:
+            raise ValueError(_other_format(data))
         name, planned = str(data["name"]), data["planned"]
         steps = tuple(_timeline(name, step["timeline"]) for step in data["steps"])
         if not steps:
             raise ValueError("it has no steps")
         labels = tuple(str(step["label"]) for step in data["steps"])
-        return Record(steps, None if planned is None else _timeline(name, planned), str(data["unit"]), labels)
+        layers = tuple(map(float, data.get("layers", ())))
+        return Record(steps, None if planned is None else _timeline(name, planned), str(data["unit"]), labels, layers)
     except RecursionError as error:
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: it is nested too deeply") from error
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, ScheduleError) as error:
         why = (str(error) if isinstance(error, ValueError) else repr(error))[:MOST_WORDS]
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: {why}") from error
+
+
+def _other_format(data: Data) -> str:
+    if "traceEvents" in data:
+        return "it is a trace, for ui.perfetto.dev; what Penstock reads is the timeline.json of a run"
+    return f"its format is {data.get('format')!r}, not {FORMAT!r}"
 
 
 # ---- to JSON
@@ -159,6 +186,16 @@ def timeline_data(timeline: Timeline) -> Data:
             for rank, (row, idles) in enumerate(zip(timeline.rows, timeline.idle, strict=True))
         ],
     }
+
+
+def verdict_data(told: Explanation) -> Data:
+    """What would make the step shorter, in one line and finding by finding, each with the step as it would be."""
+    findings = [
+        {"about": each.about, "text": each.text, "gain": each.gain, "rank": each.rank}
+        | {"name": each.timeline.name, "timeline": timeline_data(each.timeline)}
+        for each in told.verdict
+    ]
+    return {"text": told.verdict_told, "findings": findings}
 
 
 def _event(

@@ -208,6 +208,21 @@ def test_it_is_told_in_a_few_lines_with_units():
     assert str(explain(replace(slow, rows=rows))).splitlines() == WORDS.strip("\n").splitlines()
 
 
+def test_the_verdict_is_one_line_of_what_was_found_each_with_the_step_as_it_would_be():
+    told = explain(slowed("1f1b", 2, 5))
+    assert told.straggler
+    assert told.faster
+    slow, schedule, cut = told.verdict
+    assert (slow.about, slow.rank, slow.timeline) == ("straggler", 2, told.straggler.timeline)
+    assert slow.text == "rank 2 is slow: 70 s, 9.6 % of the step"
+    assert (schedule.text, schedule.timeline) == ("another schedule, interleaved-zb: -24.8 %", told.faster.timeline)
+    assert (cut.text, cut.timeline) == ("another cut: -5.8 %", told.evened)
+    assert told.verdict_told == "; ".join(each.text for each in told.verdict)
+    even = explain(simulate(runs("zb-v", 4, 40), Costs(1, 1, 1)))
+    assert even.verdict == ()
+    assert even.verdict_told == "no rank is slow, and no other schedule or cut would make the step 1% shorter"
+
+
 def test_a_step_without_backwards_is_refused():
     forwards = simulate(build("1f1b", 2, 4).keep(lambda action: action.kind is Kind.F))
     with pytest.raises(ScheduleError, match="stage 0 ran no backward: measure a step"):

@@ -8,7 +8,7 @@ from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
 from penstock.schedule import Costs, Size, build, simulate
-from penstock.view.record import load, save, timeline_data
+from penstock.view.record import Record, load, save, timeline_data
 
 
 def test_a_timeline_as_plain_data_says_when_why_and_what_was_held():
@@ -178,3 +178,27 @@ def test_a_file_that_is_not_there_or_not_json_is_told(tmp_path):
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(PenstockError, match=r"x\.json is not a timeline that Penstock wrote"):
         load(tmp_path / "x.json")
+
+
+def test_the_verdict_in_the_file_is_that_of_the_explanation_and_is_worked_out_again(tmp_path):
+    schedule = build("1f1b", ranks=4, microbatches=8)
+    save([measured(schedule, seed, slow=1) for seed in range(3)], None, tmp_path / "timeline.json", layers=[1, 1, 1, 1])
+    record = load(tmp_path)
+    told = record.data()["verdict"]
+    assert record.explanation
+    assert told["text"] == record.explanation.verdict_told
+    assert told["text"].startswith("rank 1 is slow: ")
+    assert [each["text"] for each in told["findings"]] == told["text"].split("; ")
+    assert told["findings"][0]["rank"] == 1
+    assert told["findings"][0]["timeline"]["makespan"] < record.explanation.predicted
+    assert load(tmp_path).data() == record.data()
+
+
+def test_what_was_not_measured_has_no_verdict():
+    assert Record((two_ranks(),)).data()["verdict"] is None
+
+
+def test_a_trace_for_perfetto_is_told_to_be_one(tmp_path):
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    with pytest.raises(PenstockError, match=r"it is a trace, for ui\.perfetto\.dev"):
+        load(tmp_path / "trace.json")

@@ -23,10 +23,10 @@ from penstock.commands.train.result import TrainResult
 from penstock.commands.train.setup import Setup, prepared
 from penstock.comms.starting.launcher import launch
 from penstock.errors import PenstockError
-from penstock.schedule import Costs, Timeline, explain, simulate
+from penstock.schedule import Costs, Timeline, simulate
 from penstock.schedule.timing.measurement import Measurement
 from penstock.view.files import write
-from penstock.view.record import FILE, load, save
+from penstock.view.record import FILE, Record, save
 
 EXPLAINED = 5  # last steps: their timelines are kept and told in words
 OFTEN, SELDOM = 10, 100  # steps between checkpoints
@@ -216,13 +216,14 @@ def _explained(setup: Setup, timelines: list[Timeline]) -> str:
     """Where the time of these steps went, in words; and drawn in the folder, over what their own costs make of the table."""
     config, folder, balance = setup.config, setup.folder, setup.pipe.balance
     measured = Measurement.of(*timelines, layers=balance.stages if balance else ())
+    labels = tuple(f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines)))
+    record = Record(tuple(timelines), measured.predict(measured.schedule), "s", labels, measured.layers)
     if folder is not None and config.timeline:
-        planned = measured.predict(measured.schedule)
-        labels = [f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines))]
-        save(timelines, planned, folder / FILE, labels)
-        list(write([load(folder)], html=folder / "timeline.html"))
-    middle = sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
-    return f"{explain(middle, measured)}{crowding(middle.ranks, os.cpu_count() or 1) if config.device != 'cuda' else ''}"
+        save(record.steps, record.planned, folder / FILE, labels, record.layers)
+        list(write([record], html=folder / "timeline.html"))
+    told = record.explanation
+    many = crowding(timelines[0].ranks, os.cpu_count() or 1) if config.device != "cuda" else ""
+    return f"{told.verdict_told}\n{told}{many}" if told else ""
 
 
 def crowding(ranks: int, cores: int) -> str:

@@ -48,7 +48,7 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         held=held,
         bytes=_bytes(predicted),
         straggler=_straggler(here, now),
-        even=even.predict(table).makespan,
+        evened=even.predict(table),
         more=_more(here),
         faster=faster,
         frugal=None if frugal is faster else frugal,
@@ -119,7 +119,8 @@ def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None
         kind: (fmean(here.seconds[kind][stage] for stage in mine), fmean(fair.seconds[kind][stage] for stage in mine))
         for kind in dict.fromkeys(action.kind for action in actions)
     }
-    return Straggler(rank, (took - planned) / len(actions), times, now - fair.predict(table).makespan)
+    shorter = fair.predict(table)
+    return Straggler(rank, (took - planned) / len(actions), times, now - shorter.makespan, shorter)
 
 
 # ---- what would make it shorter
@@ -157,9 +158,7 @@ def _more(here: Measurement) -> Alternative | None:
 
 def _alternative(here: Measurement, other: Schedule) -> Alternative:
     timeline, split = here.predict(other), any(action.kind is Kind.W for row in other.actions for action in row)
-    return Alternative(
-        other, timeline.makespan, _held(other, timeline), here.halved and split, max(_bytes(timeline), default=0.0)
-    )
+    return Alternative(other, timeline, _held(other, timeline), here.halved and split, max(_bytes(timeline), default=0.0))
 
 
 def _built(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule | None:

@@ -2,13 +2,25 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Kind
 from penstock.schedule.timing.causes import Cause
+from penstock.schedule.timing.timeline import Timeline
 
 ENGINE = "engine"
 NOTABLE = 0.01  # of a step: what is less is not advised
+
+
+class Finding(NamedTuple):
+    """One sentence of the verdict on a step, and the step as it would be without what it names."""
+
+    about: str  # "straggler", "schedule" or "cut"
+    text: str
+    gain: float  # share of the step that would be saved
+    timeline: Timeline  # predicted
+    rank: int | None = None  # of a straggler
 
 
 @dataclass(frozen=True)
@@ -19,6 +31,7 @@ class Straggler:
     longer: float  # seconds an action, on average
     times: dict[Kind, tuple[float, float]]  # of the kinds it ran: seconds of an action, and what its share would take
     loss: float  # seconds the step would be shorter if it were as fast as the others
+    timeline: Timeline  # that step, predicted
 
 
 @dataclass(frozen=True)
@@ -26,10 +39,15 @@ class Alternative:
     """Another way to run the step."""
 
     schedule: Schedule
-    seconds: float  # of a step, predicted
+    timeline: Timeline  # of a step, predicted
     held: float  # microbatches whose activations are held at once, by the rank that holds the most
     halved: bool  # it runs I and W, which were not measured: each counts as half of B
     bytes: float = 0.0  # what these activations take, on the rank where it is most; 0: not known
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.timeline.makespan
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,7 @@ class Explanation:
     held: float  # microbatches whose activations were held at once, by the rank that held the most
     bytes: tuple[float, ...]  # what these activations took on every rank; empty: not known
     straggler: Straggler | None
-    even: float  # the step, predicted for stages that take the same
+    evened: Timeline  # the step, predicted for stages that take the same
     more: Alternative | None  # twice the microbatches, of the same size
     faster: Alternative | None  # the fastest of the catalog, if faster than this
     frugal: Alternative | None  # the fastest of those that hold no more, if that is another
@@ -53,6 +71,51 @@ class Explanation:
     def __str__(self) -> str:
         """A few lines: per cent, milliseconds, and the names of the table."""
         return "\n".join(_lines(self))
+
+    @property
+    def even(self) -> float:
+        """Seconds of the step for stages that take the same, predicted."""
+        return self.evened.makespan
+
+    @property
+    def verdict(self) -> tuple[Finding, ...]:
+        """What would make the step shorter, each in a sentence: the slow rank first, then what gains most."""
+        return (*_slow(self), *sorted(_others(self), key=lambda each: -each.gain))
+
+    @property
+    def verdict_told(self) -> str:
+        """The verdict in one line, as the terminal and the page say it."""
+        return "; ".join(each.text for each in self.verdict) or NOTHING_TO_GAIN
+
+
+# ---- the verdict
+
+NOTHING_TO_GAIN = f"no rank is slow, and no other schedule or cut would make the step {NOTABLE:.0%} shorter"
+
+
+def _slow(told: Explanation) -> Iterator[Finding]:
+    if slow := told.straggler:
+        lost = slow.loss / told.predicted
+        text = f"rank {slow.rank} is slow: {_short(slow.loss)}, {100 * lost:.1f} % of the step"
+        yield Finding("straggler", text, lost, slow.timeline, slow.rank)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _others(told: Explanation) -> Iterator[Finding]:
+    if told.even < (1 - NOTABLE) * told.predicted:
+        yield _instead("cut", "another cut", told.evened, told)
+    for other, more in ((told.faster, " but more memory"), (told.frugal, "")):
+        if other:
+            holds = more if other.held > told.held else ""
+            yield _instead("schedule", f"another schedule{holds}, {other.schedule.name}", other.timeline, told)
+
+
+def _instead(about: str, what: str, timeline: Timeline, told: Explanation) -> Finding:
+    gain = 1 - timeline.makespan / told.predicted
+    return Finding(about, f"{what}: {-100 * gain:.1f} %", gain, timeline)
 
 
 # ---- in words

@@ -2,7 +2,7 @@
 
 A digest is the CRC-32 of a value's bytes, dtype and shape. It differs for certain where the change lies within 32 bits in a
 row, as one flipped bit does, and else but for one case in four billion. It is the same in every process and release of Python
-and torch, and the fastest hash of the standard library of which that is true (`benchmarks/digests.py` measures them). Tensors
+and torch, and the fastest hash of the standard library of which that is true (`benchmarks/watching.py` measures them). Tensors
 that are not on the CPU are condensed where they are, so that they need not be copied.
 """
 

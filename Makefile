@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest
 
-.PHONY: train quick test kernels neighbours matrix lint bench rooms clean
+.PHONY: train quick test kernels neighbours docs matrix lint bench rooms clean
 
 train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --compare
@@ -29,6 +29,14 @@ neighbours: $(VENV)/neighbours
 
 $(VENV)/neighbours: $(VENV)/ready
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[neighbours]'
+	touch $@
+
+# The site, build/site/html/index.html: pages of docs/ and what is made from the code. A warning or a dead link fails.
+docs: $(VENV)/docs
+	$(RUN)/python tools/site/build.py
+
+$(VENV)/docs: $(VENV)/ready
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 # Every supported release of torch and Python: docs/reference/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.

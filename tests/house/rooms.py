@@ -1,4 +1,4 @@
-"""The rooms of penstock, read from their files: `python tests/house/rooms.py` writes README's table of them."""
+"""The rooms of penstock, read from their files: `python tests/house/rooms.py` writes the table of them in docs/."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "penstock"
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 
 # From the ground up: a room imports from those before it. `penstock` is the package's own face.
 ORDER = [
@@ -49,7 +50,7 @@ def idea(module: str) -> str:
 
 
 def table() -> str:
-    """README's table: every room, from the ground up, with its idea."""
+    """The table: every room, from the ground up, with its idea."""
     places = [name for name in ORDER if name not in ("penstock", "__main__")]
     rows = [f"| `{name}{'/' if (HOUSE / name).is_dir() else '.py'}` | {idea(f'penstock.{name}')} |" for name in places]
     return "\n".join(["| room | idea |", "|---|---|", *rows])
@@ -59,11 +60,10 @@ BEGIN, END = "<!-- rooms: written by `make rooms` -->", "<!-- end of rooms -->"
 
 
 def with_table(text: str) -> str:
-    """README's `text` with the table as it is now between its two marks."""
+    """The page's `text` with the table as it is now between its two marks."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

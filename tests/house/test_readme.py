@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rooms import with_table
+from rooms import PAGE, with_table
 
 from penstock.schedule import Costs, build, names, simulate
 
@@ -57,7 +57,8 @@ def test_the_table_of_schedules_is_what_the_simulator_says() -> None:
 
 
 def test_the_rooms_are_those_of_the_package_with_their_own_words() -> None:
-    assert with_table(README) == README, "make rooms"
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page) == page, "make rooms"
 
 
 def test_the_drawn_schedule_is_what_the_command_prints() -> None:

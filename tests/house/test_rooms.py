@@ -14,7 +14,7 @@ FULLER = {
     "penstock/learn/puzzles": "a file for each puzzle",
 }
 MAPPED = {
-    "penstock": "in README (test_readme.py)",
+    "penstock": "in docs/explanation/architecture.md (test_readme.py)",
     "penstock.learn.labs": "in learn.catalog, for `penstock lab`",
     "penstock.learn.puzzles": "in book.NAMES, for `penstock puzzle`",
 }

@@ -1,0 +1,95 @@
+"""The gallery: a page for each schedule of the catalogue, with its rule, its pictures and its numbers."""
+
+import re
+from inspect import getdoc
+
+from docstrings import from_docstring
+
+from penstock.schedule import Costs, Timeline, build, names, simulate
+from penstock.schedule.catalog import FAMILIES
+from penstock.view.figure.curves import curves
+from penstock.view.figure.svg import svg
+from penstock.view.figure.timeline import figure
+from penstock.view.record import Record
+
+COUNTS = (4, 8, 16, 32, 64)  # microbatches
+AXES = "microbatches", "", {float(count): str(count) for count in COUNTS}
+
+
+def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
+    """What the table takes where F = I = W = 1 of a whole rank, however many stages it has."""
+    schedule = build(name, ranks, microbatches)
+    share = ranks / schedule.stages
+    return simulate(schedule, Costs(share, share, share))
+
+
+def bubble(name: str, ranks: int) -> list[tuple[float, float]]:
+    """Idle time in percent of the step, for each number of microbatches."""
+    return [(count, 100 * timeline(name, ranks, count).bubble) for count in COUNTS]
+
+
+def schedule_pages() -> dict[str, str]:
+    """The pages, and the pictures on them."""
+    made = {"schedules/bubbles.svg": bubbles()}
+    for name in names():
+        series = {f"{ranks} ranks": bubble(name, ranks) for ranks in (2, 4, 8)}
+        made[f"schedules/{name}.md"] = page(name)
+        made[f"schedules/{name}.svg"] = svg(figure(Record((timeline(name, 4, 8),))))
+        made[f"schedules/{name}-bubble.svg"] = svg(curves(f"{name}: idle share of the step, in percent", series, *AXES))
+    return made
+
+
+def page(name: str) -> str:
+    """One schedule."""
+    family = FAMILIES[name]
+    rows = []
+    for count in COUNTS:
+        of = timeline(name, 4, count)
+        held = max(of.peak_in_flight) * 4 / build(name, 4, count).stages
+        rows.append(f"| {count} | {of.makespan:g} | {of.bubble:.1%} | {of.bubble_by_span:.1%} | {held:g} |")
+    return f"""# {name}
+
+{family.summary}.
+
+![{name} over four ranks with eight microbatches: a row for each rank, time runs to the right]({name}.svg)
+
+| stages on a rank | idle time of a rank | microbatches in flight on rank r |
+|---|---|---|
+| {family.stages} | {family.bubble} | {family.in_flight} |
+
+P ranks, V stages on each, M microbatches. F, I and W are the times of forward, backward to the input and backward to the
+weights of one microbatch on one rank; B = I + W and T = F + B. Sends cost nothing here. The rule says where the formula holds.
+
+## The rule
+
+{from_docstring(getdoc(family.rule) or "")}
+
+## In numbers
+
+Four ranks, F = I = W = 1, as simulated when this page was made:
+
+| microbatches | makespan | bubble | bubble by span | most microbatches in flight |
+|---|---|---|---|---|
+{chr(10).join(rows)}
+
+![the bubble of {name} against the number of microbatches, for two, four and eight ranks]({name}-bubble.svg)
+
+```sh
+penstock show {name} --ranks 4 --microbatches 8
+```
+"""
+
+
+def bubbles() -> str:
+    """All schedules with a bubble of their own, against the number of microbatches."""
+    shown = [name for name in names() if name not in ("naive", "gpipe", "looped-bfs")]
+    series = {name: bubble(name, 4) for name in shown}
+    return svg(curves("idle share of the step on four ranks, in percent", series, *AXES))
+
+
+def with_gallery(page: str) -> str:
+    """The page of all schedules: names lead to their pages, and the curves of all stand at the end."""
+    page = re.sub(r"^\| `([\w-]+)` \| (?=\d)", r"| [`\1`](\1.md) | ", page, flags=re.MULTILINE)
+    menu = "\n".join(names())
+    picture = "![the bubble of nine schedules against the number of microbatches](bubbles.svg)"
+    return f"{page}\n## All of them\n\n{picture}\n\n```{{toctree}}\n:hidden:\n\n{menu}\n```\n"

@@ -10,7 +10,10 @@ from string import Template
 
 from penstock.view.record import Record
 
-SCRIPTS = ("data.js", "strip.js", "chart.js", "input.js", "figures.js", "page.js")  # in the order they build on each other
+SCRIPTS = (  # in the order they build on each other
+    *("data.js", "replay.js", "strip.js", "rows.js", "chart.js", "marks.js", "input.js"),
+    *("selection.js", "find.js", "figures.js", "page.js"),
+)
 
 
 def page(records: Sequence[Record]) -> str:

@@ -163,6 +163,7 @@ def timeline_data(timeline: Timeline) -> Data:
     return {
         "makespan": _since(timeline, timeline.end),
         "span": timeline.span,
+        "idle_share": timeline.idle_share,
         "bubble": timeline.bubble,
         "bubble_by_span": timeline.bubble_by_span,
         "busy": timeline.busy,

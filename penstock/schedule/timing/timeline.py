@@ -12,6 +12,8 @@ from penstock.schedule.timing.events import Event, Events
 class Timeline(Events):
     """When every action of one step ran, or would run.
 
+    `idle_share` counts the time of all ranks, `bubble` that of the busiest one: they are the same where all have as much work.
+
     Times are in the unit of the costs given to `simulate`, in seconds when measured. Memory is in the unit of `act` and
     `keep`, else in activations; where it was weighed, in bytes. `work`, in both bubbles, is the busy time of the busiest rank:
     M T when all stages cost the same. The actions of an overlapped pair start and end together, and their time counts once.
@@ -29,6 +31,12 @@ class Timeline(Events):
 
     def _idle_share(self, time: float) -> float:
         return (time - max(self.busy, default=0.0)) / time if time else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """The share of (ranks x makespan) in which no action ran: what the causes add up to."""
+        total = self.ranks * self.makespan
+        return 1 - sum(self.busy) / total if total else 0.0
 
     @cached_property
     def idle(self) -> tuple[tuple[Idle, ...], ...]:

@@ -1,6 +1,7 @@
 // The picture of one record: a canvas as high as the window at most, which draws what is in sight.
 
-const AXIS = 26, GAP = 15, MAIN = 30, PLANNED = 15, MEMORY = 28, EDGE = 12;
+const DIM = 0.16; // of what is not followed
+const NARROW = 9, SNAPPED = 3; // a block up to so many pixels wide is painted without corners; one below so many as a proportion
 
 class Chart {
   constructor(record, page) {
@@ -12,7 +13,7 @@ class Chart {
     this.host.setAttribute("role", "application");
     this.host.setAttribute("aria-roledescription", "timeline");
     this.host.setAttribute("aria-label", `Timeline of ${record.name}. Arrow keys move between actions, plus and minus zoom, `
-      + "0 shows all, Shift with an arrow moves the view, Enter goes to what the action waited for.");
+      + "0 shows all, Shift with an arrow moves the view, Enter goes to what the action waited for, F follows its microbatch, Escape leaves.");
     this.canvas = document.createElement("canvas");
     this.canvas.setAttribute("aria-hidden", "true");
     this.host.append(this.canvas);
@@ -20,28 +21,26 @@ class Chart {
     this.strip = new Strip();
     this.selected = null; // the block that the keyboard has come to
     this.hovered = null;
+    this.instead = null; // another step to draw below this one: {name, timeline}
+    this.folded = new Set(); // ranks, shown as a thin row
+    this.pinned = new Set(); // ranks, at the top
     this.overlay = () => {}; // draws more, over the blocks
   }
 
+  /** The step below the one that is shown: an alternative that was asked for, else what was planned. */
+  get beside() { return this.instead || (this.record.planned && {name: "planned", timeline: this.record.planned}); }
+
   /** Work out where everything stands; needed after a change of width, step or options. */
   layout() {
-    const {options} = this.page;
     this.width = this.host.clientWidth;
     this.gutter = this.width < 560 ? 58 : 74;
-    let top = AXIS + 8;
-    this.rows = this.record.timeline.ranks.map((_, rank) => {
-      const row = {rank, top, main: top};
-      top += MAIN;
-      if (this.record.planned && options.planned) { row.planned = top + 2; top += 2 + PLANNED; }
-      if (options.memory) { row.memory = top + 5; top += 5 + MEMORY; }
-      row.bottom = top;
-      top += GAP;
-      return row;
-    });
-    this.height = top - GAP + 10;
+    this.rows = placed(this);
+    const last = this.rows[this.order.at(-1)];
+    this.pathRow = this.page.options.path && this.record.timeline.path.length ? {top: (last ? last.bottom : AXIS) + 12, high: 20} : null;
+    this.height = (this.pathRow ? this.pathRow.top + this.pathRow.high : last ? last.bottom : AXIS) + 10;
     this.host.style.height = `${this.height + 2}px`;
-    this.visibleHeight = Math.min(this.height, Math.max(200, window.innerHeight));
-    const density = window.devicePixelRatio || 1;
+    this.visibleHeight = this.page.printing ? this.height : Math.min(this.height, Math.max(200, window.innerHeight));
+    const density = this.page.printing ? 3 : window.devicePixelRatio || 1;
     this.canvas.width = Math.round(this.width * density);
     this.canvas.height = Math.round(this.visibleHeight * density);
     this.canvas.style.width = `${this.width}px`;
@@ -57,7 +56,7 @@ class Chart {
   /** How far the canvas has slid down inside its host, to stay in the window. */
   get slid() {
     const above = -this.host.getBoundingClientRect().top;
-    return Math.min(Math.max(0, above), this.height - this.visibleHeight);
+    return this.page.printing ? 0 : Math.min(Math.max(0, above), this.height - this.visibleHeight);
   }
 
   draw() {
@@ -73,92 +72,120 @@ class Chart {
     c.fillStyle = colors.grid;
     for (const {x} of ticks) c.fillRect(Math.round(x), AXIS, 1, this.visibleHeight);
     c.translate(0, -slid);
-    const seen = this.rows.filter((row) => row.bottom > slid && row.top < slid + this.visibleHeight);
-    this.strip.clear(this.canvas.width, 2 * seen.length);
+    const seen = this.order.map((rank) => this.rows[rank]).filter((row) => row.bottom > slid && row.top < slid + this.visibleHeight);
+    this.strip.clear(this.canvas.width, this.canvas.height, page.parts);
+    this.slidNow = slid;
     for (const row of seen) this.drawRow(row);
-    this.strip.draw(c, this.width);
-    if (page.options.path) this.drawPath();
-    this.drawMarks();
+    c.translate(0, slid);
+    this.strip.draw(c, this.width, this.visibleHeight);
+    c.translate(0, -slid);
+    if (page.options.path) drawPath(this);
+    drawFollowed(this);
+    drawMarks(this);
     this.overlay();
+    drawSelection(this);
     c.restore();
     c.save();
     c.translate(0, -slid);
     for (const row of seen) this.drawLabels(row);
+    if (this.pathRow) this.drawLabel("path", this.pathRow.top + this.pathRow.high / 2);
     c.restore();
     this.drawAxis(ticks);
   }
 
   drawRow(row) {
-    const {timeline, planned} = this.record;
-    this.drawIdle(timeline.ranks[row.rank], row.main, MAIN);
-    this.drawBlocks(timeline, row.rank, row.main, MAIN, true);
-    if (row.planned && planned.ranks[row.rank]) {
-      this.context.globalAlpha = 0.62;
-      this.drawIdle(planned.ranks[row.rank], row.planned, PLANNED);
-      this.drawBlocks(planned, row.rank, row.planned, PLANNED, false);
-      this.context.globalAlpha = 1;
-    }
+    const {timeline} = this.record, lane = timeline.ranks[row.rank], {beside} = this;
+    this.drawLane(timeline, lane, row.main, row.high, true, 1);
+    if (row.planned && beside.timeline.ranks[row.rank]) this.drawLane(beside.timeline, beside.timeline.ranks[row.rank], row.planned, row.plannedHigh, false, this.instead ? 0.85 : 0.62);
     if (row.memory) this.drawMemory(row);
   }
 
-  /** A tint with a line at its foot; where there is no room for that, a column of the strip. */
-  drawIdle({idle, idleEnds}, top, height) {
-    this.strip.lane(top, height, this.context.globalAlpha);
-    const {context: c} = this, {colors, pixels, view} = this.page, alpha = c.globalAlpha, least = this.perPixel / 2;
-    for (let i = firstAfter(idleEnds, view.from); i < idle.length && idle[i][0] < view.to; i++) {
-      const [start, end, cause] = idle[i];
-      if (end - start < least) continue;
-      const left = Math.floor(this.x(start)), wide = Math.ceil(this.x(end)) - left;
-      if (wide < 6) {
-        this.strip.paint(Math.round(this.x(start) * this.density), Math.round(this.x(end) * this.density), pixels[cause]);
-        continue;
-      }
-      c.fillStyle = colors[cause];
-      c.globalAlpha = alpha * 0.26;
-      c.fillRect(left, top, wide, height);
-      c.globalAlpha = alpha;
-      c.fillRect(left, top + height - 3, wide, 3);
+  drawLane(timeline, lane, top, height, main, alpha) {
+    const {density, strip, slidNow} = this;
+    strip.lane((top - slidNow) * density, (top + height - slidNow) * density, alpha);
+    this.context.globalAlpha = alpha;
+    if (lane.sums) this.drawSums(lane.sums);
+    this.drawIdle(lane, top, height, alpha);
+    this.drawBlocks(timeline, lane, top, height, main, alpha);
+    this.context.globalAlpha = 1;
+  }
+
+  /** Of a huge step the shares of each part of its time. */
+  drawSums({end, parts}) {
+    const {density, strip} = this;
+    for (const [paint, shares] of Object.entries(parts)) {
+      shares.forEach((share, place) => {
+        if (share) strip.add(this.x(place * end / shares.length) * density, this.x((place + 1) * end / shares.length) * density, paint, share);
+      });
     }
   }
 
-  /** Narrow blocks go to the strip, over the idle times of their lane; of those narrower than a pixel, one in each column of pixels. */
-  drawBlocks(timeline, rank, top, height, named) {
-    const {context: c, density, strip} = this, {colors, pixels, view} = this.page, {blocks, ends} = timeline.ranks[rank];
+  /** A tint with a pattern and a line at its foot; where there is no room for that, a proportion. */
+  drawIdle({idle, idleEnds}, top, height, alpha) {
+    const {context: c, density, strip} = this, {colors, patterns, view, lit} = this.page, dimmed = lit ? 2 * DIM : 1;
+    for (let i = firstAfter(idleEnds, view.from); i < idle.length && idle[i][0] < view.to; i++) {
+      const [start, end, cause] = idle[i], left = this.x(start), right = this.x(end);
+      if (right - left < 6 || height < 8) {
+        strip.add(left * density, right * density, cause, dimmed);
+        continue;
+      }
+      c.globalAlpha = alpha * dimmed * 0.3;
+      c.fillStyle = colors[cause];
+      c.fillRect(left, top, right - left, height);
+      c.globalAlpha = alpha * dimmed;
+      c.fillStyle = patterns[cause];
+      c.fillRect(left, top, right - left, height);
+      c.fillStyle = colors[`${cause} ink`];
+      if (height >= 16) c.fillRect(left, top + height - 2, right - left, 2);
+    }
+  }
+
+  /** Blocks that are wide enough with their name; all others go to the strip. */
+  drawBlocks(timeline, {blocks, ends}, top, height, named, alpha) {
+    const {context: c, density} = this, {colors, view, lit} = this.page, several = timeline.severalStages;
     c.font = "11px system-ui, sans-serif";
     c.textBaseline = "middle";
     c.textAlign = "center";
-    for (let i = firstAfter(ends, view.from); i < blocks.length && blocks[i].start < view.to;) {
-      const block = blocks[i], left = this.x(block.start), wide = this.x(block.end) - left;
-      if (wide <= 9 && block.half === null) {
-        const column = Math.round(left * density), next = Math.max(column + 1, Math.round((left + wide) * density));
-        strip.paint(column, next - (wide > 3 ? 1 : 0), pixels[block.kind]);
-        i = wide * density < 1 ? Math.max(i + 1, firstAfter(ends, this.timeAt(next / density))) : i + 1;
+    for (let i = firstAfter(ends, view.from); i < blocks.length && blocks[i].start < view.to; i++) {
+      const block = blocks[i], left = this.x(block.start), wide = this.x(block.end) - left, shown = lit && !lit(block) ? DIM : 1;
+      if (wide <= NARROW || height < 8) {
+        this.paintNarrow(block, left * density, wide * density, shown);
         continue;
       }
       const [from, high] = block.half === null ? [top, height] : [top + (block.half * height) / 2, height / 2 - 1];
-      c.fillStyle = colors[block.kind];
+      c.globalAlpha = alpha * shown;
+      c.fillStyle = colors[block.chunk % 2 ? `${block.kind} second` : block.kind];
       c.beginPath();
-      c.roundRect(left + (wide > 9 ? 0.5 : 0), from, wide > 9 ? wide - 1 : wide, high, wide > 9 ? Math.min(3, high / 3) : 0);
+      c.roundRect(left + 0.5, from, wide - 1, high, Math.min(3, high / 3));
       c.fill();
-      if (named) this.drawName(block, timeline.severalStages, left, wide, from + high / 2);
-      i += 1;
+      if (named && high >= 10) this.drawName(block, several, left, wide, from + high / 2, timeline.partner(block));
     }
+    c.globalAlpha = alpha;
   }
 
-  drawName(block, several, left, wide, middle) {
-    const kind = block.kind + block.microbatch, texts = several ? [block.text, kind] : [kind];
-    const text = [...texts, String(block.microbatch)].find((each) => 6.4 * each.length + 5 < wide);
+  /** At whole pixels, with one between two blocks, as long as there are enough of them. */
+  paintNarrow({kind, half}, left, wide, shown) {
+    const weight = half === null ? shown : shown / 2;
+    if (wide < SNAPPED) this.strip.add(left, left + wide, kind, weight);
+    else this.strip.add(Math.round(left), Math.round(left + wide) - (wide > 4 && half === null ? 1 : 0), kind, weight);
+  }
+
+  /** The longest name that has room; the two of a pair have the same form of it. */
+  drawName(block, several, left, wide, middle, partner) {
+    const names = ({text, kind, microbatch}) => [...(several ? [text] : []), kind + microbatch, ...(partner ? [] : [String(microbatch)])];
+    const other = partner ? names(partner) : [], texts = names(block);
+    const text = texts.find((each, form) => 6.4 * Math.max(each.length, (other[form] || "").length) + 5 < wide);
     if (text === undefined) return;
     const from = Math.max(left, this.gutter), to = Math.min(left + wide, this.gutter + this.plotWidth + EDGE);
-    this.context.fillStyle = this.page.colors.letter;
+    this.context.fillStyle = this.page.colors[`letter-${block.kind}`];
     this.context.fillText(text, to - from > 30 ? (from + to) / 2 : left + wide / 2, middle + 0.5);
   }
 
   drawMemory(row) {
     const {context: c} = this, {timeline} = this.record, {colors} = this.page;
-    const planned = this.record.planned?.data.memory_unit === timeline.data.memory_unit ? this.record.planned : null;
+    const beside = this.beside?.timeline, planned = beside?.data.memory_unit === timeline.data.memory_unit ? beside : null;
     const most = Math.max(timeline.peak, planned ? planned.peak : 0) || 1;
-    const base = row.memory + MEMORY, y = (held) => base - (held / most) * (MEMORY - 2);
+    const base = row.memory + row.memoryHigh, y = (held) => base - (held / most) * (row.memoryHigh - 2);
     c.strokeStyle = c.fillStyle = colors.shade;
     this.trace(timeline.ranks[row.rank].memory, y, base);
     c.lineTo(this.gutter + this.plotWidth + EDGE, base);
@@ -200,70 +227,37 @@ class Chart {
     c.lineTo(right + 2, y(held));
   }
 
-  drawPath() {
-    const {context: c} = this, {colors, view} = this.page, {path} = this.record.timeline;
-    c.strokeStyle = c.fillStyle = colors.ink;
-    let before = null;
-    for (const block of path) {
-      const left = this.x(block.start), wide = this.x(block.end) - left, source = before;
-      before = block;
-      if (block.end < view.from || block.start > view.to) continue;
-      if (wide > 13) {
-        c.lineWidth = 2;
-        c.beginPath();
-        c.roundRect(left + 1, this.topOf(block) + 1, wide - 2, this.heightOf(block) - 2, 2.5);
-        c.stroke();
-      } else { // no room for an outline: a line above
-        c.fillRect(left, this.topOf(block) - 4, Math.max(wide, 1), 3);
-      }
-      c.globalAlpha = wide > 13 ? 0.9 : wide > 4 ? 0.55 : wide > 1.5 ? 0.25 : 0.08;
-      if (source && source.rank !== block.rank) this.link(source, block);
-      c.globalAlpha = 1;
-    }
-  }
-
-  topOf(block) { return this.rows[block.rank].main + (block.half ? MAIN / 2 : 0); }
-  heightOf(block) { return block.half === null ? MAIN : MAIN / 2 - 1; }
-
-  /** A line from the end of one block to the start of another. */
-  link(source, taker) {
-    const {context: c} = this, down = taker.rank > source.rank;
-    c.lineWidth = 1.25;
-    c.beginPath();
-    c.moveTo(this.x(source.end), this.topOf(source) + (down ? this.heightOf(source) : 0));
-    c.lineTo(this.x(taker.start), this.topOf(taker) + (down ? 0 : this.heightOf(taker)));
-    c.stroke();
-  }
-
-  /** The block under the pointer or chosen by keyboard, and lines to it from what it received. */
-  drawMarks() {
-    const {context: c} = this, {colors} = this.page, {blocks} = this.record.timeline;
-    for (const block of [this.hovered, this.selected]) {
-      if (!block) continue;
-      c.strokeStyle = colors.accent;
-      for (const {action} of block.receives) if (blocks.has(action)) this.link(blocks.get(action), block);
-      c.lineWidth = block === this.selected ? 3 : 2;
-      const left = this.x(block.start), wide = Math.max(3, this.x(block.end) - left);
-      c.beginPath();
-      c.roundRect(left - 1, this.topOf(block) - 1, wide + 2, this.heightOf(block) + 2, 4);
-      c.stroke();
-    }
-  }
+  topOf(block) { return this.rows[block.rank].main + (block.half ? this.rows[block.rank].high / 2 : 0); }
+  heightOf(block) { return block.half === null ? this.rows[block.rank].high : Math.max(1, this.rows[block.rank].high / 2 - 1); }
 
   drawLabels(row) {
-    const {context: c} = this, {colors} = this.page, right = this.gutter - 10;
+    const {context: c} = this, {colors} = this.page, right = this.gutter - 10, pinned = this.pinned.has(row.rank);
     c.textAlign = "right";
     c.textBaseline = "middle";
-    c.fillStyle = colors.ink;
-    c.font = `600 ${this.gutter > 60 ? 12 : 11}px system-ui, sans-serif`;
-    c.fillText(`rank ${row.rank}`, right, row.main + MAIN / 2);
-    c.fillStyle = colors.muted;
-    c.font = "10.5px system-ui, sans-serif";
-    if (row.planned) c.fillText("planned", right, row.planned + PLANNED / 2);
+    c.fillStyle = pinned ? colors.accent : colors.ink;
+    c.font = `600 ${this.gutter > 60 && row.high > 11 ? 12 : 11}px system-ui, sans-serif`;
+    if (row.labelled) c.fillText(`${row.folded ? "▸ " : ""}rank ${row.rank}`, right, row.main + row.high / 2);
+    if (row.planned && row.plannedHigh >= 8) this.drawLabel(this.beside.name, row.planned + row.plannedHigh / 2);
     if (row.memory) {
       const peak = this.record.timeline.amount(this.record.timeline.data.peak_memory[row.rank]), long = `peak ${peak}`;
-      c.fillText(c.measureText(long).width < right - 2 ? long : peak, right, row.memory + MEMORY / 2);
+      this.drawLabel(this.widthOf(long) < right - 2 ? long : peak, row.memory + row.memoryHigh / 2);
     }
+  }
+
+  widthOf(text) {
+    this.context.font = "10.5px system-ui, sans-serif";
+    return this.context.measureText(text).width;
+  }
+
+  /** A small text at the left of a lane, shortened to its room. */
+  drawLabel(text, middle) {
+    const {context: c} = this, right = this.gutter - 10;
+    let shown = text;
+    while (this.widthOf(shown) > right - 2 && shown.length > 3) shown = `${shown.slice(0, -2)}…`;
+    c.textAlign = "right";
+    c.textBaseline = "middle";
+    c.fillStyle = this.page.colors.muted;
+    c.fillText(shown, right, middle);
   }
 
   ticks() {
@@ -292,20 +286,34 @@ class Chart {
     }
   }
 
-  /** What stands at a point of the window: a block, an idle time, or nothing. */
+  /** The row at a height of the picture, as close as there is one. */
+  rowAt(y) {
+    const row = this.order.map((rank) => this.rows[rank]).find((each) => y < each.bottom + 1);
+    return row || this.rows[this.order.at(-1)];
+  }
+
+  /** What stands at a point of the window: a block, an idle time, the label of a rank, or nothing. */
   at(clientX, clientY) {
     const box = this.host.getBoundingClientRect(), x = clientX - box.left, y = clientY - box.top;
-    if (x < this.gutter || y - this.slid < AXIS) return {};
-    const row = this.rows.find((each) => y >= each.main && y < each.bottom);
-    if (!row) return {};
-    const inPlanned = row.planned && y >= row.planned && y < row.planned + PLANNED;
-    if (!inPlanned && y > row.main + MAIN) return {};
-    const timeline = inPlanned ? this.record.planned : this.record.timeline, lane = timeline.ranks[row.rank], time = this.timeAt(x);
+    if (y - this.slid < AXIS) return x >= this.gutter ? {axis: true} : {};
+    if (this.pathRow && y >= this.pathRow.top) return this.onPath(this.timeAt(x));
+    const row = this.rowAt(y);
+    if (!row || y < row.top - 1) return {};
+    if (x < this.gutter) return {label: row.rank};
+    const below = row.planned && y >= row.planned && y < row.planned + row.plannedHigh;
+    if (!below && y > row.main + row.high) return {};
+    const timeline = below ? this.beside.timeline : this.record.timeline, lane = timeline.ranks[row.rank], time = this.timeAt(x);
+    if (!lane) return {};
     const index = firstAfter(lane.ends, time);
-    const inPair = lane.blocks[index] && lane.blocks[index].half === 0 && y > row.main + MAIN / 2 ? index + 1 : index;
+    const inPair = lane.blocks[index] && lane.blocks[index].half === 0 && y > row.main + row.high / 2 ? index + 1 : index;
     const block = lane.blocks[inPair];
-    if (block && block.start <= time) return {block: this.record.timeline.blocks.get(block.text) || block};
+    if (block && block.start <= time) return {block: this.record.timeline.blocks.get(block.text) || block, main: !below};
     const idle = lane.idle[firstAfter(lane.idleEnds, time)];
     return idle && idle[0] <= time ? {idle, rank: row.rank} : {};
+  }
+
+  onPath(time) {
+    const block = this.record.timeline.path.find((each) => each.end > time);
+    return block && block.start <= time ? {block} : {};
   }
 }

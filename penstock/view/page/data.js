@@ -10,7 +10,7 @@ const CAUSES = {
   sending: "the rank hands over what its last action made",
 };
 
-/** One step: for every rank its blocks (the actions, in order), its idle times and its memory curve. */
+/** One step: for every rank its blocks (the actions, in order), its idle times and its memory curve; of a huge one sums alone. */
 class Timeline {
   constructor(data) {
     this.data = data;
@@ -18,7 +18,9 @@ class Timeline {
     const path = new Set(data.critical_path);
     this.ranks = data.ranks.map((row, rank) => {
       const blocks = row.events.map((event, index) => this.block(event, rank, index, path));
-      return {blocks, ends: blocks.map((block) => block.end), idle: row.idle, idleEnds: row.idle.map((idle) => idle[1]), memory: row.memory};
+      const stages = [...new Set(blocks.map((block) => block.stage))].sort((a, b) => a - b);
+      for (const block of blocks) block.chunk = stages.indexOf(block.stage);
+      return {blocks, ends: blocks.map((block) => block.end), idle: row.idle, idleEnds: row.idle.map((idle) => idle[1]), memory: row.memory, stages, sums: row.sums};
     });
     for (const pair of data.overlaps) pair.forEach((text, half) => { this.blocks.get(text).half = half; });
     this.path = data.critical_path.map((text) => this.blocks.get(text));
@@ -28,19 +30,30 @@ class Timeline {
     const [, stage, kind, microbatch] = /^(\d+)([FBIW])(\d+)$/.exec(event.action);
     const block = {
       text: event.action, stage: Number(stage), kind, microbatch: Number(microbatch), rank, index,
-      start: event.start, end: event.end, held: event.held, waited: event.waited || 0, waitedFor: event.waited_for,
+      start: event.start, end: event.end, sent: event.sent, held: event.held, waited: event.waited || 0, waitedFor: event.waited_for,
       receives: event.receives || [], critical: path.has(event.action), half: null,
     };
     this.blocks.set(block.text, block);
     return block;
   }
 
-  get stages() { return 1 + Math.max(-1, ...new Set([...this.blocks.values()].map((block) => block.stage))); }
+  get stages() { return 1 + Math.max(-1, ...this.ranks.flatMap(({stages}) => stages)); }
   get microbatches() { return 1 + Math.max(-1, ...new Set([...this.blocks.values()].map((block) => block.microbatch))); }
-  get severalStages() {
-    this._several ??= this.ranks.some(({blocks}) => new Set(blocks.map((block) => block.stage)).size > 1);
-    return this._several;
+  get severalStages() { return this.ranks.some(({stages}) => stages.length > 1); }
+
+  /** The other action of an overlapped pair; undefined for one that has none. */
+  partner(block) { return block.half === null ? undefined : this.ranks[block.rank].blocks[block.index + (block.half ? -1 : 1)]; }
+
+  /** All actions of a microbatch, in the order in which they began. */
+  journey(microbatch) {
+    if (this._journey?.microbatch !== microbatch) {
+      this._journey = {microbatch, blocks: [...this.blocks.values()].filter((block) => block.microbatch === microbatch).sort((a, b) => a.start - b.start)};
+    }
+    return this._journey.blocks;
   }
+
+  /** What the actions allow to ask: what if some took another time, and how much longer each may take. */
+  get replay() { return (this._replay ??= new Replay(this)); }
   get peak() { return Math.max(0, ...this.data.peak_memory); }
 
   amount(held) { return amount(held, this.data.memory_unit); }
@@ -58,6 +71,7 @@ class TimelineRecord {
     this.raw = data.steps.map((step) => step.timeline);
     this.ready = new Map();
     this.planned = data.planned && new Timeline(data.planned);
+    this.verdict = data.verdict;
     this.step = this.raw.length - 1;
     this.makespan = Math.max(data.planned ? data.planned.makespan : 0, ...this.raw.map((each) => each.makespan));
   }

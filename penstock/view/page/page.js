@@ -32,6 +32,7 @@ function describe(record, block) {
   }
   if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.amount(block.held)} once it has ended`]);
   if (block.critical) rows.push(["critical path", "yes"]);
+  else if (record.timeline.data.makespan) rows.push(["slack", `${record.time(record.timeline.replay.slack.get(block) ?? 0)}: how much longer it may take before the step does`]);
   const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KINDS[block.kind]}`);
   const place = `stage ${block.stage}, microbatch ${block.microbatch}, rank ${block.rank}`;
   return element("div", {}, title, element("div", {class: "muted"}, place), described(rows));
@@ -43,21 +44,45 @@ function describeIdle(record, [start, end, cause], rank) {
     described([["rank", String(rank)], ["time", interval(record, {start, end})]]));
 }
 
+/** How the idle times of a cause are drawn where there is room: each differently, for eyes and paper without colours. */
+function patternOf(cause, color) {
+  const tile = element("canvas", {width: 8, height: 8}), c = tile.getContext("2d");
+  const lines = {fill: [], drain: [[0, 4, 8, 4]], imbalance: [[-2, 10, 10, -2], [-2, 2, 2, -2], [6, 10, 10, 6]], communication: [[-2, -2, 10, 10], [-2, 6, 2, 10], [6, -2, 10, 2]], sending: [[4, 0, 4, 8]]}[cause];
+  c.strokeStyle = c.fillStyle = color;
+  c.globalAlpha = 0.75;
+  c.lineWidth = 1;
+  if (cause === "fill") c.fillRect(3, 3, 1.5, 1.5);
+  for (const [x, y, toX, toY] of lines) {
+    c.beginPath();
+    c.moveTo(x, y);
+    c.lineTo(toX, toY);
+    c.stroke();
+  }
+  return c.createPattern(tile, "repeat");
+}
+
 class Page {
   constructor(records) {
     this.records = records;
-    this.options = {planned: true, memory: true, path: true};
+    this.options = {planned: true, memory: true, path: true, fit: true, select: false, sort: "rank"};
     this.whole = Math.max(...records.map((record) => record.makespan)) || 1;
     this.view = {from: 0, to: this.whole};
+    this.followed = null; // a microbatch
+    this.lit = null; // of which blocks the others are dimmed
+    this.selection = null;
+    this.pulls = true; // a block's end can be pulled, to ask what if
     this.tip = document.getElementById("tip");
     this.charts = records.map((record) => new Chart(record, this));
-    this.slots = records.map(() => ({figures: element("div"), table: element("div", {class: "below"})}));
+    this.slots = records.map(() => Object.fromEntries(["verdict", "figures", "legend", "below", "table"].map((name) => [name, element("div", {class: `slot-${name}`})])));
+    this.selected = element("section", {class: "below", "aria-label": "Selection"});
+    this.finder = new Finder(this);
+    this.overview = new Overview(this);
     this.subtitle();
     const main = document.getElementById("page");
     this.differences = element("div");
     if (records.length > 1) {
       this.differences.append(differences(records));
-      main.append(this.differences, this.tools());
+      main.append(this.differences, this.tools(), this.overview.host);
     }
     main.append(...this.charts.map((chart, place) => this.section(chart, place)));
     document.getElementById("theme").addEventListener("click", () => this.switchTheme());
@@ -65,8 +90,11 @@ class Page {
     new ResizeObserver(() => this.arrange()).observe(main);
     addEventListener("resize", () => this.arrange());
     addEventListener("scroll", () => this.redraw(), {passive: true});
+    addEventListener("hashchange", () => this.readAddress());
+    for (const [name, printing] of [["beforeprint", true], ["afterprint", false]]) addEventListener(name, () => this.print(printing));
     this.paint();
     this.arrange();
+    this.readAddress();
   }
 
   subtitle() {
@@ -77,13 +105,13 @@ class Page {
   }
 
   section(chart, place) {
-    const {record} = chart, section = element("section", {class: "record"}), {figures, table} = this.slots[place];
+    const {record} = chart, section = element("section", {class: "record"}), slot = this.slots[place], alone = this.records.length === 1;
     section.setAttribute("aria-label", record.name);
-    if (this.records.length > 1) section.append(element("h2", {}, record.name));
-    section.append(figures);
+    if (!alone) section.append(element("h2", {}, record.name));
     const slider = record.raw.length > 1 ? [this.slider(chart, place)] : [];
-    section.append(...(this.records.length > 1 ? slider : [this.tools(slider)]));
-    section.append(chart.host, table);
+    section.append(slot.verdict, slot.figures, ...(alone ? [this.tools(slider)] : slider), slot.legend);
+    if (alone) section.append(this.overview.host);
+    section.append(chart.host, ...(place === 0 ? [this.selected] : []), slot.below, slot.table);
     listen(chart, this);
     this.fill(chart, place);
     return section;
@@ -91,22 +119,30 @@ class Page {
 
   /** What depends on the step that is shown. */
   fill(chart, place) {
-    const alone = this.records.length === 1; // else the table of differences has the figures
-    this.slots[place].figures.replaceChildren(...(alone ? [figures(chart.record)] : []), shares(chart.record));
-    if (alone) this.slots[place].table.replaceChildren(...tableBelow(chart, this));
+    const alone = this.records.length === 1, slot = this.slots[place], {record} = chart; // else the table of differences has the figures
+    slot.verdict.replaceChildren(verdict(chart, this));
+    slot.figures.replaceChildren(...(alone ? [figures(record)] : []));
+    slot.legend.replaceChildren(legend(record));
+    slot.below.replaceChildren(pathTotals(record), shares(record));
+    if (alone) slot.table.replaceChildren(...tableBelow(chart, this));
   }
 
   tools(more = []) {
     const button = (text, label, click) => element("button", {type: "button", "aria-label": label, title: label, click}, text);
-    const check = (name, text) => element("label", {class: "chip"}, element("input", {
-      type: "checkbox", checked: "", id: `show-${name}`, change: ({target}) => { this.options[name] = target.checked; this.arrange(); },
+    const check = (name, text, title = text) => element("label", {class: "chip", title}, element("input", {
+      type: "checkbox", ...(this.options[name] && {checked: ""}), id: `show-${name}`, change: ({target}) => { this.options[name] = target.checked; this.arrange(); },
     }), text);
     const zooms = element("span", {class: "group"}, button("−", "Zoom out", () => this.zoom(1 / 0.6)),
       button("+", "Zoom in", () => this.zoom(0.6)), button("All", "Show all", () => this.fit()));
-    const checks = [["memory", "Memory"], ["path", "Critical path"]];
+    const many = Math.max(...this.charts.map((chart) => chart.record.timeline.ranks.length)), orders = {rank: "by rank", idle: "most idle first", stage: "by stage"};
+    const sort = element("select", {id: "sort", "aria-label": "Order of the ranks", change: () => { this.options.sort = sort.value; this.arrange(); }},
+      ...Object.entries(orders).map(([value, text]) => element("option", {value}, text)));
+    const checks = [["memory", "Memory"], ["path", "Critical path"], ["select", "Select", "Drag selects time and ranks, as with Shift"]];
     if (this.records.some((record) => record.planned)) checks.unshift(["planned", "Planned"]);
-    const hint = "Drag to pan; Ctrl and wheel to zoom, or the wheel alone once the chart is clicked; arrow keys walk over the actions.";
-    return element("div", {class: "tools"}, zooms, ...checks.map((each) => check(...each)), ...more, element("span", {class: "hint muted"}, hint));
+    if (many > 4) checks.push(["fit", "All ranks in sight"]);
+    const hint = "Drag to pan, with Shift to select; Ctrl and wheel to zoom, or the wheel alone once the chart is clicked, until Escape. Keys: arrows, W A S D, M marks, F follows, / finds.";
+    return element("div", {class: "tools"}, zooms, ...checks.map((each) => check(...each)), sort, ...more, this.finder.field,
+      this.finder.told, element("span", {class: "hint muted"}, hint));
   }
 
   slider(chart, place) {
@@ -128,14 +164,20 @@ class Page {
 
   /** Read the colours of the theme: a canvas knows no variables. */
   paint() {
-    const probe = document.body.appendChild(element("i")), names = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "letter", "shade"];
+    const probe = document.body.appendChild(element("i")), names = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "shade", ...Object.keys(KINDS).map((kind) => `letter-${kind}`)];
     this.colors = Object.fromEntries([...names, ...Object.keys(KINDS), ...Object.keys(CAUSES)].map((name) => {
       probe.style.color = `var(--${name})`;
       return [name, getComputedStyle(probe).color];
     }));
+    const mixed = (one, other, share) => {
+      probe.style.color = `color-mix(in srgb, var(--${one}), var(--${other}) ${share}%)`;
+      return `rgb(${getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map((part) => 255 * part).join(", ")})`;
+    };
+    for (const kind of Object.keys(KINDS)) this.colors[`${kind} second`] = mixed(kind, "panel", 22);
+    for (const cause of Object.keys(CAUSES)) this.colors[`${cause} ink`] = mixed(cause, "ink", 35);
     probe.remove();
-    const {panel} = this.colors, tints = Object.keys(CAUSES).map((cause) => [cause, pixelOf(this.colors[cause], panel)]);
-    this.pixels = Object.fromEntries([...tints, ...Object.keys(KINDS).map((kind) => [kind, pixelOf(this.colors[kind])])]);
+    this.parts = Object.fromEntries([...Object.keys(KINDS), ...Object.keys(CAUSES)].map((name) => [name, partsOf(this.colors[name])]));
+    this.patterns = Object.fromEntries(Object.keys(CAUSES).map((cause) => [cause, patternOf(cause, this.colors[`${cause} ink`])]));
     this.redraw();
   }
 
@@ -144,6 +186,21 @@ class Page {
     const now = root.dataset.theme || (dark ? "dark" : "light");
     root.dataset.theme = now === "dark" ? "light" : "dark";
     this.paint();
+  }
+
+  /** All ranks on one sheet of paper, sharp. */
+  print(printing) {
+    this.printing = printing;
+    this.arrange();
+    for (const chart of this.charts) chart.draw(); // now: the browser waits for nothing
+    if (!this.embedded) this.overview.draw();
+  }
+
+  /** How high a chart may be for all ranks to be in sight. */
+  roomFor({host}) {
+    if (this.printing) return 640 / this.charts.length;
+    const above = Math.min(360, host.getBoundingClientRect().top + scrollY);
+    return Math.max(320, innerHeight - (this.charts.length > 1 ? 120 : above) - 12) / this.charts.length;
   }
 
   arrange() {
@@ -155,6 +212,7 @@ class Page {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
       for (const chart of this.charts) chart.draw();
+      this.overview.draw();
       performance.mark("drawn");
     });
   }
@@ -190,15 +248,78 @@ class Page {
     const description = describe(chart.record, block), box = chart.host.getBoundingClientRect(), top = box.top + chart.topOf(block);
     if (top < 40 || top + 60 > innerHeight) scrollBy(0, top - innerHeight / 2);
     const x = Math.min(Math.max(chart.x(block.start), chart.gutter), chart.width - 20);
-    this.showTip(description, box.left + x, chart.host.getBoundingClientRect().top + chart.topOf(block) + MAIN);
+    this.showTip(description, box.left + x, chart.host.getBoundingClientRect().top + chart.topOf(block) + chart.heightOf(block));
     const lines = [...description.querySelectorAll("dt")].map((term) => `${term.textContent} ${term.nextSibling.textContent}`);
     document.getElementById("said").textContent = [...[...description.children].slice(0, 2).map((each) => each.textContent), ...lines].join(", ");
   }
 
-  unselect(chart) {
-    chart.selected = null;
+  /** Leave all that was chosen: a tooltip, an action, a microbatch, a selection, what was asked. */
+  leave() {
+    for (const chart of this.charts) Object.assign(chart, {selected: null, instead: null});
+    for (const pressed of document.querySelectorAll("[aria-pressed=true]")) pressed.setAttribute("aria-pressed", "false");
+    Object.assign(this, {followed: null, lit: null});
+    this.finder.say("");
     this.hideTip();
+    this.choose(null);
+    this.arrange();
+  }
+
+  /** Light up a microbatch, or none: its actions and its messages. */
+  follow(microbatch) {
+    this.followed = microbatch;
+    this.lit = microbatch === null ? null : (block) => block.microbatch === microbatch;
+    if (microbatch !== null) {
+      const {record} = this.charts[0], journey = record.timeline.journey(microbatch);
+      this.finder.say(journey.length ? `m${microbatch}: ${journey.length} actions, from ${record.time(journey[0].start)} to ${record.time(Math.max(...journey.map(({end}) => end)))}` : `there is no microbatch ${microbatch}`);
+    }
     this.redraw();
+  }
+
+  /** Draw what would have been below what was, at the same scale. */
+  instead({text, timeline}, name = "what if") {
+    const [chart] = this.charts;
+    chart.instead = {name, timeline};
+    this.finder.say(text);
+    this.whole = Math.max(this.whole, timeline.data.makespan);
+    this.arrange();
+  }
+
+  /** What a sentence of the verdict is about: its blocks light up, and the step without it is drawn below. */
+  showFinding(chart, finding, button) {
+    const shown = button.getAttribute("aria-pressed") === "true";
+    this.leave();
+    if (shown) return;
+    button.setAttribute("aria-pressed", "true");
+    finding.prepared ??= new Timeline(finding.timeline);
+    const rank = finding.rank === null ? null : finding.rank;
+    this.lit = rank === null ? null : (block) => block.rank === rank;
+    const name = {straggler: "what if", cut: "even cut"}[finding.about] || finding.name.replace(/, predicted$/, "");
+    this.instead({text: `${finding.text} (below each rank, at the same scale)`, timeline: finding.prepared}, name);
+    this.fit();
+    chart.host.scrollIntoView({block: "nearest"});
+  }
+
+  /** Fold or pin a rank, or no longer. */
+  mark(chart, ranks, rank) {
+    if (!ranks.delete(rank)) ranks.add(rank);
+    this.arrange();
+  }
+
+  /** Select some time on some ranks, or nothing; the address says it too. */
+  choose(selection) {
+    this.selection = selection;
+    this.selected.replaceChildren(...(selection ? selectionBelow(this.charts[0], this) : []));
+    const address = toAddress(selection);
+    if (address !== location.hash && (address || fromAddress(location.hash, Infinity))) history.replaceState(null, "", address || location.pathname + location.search);
+    this.redraw();
+  }
+
+  readAddress() {
+    const found = fromAddress(location.hash, this.charts[0].record.timeline.ranks.length);
+    if (!found) return;
+    const wide = found.to - found.from;
+    this.show(found.from - wide / 2, found.to + wide / 2);
+    this.choose(found);
   }
 
   get tipShown() { return !this.tip.hidden; }

@@ -34,7 +34,7 @@ class Picture {
   get timeline() { return this.chart.record.planned || this.chart.record.timeline; }
   lane(rank) {
     const row = this.chart.rows[rank];
-    return this.chart.record.planned ? {top: row.planned, high: PLANNED} : {top: row.main, high: MAIN};
+    return this.chart.record.planned ? {top: row.planned, high: row.plannedHigh} : {top: row.main, high: row.high};
   }
 
   /** Where an action stands: its times, and its place on the canvas; nothing for one that is not in the picture. */

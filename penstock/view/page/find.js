@@ -1,0 +1,40 @@
+// One field to find things and to ask: `2F3`, `m5`, `rank 7`, or what if: `2F3 as fast as the others`, `no send cost`.
+
+const EXAMPLES = "2F3, m5, rank 7, or what if: 2F3 as fast as the others, no send cost, rank 1 at the mean";
+
+class Finder {
+  constructor(page) {
+    this.page = page;
+    this.field = element("input", {
+      type: "search", id: "find", placeholder: "Find or ask: 2F3, m5, no send cost", "aria-label": `Find or ask: ${EXAMPLES}`, title: EXAMPLES, autocomplete: "off", spellcheck: "false",
+      input: () => this.typed(), keydown: (event) => this.key(event),
+    });
+    this.told = element("output", {for: "find", class: "answer", "aria-live": "polite"});
+  }
+
+  key(event) {
+    event.stopPropagation();
+    if (event.key === "Enter") this.asked();
+    if (event.key === "Escape") { this.page.leave(); this.field.blur(); }
+  }
+
+  /** While it is typed a microbatch lights up and what was lit goes out. */
+  typed() {
+    const microbatch = /^m(\d+)$/i.exec(this.field.value.trim());
+    this.page.follow(microbatch ? Number(microbatch[1]) : null);
+    if (!this.field.value) this.page.leave();
+  }
+
+  asked() {
+    const {page} = this, [chart] = page.charts, {timeline} = chart.record, words = this.field.value.trim(), rank = /^rank (\d+)$/i.exec(words);
+    const block = timeline.blocks.get(words.toUpperCase());
+    if (block) return page.select(chart, block);
+    if (/^m\d+$/i.test(words)) return this.typed();
+    if (rank && timeline.ranks[rank[1]]) return page.choose({from: 0, to: timeline.data.makespan, ranks: [Number(rank[1])]});
+    const answer = timeline.blocks.size ? whatIf(chart.record, words) : null;
+    if (answer && !answer.problem) return page.instead(answer);
+    return this.say(answer?.problem || (words ? `“${words}” is none of ${EXAMPLES}` : ""));
+  }
+
+  say(text) { this.told.textContent = text; }
+}

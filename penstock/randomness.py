@@ -1,5 +1,6 @@
-"""Random numbers that depend on what they are for, never on which rank draws them or in which order."""
+"""Random numbers that depend on what they are for, never on which rank draws them or in which order; and bits that repeat."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,19 @@ def generator_of(device: torch.device) -> torch.Generator:
     if device.type == "mps":
         return mps_generator()
     return torch.default_generator
+
+
+def repeat_bits() -> None:
+    """From now on torch gives the same bits each time, on a GPU too, or raises where an operation has no such way.
+
+    To be called before the first product: cuBLAS reads once how much memory of its own it may use. Products of float32 are of
+    float32, not of TF32.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # which changes no bit
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = False
 
 
 @contextmanager

@@ -162,6 +162,11 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
+def is_captured(module: nn.Module) -> bool:
+    """Whether the public `torch.cuda.make_graphed_callables` has put replays of CUDA graphs in the place of its forward."""
+    return getattr(vars(module).get("forward"), "__qualname__", "").startswith("make_graphed_callables.")
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The user's module inside what `torch.compile` made of it."""
     while (inner := getattr(module, "_orig_mod", None)) is not None:
@@ -183,6 +188,16 @@ def full_tensor(tensor: Any) -> Tensor:
         return tensor.full_tensor()
     finally:
         about.setLevel(level)
+
+
+def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The public `torch.linalg.vector_norm` of each; on a GPU in few launches, as `clip_grad_norm_` of torch takes them."""
+    return list(torch._foreach_norm(tensors, norm_type)) if tensors else []
+
+
+def foreach_add(sums: list[Tensor], terms: list[Tensor]) -> None:
+    """The public `sum.add_(term)` of each pair; on a GPU in few launches. The bits are the same."""
+    torch._foreach_add_(sums, terms)
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------
@@ -259,6 +274,11 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The one of them for `device`, which an operation that starts at once asks without going through `dist`."""
     return group._get_backend(device)
+
+
+def device_types(group: dist.ProcessGroup) -> Sequence[str]:
+    """Where tensors may be that `group` carries: `cpu`, `cuda`."""
+    return [device.type for device in group._device_types]
 
 
 def all_gather_into(backend: Any, gathered: Tensor, tensor: Tensor) -> Any:

@@ -25,6 +25,7 @@ from penstock.comms.starting.interface import interface_to
 from penstock.comms.starting.meeting import FINISHED, all_come, depart, left, looks, name_of_start
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, MismatchError, PenstockError
+from penstock.randomness import repeat_bits
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are long to look at a stopped job
 MOMENT = 0.2  # seconds between the end of a rank's connections and what it tells of its own
@@ -69,7 +70,10 @@ closed_on_leaving: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups of this 
 
 
 def init_distributed(
-    backend: str | None = None, timeout: float | timedelta | None = None, device: str | torch.device | None = None
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+    device: str | torch.device | None = None,
+    deterministic: bool = False,
 ) -> Topology:
     """Join the ranks that torchrun or `penstock.launch` started; without their environment, be a world of one.
 
@@ -78,15 +82,18 @@ def init_distributed(
     `timeout`: seconds, or a timedelta, that a rank waits for another before it gives up; by default ten minutes.
     `device`: where the stages live; by default this rank's GPU if there is one and the backend is not asked to be Gloo, else
     the CPU.
+    `deterministic`: from now on torch gives the same bits each time, on a GPU too, where that costs time (docs/howto/gpu.md).
 
         topology = ps.comms.init_distributed(timeout=60)
         print(f"rank {topology.rank} of {topology.world_size}, on {topology.device}")
 
-    A second call returns the first one's topology, whatever its arguments. From here on the process keeps the memory it frees
-    (`allocator.py`). Raises PenstockError for a backend that is not known and for a GPU that is not there, LostRankError if the
-    other ranks do not start.
+    A second call returns the first one's topology, whatever its other arguments. From here on the process keeps the memory it
+    frees (`allocator.py`). Raises PenstockError for a backend that is not known and for a GPU that is not there, LostRankError
+    if the other ranks do not start.
     """
     global _current, _heartbeat, _process
+    if deterministic:
+        repeat_bits()
     if _current is None:
         _process = os.getpid()
         keep_freed_memory()

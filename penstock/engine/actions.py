@@ -13,6 +13,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.report import Losses
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.table import Action, Kind
+from penstock.stage.microbatch import numbers
 from penstock.stage.stage import Stage
 from penstock.torch_private import tree_map
 
@@ -101,9 +102,10 @@ class Actions:
 
     def told(self) -> Losses:
         """What the others are told of the losses when the step ends; each microbatch's own only if a rank wants it."""
-        own = {number: loss.item() for number, loss in self.losses.items()} if self.agreed.wants_losses else {}
-        auxiliary = [(number, loss.item(), self.weights[number]) for number, loss in self.auxiliary] if self.weights else []
-        return Losses(own, auxiliary)
+        own = dict(zip(self.losses, numbers([*self.losses.values()]), strict=True)) if self.agreed.wants_losses else {}
+        auxiliary = self.auxiliary if self.weights else []
+        values = numbers([loss for _, loss in auxiliary])
+        return Losses(own, [(each, value, self.weights[each]) for (each, _), value in zip(auxiliary, values, strict=True)])
 
 
 def _detached(leaf: Any) -> Any:

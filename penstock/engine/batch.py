@@ -96,9 +96,9 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     if rank == last and (call.training or call.target is not None):
         _check_target(call, rank)
         sizes = microbatch.sizes_of(call.target, "the target", most)
+        if call.loss_weight is not None:  # of the target where it is: nothing waits for a device
+            counts = microbatch.counts(microbatch.split(call.target, sizes), call.loss_weight)
         targets, target_rows = microbatch.split(call.target, sizes, device), sum(sizes)
-        if call.loss_weight is not None:
-            counts = microbatch.counts(targets, call.loss_weight)
     compares = rank in (first, last) and (first != last or position.tp is not None)
     values = (seen((call.args, call.kwargs)), seen(call.target)) if compares else (0, 0)
     kind = call.training, rows, target_rows, len(counts), signature, fingerprint(modes)

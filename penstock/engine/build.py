@@ -38,6 +38,11 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
     for each in model if isinstance(model, Sequence) else [model]:
         if not isinstance(each, nn.Module):
             raise MismatchError(f"the model is an nn.Module, or a list with one for each stage, not {_kind(each)}")
+        if captured := [type(part).__name__ for part in each.modules() if torch_private.is_captured(part)]:
+            raise MismatchError(
+                f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
+                "give the module as it was before make_graphed_callables"
+            )
     if not isinstance(schedule, str | PathLike | Schedule) and not callable(schedule):
         raise MismatchError(f"the schedule is a name, a Schedule, a CSV file's path or a function, not {_kind(schedule)}")
     for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):

@@ -67,19 +67,29 @@ class Clock:
 
     ahead = 0  # actions that ran before the ranks had agreed to send: how long sending them took is not known
 
-    def __init__(self, offset: float = 0.0) -> None:
+    def __init__(self, offset: float = 0.0, ended: Any = None) -> None:
         self.offset = offset  # seconds that are added to every time told
+        self.ended = ended  # when the last step was over, as its clock's `end` told it
         self._marks: list[Any] = []
+        self._began = self._mark()
 
     def start(self) -> None:
         """An action starts."""
-        self._marks.append(time.perf_counter())
+        self._marks.append(self._mark())
 
     stop = sent = start
 
+    def averaged(self) -> None:
+        """All actions are done, and gradients are those of the whole batch."""
+        self._averaged = self._mark()
+
+    def end(self) -> Any:
+        """The step is over: this moment, for the next step's clock."""
+        return self._mark()
+
     def intervals(self) -> list[Interval]:
         """(start, end, sent) of every action so far, in order."""
-        times = [time + self.offset for time in self._times()]
+        times = [time + self.offset for time in self._times(self._marks)]
         ends = times[1::3]
         return list(zip(times[::3], ends, ends[: self.ahead] + times[2::3][self.ahead :], strict=True))
 
@@ -90,35 +100,56 @@ class Clock:
             return 0.0, 0.0, 0.0
         return intervals[0][0], intervals[-1][1], sum(end - start for start, end, _ in intervals)
 
-    def _times(self) -> list[float]:
-        return self._marks
+    def around(self) -> tuple[float, float]:
+        """Seconds between the step before and this one, 0 if there was none, and those from the last action to `averaged`."""
+        acted = self._marks[-1] if self._marks else self._began
+        *ended, began, acted, averaged = self._times([*filter(None, [self.ended]), self._began, acted, self._averaged])
+        return began - (ended or [began])[0], averaged - acted
+
+    def _mark(self) -> Any:
+        return time.perf_counter()
+
+    def _times(self, marks: Sequence[Any]) -> Sequence[float]:
+        return marks
 
 
-class CudaClock(Clock):
-    """The same on a GPU: events in its stream, read when the step is over, so that timing never waits for the device."""
+class Moment(NamedTuple):
+    """An event of a GPU that this process has waited for, and so knows when it was."""
 
-    def __init__(self, offset: float = 0.0) -> None:
-        super().__init__(offset)
-        torch.cuda.synchronize()
-        self._zero, self._zero_time = self._mark(), time.perf_counter()
+    event: Any
+    time: float  # of this machine's monotonic clock
 
-    def start(self) -> None:
-        """An action starts."""
-        self._marks.append(self._mark())
 
-    stop = sent = start
+class DeviceClock(Clock):
+    """The same on a GPU: events in the stream that computes, read when the step is over.
 
-    def _times(self) -> list[float]:
-        torch.cuda.synchronize()
-        return [self._zero_time + self._zero.elapsed_time(event) / 1e3 for event in self._marks]
+    They are counted from a moment that both clocks know: the end of the step before, when the stream has nothing to do. Only
+    before the first step it is waited for.
+    """
 
-    @staticmethod
-    def _mark() -> "torch.cuda.Event":
-        event = torch.cuda.Event(enable_timing=True)
+    def __init__(self, device: torch.device, offset: float = 0.0, ended: Moment | None = None) -> None:
+        self._device = torch.get_device_module(device)
+        self._zero = ended or self.end()
+        super().__init__(offset, ended)
+
+    def end(self) -> Moment:
+        """The step is over: this moment, for the next step's clock. Waits for the stream, which has nothing to do then."""
+        before, event = time.perf_counter(), self._mark()
+        event.synchronize()
+        return Moment(event, (before + time.perf_counter()) / 2)
+
+    def _mark(self) -> Any:
+        event = self._device.Event(enable_timing=True)
         event.record()
         return event
 
+    def _times(self, marks: Sequence[Any]) -> Sequence[float]:
+        for mark in marks[-1:]:
+            mark.synchronize()
+        events = [mark.event if isinstance(mark, Moment) else mark for mark in marks]
+        return [self._zero.time + self._zero.event.elapsed_time(event) / 1e3 for event in events]
 
-def clock_for(device: torch.device, offset: float = 0.0) -> Clock:
-    """The clock for stages on `device`; `offset` is added to every time it tells."""
-    return (CudaClock if device.type == "cuda" else Clock)(offset)
+
+def clock_for(device: torch.device, offset: float = 0.0, ended: Any = None) -> Clock:
+    """The clock of a step for stages on `device`; `offset` is added to every time it tells, `ended` as in `Clock`."""
+    return DeviceClock(device, offset, ended) if device.type == "cuda" else Clock(offset, ended)

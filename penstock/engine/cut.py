@@ -67,7 +67,7 @@ def agreed_cut(
     model = list(model) if type(model) is nn.ModuleList else model
     whole = partition.whole(model, cuts, example_args, example_kwargs)
     chooses = whole is not None and not (whole.measures and position.world.rank)
-    starts = whole.starts(table.stages) if whole is not None and chooses else []
+    starts = whole.starts(table.stages, position.pipeline.device) if whole is not None and chooses else []
     starts = control.gather_objects(starts, "to agree on the cut")[0]
     given, mine = model if whole is None else whole.cut(starts), table.stages_of(position.pipeline.rank)
     if isinstance(given, nn.Module):

@@ -25,7 +25,7 @@ class StepReport(NamedTuple):
 
     makespan: float  # seconds, first action to last over all ranks
     busy: tuple[float, ...]  # seconds each rank spent in actions
-    peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far (on a GPU: its tensors)
+    peak_memory: tuple[float, ...]  # bytes, the most each rank's process has held so far; on a GPU its tensors, in this step
     between: tuple[float, ...] = ()  # seconds since each rank's step before: optimizer, next batch; 0 before the first
     averaging: tuple[float, ...] = ()  # seconds after each rank's last action until its gradients were the replicas' mean
     failed_beside: tuple[float, ...] = ()  # 1 for a rank that knows that what went on beside the steps has failed, else 0
@@ -152,7 +152,8 @@ def conclude(
         values += [loss * weight for ranks in position.counted for rank in ranks for _, loss, weight in told[rank].auxiliary]
         each = [_of_microbatch([told[rank] for rank in position.counted[position.replica]], m) for m in range(wanted)]
     dtype = DTYPES[int(next((one.dtype for one in ended if one.dtype != NOTHING), 0))]  # a replica may have nothing that counts
-    loss, *of_each = (torch.tensor(value, dtype=dtype, device=control.topology.device) for value in (math.fsum(values), *each))
+    device = control.topology.device
+    loss, *of_each = (torch.full((), value, dtype=dtype, device=device) for value in (math.fsum(values), *each))
     ran = [one for one in everyone if one.end]  # a rank may have no stage
     makespan = max(one.end for one in ran) - min(one.start for one in ran)
     names = ("busy", "memory", "between", "averaging", "failed_beside", "preempted", "found")
@@ -175,8 +176,14 @@ def weighted_sum(losses: Mapping[int, Tensor], weights: Sequence[float]) -> tupl
     return loss.item(), DTYPES.index(loss.dtype) if loss.dtype in DTYPES else NOTHING
 
 
+def forget_peak(device: torch.device) -> None:
+    """A step begins: on a GPU, `peak_memory` counts from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory(device: torch.device) -> float:
-    """Bytes: the most this process has held; on a GPU, the most its tensors have."""
+    """Bytes: the most this process has held; on a GPU, the most its tensors have since `forget_peak`."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024

@@ -22,7 +22,6 @@ The first stage's first forward waits for nobody, so it runs while the votes tra
 agreed. When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control.py.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks.together import Checks
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
-from penstock.engine.report import Beside, Ended, Outcome, conclude, peak_memory, weighted_sum
+from penstock.engine.report import Beside, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
 from penstock.errors import ResourceError
 from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
@@ -70,7 +69,7 @@ class Engine:
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
-        self._ended = 0.0  # when the last step did
+        self._ended: Any = None  # when the last step did, as its clock tells it
         self.beside: Beside | None = None  # what goes on beside the steps
 
     def step(self, call: Call) -> Outcome:
@@ -79,7 +78,8 @@ class Engine:
         Raises MismatchError for a batch that does not fit and for parameters without values, StageError when the model or the
         loss raises, and WaitFailed when a peer is lost or silent.
         """
-        between = time.perf_counter() - self._ended if self._ended else 0.0
+        clock = clock_for(self.device, self.offset, self._ended)
+        forget_peak(self.device)
         channels = self.channels
         self.parameters.check_values()
         self.forget()
@@ -91,7 +91,6 @@ class Engine:
         first = self._whole.steps[0].action if self._whole.steps else "the others end it"
         why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
         self.control.tell(batch.vote, why)
-        clock = clock_for(self.device, self.offset)
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
         ahead = self._head_start(batch, clock, [self.checks, measurement])
         agreed = self.agreement.reach(batch, why)
@@ -103,12 +102,13 @@ class Engine:
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
         self.run(agreed.program.steps, observed(actions.acts, [self.checks, measurement]), channels, clock, ahead)
-        averaging = average(list(self.stages.values()), self.parameters, self.tied, self.position, batch.training)
+        average(list(self.stages.values()), self.parameters, self.tied, self.position, batch.training)
+        clock.averaged()
 
-        outcome = self._conclude(actions, clock, measurement, (between, averaging))
+        outcome = self._conclude(actions, clock, measurement)
         channels.end()
         self.agreement.keep(agreed, agreed.known or Known(channels.learned(), outcome.sizes))
-        self._ended = time.perf_counter()
+        self._ended = clock.end()
         return outcome
 
     def _head_start(self, batch: Batch, clock: Clock, observers: Sequence[Observer | None]) -> Ahead | None:
@@ -168,15 +168,14 @@ class Engine:
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
 
-    def _conclude(
-        self, actions: Actions, clock: Clock, measurement: MemoryMeasurement | None, times: tuple[float, float]
-    ) -> Outcome:
-        """The loss and the times of all ranks; `times` are this rank's `between` and `averaging`, see `StepReport`."""
+    def _conclude(self, actions: Actions, clock: Clock, measurement: MemoryMeasurement | None) -> Outcome:
+        """The loss and the times of all ranks. On a GPU the host waits here for this rank's stream, and nowhere before."""
         agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
         flags = bool(self.beside and self.beside.failed), preempted(), self.checks.found()
-        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *times, *flags)
+        memory = peak_memory(self.device)
+        mine = Ended(*total, *clock.summary(), memory, len(losses.auxiliary), *clock.around(), *flags)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
         judged = self.checks.verdict(actions.batch, report)

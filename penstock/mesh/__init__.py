@@ -4,6 +4,7 @@ position         where this rank stands in the mesh
 sampler          which rows of a dataset each replica is given
 ddp              a stage that DistributedDataParallel holds equal
 fsdp             a stage whose parameters `fully_shard` has spread over its replicas
+vote             which gradients any replica has
 data_parallel    the stages along `dp`, made one of the two, or by a function of the user's
 tensor_parallel  the stages along `tp`, by a plan of torch's styles
 averaging        the end of a step: gradients become those of the whole batch

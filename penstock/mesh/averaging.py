@@ -1,6 +1,5 @@
 """The end of a step's data: the gradients become those of the whole batch, on all ranks that have the parameters."""
 
-import time
 from collections.abc import Iterable
 
 from penstock.comms.control import waiting
@@ -14,12 +13,8 @@ from penstock.stage.tied import TiedParameter
 
 def average(
     stages: Iterable[Stage], parameters: Parameters, tied: Iterable[TiedParameter], position: MeshPosition, training: bool
-) -> float:
-    """Wait until gradients are averaged over replicas; sum what ranks along `tp` and tied parameters' owners have of them.
-
-    Returns the seconds it took.
-    """
-    began = time.perf_counter()
+) -> None:
+    """Wait until gradients are averaged over replicas; sum what ranks along `tp` and tied parameters' owners have of them."""
     with waiting("for the replicas to average the gradients"):
         for stage in stages:
             stage.copies.end(training)
@@ -30,4 +25,3 @@ def average(
                 share_state(stage.module, position.dp.get_group())
     for parameter in tied if training else ():
         parameter.share_gradient()
-    return time.perf_counter() - began

@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import torch_private
+from penstock.mesh.vote import Vote
 from penstock.stage.copies import StageCopies
 from penstock.torch_private import run_backward
 
@@ -106,7 +107,7 @@ class _LastBackward:
         self.parameters = parameters
         self.sums: list[Any] = []  # what to wait for
         self._arrived: set[int] = set()  # ids of parameters that have got their gradient
-        self._used: Tensor | None = None  # which parameters have a gradient on any replica
+        self._used: Vote | None = None  # which parameters have a gradient on any replica
         arrive = self._arrived.add  # the hooks know no more of this, or it would outlive its step
         self._hooks = [each.register_post_accumulate_grad_hook(lambda each: arrive(id(each))) for each in parameters]
 
@@ -114,18 +115,17 @@ class _LastBackward:
         """Give zeros to what it has not reached; those that no replica has reached get no gradient at the `end`."""
         for hook in self._hooks:
             hook.remove()
-        used = torch.tensor([each.grad is not None for each in self.parameters], dtype=torch.uint8)
+        used = [each.grad is not None for each in self.parameters]
         _add_zeros([each for each in self.parameters if id(each) not in self._arrived])
         if group is not None and self.parameters:
-            self._used = used.to(self.parameters[0].device)
-            self.sums.append(dist.all_reduce(self._used, dist.ReduceOp.MAX, group=group, async_op=True))
+            self._used = Vote(used, group, self.parameters[0].device)
 
     def end(self) -> None:
         """Wait for the sums."""
         for work in self.sums:
             work.wait()
         if self._used is not None:
-            for parameter, anywhere in zip(self.parameters, self._used.tolist(), strict=True):
+            for parameter, anywhere in zip(self.parameters, self._used.heard(), strict=True):
                 if not anywhere:
                     parameter.grad = None
 

@@ -14,11 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from penstock import torch_private
+from penstock.mesh.vote import Vote
 from penstock.stage.copies import StageCopies
 
 _beside = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives keep who calls them
@@ -83,9 +83,8 @@ class FSDPCopies(StageCopies):
         """Give zeros to parameters that have a gradient on another replica only: all must average the same ones."""
         parameters = [each for module in self._modules for each in torch_private.fsdp_parameters(module)]
         mine = [torch_private.has_whole_gradient(each) for each in parameters]
-        used = torch.tensor(mine, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-        for parameter, here, anywhere in zip(parameters, mine, used.tolist(), strict=True):
+        used = Vote(mine, group, self._device).heard()
+        for parameter, here, anywhere in zip(parameters, mine, used, strict=True):
             if anywhere and not here:
                 torch_private.put_zero_gradient(parameter)
 

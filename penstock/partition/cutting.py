@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
@@ -129,8 +130,11 @@ class Whole:
                 raise
         return export.exported(self.model, opened, *self._example)
 
-    def starts(self, stages: int) -> list[str]:
-        """The unit that each of `stages` stages but the first begins with: of the cuts, or of the best balance."""
+    def starts(self, stages: int, device: torch.device | None = None) -> list[str]:
+        """The unit that each of `stages` stages but the first begins with: of the cuts, or of the best balance.
+
+        Times are measured on `device`, where the stages will run; by default where the model is.
+        """
         if not isinstance(stages, int):
             raise MismatchError(f"a model is cut into a whole number of stages, not {stages!r}")
         if self.cuts is not None:
@@ -138,7 +142,7 @@ class Whole:
         if not 1 <= stages <= len(self.order):
             count = len(self.order)
             raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
-        self.balance = self._best(stages)
+        self.balance = self._best(stages, device)
         return [self.order[start] for start in self.balance.starts[1:]]
 
     def _named(self, cuts: Sequence[str], stages: int) -> list[str]:
@@ -152,14 +156,14 @@ class Whole:
             raise MismatchError(f"cuts {list(cuts)} do not make {stages} stages: {wanted}")
         return starts
 
-    def _best(self, stages: int) -> Balance:
+    def _best(self, stages: int, device: torch.device | None) -> Balance:
         modules = {name: self.model.get_submodule(name) for name in self.order}
         if not self._has_example:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
             return Balance.best(self.order, sizes, stages, PARAMETERS)
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
         recorded = record(self.model, {name: module for module, name in first.items()}, *self._example)
-        times = dict(zip([unit.module for unit in recorded], measure(recorded), strict=True))
+        times = dict(zip([unit.module for unit in recorded], measure(recorded, device), strict=True))
         return Balance.best(self.order, [times[module] for module in modules.values()], stages)
 
     def cut(self, starts: Sequence[str]) -> list[nn.Module]:

@@ -87,12 +87,14 @@ def _forward(model: nn.Module, inputs: tuple[Any, Any], meta: bool) -> None:
         ) from error
 
 
-def measure(units: Sequence[Unit], device: torch.device = CPU, rounds: int = _ROUNDS, seconds: float = _SECONDS) -> list[float]:
+def measure(
+    units: Sequence[Unit], device: torch.device | None = None, rounds: int = _ROUNDS, seconds: float = _SECONDS
+) -> list[float]:
     """Seconds that forward and backward of every unit take, in their order: the fastest of several runs each.
 
     All units run in turn, `rounds` times and then on until `seconds` have passed, so that what disturbs one disturbs all.
-    The backward is given ones, and adds its gradients to those of the run before, as in accumulation. Units and inputs on
-    the meta device run on `device`, with random values.
+    The backward is given ones, and adds its gradients to those of the run before, as in accumulation. All run on `device`, by
+    default each where it is; what is on the meta device has random values.
     """
     fastest = [float("inf")] * len(units)
     until = perf_counter() + seconds
@@ -103,10 +105,11 @@ def measure(units: Sequence[Unit], device: torch.device = CPU, rounds: int = _RO
     return fastest
 
 
-def _time_of(unit: Unit, device: torch.device) -> float:
+def _time_of(unit: Unit, device: torch.device | None) -> float:
     """Seconds of one run, after one to warm up."""
+    device = device or place_of(unit)
     make = partial(real, device=device)
-    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device_of(unit.module)), torch.enable_grad():
+    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device), torch.enable_grad():
         inputs = tree_map_only(Tensor, make, (unit.args, dict(unit.kwargs or {})))
         gradients: list[Tensor] = []
         _run(unit.module, inputs, device, gradients)
@@ -154,14 +157,20 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def real(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
-    """`tensor`; if it is on the meta device, one of the same layout on `device`, random or, of whole numbers, 0."""
+    """`tensor` on `device`; if it is on the meta device, one of the same layout there, random or, of whole numbers, 0."""
     if not tensor.is_meta:
-        return tensor
+        return tensor.to(device)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.zeros(extent if tensor.numel() else 0, dtype=tensor.dtype, device=device)
     if tensor.is_floating_point():
         memory.normal_(std=spread)
     return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
+
+
+def place_of(unit: Unit) -> torch.device:
+    """Where `unit` is: its parameters or buffers, or else what it is called with; on the meta device, the CPU."""
+    tensors = [*unit.module.parameters(), *unit.module.buffers(), *tree_leaves((unit.args, unit.kwargs))]
+    return next((each.device for each in tensors if isinstance(each, Tensor) and not each.is_meta), CPU)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.comms.topology import CPU
 from penstock.engine.memory import Memory, MemoryMeasurement
 from penstock.partition import Whole
-from penstock.partition.unit_times import Unit, device_of, real, record, stand_ins
+from penstock.partition.unit_times import Unit, place_of, real, record, stand_ins
 from penstock.plan.layers import Layer, Layers, Sample
 from penstock.randomness import aside
 from penstock.schedule import Action, Kind, Size
@@ -34,7 +34,7 @@ def measure(
     *,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     target: Any = None,
-    device: torch.device = CPU,
+    device: torch.device | None = None,
     rounds: int = ROUNDS,
     seconds: float = SECONDS,
 ) -> Layers:
@@ -43,7 +43,7 @@ def measure(
     `example_args`, `example_kwargs`: what the forward is called with, for one microbatch. Of its rows a quarter is measured
     too, so that the plan knows what many small microbatches cost more than few large ones.
     `loss_fn`, `target`: as in `step`; what the loss costs counts to the last layer.
-    `device`: where a model on the meta device is measured; any other is where it is.
+    `device`: where the layers run, each in its turn; by default where the model is, and the CPU for one on the meta device.
     `rounds`, `seconds`: how often each layer runs at least, and on until when; the fastest counts.
 
     Parameters, gradients, buffers and random numbers stay as they are. Raises MismatchError for a model that cannot be cut.
@@ -89,7 +89,7 @@ def _units(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any],
     return record(model, {**{name: module for module, name in first.items()}, "": model.loss}, example)
 
 
-def _layers(whole: Whole, units: Sequence[Unit], device: torch.device, rounds: int, seconds: float) -> list[Layer]:
+def _layers(whole: Whole, units: Sequence[Unit], device: torch.device | None, rounds: int, seconds: float) -> list[Layer]:
     times: list[list[Times]] = [[] for _ in units]
     until = perf_counter() + seconds
     while len(times[0]) < rounds or perf_counter() < until:
@@ -129,18 +129,18 @@ class _Alone(nn.Module):
         return [leaf for leaf in tree_leaves(self.unit(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
 
-def _alone(unit: Unit, device: torch.device, run: Callable[[Stage, list[Tensor]], T]) -> T:
+def _alone(unit: Unit, device: torch.device | None, run: Callable[[Stage, list[Tensor]], T]) -> T:
     """What `run` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
-    make = partial(real, device=device)
+    where = device or place_of(unit)
+    make = partial(real, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
-    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device_of(unit.module)), torch.enable_grad():
+    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(where), torch.enable_grad():
         for parameter, hook in [
             (each, hook) for each, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
         ]:
             parameter.register_hook(hook)
         module = _Alone(unit)
         inputs = tree_map_only(Tensor, make, module.tensors())
-        where = next((tensor.device for tensor in [*unit.module.parameters(), *inputs]), device)
         stage = Stage(MIDDLE, module, where)
         stage.forget()  # as before any step: it learns which parameters there are
         return run(stage, inputs)

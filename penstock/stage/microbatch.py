@@ -79,7 +79,10 @@ def signature(batch: Any) -> str:
 def _split_leaf(leaf: Any, rows_each: Sequence[int], device: torch.device | None) -> Sequence[Any]:
     if not isinstance(leaf, Tensor):
         return [leaf] * len(rows_each)
-    leaf = leaf.to(device, non_blocking=True) if device is not None else leaf
+    if device is not None:
+        if device.type == "cuda" and leaf.is_cpu and not leaf.requires_grad:
+            leaf = leaf.pin_memory()  # from any other memory the copy would wait for what the device has to do
+        leaf = leaf.to(device, non_blocking=True)
     if not leaf.dim():
         return [leaf] * len(rows_each)
     parts = leaf.split(list(rows_each))
@@ -104,11 +107,18 @@ def counts(targets: Sequence[Any], loss_weight: Callable[[Any], Any]) -> list[fl
     weights = [loss_weight(target) for target in targets]
     if any(each.numel() != 1 if isinstance(each, Tensor) else not isinstance(each, int | float) for each in weights):
         raise MismatchError(f"loss_weight(target) must be one number for a microbatch, got {_told_kind(weights[0])}")
-    counted = list(map(float, weights))
+    counted = numbers(weights)
     for microbatch, count in enumerate(counted):
         if not 0 <= count < float("inf"):
             raise MismatchError(f"loss_weight is {count} for microbatch {microbatch}: it must be a finite number, 0 or more")
     return counted
+
+
+def numbers(scalars: Sequence[Any]) -> list[float]:
+    """Their values, with one wait for the device of those that are tensors."""
+    tensors = [each.detach().reshape(()) for each in scalars if isinstance(each, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [float(next(values) if isinstance(each, Tensor) else each) for each in scalars]
 
 
 def _told_kind(value: Any) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import ShardKey, local, placed_as, shard_of
-from penstock.torch_private import version_of
+from penstock.torch_private import foreach_norm, version_of
 
 MISSING, UNKNOWN, SHAPE = "missing", "unknown", "of another shape"  # what a name can be in a state that does not fit
 
@@ -96,18 +96,19 @@ class Parameters:
 
     def gradient_norms(self, norm_type: float) -> dict[ShardKey, Tensor]:
         """The norm of each gradient that this rank counts, or of its shard of one."""
-        return {
-            (name, shard_of(parameter.grad)): torch.linalg.vector_norm(local(parameter.grad), norm_type).cpu()
+        counted = {
+            (name, shard_of(parameter.grad)): local(parameter.grad)
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and name not in self.shared and local(parameter.grad).numel()
         }
+        return dict(zip(counted, _norms([*counted.values()], norm_type), strict=True))
 
     def clip(self, parts: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
         """Scale this rank's gradients by what all ranks' `gradient_norms` ask for; returns the norm of the whole model's."""
         norms = self._joined(parts, norm_type)
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
         parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
-        total = total.to(parameters[0].device) if parameters else total
+        total = total.to(parameters[0].device, non_blocking=True) if parameters else total
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
@@ -119,6 +120,14 @@ class Parameters:
                 shards.setdefault(name, {})[shard] = norm
         found = [[each for _, each in sorted(shards[name].items())] for name in self.order if name in shards]
         return [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]
+
+
+def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each, on the CPU; those of one dtype are waited for once."""
+    norms, here = foreach_norm(tensors, norm_type), dict[torch.dtype, Iterator[Tensor]]()
+    for dtype in {each.dtype for each in norms}:
+        here[dtype] = iter(torch.stack([each for each in norms if each.dtype == dtype]).cpu())
+    return [next(here[each.dtype]) for each in norms]
 
 
 def _here(parameter: nn.Parameter) -> Tensor:

@@ -69,8 +69,7 @@ class Stage:
         self._signature = Signature(module, later)
         self._messages = Messages(index, module, self.neighbours)
         self._layers = Layers(index, module, device, numbers, recompute)
-        hooked = self.copies.hooked
-        self._splitter = Splitter(module, merge and not hooked, self._messages.shared, in_order and not hooked)
+        self._splitter = Splitter(module, merge, self._messages.shared, in_order, self.copies.hooked)
         self._deferred: dict[int, DeferredGradients] = {}  # microbatch -> what its W will do
 
     def get_ready(self) -> None:

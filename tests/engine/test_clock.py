@@ -5,13 +5,12 @@ import types
 from itertools import pairwise
 
 import pytest
+import torch
 from reference import data, make
 
 import penstock as ps
 from penstock.engine import clock, comparison
 from penstock.schedule.table import dependencies
-
-pytestmark = pytest.mark.ranks
 
 AHEAD = 1000.0  # seconds by which each rank's clock is ahead of the one before
 
@@ -31,6 +30,7 @@ def rank_on_its_own_machine(apart):
     return timeline, pipe.skew, pipe.report.makespan, pipe.clock_error
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("apart", [False, True])
 def test_no_message_arrives_before_it_is_sent(apart):
     everyone = ps.launch(rank_on_its_own_machine, 4, apart)
@@ -54,6 +54,7 @@ def test_no_message_arrives_before_it_is_sent(apart):
     assert timeline.makespan == pytest.approx(makespan, abs=2 * error + 1e-9)
 
 
+@pytest.mark.ranks
 def test_clocks_of_other_machines_are_compared_with_rank_0s():
     skews = [skew for _, skew, *_ in ps.launch(rank_on_its_own_machine, 4, True)]
     assert skews[0] == skews[1] == clock.Skew()
@@ -63,5 +64,57 @@ def test_clocks_of_other_machines_are_compared_with_rank_0s():
     assert [skew for _, skew, *_ in ps.launch(rank_on_its_own_machine, 4, False)] == [clock.Skew()] * 4
 
 
+@pytest.mark.ranks
 def test_processes_of_one_machine_share_its_clock():
     assert ps.launch(clock.machine, 2) == [clock.machine()] * 2
+
+
+# ---- a GPU's clock, told by a device that counts for itself
+
+
+class Device:
+    """A stream that does what it is told 10 s after it was told so; times in seconds, waits of the host counted."""
+
+    def __init__(self):
+        self.now, self.waits, device = 50.0, 0, self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                device.now += 1
+                self.at = device.now + 10
+
+            def synchronize(self):
+                device.waits += 1
+                device.now = max(device.now, self.at)
+
+            def elapsed_time(self, other):
+                return (other.at - self.at) * 1e3
+
+        self.Event = Event
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_a_gpus_clock_counts_from_the_end_of_the_step_before_and_waits_for_nothing_in_between(monkeypatch):
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    monkeypatch.setattr(clock, "time", device)
+    first = clock.clock_for(torch.device("cuda"))
+    assert device.waits == 1  # once in a program: the two clocks meet
+    for each in (first.start, first.stop, first.sent, first.averaged):
+        each()
+    assert device.waits == 1
+    begin, end, busy = first.summary()
+    assert (end - begin, busy, device.waits) == (1, 1, 2)
+    assert first.around() == (0, 1)
+    before = device.waits
+    second = clock.clock_for(torch.device("cuda"), 5.0, first.end())
+    second.start(), second.stop(), second.sent(), second.averaged()
+    assert device.waits == before + 1  # at the end of the step, when there is nothing to wait for
+    assert second.around() == (11, 1)  # it was idle for 10, until it was told of the step
+    [(start, *_)] = second.intervals()
+    assert start - 5 - begin > end - begin

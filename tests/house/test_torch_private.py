@@ -1,5 +1,6 @@
 """The door to torch's private parts: what each function needs of torch is there, and does what it is used for."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -221,6 +222,30 @@ def test_gradient_hooks_of_both_kinds_are_seen():
     other.register_post_accumulate_grad_hook(lambda _: None)
     assert torch_private.has_gradient_hooks(one)
     assert torch_private.has_gradient_hooks(other)
+
+
+def test_norms_and_sums_of_many_have_the_bits_of_one_by_one():
+    tensors = [torch.randn(5, 3), torch.randn(7).double(), torch.randn(1).bfloat16()]
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        norms = torch_private.foreach_norm(tensors, norm_type)
+        assert all(torch.equal(a, torch.linalg.vector_norm(b, norm_type)) for a, b in zip(norms, tensors, strict=True))
+    assert torch_private.foreach_norm([], 2.0) == []
+    sums, expected = [each.clone() for each in tensors], [each + each for each in tensors]
+    torch_private.foreach_add(sums, tensors)
+    assert all(map(torch.equal, sums, expected))
+
+
+def test_modules_that_were_captured_as_cuda_graphs_are_known():
+    source = inspect.getsource(torch.cuda.make_graphed_callables)
+    assert "func.forward = make_graphed_forward(" in source
+    assert "def make_graphed_forward(" in source
+    layer = nn.Linear(2, 2)
+    assert not torch_private.is_captured(layer)
+    layer.forward = lambda hidden: hidden  # what torch puts there needs a GPU
+    layer.forward.__qualname__ = "make_graphed_callables.<locals>.make_graphed_forward.<locals>.new_fwd"
+    assert torch_private.is_captured(layer)
+    with pytest.raises(ps.MismatchError, match="Linear was captured as a CUDA graph, whose one set of buffers"):
+        ps.Pipeline(nn.Sequential(layer), nn.functional.mse_loss)
 
 
 # ---- graphs and exports

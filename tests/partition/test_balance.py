@@ -3,6 +3,7 @@
 import math
 import random
 import time
+import types
 from itertools import combinations, pairwise
 
 import pytest
@@ -230,6 +231,23 @@ def test_the_fastest_of_several_runs_counts(monkeypatch):
     disturbed = iter([9, 4, 9, 2, 9, 8])  # a run to warm up, and the one that is measured
     model[0].register_forward_pre_hook(lambda module, args: clock.sleep(next(disturbed)))
     assert measure(units, rounds=3, seconds=0) == [2 + 2]
+
+
+def test_units_are_measured_on_the_device_where_they_will_run_and_that_one_is_waited_for(monkeypatch):
+    waited, seen = [], []
+    device = types.SimpleNamespace(synchronize=lambda: waited.append(len(seen)))
+    monkeypatch.setattr(torch, "get_device_module", lambda where: device if where == torch.device("meta") else torch.cpu)
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, args, output: seen.append((args[0].device.type, module.weight.device.type)))
+    measure([Unit("0", model[0], (torch.ones(2, 2),))], torch.device("meta"), rounds=1, seconds=0)
+    assert seen == [("meta", "meta")] * 2
+    assert waited == [0, 1, 1, 2]
+    assert model[0].weight.device.type == "cpu"
+    units = [
+        Unit("", nn.Linear(2, 2, device="meta"), (torch.ones(2, 2, device="meta"),)),
+        Unit("", nn.GELU(), (torch.ones(2),)),
+    ]
+    assert [unit_times.place_of(each).type for each in units] == ["cpu", "cpu"]
 
 
 def measured(units):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.mesh.data_parallel import kind_of
-from penstock.stage.backward import deferred
+from penstock.stage.backward import deferred, groups
 from penstock.stage.backward import split as split_backward
 from penstock.stage.copies import StageCopies
 from penstock.stage.stage import Stage
@@ -509,6 +509,39 @@ def test_a_compiled_stage_does_all_of_it_in_i() -> None:
     run(Stage(0, compiled, CPU), batches, split=True)
     run(Stage(0, plain, CPU), batches, split=False)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True))
+
+
+def test_around_a_compiled_layer_the_others_are_split() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    compiled, plain = copy.deepcopy(module), copy.deepcopy(module)
+    compiled[1].compile(backend="eager")
+    stage, batches = split_stage(compiled), [torch.randn(64, 64) for _ in range(2)]
+    stage.backward(0, [torch.ones_like(stage.forward(0, [batches[0]], split=True))])
+    assert compiled[1].weight.grad is not None
+    assert compiled[0].weight.grad is compiled[2].weight.grad is None
+    stage.backward_weight([0])
+    assert compiled[0].weight.grad is not None
+    compiled.zero_grad()
+    run(stage, batches, split=True)
+    run(Stage(0, plain, CPU), batches, split=False)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True))
+
+
+def test_gradients_are_added_in_one_go_where_nobody_listens(monkeypatch: Any) -> None:
+    added: list[int] = []
+    real = groups.foreach_add
+    monkeypatch.setattr(groups, "foreach_add", lambda sums, terms: added.append(len(sums)) or real(sums, terms))
+    for hooked, expected in ((False, [3]), (True, [])):
+        module = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+        plain, seen = copy.deepcopy(module), list[Tensor]()
+        if hooked:
+            module[1].weight.register_hook(seen.append)
+        batches = [torch.randn(64, 64) for _ in range(2)]
+        run(split_stage(module), batches, split=True)
+        run(Stage(0, plain, CPU), batches, split=False)
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), plain.parameters(), strict=True))
+        assert (added, len(seen)) == (expected, 2 * hooked)
+        added.clear()
 
 
 # -- several W as one -----------------------------------------------------------------------------------------------

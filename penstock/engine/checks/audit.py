@@ -221,6 +221,8 @@ def check(position: MeshPosition, everywhere: bool, stages: Mapping[int, Stage])
     sharded = any(hasattr(each, "placements") for stage in stages.values() for each in stage.module.parameters())
     if sharded or position.tp is not None:
         raise MismatchError("audit_every= has one rank compute a whole stage: it takes no tensor_parallel and no fully_shard")
+    if position.pipeline.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        raise MismatchError("audit_every= compares bits, which on a GPU repeat with init_distributed(deterministic=True) only")
     if not checkers_of(position, position.pipeline.rank, position.replica, everywhere):
         knows = "give every rank the whole model, or a list of all stages" if position.world.world_size > 1 else "use two"
         raise MismatchError(f"audit_every= computes a stage on another rank, and no other has what that takes: {knows}")

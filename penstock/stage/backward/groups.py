@@ -3,13 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, compress
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.stage.backward.deferred import Owed, add
 from penstock.stage.parameter_slot import ParameterSlot
+from penstock.torch_private import foreach_add, has_gradient_hooks, run_backward
 
 TOGETHER = 1 << 21  # bytes of gradients that are handed over at once; more would only take memory
 COPIED = 1 << 18  # bytes of a gradient that may be copied to become a parameter's first `.grad`
@@ -33,6 +35,14 @@ class Group:
         """Whether no large gradient would have to be copied, because somebody still holds it, to be a parameter's first."""
         return all(parameter.grad is not None for parameter in self._large)
 
+    def hand_over(self, gradients: list[Tensor], listened: bool) -> None:
+        """Give the parameters their `gradients`: all in one addition, where each has a sum already and nobody listens."""
+        sums = [each.grad for each in self.parameters if _is_plain(each.grad) and not has_gradient_hooks(each)]
+        if len(sums) < len(self.parameters) or listened or not all(map(_is_plain, gradients)):
+            run_backward(self.ends, gradients)
+        else:
+            foreach_add(sums, gradients)
+
     def gradients(self, owed: Sequence[Owed], left: dict[int, Tensor]) -> list[Tensor]:
         """Of the parameters, from what a microbatch owes them and what `I` has `left`."""
         mine = [owed[number] for number in self._uses]
@@ -52,6 +62,10 @@ class Group:
         for index in left.keys() & self._parameters.keys():
             add(sums, index, left.pop(index))
         return [sums[index] for index in self._parameters]
+
+
+def _is_plain(gradient: Tensor | None) -> TypeGuard[Tensor]:
+    return gradient is not None and gradient.layout == torch.strided
 
 
 def grouped(owed: Sequence[Owed], left: Sequence[int], slots: Sequence[ParameterSlot]) -> Iterator[Group]:

@@ -3,7 +3,8 @@
 `I` leaves on the stand-ins of a microbatch (`standins.py`) what it knows of the weights' gradients. `W` hands each parameter
 the sum of its gradients, once, in the order in which a full backward would have summed them (but what `I` left is one
 summand), through the parameter's own end of the autograd graph: hooks, and whoever else listens there, as
-DistributedDataParallel does, see what they see in a full backward. No graph is walked and none is retained.
+DistributedDataParallel does, see what they see in a full backward. Where neither is, gradients are added to the sums so far.
+No graph is walked and none is retained.
 """
 
 import itertools
@@ -32,14 +33,21 @@ class Splitter:
 
     `merge`: products add to the gradient so far as they go, where no hook waits for it. The sum's order changes.
     `shared`: parameters that other stages have too; they get their gradients in `I`.
+    `listened`: somebody other than hooks of parameters waits for their gradients.
     `in_order`: the microbatches' `W` come in the order of their `I`. Then gradients that would cost less than to put them off
     reach their parameters in `I`, with the same bits, from the second step on.
     """
 
     def __init__(
-        self, module: nn.Module, merge: bool = False, shared: Collection[nn.Parameter] = (), in_order: bool = False
+        self,
+        module: nn.Module,
+        merge: bool = False,
+        shared: Collection[nn.Parameter] = (),
+        in_order: bool = False,
+        listened: bool = False,
     ) -> None:
-        self.module, self.merge, self.in_order = module, merge, in_order
+        self.module, self._listened = module, listened
+        self.merge, self.in_order = merge and not listened, in_order and not listened
         self.casts: Casts = {}  # of this step
         self.tied = False  # whether some parameter is in several places
         self._shared = {id(parameter) for parameter in shared}
@@ -54,18 +62,15 @@ class Splitter:
         self.casts.clear()
         every = slots_of(self.module)
         self.tied = any(len(slot.places) > 1 for slot in every)
-        slots = [slot for slot in every if self._may_split(slot.parameter)]
-        if any(map(is_compiled, self.module.modules())):  # what was compiled is bound to the parameters themselves
-            slots = []
+        compiled = [each for each in self.module.modules() if is_compiled(each)]  # which is bound to the parameters themselves
+        bound = self._shared.union(id(parameter) for each in compiled for parameter in each.parameters())
+        slots = [slot for slot in every if _may_split(slot.parameter) and id(slot.parameter) not in bound]
         if [slot.identity() for slot in slots] != [slot.identity() for slot in self._slots]:
             self._slots, self._stock, self._groups = slots, [], {}
             self._active = range(len(slots))
             self._worth = None if self.in_order and not self.merge else self._active
         elif self._worth is not None and len(self._worth) < len(self._active):
             self._active, self._stock = self._worth, []
-
-    def _may_split(self, parameter: nn.Parameter) -> bool:
-        return type(parameter) is nn.Parameter and parameter.requires_grad and id(parameter) not in self._shared
 
     def begin(self) -> DeferredGradients | None:
         """For one microbatch; None if nothing of it is to be put off."""
@@ -86,7 +91,7 @@ class Splitter:
         groups = self._groups_of(owed, left)
         if expect is None:  # less work, where no gradient must be copied
             for group in [group for group in groups if group.may_copy()]:
-                run_backward(group.ends, group.gradients(owed, left))
+                group.hand_over(group.gradients(owed, left), self._listened)
                 groups.remove(group)
         with torch.enable_grad():
             ends = [_HandOver.apply(partial(group.gradients, owed, left), *group.parameters) for group in groups]
@@ -153,6 +158,10 @@ class Splitter:
         with torch.no_grad():
             weight.grad.addmm_(*factors(gradient, use.unpack()))
         return True
+
+
+def _may_split(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.requires_grad
 
 
 class _HandOver(torch.autograd.Function):

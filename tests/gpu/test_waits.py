@@ -1,0 +1,48 @@
+"""Where the host waits for the device in a step: once, at its end. On a GPU as torch tells it, elsewhere by a stub."""
+
+import pytest
+import torch
+from torch import nn
+from waits import waits
+
+import penstock as ps
+from penstock.comms.topology import Topology
+from penstock.model import GPT, GPTConfig
+
+DEVICES = [torch.device("meta"), pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]
+
+
+def token_loss(logits, target):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)
+
+
+def pipeline(device, schedule="1f1b", **options):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocabulary=17, context=6, width=8, layers=4, heads=2, dropout=0.1)).to(device)
+    pipe = ps.Pipeline(model, token_loss, schedule, 4, topology=Topology(device=device), **options)
+    for each in pipe.state_dict(strict=False).values():
+        each.mul_(1)  # the stub knows no values: this is one
+    return pipe
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+def test_a_step_waits_for_its_losses_at_its_end_and_nowhere_else(device, schedule):
+    pipe = pipeline(device, schedule, loss_weight=lambda target: (target != 0).sum())
+    tokens = torch.randint(17, (8, 7))
+    for _ in range(2):
+        with waits(device) as places:
+            pipe.step(tokens[:, :-1], target=tokens[:, 1:], losses=[])
+        print(schedule, *places, sep="\n  ")
+        assert [each.partition(":")[0] for each in places] == ["stage/microbatch.py numbers", "engine/report.py weighted_sum"]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_clipping_waits_once_for_all_norms(device):
+    pipe = pipeline(device)
+    tokens = torch.randint(17, (8, 7))
+    with waits(device):
+        pipe.step(tokens[:, :-1], target=tokens[:, 1:])
+    with waits(device) as places:
+        pipe.clip_grad_norm_(1.0)
+    assert [each.partition(":")[0] for each in places] == ["stage/parameters.py _norms"]

@@ -82,7 +82,7 @@ def plan(
 
     Raises PenstockError if nothing fits: which rank misses how many bytes, and what would fit.
 
-        plans = plan(measure(model, (tokens,)), ranks=4, memory=2e9, batch=64)
+        plans = plan(measure(model, (tokens,)), ranks=4, memory=2e9, batch=64, effort="quick")
         print(plans[0])
     """
     layers = as_layers(layers)

@@ -69,7 +69,7 @@ def search(
     The table is never longer than the best published one within the limit. Raises ScheduleError for a limit that no table
     keeps, and for costs, a placement or numbers that are none.
 
-        found = search(Costs(3, 4, 2), placement=(0, 1, 2, 2, 1, 0), microbatches=8, limit=4)
+        found = search(Costs(3, 4, 2), placement=(0, 1, 2, 2, 1, 0), microbatches=8, limit=4, effort="quick")
         found.makespan, found.bound, found.family_makespan
     """
     if effort not in EFFORTS:

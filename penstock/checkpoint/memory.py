@@ -55,14 +55,13 @@ def remember(
     if not drawers.wanted():
         return False
     place = os.path.abspath(folder)
-    if any(each is not None and each.mark.folder != place for each in _memories.values()):
-        raise MismatchError(f"memory keeps the checkpoints of one folder, and a pipeline here has another than {place}")
     if pipe not in _memories:
         _memories[pipe] = _opened(control_for(pipe, "memory"), place)
     memory = _memories[pipe]
     if memory is None:
         return False
     with failing_as_one(memory.control, WHAT), broken_off(pipe.position.beside):
+        _check_folder(place)
         mine = collected(pipe, optimizer, scheduler, extra)
         steps = memory.control.gather([pipe.step_count], f"to {WHAT}")
         check_steps([int(step) for (step,) in steps])
@@ -106,6 +105,7 @@ class _Memory:
 def _opened(control: Control, folder: str) -> _Memory | None:
     """This rank's drawers, for checkpoints of `folder`; None if some rank has none. All ranks call it."""
     with as_one(control, WHAT):
+        _check_folder(folder)
         there, rank = drawers.find(start=True), control.topology.rank
         told = [[list(part) for part in parts_in(there)], there and there.name, uuid4().hex]
         everyone = control.gather_objects(told, f"to {WHAT}")
@@ -120,6 +120,12 @@ def _opened(control: Control, folder: str) -> _Memory | None:
     whole = newest_of(parts, folder)
     mark = Mark(folder, everyone[0][2], last, 0, rank, control.topology.world_size)
     return _Memory(control, there, mark, whole[0].turn if whole else 1, _by_machine([name for _, name, _ in everyone]))
+
+
+def _check_folder(folder: str) -> None:
+    """Raises MismatchError where a pipeline that is still there has another; that may be so on some ranks only."""
+    if any(each is not None and each.mark.folder != folder for each in _memories.values()):
+        raise MismatchError(f"memory keeps the checkpoints of one folder, and a pipeline here has another than {folder}")
 
 
 def _by_machine(names: Sequence[str]) -> list[list[int]]:

@@ -13,6 +13,7 @@ DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 MAX_DIMENSIONS = 14
+BOTH = "all ranks must make the same calls, with the same release"
 
 
 def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
@@ -57,6 +58,8 @@ def recv_tensor(
     with waiting_for_ranks(topology, f"for a {_words(shape, dtype)} from rank {src}", [src]):
         dist.recv(header, src)
         index, dimensions, *sizes = header.tolist()
+        if not (0 <= index < len(DTYPES) and 0 <= dimensions <= MAX_DIMENSIONS and min(sizes) >= 0):
+            raise MismatchError(f"rank {src} sent what is no tensor of send_tensor: {BOTH}")
         sent_shape, sent_dtype = tuple(sizes[:dimensions]), DTYPES[index]
         tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.carrier)
         dist.recv(tensor, src)

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,53 @@ def test_a_run_that_goes_on_keeps_the_lines_up_to_there(tmp_path):
     checkpoint.Trail(tmp_path, pipe).close()
     lines = [json.loads(line) for line in (tmp_path / "digests.jsonl").read_text().splitlines()]
     assert [(each["step"], "run" in each) for each in lines] == [(0, True), (2, False), (4, False), (4, True)]
+
+
+def rank_has_no_room(folder):
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.functional.mse_loss, microbatches=2)
+    trail = checkpoint.Trail(folder, pipe, every=1)
+    pipe.step(torch.ones(2, 2), target=torch.ones(2, 2))
+    if pipe.topology.rank == 0:
+        trail.path.unlink()
+        trail.path.symlink_to("/dev/full")
+    with pytest.raises(ps.PenstockError) as error:
+        trail.note()
+    return str(error.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a full disk at hand")
+def test_a_full_disk_is_told_on_every_rank(tmp_path):
+    told = f"digests cannot be written to {tmp_path}/digests.jsonl: No space left on device; make room there, or train without"
+    assert [each.startswith(told) for each in ps.launch(rank_has_no_room, 2, tmp_path)] == [True, True]
+
+
+class Once(nn.Module):
+    """Gives NaN the first time, if it is to."""
+
+    def __init__(self, spoiled):
+        super().__init__()
+        self.spoiled = spoiled
+
+    def forward(self, x):
+        spoiled, self.spoiled = self.spoiled, False
+        return x * torch.nan if spoiled else x
+
+
+def test_a_step_that_was_run_again_is_the_same_as_one_that_was_not(tmp_path):
+    runs = []
+    for spoiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), Once(spoiled), nn.Linear(2, 2))
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=2, on_nonfinite="retry")
+        trail = checkpoint.Trail(tmp_path / str(spoiled), pipe, every=1)
+        with pytest.warns(RuntimeWarning, match="was transient") if spoiled else nullcontext():
+            pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
+        trail.note()
+        trail.close()
+        runs.append(comparison.read(tmp_path / str(spoiled)))
+    same, told = comparison.compare(*runs)
+    assert same, told
 
 
 def test_replicas_that_differ_in_a_run_are_told_by_step(tmp_path):

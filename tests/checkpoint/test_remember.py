@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint import parts, restore
+from penstock.checkpoint import memory, parts, restore
 from penstock.comms.starting import drawers
 
 pytestmark = pytest.mark.ranks
@@ -118,7 +118,13 @@ def rank_is_behind_the_disk(folder):
         shutil.rmtree(folder / "step-00000002")
     checkpoint.save(folder / "other", *given)
     checkpoint.resume(folder, *given)
-    return newest, given[0].step_count, *private()
+    found = private()
+    checkpoint.remember(folder, *given)
+    if given[0].topology.rank == 1:
+        memory._memories.clear()  # as if this pipeline were gone here, and not yet elsewhere
+    with pytest.raises(ps.MismatchError, match="memory keeps the checkpoints of one folder"):
+        checkpoint.remember(folder / "another", *training())
+    return newest, given[0].step_count, *found
 
 
 def test_parts_of_different_steps_are_no_checkpoint():
@@ -133,13 +139,19 @@ def private():
     return [oct(there.path(number).stat().st_mode) for number in range(len(there.files))], there.process
 
 
+def held():
+    """The memory of ours that this process has open."""
+    paths = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
+    return sorted(each for each in paths if each.startswith("/memfd:penstock-"))
+
+
 def test_the_disk_is_taken_where_it_is_newer_and_memory_is_private_to_the_launch(tmp_path):
+    before = held()
     newest, then, modes, owner = ps.launch(rank_is_behind_the_disk, 2, tmp_path, restarts=1)[0]
     assert (newest, then) == (2, 1)
     assert modes == ["0o100600"] * 4
     assert owner == os.getpid()
-    held = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
-    assert not [each for each in held if each.startswith("/memfd:penstock-")]
+    assert held() == before
 
 
 def rank_has_no_memory(folder):

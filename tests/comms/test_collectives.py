@@ -14,15 +14,29 @@ from patience import within
 from torch import Tensor
 
 import penstock as ps
+from penstock.comms import point_to_point
 from penstock.comms import topology as topology_module
 from penstock.comms.collectives import checked_group
-from penstock.comms.collectives.call import call_of
+from penstock.comms.collectives.call import call_from, call_of
 from penstock.comms.health import reports
 
 comms = ps.comms
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 MOVED_ONLY = (torch.int16, torch.bool, torch.complex64, torch.complex128)
 OPS = {"sum": torch.sum, "product": torch.prod, "min": torch.amin, "max": torch.amax}
+
+
+def test_what_is_no_header_of_ours_is_told_and_not_followed(monkeypatch):
+    told = "all ranks must make the same calls"
+    for header in ([99, 0, 0, 0], [0, 0, 0, 99], [0]):
+        with pytest.raises(ps.MismatchError, match=told):
+            call_from(header)
+    for index, dimensions, size in ((99, 1, 1), (-1, 1, 1), (0, 99, 1), (0, -1, 1), (0, 1, -1)):
+        header = torch.tensor([index, dimensions, *[size] * 14])
+        monkeypatch.setattr(point_to_point.dist, "recv", lambda tensor, src, header=header: tensor.copy_(header))
+        monkeypatch.setattr(point_to_point, "current_topology", lambda: topology_module.Topology(0, 2))
+        with pytest.raises(ps.MismatchError, match=told):
+            comms.recv_tensor((1,), 1)
 
 
 def mine(rank: int, ranks: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 import penstock as ps
 from penstock.comms.health import heartbeat
 from penstock.comms.health.doing import doing, told
-from penstock.comms.health.heartbeat import Pace, watched_by
+from penstock.comms.health.heartbeat import Pace, Ring, Watched, watched_by
 from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, machine, this_process
 from penstock.schedule.table import Action, Kind
 
@@ -91,6 +91,21 @@ def test_an_action_that_takes_ten_times_what_it_took_is_named_once_while_others_
     ((step, look, words),) = heard
     assert (step, look) == (3, 21)
     assert words == "in 0B0 of step 3 for 10.5 s, where such an action took 1 s at most"
+
+
+def test_a_rank_is_busy_that_was_in_an_action_when_it_beat_last():
+    store = torch.distributed.HashStore()
+    ring, seen = Ring(store, 1, 2, lambda: None), Watched(store, 1, 2)
+    assert not seen.is_busy
+    with doing.step(1, True):
+        doing.enter(Action(Kind.F, 0, 0))
+        ring.look()
+        seen.look()
+        assert seen.is_busy
+        doing.leave()
+        ring.look()
+        seen.look()
+        assert not seen.is_busy
 
 
 def rank_trains(folder: str) -> None:

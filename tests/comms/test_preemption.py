@@ -76,6 +76,14 @@ def test_what_waits_goes_on_and_a_second_sigterm_some_time_later_ends_the_progra
         assert process.wait(10) == -signal.SIGTERM
 
 
+def test_a_program_that_is_leaving_already_does_so_with_its_own_exit_code():
+    last = (
+        "class Last:\n    def __del__(self, kill=os.kill, me=os.getpid(), number=signal.SIGTERM):\n        kill(me, number)\n"
+    )
+    with program(f"catch_preemption()\n{last}last = Last()\nprint('ready', flush=True)\nsys.exit(75)") as process:
+        assert process.wait(10) == 75
+
+
 def test_a_process_that_the_program_has_forked_dies_of_the_signal():
     forks = "catch_preemption()\nchild = os.fork()\nif not child:\n    time.sleep(60)\ntime.sleep(0.2)\n"
     ends = "print('ready', flush=True)\nos.kill(child, signal.SIGTERM)\nsys.exit(os.waitstatus_to_exitcode(os.wait()[1]) + 100)"

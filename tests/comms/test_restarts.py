@@ -6,12 +6,15 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,9 +26,11 @@ from penstock import checkpoint
 from penstock.commands.train.again import for_world
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
+from penstock.comms.starting import ranks
 from penstock.comms.starting.blame import blamed, death
 from penstock.comms.starting.rank_main import Outcome
 from penstock.comms.starting.restarts import Attempt, repeated
+from penstock.comms.system import process_state
 
 STEPS = 12
 
@@ -171,6 +176,46 @@ def test_odd_ends_are_told_in_a_sentence_too(how, words, capfd):
         ps.launch(rank_fails, 1, how, restarts=1)
     assert len(raised.value.attempts) == (1 if how == "exits" else 2)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def rank_is_stopped_while_it_answers():
+    whole = Connection._send_bytes
+
+    def half(connection, data):
+        if len(data) < 2**16:
+            return whole(connection, data)
+        connection._send(struct.pack("!i", len(data)) + data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    Connection._send_bytes = half
+    return bytes(2**17) if os.environ["RANK"] == "1" else 0
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
+def test_a_rank_that_is_stopped_amid_its_answer_keeps_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(ranks, "STOPPED", 2)
+    with pytest.raises(ps.LostRankError, match="rank 1 was stopped by a signal for 1 s, and was ended"):
+        ps.launch(rank_is_stopped_while_it_answers, 2)
+
+
+class Asleep(NamedTuple):
+    pid: int
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
+def test_looks_in_a_row_and_not_the_clock_tell_that_a_rank_was_stopped():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        stops = ranks._Stops([Asleep(process.pid)])
+        for number, looks in ((signal.SIGSTOP, ranks.STOPPED - 1), (signal.SIGCONT, 1), (signal.SIGSTOP, ranks.STOPPED)):
+            assert not stops.ended
+            process.send_signal(number)
+            while (process_state(process.pid).state == "T") != (number == signal.SIGSTOP):
+                time.sleep(0.01)
+            for _ in range(looks):
+                stops.look()
+        assert "rank 0 was stopped" in str(stops.ended[0])
+        assert process.wait(10) == -signal.SIGKILL
 
 
 def test_a_server_that_is_exiting_already_when_its_program_is_gone_says_nothing():

@@ -6,7 +6,7 @@ it has what. One is of a step: digests of the layers' outputs, of the gradients,
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ class Trail:
         self.path, self.pipe, self.optimizer, self.every = Path(folder) / FILE, pipe, optimizer, every
         told = pipe.gather(lambda: [[stage, name] for stage, name, _ in layers(pipe)], "to begin their digests")
         self._layers = sorted((each for rank in told for each in rank), key=lambda each: each[0])
-        self._places, self._writes = places(pipe), pipe.position.world.rank == 0
-        if self._writes:
-            self._begin(settings or {})
+        self._places = places(pipe)
+        self._write(lambda: self._begin(settings or {}))
         self._outputs = self._listening()
 
     def _begin(self, settings: Mapping[str, Any]) -> None:
@@ -86,8 +85,7 @@ class Trail:
         """Write the step's line, if it gets one. Call it after the optimizer's step, before gradients are let go."""
         if self.pipe.step_count % self.every == 0:
             everyone = self.pipe.gather(self._own, "to write their digests")
-            if self._writes:
-                json_lines.add(self.path, {"step": self.pipe.step_count, **self._line(everyone)})
+            self._write(lambda: json_lines.add(self.path, {"step": self.pipe.step_count, **self._line(everyone)}))
         self.close()
         self._outputs = self._listening()
 
@@ -97,8 +95,22 @@ class Trail:
             self._outputs.close()
             self._outputs = None
 
+    def _write(self, what: Callable[[], None]) -> None:
+        """Have rank 0 do this. If it cannot, all ranks are told."""
+
+        def write() -> None:
+            try:
+                what()
+            except OSError as error:
+                why = f"digests cannot be written to {self.path}: {error.strerror or error}"
+                raise PenstockError(f"{why}; make room there, or train without them") from error
+
+        self.pipe.gather(write if self.pipe.position.world.rank == 0 else lambda: None, "to keep their digests")
+
     def _own(self) -> dict[str, dict[str, str]]:
-        heard = {"outputs": self._outputs.close()} if self._outputs is not None else {}
+        report, heard = self.pipe.report, {}
+        if self._outputs is not None and not (report and report.nonfinite and not report.skipped):  # else of two attempts
+            heard = {"outputs": self._outputs.close()}
         return heard | own(self.pipe, self.optimizer)
 
     def _line(self, everyone: list[dict[str, dict[str, str]]]) -> dict[str, Any]:

@@ -169,6 +169,7 @@ def prune(folder: Path, step: int, keep: int) -> None:
             remove(away)
             os.rename(old, away)
             remove(away)
+            _whole.discard(old.resolve())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from penstock.commands.train.config import TrainConfig
+from penstock.comms.starting import drawers
 from penstock.comms.system import process_stat
 from penstock.errors import PenstockError
 
@@ -15,7 +16,7 @@ AGENT = "TORCHELASTIC_RUN_ID"  # what torchrun's agent tells its ranks
 
 def may_begin_again(config: TrainConfig) -> bool:
     """Whether another attempt follows one that fails: `--restarts` here, `--max-restarts` under torchrun."""
-    return config.restarts > 0 or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    return config.restarts > 0 or drawers.wanted()
 
 
 def for_world(config: TrainConfig, processes: int) -> tuple[TrainConfig, str]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.comms.point_to_point import DTYPES, type_name
+from penstock.comms.point_to_point import BOTH, DTYPES, type_name
+from penstock.errors import MismatchError
 
 COLLECTIVES = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OPS: dict[str, Any] = {
@@ -46,6 +47,9 @@ def call_of(operation: str, shape: tuple[int, ...], dtype: torch.dtype, root: in
 
 
 def call_from(header: Sequence[int]) -> CollectiveCall:
-    """The call that has this header."""
-    operation, dtype, root, op, *shape = header
-    return call_of(COLLECTIVES[operation], tuple(shape), DTYPES[dtype], None if root < 0 else root, (None, *OPS)[op])
+    """The call that has this header. Raises MismatchError if there is none."""
+    try:
+        operation, dtype, root, op, *shape = header
+        return call_of(COLLECTIVES[operation], tuple(shape), DTYPES[dtype], None if root < 0 else root, (None, *OPS)[op])
+    except (IndexError, ValueError) as error:
+        raise MismatchError(f"another rank sent what is no collective of Penstock's: {BOTH}") from error

@@ -1,7 +1,7 @@
 """What this rank is doing, in memory that others of its machine can read even while this process is stopped."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from mmap import mmap
 
@@ -13,6 +13,7 @@ BITS = {kind: number << 1 for number, kind in enumerate(KINDS)}
 STEP, ACTION = 0, 1  # the words of the memory, each written at once: a reader never sees half of one
 BYTES = 2 * 8
 TRAINING, EVALUATING = 1, 2  # the last bits of STEP, above them the step's number; neither: it is over
+Words = memoryview | Sequence[int]
 RUNNING = 1  # the last bit of ACTION, above it the kind, the microbatch, and the stage from 1; 0: none yet
 
 
@@ -54,13 +55,13 @@ class Doing:
         self.words[ACTION] &= ~RUNNING
 
 
-def running(words: "memoryview[int]") -> tuple[int, Action] | None:
+def running(words: "Words") -> tuple[int, Action] | None:
     """The step, and its action that runs, if one does."""
     step, action = words
     return (step >> 2, _action(action)) if step & TRAINING and action & RUNNING else None
 
 
-def told(words: "memoryview[int]") -> str:
+def told(words: "Words") -> str:
     """What a rank is doing by its `words`, in ours: `in 2F3 of step 17`."""
     step, action = words
     number, phase = step >> 2, step & (TRAINING | EVALUATING)

@@ -9,6 +9,7 @@ The thread also ends the process once what started it is gone: a rank whose torc
 checkpoints, for ever.
 """
 
+import json
 import multiprocessing
 import os
 import sys
@@ -88,7 +89,7 @@ class Ring:
     def look(self) -> None:
         """Beat, and see how the others are."""
         self._looks += 1
-        self.store.set(beat_key(self.rank), f"{self._looks} {told(doing.words)}")
+        self.store.set(beat_key(self.rank), json.dumps([self._looks, *doing.words]))
         if not self._watched and have_told(self.store, range(self.ranks)):
             machines = [life(self.store, rank).machine or str(rank) for rank in range(self.ranks)]
             self._watched = [Watched(self.store, rank, self.ranks) for rank in watched_by(self.rank, machines)]
@@ -115,18 +116,18 @@ class Watched:
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
         self.process = life(store, rank)
-        self.beat = ""
+        self.beat: list[int] = []  # its number, and what the rank was doing
         self.stopped = self.silent = 0  # looks in a row
 
     @property
     def is_busy(self) -> bool:
         """Whether it was in an action when it beat last, not waiting for others."""
-        return " in " in self.beat
+        return bool(self.beat) and running(self.beat[1:]) is not None
 
     def look(self) -> None:
         """Look how it is: what is proof is told to all, what is not to the user."""
         state, key = self.process.state(), beat_key(self.rank)
-        beat = self.store.get(key).decode() if self.store.check([key]) else ""
+        beat = json.loads(self.store.get(key)) if self.store.check([key]) else []
         self.silent = self.silent + 1 if beat == self.beat else 0
         self.stopped = self.stopped + 1 if state == STOPPED else 0
         self.beat = beat
@@ -138,7 +139,7 @@ class Watched:
             self.store.set(LOST, "")
         elif self.silent == SILENCE and not self.stopped and not gone(self.store, [self.rank]):
             why = f": it is {TRACED}" if state == TRACED else ""
-            last = beat.partition(" ")[2] or "before it began to beat"
+            last = told(beat[1:]) if beat else "before it began to beat"
             say(f"rank {self.rank} has been silent for {SILENCE * LOOK:g} s, last heard of {last}{why}")
 
 

@@ -4,6 +4,7 @@ A handler only notes that one came; what the program waits for goes on. At the e
 (engine/report.py), so that all leave after the same one.
 """
 
+import atexit
 import os
 import signal
 import time
@@ -46,6 +47,8 @@ def catch_preemption() -> None:
             signal.siginterrupt(number, False)  # a call of the system that it interrupts goes on
     except ValueError as error:
         raise PenstockError(f"catch_preemption() must be called in the main thread: {error}") from None
+    if _process is None:
+        atexit.register(_leave)
     _process = os.getpid()
     _came.clear()
     _followers.clear()
@@ -81,6 +84,12 @@ def _note(number: int, frame: FrameType | None) -> None:
     if not catches_preemption() or (number == signal.SIGTERM and now > first + SAME):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _leave() -> None:
+    """At the exit of the program: it leaves already, and Python's handlers end before it does."""
+    for number in ASKING if catches_preemption() else ():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _send(process: int, number: int) -> None:

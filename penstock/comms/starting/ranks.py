@@ -4,6 +4,7 @@ import os
 import pickle
 import selectors
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ PARTING = 0.2  # seconds in which ranks may let go of what the system keeps for 
 LAST_WORDS = 2.0  # seconds the other ranks have to tell what they know once one has failed
 HURRY = 0.5  # the same where it is known which, and they are about to begin again
 LOOK = 0.5  # seconds between looks at whether a rank is stopped
-STOPPED = 3.0  # seconds after which a rank that is stopped is ended
+STOPPED = 6  # looks in a row that see a rank stopped, after which it is ended: no time, for the whole job may have been stopped
 
 
 @contextmanager
@@ -54,7 +55,8 @@ def started(job: Job, context: Any, store: Any) -> Iterator[tuple[list[Any], lis
     finally:
         for process in processes:
             tell_no_more(process.pid)
-            process.kill()
+            if process.is_alive():  # else its number may be another's
+                process.kill()
         for process in processes:
             process.join()
         for receiver in results:
@@ -79,13 +81,12 @@ def outcomes_of(
     for one that has ended before it joined them find that in the `store`. A rank that a signal has stopped is ended.
     """
     outcomes: dict[int, Outcome] = {}
-    stops, server = _Stops(processes), process_state(processes[0].pid).parent
-    failed, deadline = float("inf"), float("inf")
-    with selectors.DefaultSelector() as pending:  # Linux's epoll tells in the order in which it happened
+    server, failed, deadline = process_state(processes[0].pid).parent, float("inf"), float("inf")
+    with _Stops(processes) as stops, selectors.DefaultSelector() as pending:  # epoll tells in the order in which it happened
         for rank, receiver in enumerate(results):
             pending.register(receiver, selectors.EVENT_READ, rank)
         while pending.get_map() and time.monotonic() < deadline:
-            for key, _ in pending.select(min(LOOK, deadline - time.monotonic())):
+            for key, _ in pending.select(None if deadline == float("inf") else deadline - time.monotonic()):
                 rank = key.data
                 pending.unregister(key.fileobj)
                 try:
@@ -95,13 +96,13 @@ def outcomes_of(
                     outcomes[rank] = Outcome(False, stops.ended.get(rank) or _death(rank, processes[rank].exitcode, server))
                 else:
                     outcomes[rank] = _unpickled(data, rank)
+                tell_no_more(processes[rank].pid)
                 if outcomes[rank].well:
                     depart(store, rank, FINISHED)
                     continue
                 words = HURRY if hurry and not outcomes[rank].hearsay else LAST_WORDS
                 deadline = min(deadline, time.monotonic() + words)
                 failed = min(failed, stops.since.get(rank, time.monotonic()))
-            stops.look(set(range(len(results))) - outcomes.keys())
     return outcomes, min(failed, time.monotonic())
 
 
@@ -120,23 +121,36 @@ def _death(rank: int, exitcode: int | None, server: int) -> PenstockError:
 
 
 class _Stops:
-    """Which ranks are stopped, and since when."""
+    """Which ranks are stopped, and since when: a thread that looks, as a rank may be stopped while it sends its outcome."""
 
     def __init__(self, processes: Sequence[Any]) -> None:
-        self.processes, self.next = processes, 0.0
+        self.seen = [(each.pid, process_state(each.pid).started) for each in processes]  # numbers come again
         self.since: dict[int, float] = {}
         self.ended: dict[int, Died] = {}
+        self._looks, self._over = [0] * len(processes), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-stops", daemon=True)
 
-    def look(self, ranks: set[int]) -> None:
-        """End those that are stopped for long; not more often than every LOOK seconds."""
-        now = time.monotonic()
-        if now < self.next:
-            return
-        self.next = now + LOOK
-        stopped = {rank for rank in ranks if rank in self.ended or process_state(self.processes[rank].pid).state == "T"}
-        self.since = {rank: self.since.get(rank, now) for rank in stopped}
-        for rank, since in self.since.items():
-            if rank not in self.ended and now - since >= STOPPED:
+    def __enter__(self) -> "_Stops":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK):
+            self.look()
+
+    def look(self) -> None:
+        """End those that have been stopped for many looks in a row."""
+        for rank, (process, started) in enumerate(self.seen):
+            state = process_state(process)
+            is_stopped = state.state == "T" and state.started == started
+            self._looks[rank] = self._looks[rank] + 1 if is_stopped else 0
+            if self._looks[rank] == 1:
+                self.since[rank] = time.monotonic()
+            elif self._looks[rank] == STOPPED:
+                self.ended[rank] = Died(f"rank {rank} was stopped by a signal for {STOPPED * LOOK:g} s, and was ended")
                 with suppress(ProcessLookupError):
-                    os.kill(self.processes[rank].pid, signal.SIGKILL)
-                self.ended[rank] = Died(f"rank {rank} was stopped by a signal for {now - since:.0f} s, and was ended")
+                    os.kill(process, signal.SIGKILL)

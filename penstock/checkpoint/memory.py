@@ -19,11 +19,11 @@ from torch import Tensor
 
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.tensor_files import TensorFiles
-from penstock.checkpoint.parts import Mark, Part, newest_of, part_of, parts_in, read, receive, sent, write
+from penstock.checkpoint.parts import Mark, Part, newest_of, part_of, parts_in, read, receive, send, write
 from penstock.checkpoint.saving import check_steps, collected, merged
 from penstock.checkpoint.together import as_one, control_for, failing_as_one
 from penstock.comms.breaking import broken_off
-from penstock.comms.control import Control, waiting
+from penstock.comms.control import Control, Transfer
 from penstock.comms.starting import drawers
 from penstock.comms.starting.drawers import Drawers
 from penstock.errors import MismatchError
@@ -89,13 +89,12 @@ class _Memory:
         mark, turn = self.mark._replace(number=self.mark.number + 1, step=part["step"]), 1 - self.turn
         place = self._place(turn)
         write(place, mark, part, tensors)
-        with waiting(f"to {WHAT}"):
-            sending = [each for peer in self.to for each in sent(self.control, place, peer)]
-            for peer in self.of:
-                with self._place(2 + turn).open("r+b") as file:
-                    receive(self.control, file.fileno(), peer)
-            for work, _ in sending:
-                work.wait()
+        sending = [each for peer in self.to for each in send(self.control, place, peer, f"to {WHAT}")]
+        for peer in self.of:
+            with self._place(2 + turn).open("r+b") as file:
+                receive(self.control, file.fileno(), peer, f"to {WHAT}")
+        for each in sending:
+            each.wait()
         return mark, turn
 
     def _place(self, which: int) -> Path:
@@ -175,24 +174,24 @@ def newest(control: Control, folder: Path) -> tuple[Path, dict[str, Any], Tensor
 
 def _brought(control: Control, found: Sequence[Part], parts: Sequence[Part], names: Sequence[str]) -> TensorFiles:
     """All of the checkpoint `found`, where this rank can open it; `parts`: all there are; `names`: of each rank's machine."""
-    rank, mine, sending, received = control.topology.rank, dict[int, str](), [], list[int]()
+    rank, what = control.topology.rank, "to bring a checkpoint from another machine's memory"
+    mine, sending, received = dict[int, str](), list[Transfer](), list[int]()
     for number, wanted in enumerate(found):
         homes = {part.machine: part.place for part in parts if part.mark == wanted.mark}
         giver = min(rank for rank, name in enumerate(names) if name in homes)
         for taker in [ranks[0] for ranks in _by_machine(names) if names[ranks[0]] not in homes]:
-            with waiting("to bring a checkpoint from another machine's memory"):
-                if rank == giver:
-                    sending += sent(control, Path(homes[names[rank]]), taker)
-                elif rank == taker:
-                    file = os.memfd_create("penstock")
-                    os.fchmod(file, 0o600)
-                    receive(control, file, giver)
-                    mine[number] = f"/proc/{os.getpid()}/fd/{file}"
-                    received.append(file)
+            if rank == giver:
+                sending += send(control, Path(homes[names[rank]]), taker, what)
+            elif rank == taker:
+                file = os.memfd_create("penstock")
+                os.fchmod(file, 0o600)
+                receive(control, file, giver, what)
+                mine[number] = f"/proc/{os.getpid()}/fd/{file}"
+                received.append(file)
         if names[rank] in homes:
             mine[number] = homes[names[rank]]
-    for work, _ in sending:
-        work.wait()
+    for each in sending:
+        each.wait()
     everyone = control.gather_objects([[number, place] for number, place in mine.items()], "to look into memory")
     here = {number: place for name, each in zip(names, everyone, strict=True) if name == names[rank] for number, place in each}
     files = TensorFiles(*(Path(here[number]) for number in range(len(found))))

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from penstock.checkpoint.files.reading import opened
 from penstock.checkpoint.files.tensor_files import described, write_bytes
-from penstock.comms.control import Control
+from penstock.comms.control import Control, Transfer
 from penstock.comms.starting.drawers import Drawers
 
-TAG = 3  # of messages that carry a part to another machine
-PIECE = 2**28  # bytes of such a message
+PIECE = 2**28  # bytes of a message that carries a part to another machine
 
 
 class Mark(NamedTuple):
@@ -96,31 +95,22 @@ def read(place: Path) -> tuple[Mark, dict[str, Any]]:
 # -- between machines -----------------------------------------------------------------------------------------------------
 
 
-def sent(control: Control, place: Path, peer: int) -> list[tuple[Any, Tensor]]:
-    """Begin to send what is in a drawer. What this returns is kept until it is done."""
+def send(control: Control, place: Path, peer: int, what: str) -> list[Transfer]:
+    """Begin to send what is in a drawer to `peer`; `what` as in `Control.gather`."""
     with opened(place, follow=True) as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         lengths = torch.tensor([memory.numel(), int.from_bytes(file.read(8), "little")])
-    group = _group(control)
-    return [(group.send([each], peer, TAG), each) for each in (lengths, *memory[8:].split(PIECE))]
+    return [control.send(each, peer, what) for each in (lengths, *memory[8:].split(PIECE))]
 
 
-def receive(control: Control, file: int, peer: int) -> None:
-    """Receive what `sent` sends into an open file."""
-    group, lengths = _group(control), torch.zeros(2, dtype=torch.int64)
-    group.recv([lengths], peer, TAG).wait()
-    size, header = lengths.tolist()
+def receive(control: Control, file: int, peer: int, what: str) -> None:
+    """Receive what `send` sends into an open file."""
+    size, header = control.receive(torch.zeros(2, dtype=torch.int64), peer, what).tolist()
     _size(file, size)
     memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
     for each in memory[8:].split(PIECE):
-        group.recv([each], peer, TAG).wait()
+        control.receive(each, peer, what)
     _seal(file, header)
-
-
-def _group(control: Control) -> Any:
-    groups = control.connect()
-    assert groups is not None, "a world of one has one machine"
-    return groups.everyone
 
 
 def _size(file: int, size: int) -> None:

@@ -8,7 +8,7 @@ A rank that is blamed by another and leaves no report is lost.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -21,7 +21,7 @@ from penstock.comms.system import named
 from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError
 
-EXCHANGE_TAG, NUMBER_TAG = 1, 2
+EXCHANGE_TAG, TRANSFER_TAG = 1, 2
 WIDEST = 12  # numbers of a row
 
 
@@ -31,6 +31,22 @@ class WaitFailed(PenstockError):
     def __init__(self, what: str, peer: int | None, cause: BaseException) -> None:
         super().__init__(what)
         self.what, self.peer, self.cause = what, peer, cause
+
+
+class Transfer(NamedTuple):
+    """A tensor on its way to or from another rank."""
+
+    work: Any
+    tensor: torch.Tensor  # which must stay, unchanged, until that is done
+    peer: int
+    what: str  # this rank is to do when it waits
+
+    def wait(self) -> None:
+        """Wait until it has arrived."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise WaitFailed(f"for rank {self.peer} {self.what}", self.peer, error) from error
 
 
 @contextmanager
@@ -153,21 +169,21 @@ class Control:
                 raise MismatchError(f"the ranks do different things: rank 0 is about {told[0][0]}, rank {rank} {other}")
         return [each for _, each in told]
 
-    def send(self, number: float, peer: int) -> None:
-        """Send one number to `peer`, which is waiting for it."""
-        self._one(self._group.send, torch.tensor([number], dtype=torch.float64), peer)
+    def send(self, tensor: torch.Tensor, peer: int, what: str) -> Transfer:
+        """Begin to send a tensor on the CPU to `peer`, which receives one of as many bytes; `what` as in `gather`."""
+        return self._transfer("send", tensor, peer, what)
 
-    def receive(self, peer: int) -> float:
-        """The number that `peer` sends."""
-        number = torch.zeros(1, dtype=torch.float64)
-        self._one(self._group.recv, number, peer)
-        return number.item()
+    def receive(self, tensor: torch.Tensor, peer: int, what: str) -> torch.Tensor:
+        """`tensor`, filled with what `peer` sends."""
+        self._transfer("recv", tensor, peer, what).wait()
+        return tensor
 
-    def _one(self, transfer: Any, number: torch.Tensor, peer: int) -> None:
+    def _transfer(self, way: str, tensor: torch.Tensor, peer: int, what: str) -> Transfer:
+        self.connect()
         try:
-            transfer([number], peer, NUMBER_TAG).wait()
+            return Transfer(getattr(self._group, way)([tensor], peer, TRANSFER_TAG), tensor, peer, what)
         except RuntimeError as error:
-            raise WaitFailed(f"for rank {peer} to compare their clocks", peer, error) from error
+            raise WaitFailed(f"for rank {peer} {what}", peer, error) from error
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the step on every rank because of `error`; raises what happened, the same on every rank."""

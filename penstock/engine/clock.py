@@ -15,6 +15,7 @@ import torch
 from penstock.comms.control import Control
 
 ROUNDS = 32  # messages there and back
+WHAT = "to compare their clocks"
 
 
 class Skew(NamedTuple):
@@ -43,20 +44,28 @@ def skew(control: Control, machines: Sequence[str]) -> Skew:
 
 def _answer(control: Control, peer: int) -> None:
     for _ in range(ROUNDS):
-        control.send(time.perf_counter(), peer)
-        control.receive(peer)
-        control.send(time.perf_counter(), peer)
+        _tell(control, time.perf_counter(), peer)
+        _hear(control, peer)
+        _tell(control, time.perf_counter(), peer)
 
 
 def _ask(control: Control) -> Skew:
     there, back = [], []
     for _ in range(ROUNDS):
-        sent = control.receive(0)
+        sent = _hear(control, 0)
         received = time.perf_counter()
-        control.send(received, 0)
+        _tell(control, received, 0)
         there.append(received - sent)  # the way there, and what this clock is ahead
-        back.append(control.receive(0) - received)  # the way back, less that
+        back.append(_hear(control, 0) - received)  # the way back, less that
     return Skew((min(back) - min(there)) / 2, (min(back) + min(there)) / 2)
+
+
+def _tell(control: Control, number: float, peer: int) -> None:
+    control.send(torch.tensor([number], dtype=torch.float64), peer, WHAT).wait()
+
+
+def _hear(control: Control, peer: int) -> float:
+    return control.receive(torch.zeros(1, dtype=torch.float64), peer, WHAT).item()
 
 
 Interval = tuple[float, float, float]  # start and end of an action, and when what it made was sent

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.control import Control
+from penstock.comms.control import Control, Transfer
 from penstock.engine.actions import Acts, explained
 from penstock.engine.batch import Batch
 from penstock.engine.checks import parcels
@@ -70,8 +70,7 @@ class Audit:
         self._batch: Batch
         self._parcel: Parcel | None = None  # what is computed twice, once it is whole
         self._digests: list[str] = []  # of what this rank made of it
-        self._sending: parcels.Sending = []
-        self._receiver = self.rank  # of that
+        self._sending: list[Transfer] = []  # that parcel
         for stage in stages.values():
             if stage.loss_fn is not None:
                 stage.loss_fn = partial(self._loss, stage.loss_fn)
@@ -139,8 +138,8 @@ class Audit:
 
     def _send(self, checker: int) -> None:
         assert self.turn is not None
-        self._receiver = self.turn.checkers[checker]
-        self._sending = parcels.send(self.control, (self._parcel, self._digests), self._receiver, self._what)
+        receiver = self.turn.checkers[checker]
+        self._sending = parcels.send(self.control, (self._parcel, self._digests), receiver, self._what)
 
     def differs(self) -> bool:
         """This rank's actions are over: if it is the one that computes once more, whether it came to the same."""
@@ -169,9 +168,12 @@ class Audit:
 
     def end(self) -> None:
         """The step is over on all ranks: let go of what was noted for it."""
-        if self.turn is not None:
-            parcels.sent(self._sending, self._receiver, self._what)
+        self._arrived()
         self._sending, self._parcel, self.turn = [], None, None
+
+    def _arrived(self) -> None:
+        for each in self._sending:
+            each.wait()
 
     def blame(self) -> str:
         """Two ranks differ: what all of them come to about who is wrong. All ranks call it."""
@@ -179,7 +181,7 @@ class Audit:
         rank, checker, *further = self.turn.rank, *self.turn.checkers
         first, again = self._digests, self._compute() if self.rank in (rank, checker) else []
         if self.rank == rank and further:
-            parcels.sent(self._sending, checker, self._what)
+            self._arrived()
             self._send(1)
         elif self.rank in further:
             self._receive()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 import penstock as ps
+from penstock.comms.topology import CPU
 from penstock.model import GPTConfig
 from penstock.stage.stage import Stage
 
@@ -49,8 +50,8 @@ class StageEngine(Protocol):
 class Ours:
     """`penstock.stage.stage.Stage`."""
 
-    def __init__(self, module: nn.Module, divided: bool) -> None:
-        self.stage, self.divided = Stage(1, module, torch.device("cpu"), in_order=True), divided
+    def __init__(self, module: nn.Module, divided: bool, device: torch.device = CPU) -> None:
+        self.stage, self.divided = Stage(1, module, device, in_order=True), divided
         self.stage.forget()  # as before a step
 
     def forward(self, value: Tensor) -> None:
@@ -71,7 +72,7 @@ class Ours:
 class Theirs:
     """The functions that the peer's stages call."""
 
-    def __init__(self, module: nn.Module, divided: bool) -> None:
+    def __init__(self, module: nn.Module, divided: bool, device: torch.device = CPU) -> None:
         self.module, self.divided = module, divided
 
     def forward(self, value: Tensor) -> None:

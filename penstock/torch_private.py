@@ -197,7 +197,8 @@ def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 
 def foreach_add(sums: list[Tensor], terms: list[Tensor]) -> None:
     """The public `sum.add_(term)` of each pair; on a GPU in few launches. The bits are the same."""
-    torch._foreach_add_(sums, terms)
+    with torch.no_grad():
+        torch._foreach_add_(sums, terms)
 
 
 # ---- autograd -------------------------------------------------------------------------------------------------------

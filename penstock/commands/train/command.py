@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from penstock.commands.train.again import for_world, may_begin_again
 from penstock.commands.train.config import TrainConfig, saved_options
@@ -18,6 +21,9 @@ from penstock.view.files import writing
 @dataclass(frozen=True)
 class Train(TrainConfig):
     """Train a model cut over several ranks of this machine on real data, and compare it with one process."""
+
+    ranks: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = TrainConfig.ranks
+    """Processes the model is cut over, P (under torchrun: its processes)."""
 
     def run(self) -> None:
         """Check first, then start."""

@@ -4,9 +4,7 @@ import importlib.util
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from penstock.commands.source import nearest_path, table_of
 from penstock.errors import PenstockError
@@ -20,7 +18,7 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 class TrainConfig:
     """Train a model cut over several ranks of this machine."""
 
-    ranks: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = 4
+    ranks: int = 4
     """Processes the model is cut over, P (under torchrun: its processes)."""
     dp: int = 1
     """Replicas of that pipeline, each with its share of a batch's rows: ranks x dp x tp processes."""

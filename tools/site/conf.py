@@ -7,6 +7,7 @@ extensions = ["myst_parser"]
 myst_enable_extensions = ["deflist", "colon_fence"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["toctree"]
+toc_object_entries = False
 highlight_language = "text"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100

@@ -23,6 +23,11 @@ def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
     return simulate(schedule, Costs(share, share, share))
 
 
+def timeline_picture(name: str, ranks: int, microbatches: int) -> str:
+    """The same, drawn as `penstock show` draws it: SVG."""
+    return svg(figure(Record((timeline(name, ranks, microbatches),))))
+
+
 def bubble(name: str, ranks: int) -> list[tuple[float, float]]:
     """Idle time in percent of the step, for each number of microbatches."""
     return [(count, 100 * timeline(name, ranks, count).bubble) for count in COUNTS]
@@ -34,7 +39,7 @@ def schedule_pages() -> dict[str, str]:
     for name in names():
         series = {f"{ranks} ranks": bubble(name, ranks) for ranks in (2, 4, 8)}
         made[f"schedules/{name}.md"] = page(name)
-        made[f"schedules/{name}.svg"] = svg(figure(Record((timeline(name, 4, 8),))))
+        made[f"schedules/{name}.svg"] = timeline_picture(name, 4, 8)
         made[f"schedules/{name}-bubble.svg"] = svg(curves(f"{name}: idle share of the step, in percent", series, *AXES))
     return made
 

@@ -21,7 +21,8 @@ MODULES = ("schedule", "plan", "comms", "partition", "model", "checkpoint")
 def api_pages() -> dict[str, str]:
     """A page for the package itself and one for each of its public modules."""
     top = [name for name in penstock.__all__ if name not in (*MODULES, "cache", "microbatch")]
-    said = "`import penstock as ps`: the names that most programs need."
+    top.sort(key=lambda name: (name.endswith("Error"), name not in ("Pipeline", "launch")))
+    said = "The names that most programs need, after `import penstock as ps`."
     pages = {"reference/api/penstock.md": _page("penstock", said, penstock, top)}
     for name in MODULES:
         module = getattr(penstock, name)
@@ -110,7 +111,7 @@ def with_options(page: str) -> str:
 
 
 def _help(command: str) -> str:
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    environment = {**os.environ, "COLUMNS": "92", "NO_COLOR": "1", "TERM": "dumb"}
     said = subprocess.run(
         [sys.executable, "-m", "penstock", command, "--help"], env=environment, capture_output=True, text=True, check=True
     )

@@ -24,7 +24,7 @@ class NonFiniteError(StageError):
 
 
 class CorruptionError(StageError):
-    """Two ranks computed the same and came to other bits (`Pipeline(.., audit_every=..)`); raised on all ranks likewise."""
+    """In a step, two ranks computed the same and got other bits (`Pipeline(.., audit_every=..)`); raised on all ranks at its end."""
 
 
 class LostRankError(PenstockError):

@@ -37,17 +37,16 @@ def split(
     parameters and buffers, which are not copied, and keep their names.
     `stages`: how many, 1 to the number of layers or units.
     `cuts`: the name of the submodule that each stage but the first begins with, `stages - 1` of them in the order in which
-    they run. A name inside a unit cuts the unit there. Without `cuts`, the slowest stage is made as fast as any cut can make
-    it: by the seconds that forward and backward of every unit take on the example, or without one by its parameters.
-    `example_args`, `example_kwargs`: what the forward is called with, for one microbatch. Sizes stay open, except those of 1
-    that are not rows; what is no tensor is taken to be always the same. The first stage refuses a batch for which the example
-    does not speak.
+    they run. A name inside a unit cuts the unit there. Without `cuts`, the cut is chosen whose slowest stage is the fastest:
+    by the seconds that every unit takes on the example, or without one by its parameters.
+    `example_args`, `example_kwargs`: the forward's arguments for one microbatch. Later batches may have tensors of other sizes,
+    except where the example has a size of 1 that is not its rows. Arguments that are no tensors must stay the same. The
+    first stage refuses a batch that does not fit the example.
 
-    A model that is no `nn.Sequential` is followed through its forward, in training and in evaluation: with an example by
-    `torch.export`, which needs a forward that decides nothing by the values of tensors; without one symbolically by
-    `torch.fx`, which also needs one that decides nothing by shapes, and leaves every parameter of the forward that has a
-    default at that.
-    Raises MismatchError for more stages than units, unknown or unordered cuts, and a forward that cannot be followed.
+    A model that is no `nn.Sequential` is traced, in training and in evaluation. With an example `torch.export` does it: the
+    forward must not decide by the values of tensors. Without one `torch.fx` does it: the forward must not decide by shapes
+    either, and its parameters with a default keep that.
+    Raises MismatchError for more stages than units, unknown or unordered cuts, and a forward that cannot be traced.
     """
     whole = Whole(model, cuts, example_args, example_kwargs)
     return whole.cut(whole.starts(stages))
@@ -56,7 +55,7 @@ def split(
 def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
     """The output of the whole model, its `stages`, as `split` made them, run one after the other.
 
-    `args`, `kwargs`: what the model's forward takes. Raises MismatchError if an example did not speak for them.
+    `args`, `kwargs`: the arguments of the model's forward. Raises MismatchError if they do not fit the example of `split`.
     """
     messages: dict[tuple[int, int], Any] = {}
     output: Any = None

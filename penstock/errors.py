@@ -24,7 +24,7 @@ class NonFiniteError(StageError):
 
 
 class CorruptionError(StageError):
-    """In a step, two ranks computed the same and got other bits (`Pipeline(.., audit_every=..)`); raised on all ranks at its end."""
+    """In a step, two ranks computed the same and got other bits (`Pipeline(.., audit_every=..)`); raised on all ranks."""
 
 
 class LostRankError(PenstockError):

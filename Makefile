@@ -4,18 +4,18 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest
 
-.PHONY: train quick test kernels neighbours docs matrix lint bench rooms clean
+.PHONY: train quick test kernels neighbours nccl docs matrix lint bench rooms clean
 
 train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --compare
 
 # What starts no process, and one pipeline on two ranks: under a minute.
 quick: $(VENV)/ready
-	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or timed or slow)"
+	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or timed or slow or nccl)"
 
 # What judges times comes last, and alone.
 test: $(VENV)/ready lint
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours)"
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours or nccl)"
 	$(PYTEST) -m timed
 
 # The bits again, by the kernels of smaller processors.
@@ -38,6 +38,12 @@ docs: $(VENV)/docs
 $(VENV)/docs: $(VENV)/ready
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
+
+# Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py.
+nccl: $(VENV)/ready
+	$(PYTEST) -m nccl tests/nccl
+	$(PYTEST) --over-nccl -m "not (fresh or timed)" tests/engine/test_schedules.py tests/engine/test_faults.py tests/engine/test_pipeline.py tests/mesh \
+		tests/partition/test_architectures.py tests/comms/test_collectives.py
 
 # Every supported release of torch and Python: docs/reference/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
 matrix: $(VENV)/ready

@@ -277,7 +277,7 @@ class Pipeline(NoModule):
         output; else as `step` does.
         """
         request = Request(max_new_tokens, temperature, top_k, eos, seed)
-        with evaluating(list(self.stages.values())), self._together():
+        with evaluating(list(self.stages.values())), self._together(), doing.step(self.step_count, False):
             return generate(self._engine, tokens, kwargs, request, on_token)
 
     def train(self, mode: bool = True) -> "Pipeline":

@@ -14,3 +14,17 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="there is no GPU here"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--over-nccl", action="store_true", help="have ranks use communicators with NCCL's manners (nccl_like.py)")
+
+
+def pytest_configure(config):
+    if config.getoption("--over-nccl"):
+        from nccl_like import over_nccl
+
+        import penstock as ps
+
+        launch = ps.launch
+        ps.launch = lambda function, ranks, *args, **how: launch(over_nccl, ranks, function, *args, **how)

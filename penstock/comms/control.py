@@ -16,8 +16,9 @@ from penstock.comms.breaking import break_off
 from penstock.comms.encoding import bytes_of, checked_size, decode, encode
 from penstock.comms.groups import Groups, is_of_transport
 from penstock.comms.health import reports
+from penstock.comms.health.lives import lost_error
 from penstock.comms.health.reports import Report
-from penstock.comms.system import named
+from penstock.comms.system import named, reason
 from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError
 
@@ -187,15 +188,20 @@ class Control:
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the step on every rank because of `error`; raises what happened, the same on every rank."""
+        if broken := _of_device(error):
+            self._lost = f"rank {self.topology.rank} has lost its GPU: {reason(broken)}"
+            error = lost_error(self._lost, [self.topology.rank])
         if self.alone or self.groups is None:  # there is nobody, or nobody any more, to tell
             raise error
+        if self.groups.woken and not isinstance(error, WaitFailed):  # what was waited for was nothing: no error of its own
+            error = WaitFailed("for a rank that failed meanwhile", None, error)
         groups, mine = self.groups, self._report(error)
         reports.publish(groups, mine)
         self.close()
         for group in self.beside:
             break_off(group)
         if not isinstance(error, WaitFailed):
-            self._lost = str(error) if self.beside else None
+            self._lost = str(error) if self.beside else self._lost
             raise error
         verdict = reports.verdict(groups, mine)
         if self.beside or isinstance(verdict, LostRankError):
@@ -214,3 +220,8 @@ class Control:
             return reports.own_report(self.topology.rank, error)
         end = lost_or_silent(error.cause, self.topology.timeout)
         return Report(self.topology.rank, time.time(), None, f"waited {error.what}", error.peer, end)
+
+
+def _of_device(error: BaseException | None) -> torch.AcceleratorError | None:
+    """The error of the GPU that `error` began with (an assert in a kernel, an illegal address), after which it does nothing more."""
+    return error if error is None or isinstance(error, torch.AcceleratorError) else _of_device(error.__cause__)

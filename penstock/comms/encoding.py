@@ -101,6 +101,11 @@ def checked_size(size: int) -> int:
     return size
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as another, of bytes: which dtypes a transport knows does not matter then."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def bytes_of(tensor: Tensor) -> bytes:
     """The memory of a contiguous tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

@@ -1,15 +1,24 @@
-"""The process groups one pipeline opens: small, its own, and closed by force when a rank fails."""
+"""The process groups one pipeline opens: small, its own, and closed by force when a rank fails.
+
+NCCL's differ from Gloo's in two ways that are made up for here (docs/gpu.md). Whoever uses a communicator or a pair of ranks
+first waits on the host for the other side: so all are used once where they are opened. And their waits order streams only,
+know no lost rank and no timeout: so the heartbeat's thread looks, and ends them.
+"""
 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from penstock import torch_private
 from penstock.comms.breaking import break_off, break_off_backend
+from penstock.comms.health.doing import STEP, WITHIN, doing
+from penstock.comms.health.heartbeat import LOOK
 from penstock.comms.starting.meeting import departed, looks
 from penstock.comms.system import need_descriptors, words
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
@@ -27,14 +36,17 @@ class Groups:
     def __init__(
         self, topology: Topology, name: str, ranks: Sequence[int] | None = None, beside: Sequence[dist.ProcessGroup] = ()
     ) -> None:
-        self.topology = topology
+        self.topology, self.name = topology, name
         self.ranks = range(topology.world_size) if ranks is None else ranks
         self.store = dist.PrefixStore(name, topology.store)
         self._open: list[tuple[Any, int]] = []  # each group, and a peer in it
         self._beside = beside
         self._closers: list[Callable[[], object]] = []
         self._wakers: list[Callable[[], object]] = []
-        closed_on_leaving.add(self)
+        self.woken = False  # no wait that has ended since means anything
+        self._position: tuple[int, ...] = ()  # of this rank in its step, when the heartbeat looked last
+        self._looks = 0  # in a row that saw it there
+        closed_on_leaving[self] = None
 
     @cached_property
     def everyone(self) -> Any:
@@ -53,12 +65,36 @@ class Groups:
         self._open.append((group, (rank + 1) % size))
         return group
 
-    def nccl(self, name: str, rank: int, size: int) -> Any:
-        """This process as `rank` of a new NCCL group of `size`: a communicator and streams of its own."""
-        options = torch_private.nccl_options(self.topology.timeout)
-        group = dist.ProcessGroupNCCL(dist.PrefixStore(name, self.store), rank, size, options)
-        self._open.append((group, (rank + 1) % size))
+    def nccl(self, name: str, end: int) -> Any:
+        """This process as the SOURCE or DESTINATION of a new NCCL group of two; returns when they are connected."""
+        group = new_nccl(dist.PrefixStore(name, self.store), end, 2, self.topology.timeout)
+        self._open.append((group, 1 - end))
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.topology.carrier)
+        self.finish(group.send([byte], DESTINATION, 0) if end == SOURCE else group.recv([byte], SOURCE, 0))
         return group
+
+    def finish(self, work: Any) -> None:
+        """Wait on the host until `work` is done. Raises RuntimeError if another rank has failed, or does not come."""
+        if self.topology.backend == "nccl":
+            finish(work, self.topology, lambda: self.woken or self.is_over())
+            if self.woken:  # which ends operations as if they were done
+                raise dist.DistError("another rank has failed")
+        work.wait()
+
+    def is_over(self, store: Any = None) -> bool:
+        """Whether another rank has failed or left, by the job's `store` or this thread's own connection to it."""
+        store = store or self.topology.store
+        return dist.PrefixStore(self.name, store).check([FAILED]) or bool(departed(store, self.ranks))
+
+    def look(self, store: Any) -> None:
+        """The heartbeat calls it: end what is waited for by NCCL once that is in vain, or this rank stands still in a step."""
+        position = tuple(doing.words)
+        if self.topology.backend != "nccl" or self.woken or not self._open or not position[STEP] & WITHIN:
+            return
+        self._looks = self._looks + 1 if position == self._position else 0
+        self._position = position
+        if self._looks * LOOK > self.topology.timeout.total_seconds() or self.is_over(store):
+            self.wake()
 
     def _meet(self, store: Any, size: int) -> None:
         """Wait for the others to come here, but not when one has failed or left: Gloo's own wait would not know."""
@@ -67,7 +103,7 @@ class Groups:
         for _ in looks(self.topology.timeout.total_seconds()):
             if store.check(["all"]):
                 return
-            if self.store.check([FAILED]) or departed(self.topology.store, self.ranks):
+            if self.is_over():
                 raise dist.DistError("another rank has failed")
         raise dist.DistError("timed out")
 
@@ -81,6 +117,7 @@ class Groups:
 
     def wake(self) -> None:
         """End whatever another thread of this rank waits for here; it closes the groups then."""
+        self.woken = True
         for wake in list(self._wakers):
             wake()
         for group, peer in list(self._open):
@@ -89,7 +126,8 @@ class Groups:
             break_off(group)
 
     def close(self, failed: bool = True) -> None:
-        """Close all groups now, whoever waits on them; if nothing has `failed`, what GPUs do for others may come to its end."""
+        """Close all groups, whoever waits on them; NCCL's, if nothing has `failed`, in peace, in the order of their opening."""
+        failed = failed or self.woken
         for close in self._closers:
             close()
         self._closers.clear()
@@ -97,7 +135,25 @@ class Groups:
         for group, peer in self._open:
             if failed or group.name() == "gloo":
                 break_off_backend(group, peer)
+            else:
+                with suppress(RuntimeError):
+                    group.shutdown()
         self._open.clear()
+
+
+def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """This process as `rank` of a new NCCL group of `size`, which connects itself at its first use."""
+    return dist.ProcessGroupNCCL(store, rank, size, torch_private.nccl_options(timeout))
+
+
+def finish(work: Any, topology: Topology, is_over: Callable[[], bool]) -> None:
+    """Wait on the host until NCCL's `work` is done; its own `wait` orders streams only. Raises DistError if it `is_over`."""
+    for _ in looks(topology.timeout.total_seconds()):
+        if work.is_completed():
+            return
+        if is_over():
+            raise dist.DistError("another rank has failed")
+    raise dist.DistError("timed out")
 
 
 def is_of_transport(error: BaseException) -> bool:

@@ -1,10 +1,16 @@
 """A tensor from one rank to another, checked on arrival."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from penstock import torch_private
+from penstock.comms.encoding import as_bytes
+from penstock.comms.groups import finish
+from penstock.comms.health.lives import lost
+from penstock.comms.starting.meeting import departed
 from penstock.comms.topology import Topology, current_topology, waiting_for_ranks
 from penstock.errors import MismatchError, PenstockError
 
@@ -35,7 +41,8 @@ def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     with waiting_for_ranks(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}", [dest]):
         dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header))), dest)
-        dist.send(tensor.detach().to(topology.carrier).contiguous(), dest)
+        data = as_bytes(tensor.detach().to(topology.carrier).contiguous())
+        _finish(_backend(topology).send([data], dest, 0), topology, dest)
 
 
 def recv_tensor(
@@ -62,13 +69,27 @@ def recv_tensor(
             raise MismatchError(f"rank {src} sent what is no tensor of send_tensor: {BOTH}")
         sent_shape, sent_dtype = tuple(sizes[:dimensions]), DTYPES[index]
         tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.carrier)
-        dist.recv(tensor, src)
+        _finish(_backend(topology).recv([as_bytes(tensor)], src, 0), topology, src)
     if sent_shape != tuple(shape) or sent_dtype != dtype:
         raise MismatchError(
             f"rank {topology.rank} expected a {_words(shape, dtype)} from rank {src}, "
             f"which sent a {_words(sent_shape, sent_dtype)}"
         )
     return tensor.to(topology.device if device is None else device)
+
+
+def _backend(topology: Topology) -> Any:
+    assert dist.group.WORLD is not None
+    return torch_private.backend_for(dist.group.WORLD, topology.carrier)
+
+
+def _finish(work: Any, topology: Topology, peer: int) -> None:
+    """Wait until the transfer is done, or `peer` has left."""
+    if topology.backend == "nccl":
+        finish(work, topology, lambda: bool(departed(topology.store, [peer])))
+        if lost(departed(topology.store, [peer])):  # which ends operations as if they were done
+            raise dist.DistError("another rank has failed")
+    work.wait()
 
 
 def _checked_peer(topology: Topology, peer: int | None, verb: str, side: str) -> int:

@@ -21,6 +21,7 @@ from penstock.comms.breaking import break_off
 from penstock.comms.encoding import told_by_all
 from penstock.comms.health.heartbeat import Heartbeat
 from penstock.comms.health.lives import gone, lost
+from penstock.comms.starting.gpus import backend_for, gpu_of, settle_nccl, told_by_ranks
 from penstock.comms.starting.interface import interface_to
 from penstock.comms.starting.meeting import FINISHED, all_come, depart, left, looks, name_of_start
 from penstock.comms.system import reason
@@ -66,7 +67,7 @@ class Topology:
 _current: Topology | None = None
 _heartbeat: Heartbeat | None = None
 _process: int | None = None  # which of them is the rank: not one that it has forked
-closed_on_leaving: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups of this process, see `Groups.close`
+closed_on_leaving: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()  # groups of this process, as they came
 
 
 def init_distributed(
@@ -77,8 +78,8 @@ def init_distributed(
 ) -> Topology:
     """Join the ranks that torchrun or `penstock.launch` started; without their environment, be a world of one.
 
-    `backend`: `"gloo"` or `"nccl"`; by default NCCL when every rank of this machine has a GPU of its own, else Gloo (through
-    host memory for tensors that are not on the CPU, so several ranks may share one GPU).
+    `backend`: `"gloo"` or `"nccl"`; by default NCCL when every rank has a GPU of its own, which the ranks tell each other, else
+    Gloo (through host memory for tensors that are not on the CPU, so several ranks may share one GPU).
     `timeout`: seconds, or a timedelta, that a rank waits for another before it gives up; by default ten minutes.
     `device`: where the stages live; by default this rank's GPU if there is one and the backend is not asked to be Gloo, else
     the CPU.
@@ -101,7 +102,7 @@ def init_distributed(
             _heartbeat = Heartbeat()
         _current = _join(backend, timeout, device)
         if _heartbeat is not None and _current.world_size > 1:
-            _heartbeat.watch(_current.store, _current.rank, _current.world_size, _wake)
+            _heartbeat.watch(_current.store, _current.rank, _current.world_size, _wake, _look)
         atexit.register(shutdown)  # a process that ends with its groups open may abort
     return _current
 
@@ -112,6 +113,12 @@ def _wake() -> None:
         groups.wake()
     if dist.group.WORLD is not None:
         break_off(dist.group.WORLD)
+
+
+def _look(store: Any) -> None:
+    """What the heartbeat does beside: see `Groups.look`."""
+    for groups in list(closed_on_leaving):
+        groups.look(store)
 
 
 def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
@@ -195,32 +202,38 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         timeout = DEFAULT_TIMEOUT
     elif not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if backend == "nccl" and not dist.is_nccl_available():
         raise PenstockError("this torch comes without NCCL: use 'gloo', or install a build of torch for CUDA")
-    device = _choose_device(backend, device, local_rank)
-    if backend is None:
-        own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
-        backend = "nccl" if own_gpu and dist.is_nccl_available() else "gloo"
+    device = _choose_device(backend, device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         if "RANK" not in os.environ:
-            return Topology(device=device, backend=backend, timeout=timeout)
+            return Topology(device=device, backend=backend or backend_for([gpu_of(device)]), timeout=timeout)
         _choose_interface(os.environ.get("MASTER_ADDR", ""))
-        carriers = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
-        _connect(carriers, timeout)
+        backend = _connect(backend, device, timeout)
+    elif backend is None:
+        backend = _backend(device, torch_private.default_store(), dist.get_rank(), dist.get_world_size(), timeout)
     return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, torch_private.default_store())
 
 
-def _connect(backend: str, timeout: timedelta) -> None:
-    """Make the group of all ranks. No rank leaves before all have: to the others it would look lost."""
+def _backend(device: torch.device, store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
+    """What carries tensors between all ranks, the same on each."""
+    return backend_for(told_by_ranks(gpu_of(device), store, rank, ranks, timeout))
+
+
+def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> str:
+    """Make the group of all ranks; the backend. No rank leaves before all have made it: to the others it would look lost."""
     rank, waited = os.environ["RANK"], "to connect to the other ranks"
     try:
         store, number, world_size = next(rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(name_of_start(store, number, world_size, timeout), store)
-        dist.init_process_group(backend, store=store, rank=number, world_size=world_size, timeout=timeout)
+        backend = backend or _backend(device, store, number, world_size, timeout)
+        settle_nccl()
+        carriers = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(carriers, store=store, rank=number, world_size=world_size, timeout=timeout)
         all_come(store, world_size, timeout)
+        return backend
     except RuntimeError as error:  # in the transport's words, which name nobody, but may know that an address is wrong
         raise LostRankError(f"rank {rank} waited {waited} and gave up: {lost_or_silent(error, timeout)}") from error
 

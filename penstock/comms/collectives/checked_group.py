@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import torch_private
+from penstock.comms.breaking import break_off_backend
 from penstock.comms.collectives.call import CollectiveCall, call_from
 from penstock.comms.collectives.call_board import CallBoard
 from penstock.comms.groups import Groups
@@ -40,6 +41,8 @@ class CheckedGroup:
         self.rank = self.ranks.index(topology.rank)
         self._theirs = group  # torch's
         self._groups: Groups | None = None
+        self._gloo: Any = None
+        self._backend: Any = None  # what carries tensors
         self._board: CallBoard | None = None
         self._timeout = topology.timeout.total_seconds()
         self._before: CollectiveCall | None = None  # the last call
@@ -50,8 +53,7 @@ class CheckedGroup:
 
         Raises MismatchError if they are not, LostRankError if one is lost or does not come; then the group has ended.
         """
-        if self._groups is None:
-            self._open(call)
+        groups = self._groups or self._open(call)
         if check:
             if self._board is None:
                 self._exchange(call)
@@ -60,25 +62,26 @@ class CheckedGroup:
             self._before = call
         work = start(self._backend)
         try:
-            work.wait()
+            groups.finish(work)
         except RuntimeError as error:
             self._fail(call, error)
 
-    def _open(self, call: CollectiveCall) -> None:
+    def _open(self, call: CollectiveCall) -> Groups:
         """Connect the ranks, at first use."""
         if self._ended is not None:
             raise type(self._ended)(f"this group has ended: {self._ended}")
         name = f"collectives/{self._theirs.group_name}/{'-'.join(map(str, self.ranks))}"
-        self._groups = Groups(self.topology, name, self.ranks)
+        self._groups = groups = Groups(self.topology, name, self.ranks)
         try:
             with named(f"rank {self.topology.rank} could not connect for the {call}"):
-                self._connect(self._groups)
+                self._connect(groups)
         except ResourceError as error:
-            publish(self._groups, own_report(self.topology.rank, error))
-            self._groups.close()
+            publish(groups, own_report(self.topology.rank, error))
+            groups.close()
             self._end(error)
         except RuntimeError as error:
             self._fail(call, error)
+        return groups
 
     def _connect(self, groups: Groups) -> None:
         self._gloo = self._backend = groups.everyone
@@ -114,6 +117,8 @@ class CheckedGroup:
         mine = Report(self.topology.rank, time.time(), text=str(call))
         publish(groups, mine)
         groups.close()
+        if self._backend is not self._gloo:
+            break_off_backend(self._backend, 0)
         reports, gone = read(groups, mine)
         if own := own_error(reports):
             self._end(own)

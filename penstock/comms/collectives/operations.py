@@ -29,6 +29,7 @@ from torch import Tensor
 
 from penstock.comms.collectives.call import OPS, call_of
 from penstock.comms.collectives.checked_group import checked_group
+from penstock.comms.encoding import as_bytes
 from penstock.comms.point_to_point import DTYPES, MAX_DIMENSIONS
 from penstock.comms.topology import current_topology
 from penstock.errors import MismatchError, PenstockError
@@ -194,7 +195,7 @@ def _check_possible(operation: str, tensor: Tensor, op: str | None) -> None:
 def _movable(tensor: Tensor) -> Tensor:
     """`tensor` with a dimension at least, as bytes where the backend does not know its dtype."""
     if tensor.dtype in AS_BYTES:
-        return tensor.view(-1).view(torch.uint8)
+        return as_bytes(tensor)
     return tensor if tensor.dim() else tensor.view(1)
 
 

@@ -12,7 +12,7 @@ KINDS = tuple(Kind)
 BITS = {kind: number << 1 for number, kind in enumerate(KINDS)}
 STEP, ACTION = 0, 1  # the words of the memory, each written at once: a reader never sees half of one
 BYTES = 2 * 8
-TRAINING, EVALUATING = 1, 2  # the last bits of STEP, above them the step's number; neither: it is over
+TRAINING, EVALUATING, WITHIN = 1, 2, 1 | 2  # the last bits of STEP, above them the step's number; neither: it is over
 Words = memoryview | Sequence[int]
 RUNNING = 1  # the last bit of ACTION, above it the kind, the microbatch, and the stage from 1; 0: none yet
 
@@ -64,7 +64,7 @@ def running(words: "Words") -> tuple[int, Action] | None:
 def told(words: "Words") -> str:
     """What a rank is doing by its `words`, in ours: `in 2F3 of step 17`."""
     step, action = words
-    number, phase = step >> 2, step & (TRAINING | EVALUATING)
+    number, phase = step >> 2, step & WITHIN
     if not phase:
         return f"after step {number}" if number else "before its first step"
     where = f"step {number}" if phase == TRAINING else "an evaluation"

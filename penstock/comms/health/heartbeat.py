@@ -42,9 +42,12 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="penstock-heartbeat", daemon=True)
         self._thread.start()
 
-    def watch(self, store: Any, rank: int, ranks: int, wake: Callable[[], None]) -> None:
-        """From now on beat as `rank` of `ranks`, which have met at `store`; once one of them is lost, `wake` this one."""
-        self._ring = Ring(store.clone(), rank, ranks, wake)  # others may block the connection
+    def watch(self, store: Any, rank: int, ranks: int, wake: Callable[[], None], beside: Callable[[Any], None]) -> None:
+        """From now on beat as `rank` of `ranks`, which have met at `store`; once one of them is lost, `wake` this one.
+
+        `beside` is called at each look, with a connection to the store.
+        """
+        self._ring = Ring(store.clone(), rank, ranks, wake, beside)  # others may block the connection
 
     def stop(self) -> None:
         """Beat no more."""
@@ -78,8 +81,8 @@ def _orphaned() -> Callable[[], bool]:
 class Ring:
     """A rank among those that watch each other."""
 
-    def __init__(self, store: Any, rank: int, ranks: int, wake: Callable[[], None]) -> None:
-        self.store, self.rank, self.ranks, self._wake = store, rank, ranks, wake
+    def __init__(self, store: Any, rank: int, ranks: int, wake: Callable[[], None], beside: Callable[[Any], None]) -> None:
+        self.store, self.rank, self.ranks, self._wake, self._beside = store, rank, ranks, wake, beside
         self._looks = 0
         self._watched: list[Watched] = []
         self._woken = False
@@ -98,6 +101,7 @@ class Ring:
         if not self._woken and self.store.check([LOST]):
             self._wake()
             self._woken = True
+        self._beside(self.store)
         if slow := self._pace.look(others_wait=any(not each.is_busy for each in self._watched)):
             say(f"rank {self.rank} is slow: {slow}")
 

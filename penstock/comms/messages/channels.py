@@ -1,18 +1,21 @@
 """Channels: the transfers from one rank to a neighbour, in order, sent without waiting and received ahead.
 
 There is one channel for each direction between two ranks, over a line of its own (see `schedule/program.py` for its order
-and `schedule/verify.py` for why it cannot hang). The first step of a new batch signature sends a description before every
-message; both ends remember them, and every later step with that signature sends bare memory into receives posted ahead.
+and `schedule/verify.py` for why it cannot hang). All are opened before anything is sent. The first step of a new batch
+signature sends a description before every message; both ends remember them, and every later step with that signature sends
+bare memory into receives posted ahead.
 """
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.comms.control import WaitFailed, waiting
-from penstock.comms.groups import Groups
+from penstock.comms.groups import Groups, is_of_transport
 from penstock.comms.messages import wire
 from penstock.comms.messages.lines import Outbox, ReceivingLine, SendingLine, receiving_line, sending_line
 from penstock.comms.messages.wire import MessageSpec
@@ -36,12 +39,12 @@ class Channels:
             return
         outbox = self._outbox = Outbox(SendFailure(groups))
         rank, of_job = groups.topology.rank, topology.of_job
-        for source, destination in sorted(program.channels):  # the same order everywhere: opening one waits for its peer
+        for source, destination in in_rounds(program.channels):  # the same order everywhere: opening one waits for its peer
             start, end = of_job(source), of_job(destination)
             name = f"{start}-{end}"
             with named(f"rank {rank} could not open the line {name}"), waiting("for the other ranks to open their lines"):
                 if rank == start:
-                    self.outgoing[destination] = Outgoing(sending_line(groups, name, end, outbox), outbox.failure)
+                    self.outgoing[destination] = Outgoing(sending_line(groups, name, end, outbox), end, outbox.failure)
                 elif rank == end:
                     self.incoming[source] = Incoming(receiving_line(groups, name, start), rank, start)
 
@@ -64,18 +67,34 @@ class Channels:
             self._outbox.empty()
 
 
+def in_rounds(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The channels in an order in which many can be opened at once: round after round, a rank in one channel of each at most.
+
+    Along a pipeline each rank's first is with the one neighbour, then the other's turn comes: four rounds, however long it is.
+    """
+    rounds: dict[tuple[int, int], int] = {}
+    taken = defaultdict[int, set[int]](set)  # rank -> the rounds it has a channel in
+    for source, destination in sorted(channels):
+        busy = taken[source] | taken[destination]
+        rounds[source, destination] = turn = next(turn for turn in count() if turn not in busy)
+        taken[source].add(turn)
+        taken[destination].add(turn)
+    return sorted(rounds, key=lambda channel: (rounds[channel], channel))
+
+
 class Outgoing:
     """The sending end of a channel."""
 
-    def __init__(self, line: SendingLine, failure: SendFailure) -> None:
-        self.line, self._failure = line, failure
+    def __init__(self, line: SendingLine, destination: int, failure: SendFailure) -> None:
+        self.line, self.destination, self._failure = line, destination, failure
         self.specs: Specs = {}
         self.known = False
 
     def send(self, transfer: Transfer, value: Any) -> None:
         """Send `value` as `transfer` without waiting.
 
-        Raises MismatchError if it is not what was agreed, ResourceError if this rank cannot send it, or one before it.
+        Raises MismatchError if it is not what was agreed, ResourceError if this rank cannot send it, or one before it, and
+        WaitFailed if the line is broken.
         """
         self._failure.check()
         try:
@@ -87,6 +106,8 @@ class Outgoing:
             if is_refusal(error):
                 self._failure.tell(transfer, error)
                 self._failure.check()
+            if is_of_transport(error):
+                raise WaitFailed(f"to send the {transfer} to rank {self.destination}", self.destination, error) from error
             raise
 
     def _send_tree(self, transfer: Transfer, value: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.breaking import break_off_backend
+from penstock.comms.encoding import as_bytes
 from penstock.comms.groups import DESTINATION, SOURCE, is_of_transport
 from penstock.comms.messages import wire
 from penstock.comms.messages.wire import TensorSpec
@@ -49,7 +50,7 @@ class GroupReceiver:
     def post(self, spec: TensorSpec) -> tuple[Tensor, Any]:
         """Post the receive of a tensor of `spec`."""
         buffer = wire.empty(spec, self.carrier)
-        return buffer, self._data.recv([wire.memory(buffer, spec)], SOURCE, 0) if spec.bytes else None
+        return buffer, self._data.recv([as_bytes(wire.memory(buffer, spec))], SOURCE, 0) if spec.bytes else None
 
     def wait(self, posted: Any, spec: TensorSpec) -> Tensor:
         """Wait for it. Raises RuntimeError if the sender is lost or silent."""
@@ -62,8 +63,8 @@ class GroupReceiver:
 class Outbox:
     """What a rank is sending through groups, kept alive until it is gone.
 
-    Gloo tells only those who wait that a message is gone. So small ones are copied, and the copies stay, a bounded amount,
-    until the step is over; for large ones a thread waits. (On NCCL, waiting makes only that thread's stream wait.)
+    NCCL tells whether a message is gone: looking whenever another is sent will do. Gloo tells only those who wait. So small
+    ones are copied, and the copies stay, a bounded amount, until the step is over; for large ones a thread waits.
     """
 
     def __init__(self, failure: SendFailure) -> None:
@@ -74,12 +75,15 @@ class Outbox:
 
     def post(self, group: Any, tensor: Tensor, spec: TensorSpec, what: object) -> None:
         """Send `tensor` as `spec` through `group`."""
-        if spec.bytes <= min(SMALL, self._room):
-            data = wire.memory(tensor, spec).clone()
+        data = as_bytes(wire.memory(tensor, spec))
+        if group.name() == "nccl":
+            self._kept = [(work, kept) for work, kept in self._kept if not work.is_completed()]
+            self._kept.append((group.send([data], DESTINATION, 0), data))
+        elif spec.bytes <= min(SMALL, self._room):
+            data = data.clone()
             self._room -= spec.bytes
             self._kept.append((group.send([data], DESTINATION, 0), data))
         else:
-            data = wire.memory(tensor, spec)
             self._waiting = self._waiting or Worker("penstock-sent")
             self._waiting.do(_wait, group.send([data], DESTINATION, 0), data, group, what, self.failure)
 
@@ -95,12 +99,7 @@ class Outbox:
 def _wait(work: Any, data: Tensor, group: Any, what: object, failure: SendFailure) -> None:
     """Until `data` is gone. Of a receiver that is lost, whoever waits for it tells."""
     try:
-        if data.is_cuda:
-            with torch.cuda.stream(torch.cuda.Stream(data.device)):  # never the stream that computes
-                work.wait()
-                torch.cuda.current_stream().synchronize()
-        else:
-            work.wait()
+        work.wait()
     except Exception as error:
         if not is_of_transport(error):
             failure.tell(what, error)

@@ -36,4 +36,4 @@ def _of_two(groups: Groups, name: str, end: int) -> tuple[Any, Any, torch.device
     gloo = groups.gloo(name, end, 2)
     if groups.topology.backend != "nccl":
         return gloo, gloo, CPU
-    return gloo, groups.nccl(f"{name}-nccl", end, 2), groups.topology.device
+    return gloo, groups.nccl(f"{name}-nccl", end), groups.topology.carrier

@@ -4,6 +4,7 @@ launcher   starts ranks on this machine for a function, and again
 ranks      their processes: started, watched, gone at the end
 rank_main  what each of those runs
 server     the process that ranks are forked from
+gpus       which of the ranks have a GPU of their own
 in_server  how that ends with its program
 blame      why an attempt failed, and because of which ranks
 restarts   what became of each attempt, and the report

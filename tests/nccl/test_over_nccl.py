@@ -1,0 +1,319 @@
+"""Pipelines over communicators with NCCL's manners (nccl_like.py): no hang, the bits of one process, every fault told."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from itertools import pairwise
+
+import nccl_like
+import pytest
+import torch
+import torch.distributed as dist
+from nccl_like import install
+from patience import within
+from reference import accumulate, assert_same, data, gradients, make, merged
+from torch import nn
+
+import penstock as ps
+from penstock.comms import topology
+from penstock.comms.messages.channels import in_rounds
+from penstock.comms.starting import gpus
+
+SOON = 5.0  # seconds in which a fault is over on every rank
+DEPTH = 15  # layers enough for 8 ranks with 2 stages each
+
+# ---- which backend, and in which order lines are opened -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "backend"),
+    [
+        (["GPU-a", "GPU-b", "GPU-c"], "nccl"),
+        (["GPU-a"], "nccl"),
+        (["GPU-a", "GPU-b", "GPU-a"], "gloo"),  # NCCL refuses two ranks on one GPU
+        (["GPU-a", gpus.NO_GPU], "gloo"),
+    ],
+)
+def test_nccl_carries_where_every_rank_has_a_gpu_of_its_own(told, backend):
+    assert gpus.backend_for(told) == backend
+
+
+def rank_of_gpus(told):
+    """On which backend ranks agree that see the GPUs `told`, each as the only one of its process."""
+    chosen, init = [], dist.init_process_group
+    topology.gpu_of = lambda device: told[int(os.environ["RANK"])]
+    dist.init_process_group = lambda carriers, **how: (chosen.append(carriers), init("gloo", **how))
+    return ps.comms.init_distributed(device="cpu").backend, chosen
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("told", "backend"), [(["GPU-a", "GPU-b"], "nccl"), (["GPU-a", "GPU-a"], "gloo"), (["GPU-a", "none"], "gloo")]
+)
+def test_all_ranks_choose_the_same_backend_by_what_they_tell_each_other(told, backend):
+    carriers = {"nccl": "cpu:gloo,cuda:nccl", "gloo": "gloo"}[backend]
+    assert ps.launch(rank_of_gpus, 2, told) == [(backend, [carriers])] * 2
+
+
+def test_what_the_user_has_told_nccl_stays(monkeypatch):
+    for name in gpus.NCCL_SETTINGS:
+        monkeypatch.setenv(name, "2")
+    gpus.settle_nccl()
+    assert {os.environ[name] for name in gpus.NCCL_SETTINGS} == {"2"}
+
+
+def rounds_of(channels):
+    """When each is opened at the earliest, if every rank opens its own in this order."""
+    free, begins = dict[int, int](), {}
+    for source, destination in channels:
+        begins[source, destination] = turn = max(free.get(source, 0), free.get(destination, 0))
+        free[source] = free[destination] = turn + 1
+    return max(begins.values()) + 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 64])
+def test_lines_along_a_pipeline_are_opened_in_four_turns_however_long_it_is(ranks):
+    neighbours = [*pairwise(range(ranks)), *((after, before) for before, after in pairwise(range(ranks)))]
+    assert sorted(in_rounds(neighbours)) == sorted(neighbours)
+    assert rounds_of(in_rounds(neighbours)) == (2 if ranks == 2 else 4)
+    if ranks > 8:
+        assert rounds_of(sorted(neighbours)) > ranks  # one after the other
+
+
+# ---- schedules ------------------------------------------------------------------------------------------------------
+
+
+def rank_schedules(kind, microbatches, names):
+    """Two steps with each schedule, without an optimizer between."""
+    install()
+    model, loss_fn = make(kind, depth=DEPTH)
+    results = {}
+    for name in names:
+        pipe = ps.Pipeline(model, loss_fn, name, microbatches, seed=None)
+        batches = [data(kind, 2 * microbatches + 1, seed) for seed in (3, 4)]
+        losses = [pipe.step(inputs, target=target) for inputs, target in batches]
+        results[name] = losses, gradients(pipe.named_parameters())
+        model.zero_grad()
+    return results
+
+
+def assert_bits_of_one_process(ranks, kind, microbatches, names):
+    everyone = ps.launch(rank_schedules, ranks, kind, microbatches, names)
+    model, loss_fn = make(kind, depth=DEPTH)
+    losses = [accumulate(model, loss_fn, data(kind, 2 * microbatches + 1, seed), microbatches) for seed in (3, 4)]
+    for name in names:
+        for rank in everyone:
+            assert all(map(torch.equal, rank[name][0], losses)), name
+        assert_same(merged([rank[name][1] for rank in everyone]), gradients(model.named_parameters()))
+
+
+@pytest.mark.ranks
+def test_interleaved_zb_whose_ranks_all_send_first_does_not_wait_on_the_host_for_ever():
+    assert_bits_of_one_process(4, "mlp", 8, ["interleaved-zb", "1f1b"])
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_every_schedule_has_the_bits_of_one_process(ranks):
+    for microbatches in (1, ranks, 2 * ranks + 1):
+        assert_bits_of_one_process(ranks, "mlp", microbatches, ps.schedule.names())
+    for kind in ("gpt", "mixed"):
+        assert_bits_of_one_process(ranks, kind, ranks + 1, ps.schedule.names())
+
+
+# ---- what travels ---------------------------------------------------------------------------------------------------
+
+DTYPES = [
+    torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.int8, torch.bool, torch.complex64,
+]  # fmt: skip
+
+
+class Casting(nn.Module):
+    """Passes what it gets on in many dtypes, one of them not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        hidden = self.layer(hidden)
+        return hidden.view(-1, 2, 2).transpose(1, 2), [hidden.detach().to(dtype) for dtype in DTYPES]
+
+
+class Gathering(nn.Module):
+    def forward(self, values):
+        hidden, others = values
+        return hidden.transpose(1, 2).flatten(1) + sum(each.real.float() for each in others)
+
+
+def casting():
+    torch.manual_seed(1)
+    return nn.Sequential(Casting(), Gathering()), nn.functional.mse_loss, (torch.randn(4, 4), torch.randn(4, 4))
+
+
+def rank_travels():
+    """What `send_tensor`, collectives and messages of many dtypes come to, and which groups were closed at the end."""
+    install()
+    rank = ps.comms.init_distributed(timeout=60).rank
+    arrived = []
+    for dtype in DTYPES:
+        tensor = torch.arange(6).view(2, 3).to(dtype).t()
+        if rank == 0:
+            ps.comms.send_tensor(tensor, 1)
+        else:
+            arrived.append(torch.equal(ps.comms.recv_tensor((3, 2), 0, dtype), tensor))
+    summed = ps.comms.all_reduce(torch.full((3,), rank + 1.0))
+    gathered = ps.comms.all_gather(torch.tensor([rank], dtype=torch.int16))
+    model, loss_fn, (inputs, target) = casting()
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", 2, cuts=["1"])
+    losses = [pipe.step(inputs, target=target) for _ in range(2)]
+    grads = gradients(pipe.named_parameters())
+    ps.comms.shutdown()
+    return arrived, summed.tolist(), gathered.tolist(), losses, grads, list(nccl_like.closed)
+
+
+@pytest.mark.ranks
+def test_tensors_of_all_dtypes_travel_and_groups_are_closed_in_the_order_they_were_opened_in():
+    everyone = ps.launch(rank_travels, 2)
+    model, loss_fn, batch = casting()
+    expected = [accumulate(model, loss_fn, batch, 2) for _ in range(2)]
+    for arrived, summed, gathered, losses, _, closed in everyone:
+        assert all(arrived)
+        assert (summed, gathered) == ([3.0] * 3, [0, 1])
+        assert all(map(torch.equal, losses, expected))
+        assert len(closed) == 2
+        assert closed == sorted(closed)
+    assert_same(merged([each[4] for each in everyone]), gradients(model.named_parameters()))
+
+
+# ---- faults: tests/engine/test_faults.py has more, which `make nccl` runs over NCCL too ------------------------------
+
+
+class Faulty(nn.Module):
+    """Passes its input on, until it is told to fail."""
+
+    fault = None
+
+    def forward(self, hidden):
+        if self.fault == "raises":
+            raise ValueError("boom")
+        if self.fault == "assert":
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        if self.fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "hangs":
+            time.sleep(600)
+        return hidden
+
+
+def faulty():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Faulty(), nn.Linear(4, 4)), nn.functional.mse_loss
+
+
+BATCH = torch.ones(4, 4), torch.zeros(4, 4)
+
+
+def rank_fails(*faults, timeout=60.0):
+    """Steps on three ranks, each with a fault on rank 1: what is raised, how long it takes, the loss of the step without."""
+    install()
+    ps.comms.init_distributed(timeout=timeout)
+    model, loss_fn = faulty()
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", 4, cuts=["1", "3"])
+    inputs, target = BATCH
+    told = [pipe.step(inputs, target=target)]
+    for fault in faults:
+        if pipe.topology.rank == 1:
+            model[2].fault = fault
+        begin = time.monotonic()
+        try:
+            told.append(pipe.step(inputs, target=target))
+        except ps.PenstockError as error:
+            told.append((type(error).__name__, str(error), time.monotonic() - begin))
+    return told
+
+
+@pytest.mark.ranks
+def test_an_error_ends_the_step_on_all_ranks_the_next_works_and_a_device_assert_is_a_lost_rank():
+    model, loss_fn = faulty()
+    loss = accumulate(model, loss_fn, BATCH, 4)
+    raised = ("StageError", "rank 1, stage 1, action 1F0, microbatch 0: ValueError: boom")
+    broken = "rank 1 has lost its GPU: AcceleratorError: CUDA error: device-side assert triggered"
+    for first, (*boom, soon), second, (*lost, as_soon), (*after, _) in ps.launch(rank_fails, 3, "raises", None, "assert", None):
+        assert torch.equal(first, loss)
+        assert torch.equal(second, loss)
+        assert tuple(boom) == raised
+        assert lost[0] == after[0] == "LostRankError"
+        assert lost[1] == broken
+        assert after[1].startswith("this pipeline ended when ")
+        assert within(soon, SOON)
+        assert within(as_soon, SOON)
+
+
+def rank_loses_another(how):
+    """Rank 1 dies while others wait for it, in several ways."""
+    if how == "step":
+        *_, (kind, text, seconds) = rank_fails("dies")
+        raise AssertionError(f"{kind} after {seconds}: {text}") if not within(seconds, SOON) else ps.LostRankError(text)
+    install()
+    if ps.comms.init_distributed(timeout=60).rank == 1:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "recv_tensor":
+        ps.comms.recv_tensor((2,), 1)
+    ps.comms.all_reduce(torch.ones(2), check=False)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["step", "recv_tensor", "all_reduce"])
+def test_who_waits_for_a_rank_that_dies_is_told_within_seconds(how):
+    begin = time.monotonic()
+    with pytest.raises(ps.LostRankError, match=r"rank 1 (is gone|was killed by SIGKILL)"):
+        ps.launch(rank_loses_another, 3, how)
+    assert within(time.monotonic() - begin, SOON + 3)  # for the start
+
+
+@pytest.mark.nccl
+def test_a_rank_that_lives_and_does_not_go_on_is_given_up_at_the_timeout():
+    with pytest.raises(ps.LostRankError):
+        ps.launch(_rank_waits_in_vain, 3)
+
+
+def _rank_waits_in_vain():
+    *_, told = rank_fails("hangs", timeout=3.0)
+    raise ps.LostRankError(told[1])
+
+
+# ---- the communicator itself ----------------------------------------------------------------------------------------
+
+
+def rank_breaks_rules():
+    """What arrives where a tensor is used too early, changed too early, or let go too early; what is refused."""
+    joined = ps.comms.init_distributed()
+    group = nccl_like.NcclLike(dist.PrefixStore("rules", joined.store), joined.rank, 2, timedelta(seconds=60))
+    if joined.rank == 0:
+        changed, gone, kept = torch.ones(3), torch.ones(3), torch.ones(3)
+        works = [group.send([each], 1, 0) for each in (changed, gone, kept)]
+        changed.add_(1)
+        del gone
+        works[-1].wait()
+        return None
+    arrived = []
+    for _ in range(3):
+        time.sleep(0.1)
+        buffer = torch.zeros(3)
+        work = group.recv([buffer], 0, 0)
+        early = buffer.isnan().all().item()
+        work.wait()
+        arrived.append((early, buffer.tolist()))
+    for refused in (torch.ones(2, dtype=torch.int16), torch.ones(2, 3).t()):
+        with pytest.raises((TypeError, ValueError)):
+            group.send([refused], 0, 0)
+    return str(arrived)
+
+
+@pytest.mark.nccl
+def test_what_breaks_nccls_rules_is_seen():
+    nan = [float("nan")] * 3
+    assert ps.launch(rank_breaks_rules, 2)[1] == str([(True, nan), (True, nan), (True, [1.0] * 3)])

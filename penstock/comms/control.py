@@ -223,5 +223,5 @@ class Control:
 
 
 def _of_device(error: BaseException | None) -> torch.AcceleratorError | None:
-    """The error of the GPU that `error` began with (an assert in a kernel, an illegal address), after which it does nothing more."""
+    """The error of the GPU that `error` began with (an assert in a kernel, an illegal address): it does no more then."""
     return error if error is None or isinstance(error, torch.AcceleratorError) else _of_device(error.__cause__)

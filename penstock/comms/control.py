@@ -193,8 +193,8 @@ class Control:
             error = lost_error(self._lost, [self.topology.rank])
         if self.alone or self.groups is None:  # there is nobody, or nobody any more, to tell
             raise error
-        if self.groups.woken and not isinstance(error, WaitFailed):  # what was waited for was nothing: no error of its own
-            error = WaitFailed("for a rank that failed meanwhile", None, error)
+        if self.groups.woken and isinstance(error, Exception) and not isinstance(error, WaitFailed):
+            error = WaitFailed("for a rank that failed meanwhile", None, error)  # it computed on what never came
         groups, mine = self.groups, self._report(error)
         reports.publish(groups, mine)
         self.close()

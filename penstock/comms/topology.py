@@ -204,6 +204,7 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         timeout = timedelta(seconds=timeout)
     if backend == "nccl" and not dist.is_nccl_available():
         raise PenstockError("this torch comes without NCCL: use 'gloo', or install a build of torch for CUDA")
+    settle_nccl()
     device = _choose_device(backend, device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -229,7 +230,6 @@ def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> s
         store, number, world_size = next(rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(name_of_start(store, number, world_size, timeout), store)
         backend = backend or _backend(device, store, number, world_size, timeout)
-        settle_nccl()
         carriers = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(carriers, store=store, rank=number, world_size=world_size, timeout=timeout)
         all_come(store, world_size, timeout)

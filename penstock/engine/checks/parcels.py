@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.control import Control, Transfer
-from penstock.comms.encoding import checked_size
+from penstock.comms.encoding import as_bytes, checked_size
 from penstock.comms.messages import wire
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def send(control: Control, value: Any, peer: int, what: str) -> list[Transfer]:
     spec = wire.describe(leaves, tree)
     data = wire.pack(spec)
     tensors = [each for each in leaves if isinstance(each, Tensor)]
-    memory = [_bytes(wire.memory(each, leaf).cpu()) for each, leaf in zip(tensors, spec.tensors, strict=True)]
+    memory = [as_bytes(wire.memory(each, leaf).cpu()) for each, leaf in zip(tensors, spec.tensors, strict=True)]
     parts = [torch.tensor([data.numel()]), data, *[each for each in memory if each.numel()]]
     return [control.send(each, peer, what) for each in parts]
 
@@ -31,9 +31,5 @@ def receive(control: Control, peer: int, device: torch.device, what: str) -> Any
     tensors = [wire.empty(leaf, CPU) for leaf in spec.tensors]
     for each, leaf in zip(tensors, spec.tensors, strict=True):
         if each.numel():
-            control.receive(_bytes(wire.memory(each, leaf)), peer, what)
+            control.receive(as_bytes(wire.memory(each, leaf)), peer, what)
     return wire.rebuild(spec, [each.to(device) for each in tensors])
-
-
-def _bytes(memory: Tensor) -> Tensor:
-    return memory.reshape(-1).view(torch.uint8)

@@ -67,6 +67,8 @@ class Lab:
     """Which; without it, all are listed."""
     file: tyro.conf.Positional[Path | None] = None
     """For lab 9: the Python file with your schedule. It is written for you if there is none."""
+    fix: bool = False
+    """For lab 9: say what mends the schedule that it hands out."""
 
     def run(self) -> None:
         """List the labs, or run one."""
@@ -76,7 +78,7 @@ class Lab:
             for number, lab in catalog.LABS.items():
                 print(f"{number:2}  {lab.title}")
         else:
-            catalog.run(self.number, self.file)
+            catalog.run(self.number, self.file, self.fix)
 
 
 @dataclass(frozen=True)

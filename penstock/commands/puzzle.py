@@ -3,15 +3,18 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Literal, Optional  # not `| None`: see show.py
 
 import tyro
 
 from penstock.errors import PenstockError
+from penstock.learn.picture import drawn_in_parts
 from penstock.learn.puzzles.book import FAST_TRACK, NAMES, Folder, puzzle
 from penstock.learn.puzzles.book import Puzzle as Given
 from penstock.learn.puzzles.judge import Missed
 from penstock.schedule import Timeline
+from penstock.view.terminal import colors, terminal_width
 
 Ask = Literal["check", "watch", "hint", "reset", "solution"]
 LOOK = 0.2  # seconds between looks at a watched file
@@ -41,7 +44,7 @@ class Puzzle:
             return print("All puzzles are passed.")
         each = puzzle(number)
         if ask == "hint":
-            print(folder.hint(each))
+            print(fill(folder.hint(each), terminal_width()))
         elif ask == "solution":
             print(folder.solution(each))
         elif ask == "reset":
@@ -88,7 +91,7 @@ def _judged(folder: Folder, each: Given, options: Puzzle) -> bool:
         return False
     print(f"{each.number}. {each.title}: passed. {passed.text}.")
     _picture(passed.picture, options.html)
-    following = folder.next(options.fast_track)
+    following = folder.next(options.fast_track, after=each.number)
     print(f"why: penstock puzzle {each.number} solution" + (f"; next: penstock puzzle {following}" if following else ""))
     return True
 
@@ -96,11 +99,10 @@ def _judged(folder: Folder, each: Given, options: Puzzle) -> bool:
 def _picture(timeline: Timeline | None, html: Path | None) -> None:
     from penstock.view.files import write
     from penstock.view.record import Record
-    from penstock.view.terminal import colors, draw, terminal_width
 
     if timeline is None:
         return
-    print(draw(timeline, terminal_width(), colors()))
+    print(drawn_in_parts(timeline, terminal_width(), colors()))
     for path in write([Record((timeline,))], html) if html is not None else ():
         print(f"wrote {path}")
 

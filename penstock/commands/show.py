@@ -7,7 +7,7 @@ from typing import Optional  # not `| None`, for which tyro imports typeguard: a
 
 import tyro
 
-from penstock.commands.source import table_of
+from penstock.commands.source import table_of, table_written_in
 from penstock.errors import PenstockError
 from penstock.plan import is_plan
 from penstock.plan import load as load_plan
@@ -31,7 +31,7 @@ def recorded(source: str) -> Record:
 
 
 def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Table, str]:
-    """The schedule of that name, or in that CSV file, and what was proved of it; also one of PyTorch's lowered tables.
+    """The schedule of that name, or in that CSV or Python file, and what was proved of it; also PyTorch's lowered tables.
 
     Raises PenstockError for what cannot be built, read or proved.
     """
@@ -39,7 +39,8 @@ def proved(source: str, ranks: int, microbatches: int, **options: int | None) ->
         script = from_lowered_csv(source)
         prove(script)
         return script.schedule, f"{verify(script.schedule)}\nproved: its own sends and receives, in their order, as well"
-    schedule = table_of(source, ranks, microbatches, **options)
+    read = table_written_in if source.endswith(".py") else table_of
+    schedule = read(source, ranks, microbatches, **options)
     return schedule, str(verify(schedule))
 
 
@@ -90,7 +91,8 @@ class Show(Simulated):
     """Draw a schedule as it would run, timed by the simulator, or a run as it was measured, with its bubble and memory."""
 
     schedule: tyro.conf.Positional[str] = "1f1b"
-    """A name that `penstock schedules` lists, a CSV table, the folder of a run, its timeline.json, or a plan.json."""
+    """A name that `penstock schedules` lists, a CSV table, a Python file with a function schedule(rank, ranks, microbatches),
+    which is run, the folder of a run, its timeline.json, or a plan.json."""
     table: bool = False
     """Print the bare table as well."""
     csv: Optional[str] = None

@@ -1,4 +1,4 @@
-"""The schedule that a name or a CSV file stands for, proved. No torch."""
+"""The schedule that a name, a CSV file or a Python file stands for. No torch."""
 
 import difflib
 from pathlib import Path
@@ -12,16 +12,35 @@ def table_of(name: str, ranks: int, microbatches: int, **options: int | None) ->
 
     It is proved. Raises PenstockError for what cannot be built or proved, and for options of a file.
     """
+    if name.endswith(".csv"):
+        _check_file(name, options)
+        return Schedule.from_csv(name)
+    if name.endswith(".py"):
+        told = f"{name} would be run, which only `penstock show` and `penstock compare` do"
+        raise PenstockError(f"{told}: let `penstock show {name} --csv mine.csv` write its table, and use that")
     given = {option: value for option, value in options.items() if value is not None}
-    if not name.endswith(".csv"):
-        schedule = build(name, ranks=ranks, microbatches=microbatches, **given)
-        verify(schedule)
-        return schedule
-    if given:
+    schedule = build(name, ranks=ranks, microbatches=microbatches, **given)
+    verify(schedule)
+    return schedule
+
+
+def table_written_in(path: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
+    """The table that a function in the Python file `path` makes, not yet proved.
+
+    The file is run: only for a path that the user has typed. Raises PenstockError for what is no schedule, and for options.
+    """
+    from penstock.learn.written import table_in
+
+    _check_file(path, options)
+    return table_in(path, ranks, microbatches)
+
+
+def _check_file(name: str, options: dict[str, int | None]) -> None:
+    """Raise PenstockError unless there is a file `name`, and no option is given that belongs to a family of schedules."""
+    if given := [option for option, value in options.items() if value is not None]:
         raise PenstockError(f"the table {name} is read as it stands: leave out {', '.join(given)}")
     if not Path(name).is_file():
         raise PenstockError(f"the table {name} does not exist{nearest_path(Path(name))}")
-    return Schedule.from_csv(name)
 
 
 def nearest_path(path: Path) -> str:

@@ -7,6 +7,8 @@
 `story`     what every lab needs: ranks to run on, a voice that speaks once, checks that can fail
 `emulated_device`   a stage that sleeps in the place of a device that is not there
 `devices`   devices that are not there: compute that sleeps, memory with a limit
+`buckets`   gradients that travel in buckets while the backward goes on
 `by_hand`   the collectives, from sends and receives
+`picture`   a timeline drawn so that every action has room for its name
 `written`   a schedule somebody wrote as a Python function, read into a table
 """

@@ -16,9 +16,9 @@ class Lab:
     module: str
     title: str
 
-    def run(self, *files: str) -> None:
-        """Tell this lab, about `files`. Raises SystemExit, with the reason, when one of its checks fails."""
-        importlib.import_module(self.module).main(*files)
+    def run(self, *words: str) -> None:
+        """Tell this lab, which may take a file or `--fix`. Raises SystemExit, with the reason, when one of its checks fails."""
+        importlib.import_module(self.module).main(*words)
 
 
 _TITLES = {
@@ -32,10 +32,16 @@ _TITLES = {
     "lab8_zero_bubble": "backward in two: where the bubble went, by two clocks",
     "lab9_your_schedule": "a schedule of your own: proved, scored, run",
     "lab10_collectives": "collectives by hand on four ranks, and who sends how much",
-    "lab11_data_parallel": "data parallel from one all-reduce, and how to hide it",
+    "lab11_data_parallel": "data parallel from one all-reduce",
     "lab12_tensor_parallel": "tensor parallel with its backward, by hand and declared",
     "lab13_two_axes": "two axes: 2 x 2, pipeline x data",
     "lab14_recompute_store_communicate": "recompute, store or communicate: three ways to have an activation",
+    "lab15_fsdp": "replicas without copies: FSDP by hand",
+    "lab16_transformer": "PyTorch's tutorial: a transformer cut by hand and by tracing",
+    "lab17_hardware": "the ladder from a core to a network, and what a link is worth",
+    "lab18_overlap": "time a message, then hide it behind compute",
+    "lab19_sequence": "the sequence axis: attention over ranks that have some of the tokens each",
+    "lab20_stale": "a pipeline that never drains, and what stale weights cost",
 }
 
 LABS: dict[int, Lab] = {
@@ -46,12 +52,16 @@ LABS: dict[int, Lab] = {
 ALONE, YOURS = 1, 9  # the lab that needs no ranks, and the one that looks at a file of the learner's
 
 
-def run(number: int, file: Path | None = None) -> None:
+def run(number: int, file: Path | None = None, fix: bool = False) -> None:
     """Tell lab `number`. Raises PenstockError if there is none, SystemExit when one of its checks fails."""
     if number not in LABS:
         raise PenstockError(f"there is no lab {number}: choose one of {', '.join(map(str, LABS))}")
     if file is not None and number != YOURS:
         raise PenstockError(f"lab {number} takes no file: leave {file} out, or choose lab {YOURS}")
+    if fix and number != YOURS:
+        raise PenstockError(f"lab {number} has nothing to mend: leave --fix out, or choose lab {YOURS}")
+    if fix and file is not None:
+        raise PenstockError(f"--fix is about the schedule that lab {YOURS} hands out: leave {file} out")
     if number != ALONE:
         start_ahead()
-    LABS[number].run(*[str(file)] if file else [])
+    LABS[number].run(*["--fix"] * fix, *[str(file)] * (file is not None))

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 4 -m penstock.learn.mini              # 1F1B, a loss that falls, the bits of one process
     torchrun --nproc-per-node 4 -m penstock.learn.mini zb-v 12      # any other table, on 12 microbatches
 
-The model is a list of layers, cut into stages, some on each rank. The batch is cut into microbatches. A table says, rank by
-rank, what is done in which order: `2F3` is the forward of stage 2 for microbatch 3, `B` its backward. A backward may come in
-two halves: `I` for the gradient that the stage before waits for, `W` for the weights' own, which nobody waits for, so that it
-can fill a gap. That is all: each rank reads its row, receives what an action needs, computes, and sends what it made.
+The model is a list of layers. It is cut into stages, and each rank has one or more of them. The batch is cut into
+microbatches. A table says, rank by rank, what is done in which order: `2F3` is the forward of stage 2 for microbatch 3, `2B3`
+its backward. A backward may come in two halves: `2I3` makes the gradient that the stage before waits for, and `2W3` that of the
+weights, which nobody waits for, so that it can fill a gap. That is all. Each rank reads its row of the table; for each action
+it receives what the action needs, computes, and sends what it made.
 """
 
 import sys
@@ -21,11 +22,14 @@ from torch import Tensor, nn
 from penstock.schedule import Schedule, build
 from penstock.schedule.table import Action, Kind
 
-# ---- tables: `build` makes those that have a name; this is the rule of the best known one
+# ---- a table
+#
+# `penstock.schedule.build` makes those that have a name. A rule is short, though. Here is the best known one: run as many
+# forwards as there are ranks behind you, then one forward and one backward in turn, then the backwards that are left.
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterator[str]:
-    """The row of a rank in 1F1B: as many forwards as there are ranks behind it, then one of each in turn, then backwards."""
+    """The row of a rank in 1F1B."""
     ahead = min(ranks - 1 - rank, microbatches)
     yield from (f"{rank}F{microbatch}" for microbatch in range(ahead))
     for microbatch in range(microbatches - ahead):
@@ -35,13 +39,14 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> Iterat
 
 # ---- a tensor from one rank to another
 #
-# Sends do not wait: whoever sends goes on to compute, and keeps the handle and the tensor until the step's end. A rank that
-# waits for its sends stops in 1F1B, where two neighbours send to each other at the same time. Every message has a number of
-# its own, so that it does not matter which of two arrives first.
+# Sends do not wait. In 1F1B two neighbours send to each other at the same time, an output down and a gradient up: if each
+# waited until its send has been received, neither would come to its receive. So whoever sends goes on to compute. It keeps
+# the handle, and the tensor, which must not change on its way, until the step's end. Every message has a number, its tag, so
+# that it does not matter which of two arrives first.
 
 
 class Messages:
-    """What a rank has sent in this step, and what its own stages have for each other."""
+    """What a rank has sent in this step; and what its own stages have for each other, which needs no message."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -75,11 +80,12 @@ class Messages:
 
 # ---- the backward in two halves
 #
-# A linear layer y = x Wt + b has two products in its backward: dy W, which the stage before waits for, and dyt x, which nobody
-# does. Here the second is put off: autograd runs the first, and leaves (weight, x, dy) in a list for W.
+# The backward of a linear layer, y = x @ W.T + b, has two products: dy @ W is the gradient of x, which the stage before waits
+# for; dy.T @ x is the gradient of W, which nobody waits for. An I lets autograd run as ever, but a linear layer puts its
+# second product off, and leaves what it needs, (W, x, dy), in a list. A W runs the products of that list.
 
 Later = list[tuple[nn.Parameter, Tensor, Tensor]]
-put_off: Later = []  # by the I that runs
+put_off: Later = []  # what the I that runs now leaves for its W
 
 
 class SplitLinear(torch.autograd.Function):
@@ -116,6 +122,9 @@ def add_weights(later: Later) -> None:
 
 
 # ---- one rank
+#
+# Gradients are those of the whole batch's mean. A microbatch weighs as much as it has rows, and the weight is put in once,
+# where its backward begins. Autograd adds the gradients of all microbatches up in `.grad`, in the order of the table.
 
 
 class Rank:
@@ -198,7 +207,7 @@ class Rank:
         return 2 * (stage * self.table.microbatches + microbatch) + (kind is Kind.B)
 
 
-# ---- try it
+# ---- try it: ten steps beside one process that has the whole model, and the same bits
 
 
 def layers_of(width: int = 64, depth: int = 16) -> list[nn.Module]:

@@ -1,24 +1,38 @@
-"""A schedule somebody has written as a Python function: read into a table, or what is wrong with it in one line."""
+"""A schedule somebody has written as a Python function: read into a table, or what is wrong with it in one line.
+
+To read it is to run it: call this for a file that the user has named, and for no other.
+"""
 
 import itertools
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Action, Schedule
+from penstock.schedule import Action, Costs, Schedule
 
 MOST = 10_000  # actions of a rank; a function that yields more does not end
+
+
+def table_in(path: str, ranks: int, microbatches: int) -> Schedule:
+    """The table that the Python file `path`, which is run, has for these ranks and microbatches. Raises ScheduleError."""
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ScheduleError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return table_of(path, source, ranks, microbatches)
 
 
 def table_of(name: str, source: str, ranks: int, microbatches: int) -> Schedule:
     """The table that `schedule(rank, ranks, microbatches)`, defined in the Python text `source`, yields for every rank.
 
+    The functions that puzzles ask for will do as well: `row`, of the same parameters, and `rows(ranks, microbatches, costs)`.
     A stage lives on the first rank that has an action of it. Raises ScheduleError, with `name` and where possible the line,
     for text that cannot be run, a function that raises, and what is no action; the table itself is for `verify` to judge.
     """
-    rule = _rule(name, source)
-    rows = [_row(name, rule, rank, ranks, microbatches) for rank in range(ranks)]
+    called, rule = _rule(name, source)
+    rows = [_row(name, called, rule, rank, ranks, microbatches) for rank in range(ranks)]
     homes: dict[int, int] = {}  # stage -> rank
     for rank, row in enumerate(rows):
         for action in row:
@@ -30,22 +44,24 @@ def table_of(name: str, source: str, ranks: int, microbatches: int) -> Schedule:
     return Schedule(name, placement, microbatches, tuple(map(tuple, rows)))
 
 
-def _rule(name: str, source: str) -> Callable[..., Any]:
-    """The function `schedule` of `source`."""
+def _rule(name: str, source: str) -> tuple[str, Callable[[int, int, int], Any]]:
+    """What the function in `source` is called, and the function: the row of (rank, ranks, microbatches)."""
     defined: dict[str, Any] = {"__name__": "written"}
     try:
         exec(compile(source, name, "exec"), defined)
     except Exception as error:
         raise ScheduleError(_fault(error, name)) from error
-    rule = defined.get("schedule")
-    if not callable(rule):
-        raise ScheduleError(f"{name} has no function schedule(rank, ranks, microbatches)")
-    return rule
+    for called in ("schedule", "row"):
+        if callable(rule := defined.get(called)):
+            return called, rule
+    if callable(rows := defined.get("rows")):
+        return "rows", lambda rank, ranks, count: rows(ranks, count, Costs(same := [1.0] * ranks, same, same))[rank]
+    raise ScheduleError(f"{name} has no function schedule(rank, ranks, microbatches)")
 
 
-def _row(name: str, rule: Callable[..., Any], rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _row(name: str, called: str, rule: Callable[..., Any], rank: int, ranks: int, microbatches: int) -> list[Action]:
     """The actions `rule` yields for `rank`."""
-    call = f"schedule({rank}, {ranks}, {microbatches})"
+    call = f"{called}({rank}, {ranks}, {microbatches})" if called != "rows" else f"rows({ranks}, {microbatches}, costs)"
     try:
         cells = rule(rank, ranks, microbatches)
         texts = list(itertools.islice(cells, MOST + 1)) if isinstance(cells, Iterable) else None

@@ -12,11 +12,12 @@ import torch
 
 import penstock as ps
 from penstock import schedule
-from penstock.learn import catalog, story
+from penstock.learn import buckets, catalog, story
 from penstock.learn.devices import EmulatedLayer, emulated_step
 from penstock.learn.labs import (
     lab1_monolith,
     lab3_ping_pong,
+    lab4_naive,
     lab5_gpipe,
     lab6_1f1b,
     lab7_interleaved,
@@ -27,6 +28,10 @@ from penstock.learn.labs import (
     lab12_tensor_parallel,
     lab13_two_axes,
     lab14_recompute_store_communicate,
+    lab17_hardware,
+    lab18_overlap,
+    lab19_sequence,
+    lab20_stale,
 )
 from penstock.learn.written import table_of
 from penstock.schedule import Costs, Kind
@@ -47,10 +52,15 @@ def run_python(*args: str) -> str:
 
 
 AS_A_SCRIPT, UNDER_TORCHRUN = 6, 3  # the others run in this process, as `penstock lab` runs them
+JUDGE_NO_TIME = {1, 2, 10, 11, 12, 13, 15, 16, 17, 19, 20}
+RUN_HERE = [
+    pytest.param(number, marks=pytest.mark.ranks if number in JUDGE_NO_TIME else pytest.mark.timed)
+    for number in catalog.LABS
+    if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)
+]
 
 
-@pytest.mark.timed
-@pytest.mark.parametrize("number", [number for number in catalog.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)])
+@pytest.mark.parametrize("number", RUN_HERE)
 def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys):
     catalog.run(number)
     output = capsys.readouterr().out
@@ -96,6 +106,48 @@ def test_lab_1_fails_when_the_model_learns_nothing(monkeypatch):
     monkeypatch.setattr(lab1_monolith, "batch", noise)
     with pytest.raises(SystemExit, match="the model learns nothing"):
         lab1_monolith.main()
+
+
+def test_lab_3_fits_latency_and_bandwidth_to_the_times_of_messages():
+    times = {size: 50e-6 + size / 2e9 for size in (16, 4096, 2**20, 2**24)}
+    latency, bandwidth = lab3_ping_pong.fitted(times)
+    assert latency == pytest.approx(50e-6)
+    assert bandwidth == pytest.approx(2e9)
+    assert lab3_ping_pong.apart(times) == pytest.approx(1)
+    assert lab3_ping_pong.apart({**times, 4096: 10 * times[4096]}) > lab3_ping_pong.APART
+
+
+def test_lab_3s_agent_ends_all_ranks_when_one_has_failed():
+    assert lab3_ping_pong.agent(2, "import os, sys\nsys.exit(int(os.environ['RANK']) > 9)") == [0, 0]
+    first, second = lab3_ping_pong.agent(2, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(600)")
+    assert (first < 0, second) == (True, 7)
+
+
+def test_lab_4_fails_when_more_than_one_rank_works_at_a_time(monkeypatch):
+    def busy(function, ranks, *args):
+        if function is emulated_step:
+            return [schedule.simulate(args[0], Costs(0.010, 0.010, 0.010))] * ranks
+        return [(0.9, None, 0.5, 0.5)] * ranks
+
+    monkeypatch.setattr(lab4_naive, "on_ranks", busy)
+    with pytest.raises(SystemExit, match=r"the ranks use 3.60 cores together: more than one of them works at a time"):
+        lab4_naive.main()
+
+
+def test_what_is_disturbed_is_measured_again_but_not_for_ever():
+    measured = iter(range(10))
+    assert story.settled(lambda: next(measured), lambda found: found == 2) == 2
+    assert story.settled(lambda: next(measured), lambda found: False, tries=3) == 5
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
+def test_a_picture_names_every_action_in_80_columns(name, stages, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    table = schedule.build(name, ranks=4, microbatches=8)
+    drawn = story.picture(schedule.simulate(table, Costs(1 / stages, 1 / stages, 1 / stages)))
+    assert max(map(len, drawn.splitlines())) <= 80
+    for action in {action for row in table.actions for action in row}:
+        assert str(action)[0 if stages > 1 else 1 :] in drawn
 
 
 def test_lab_5_fails_when_the_bubble_is_another_schedules(monkeypatch):
@@ -163,7 +215,7 @@ def test_lab_8_fails_when_the_backward_is_not_in_two(monkeypatch):
 
 
 def test_lab_8_fails_when_the_bubble_stays(monkeypatch):
-    with pytest.raises(SystemExit, match=r"zb-h1 should have a bubble of 11.1 %, 11.1 % by span; measured 26.3 % and 26.3 %"):
+    with pytest.raises(SystemExit, match=r"1f1b should take 330 ms and little more, it took 451"):
         lab_8_with(monkeypatch, Costs(0.02, 0.02, 0.001))
 
 
@@ -222,8 +274,20 @@ def test_lab_9_says_how_far_the_target_is(monkeypatch, tmp_path, capsys):
     file = tmp_path / "gpipe.py"
     rows = '[f"{rank}F{m}" for m in range(microbatches)] + [f"{rank}B{m}" for m in range(microbatches)]'
     file.write_text(f"def schedule(rank, ranks, microbatches):\n    return {rows}\n")
-    lab9_your_schedule.main(str(file))
-    assert "gpipe.py: 6 steps too many and 4 in flight too many" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"gpipe.py misses the target: 6 steps too many and 4 in flight too many"):
+        lab9_your_schedule.main(str(file))
+    assert ends_with_a_measurement(capsys.readouterr().out)
+
+
+def test_lab_9_hides_what_mends_its_schedule_until_asked(monkeypatch, capsys):
+    told, mended = [], []
+    monkeypatch.setattr(lab9_your_schedule, "judge", lambda table: (told.append(table.name), ("judged 1", ""))[1])
+    for fix in (False, True):
+        catalog.run(9, fix=fix)
+        mended.append(lab9_your_schedule.REPAIR in capsys.readouterr().out)
+    assert (told, mended) == (["1f1b", "the mended my_schedule.py"], [False, True])
+    with pytest.raises(ps.PenstockError, match="lab 3 has nothing to mend: leave --fix out, or choose lab 9"):
+        catalog.run(3, fix=True)
 
 
 def test_lab_9_fails_when_a_gradient_differs_from_one_process(monkeypatch):
@@ -297,11 +361,26 @@ def test_lab_11_fails_when_the_gradient_or_a_replica_is_another(monkeypatch):
 
 
 def test_some_buckets_are_better_than_one_and_than_one_for_each_layer():
-    ends = [lab11_data_parallel.planned(count)[-1].end for count in lab11_data_parallel.BUCKETS]
-    layers, backward = lab11_data_parallel.DEEP, lab11_data_parallel.BACKWARD
-    assert ends[0] == pytest.approx(layers * backward + lab11_data_parallel.wire(layers))
-    assert ends[-1] == pytest.approx(backward + layers * lab11_data_parallel.wire(1))
+    ends = [buckets.planned(count)[-1].end for count in lab18_overlap.BUCKETS]
+    layers, backward = buckets.DEEP, buckets.BACKWARD
+    assert ends[0] == pytest.approx(layers * backward + buckets.wire(layers))
+    assert ends[-1] == pytest.approx(backward + layers * buckets.wire(1))
     assert min(ends) not in (ends[0], ends[-1])
+
+
+@pytest.mark.ranks
+def test_ring_attention_is_that_of_one_process_on_any_number_of_ranks():
+    assert max(max(each.values()) for each in story.on_ranks(lab19_sequence.compare, 3)) < lab19_sequence.EXACT
+
+
+def test_a_mesh_with_its_pipeline_outermost_keeps_all_but_activations_within_a_machine():
+    assert lab17_hardware.crosses(("pp", "dp", "tp")) == {"pp": 4, "dp": 0, "tp": 0}
+    assert lab17_hardware.crosses(("dp", "tp", "pp")) == {"pp": 0, "dp": 4, "tp": 0}
+
+
+def test_a_stage_that_never_drains_is_as_many_steps_behind_as_there_are_ranks_after_it():
+    assert [lab20_stale.staleness(lab20_stale.without_end(), stage) for stage in range(4)] == [3, 2, 1, 0]
+    assert lab20_stale.rolled(1.9, 0) < 1 < lab20_stale.rolled(1.9, 1)
 
 
 def off_without_sum_gradients() -> list[str]:
@@ -337,13 +416,16 @@ def test_lab_14_fails_when_a_block_keeps_more_or_gradients_differ():
     dim, rows = next(iter(lab.SIZES.items()))
     size = 4 * dim * rows * lab.BLOCKS
     held = {lab.STORE: (9 * size, 0), lab.RECOMPUTE: (size, 0), lab.COMMUNICATE: (0, 9 * size)}
-    trial = lab.Trial(held, dict.fromkeys(lab.WAYS, 1.0), equal=True, again=0.5, bandwidth=size)
+    seconds = {lab.STORE: 1.0, lab.RECOMPUTE: 1.5, lab.COMMUNICATE: 19.0}
+    trial = lab.Trial(held, seconds, equal=True, again=0.5, bandwidth=size)
     assert [trial.expected(way) for way in lab.WAYS] == [0, 0.5, 18]
     lab.check_trial(dim, trial)
     with pytest.raises(SystemExit, match="the gradients depend on the way"):
         lab.check_trial(dim, replace(trial, equal=False))
     with pytest.raises(SystemExit, match=r"they hold .*'recompute': \(2.0, 0.0\)"):
         lab.check_trial(dim, replace(trial, held=held | {lab.RECOMPUTE: (2 * size, 0)}))
+    with pytest.raises(SystemExit, match=r"to recompute, a step of dim .* should take 1500.0 ms, it takes 4000.0"):
+        lab.check_trial(dim, replace(trial, seconds=seconds | {lab.RECOMPUTE: 4.0}))
 
 
 @pytest.mark.parametrize(

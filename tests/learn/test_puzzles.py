@@ -162,6 +162,8 @@ def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
     folder.check(each)
     assert each.explanation in folder.solution(each)
     assert folder.next() == 1
+    assert folder.next(after=9) == 10
+    assert folder.next(after=20) == 1
     assert folder.next(fast=True) == FAST_TRACK[0]
 
 
@@ -169,6 +171,10 @@ def test_what_cannot_run_is_told_with_its_line(tmp_path):
     for text, sentence in (
         ("def row(:", "p09_1f1b.py, line 1: "),
         ("def row(rank, ranks, microbatches):\n    return 1 / 0", "line 2: Zero"),
+        (
+            "def row(rank, ranks, microbatches):\n    while True: yield '0F0'",
+            "yields more than 10000 actions: does it ever end",
+        ),
     ):
         with pytest.raises(Missed, match=sentence):
             written(tmp_path, 9, text).check(puzzle(9))

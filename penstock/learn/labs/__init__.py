@@ -4,5 +4,8 @@
 `lab4_` to `lab8_`     the schedules, each for what the one before it left idle: naive, GPipe, 1F1B, interleaved, zero bubble
 `lab9_`                a schedule of your own, written into a copy of `my_schedule`
 `lab10_` to `lab13_`   the other axes: collectives, data parallel, tensor parallel, two axes at once
-`lab14_`               recompute, store or communicate: three ways to have an activation
+`lab14_`, `lab15_`     less memory: recompute, store or communicate an activation; replicas that share out their weights
+`lab16_`               PyTorch's tutorial: a transformer cut by hand and by tracing
+`lab17_`, `lab18_`     what a link is worth, how to time it, and how to hide it
+`lab19_`, `lab20_`     what Penstock has not, in small: the sequence axis, a pipeline that never drains
 """

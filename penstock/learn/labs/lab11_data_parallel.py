@@ -2,8 +2,8 @@
 
 The other way to use several ranks: each has the whole model, and its share of the batch. The gradient of a batch is a sum
 over its rows, so the ranks' gradients add up to it: one all-reduce, and every rank takes the same optimizer step. Only the
-weights of that sum need care: rows count, not ranks. Then torch's DistributedDataParallel, which is this in two lines, and
-what it does beside: it does not wait for the end of the backward.
+weights of that sum need care: rows count, not ranks. Then torch's DistributedDataParallel, which is this in two lines.
+(It does not wait for the end of the backward either: lab 18.)
 
     penstock lab 11
     python -m penstock.learn.labs.lab11_data_parallel
@@ -12,10 +12,7 @@ what it does beside: it does not wait for the end of the backward.
 Try: another seed on each rank before the model is built. What does the all-reduce not mend? What does DDP do about it?
 """
 
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,30 +21,23 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
-from penstock.learn.devices import EmulatedLayer
 from penstock.learn.story import check, on_ranks, percent, ranks_here, say
 
 RANKS, STEPS = 4, 20
 DIM, LAYERS, CLASSES, ROWS = 16, 4, 4, 3  # rank r has (r + 1) x ROWS rows
 EXACT = 1e-12  # of float64 sums in another order
 
-DEEP, BACKWARD = 8, 0.008  # emulated layers, and the seconds of the backward of one
-LATENCY, TRANSFER = 0.006, 0.006  # seconds of an all-reduce, and for each layer's gradients in it
-BUCKETS = (1, 2, 4, 8)
-
 
 def main() -> None:
-    """The gradient of a batch from shares of it, the steps of replicas, DDP; then buckets."""
+    """The gradient of a batch from shares of it, by hand and by DDP; then the steps of replicas."""
     ranks = ranks_here(RANKS)
     say(f"Lab 11: {ranks} replicas, each with its share of the batch\n")
     replicas = on_ranks(shares_and_steps, ranks)
     wrong = the_gradient(replicas)
     the_steps(replicas)
-    one, best, count = overlap(ranks)
     say(
         f"\nMeasured: weighted by rows the gradient of {ranks} shares is the batch's to {replicas[0].weighted:.0e}, a mean of "
-        f"means is {percent(wrong)} off; after {STEPS} steps the replicas are equal bit by bit; a backward and its "
-        f"all-reduce take {1e3 * best:.0f} ms in {count} buckets, {1e3 * one:.0f} in one."
+        f"means is {percent(wrong)} off; after {STEPS} steps the replicas are equal bit by bit."
     )
 
 
@@ -198,114 +188,6 @@ def the_steps(replicas: list[Replica]) -> None:
         f"only {same} of {len(replicas)} replicas have the weights of rank 0",
     )
     check(off < EXACT, "and those of one process, to rounding", f"the weights are {off:.0e} off those of one process")
-
-
-def overlap(ranks: int) -> tuple[float, float, int]:
-    """The backward with its all-reduces in one bucket and in more. Returns the seconds of one, the fewest, in how many."""
-    backward, network = (f"{1e3 * seconds:.0f} ms" for seconds in (DEEP * BACKWARD, wire(DEEP)))
-    say(f"\nThe backward of {DEEP} layers takes {backward}, an all-reduce of all their gradients {network} (emulated).")
-    say("It need not wait for the end: the last layers' gradients are there first. They go in buckets, in so many ms:\n")
-    say("  buckets   simulated   measured")
-    plans, real, sums = {count: planned(count) for count in BUCKETS}, {}, {}
-    for count, plan in plans.items():
-        seconds, totals = zip(*on_ranks(measured, ranks, count), strict=True)
-        real[count], sums[count] = max(seconds), totals[0]
-        say(f"  {count:7} {1e3 * plan[-1].end:11.0f} {1e3 * real[count]:10.0f}")
-    best = min(plans, key=lambda count: plans[count][-1].end)
-    say("".join(f"\n{drawn(plans[count])}" for count in (1, best)))
-    say("\nFew buckets begin late, many pay the latency each time. DDP's are of 25 MB (bucket_cap_mb).")
-    check(
-        all(real[count] >= plan[-1].end for count, plan in plans.items()) and real[best] < real[1],
-        f"no number of buckets beats the arithmetic, and {best} of them hide most of the all-reduce behind the backward",
-        f"the backward should take {[round(1e3 * plan[-1].end) for plan in plans.values()]} ms or little more, it took "
-        f"{[round(1e3 * each) for each in real.values()]}; a very busy machine? run it again",
-    )
-    check(
-        all((total - sums[1]).abs().max() < EXACT for total in sums.values()),
-        "the gradients are the same in any number of buckets",
-        "the gradients depend on the number of buckets",
-    )
-    return real[1], real[best], best
-
-
-@dataclass(frozen=True)
-class Span:
-    """A piece of work of the backward or of the network."""
-
-    what: str
-    start: float  # seconds
-    end: float
-    on_wire: bool
-
-
-def wire(layers: int) -> float:
-    """The seconds of an all-reduce of these layers' gradients."""
-    return LATENCY + layers * TRANSFER
-
-
-def planned(count: int) -> list[Span]:
-    """The backward in `count` buckets, by arithmetic: a bucket is sent when it is full, and the one before is through."""
-    spans, free, size = [], 0.0, DEEP // count
-    for done in range(1, DEEP + 1):
-        spans.append(Span(str(DEEP - done), (done - 1) * BACKWARD, done * BACKWARD, on_wire=False))
-        if done % size == 0:
-            start = max(free, done * BACKWARD)
-            free = start + wire(size)
-            spans.append(Span(str(done // size - 1), start, free, on_wire=True))
-    return spans
-
-
-def drawn(spans: list[Span]) -> str:
-    """The backward's layers in one line, the network's buckets in the other."""
-    unit, lines = 0.002, []
-    for name in ("backward", "network"):
-        line = ["."] * round(spans[-1].end / unit)
-        for span in spans:
-            if span.on_wire is (name == "network"):
-                start, end = round(span.start / unit), round(span.end / unit)
-                line[start:end] = span.what.ljust(end - start, "=")
-        lines.append(f"  {name:9}|{''.join(line)}")
-    return "\n".join(lines)
-
-
-def measured(count: int) -> tuple[float, Tensor]:
-    """The seconds of the least disturbed backward in `count` buckets, and the summed gradients."""
-    topology = ps.comms.init_distributed(backend="gloo")
-    layers = [EmulatedLayer(DIM, 0.0, BACKWARD).double() for _ in range(DEEP)]
-    generator, size = torch.Generator().manual_seed(topology.rank), DEEP // count
-    inputs = torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
-    times = []
-    with ThreadPoolExecutor(1) as network:  # one wire: it carries one bucket after the other
-        sending: list[Future[None]] = []
-
-        def ready(number: int, weight: Tensor) -> None:
-            """Layer `number` has its gradient; where it is the first of a bucket, the bucket is full."""
-            if number % size == 0:
-                sending.append(network.submit(all_reduce, layers[number : number + size]))
-
-        for number, layer in enumerate(layers):
-            layer.weight.register_post_accumulate_grad_hook(partial(ready, number))
-        for _ in range(3):
-            loss = nn.Sequential(*layers)(inputs).square().mean()
-            for layer in layers:
-                layer.weight.grad = None
-            sending.clear()
-            dist.barrier()
-            start = time.perf_counter()
-            loss.backward()
-            for each in sending:
-                each.result()
-            times.append(time.perf_counter() - start)
-    return min(times), torch.cat([flat(layer) for layer in layers])
-
-
-def all_reduce(layers: list[EmulatedLayer]) -> None:
-    """One all-reduce of a bucket, which takes as long as the emulated network."""
-    until = time.perf_counter() + wire(len(layers))
-    totals = summed(torch.cat([flat(layer) for layer in layers])).split(DIM)
-    for layer, total in zip(layers, totals, strict=True):
-        give(layer, total)
-    time.sleep(max(0.0, until - time.perf_counter()))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def main() -> None:
     say(f"  order counts: (0.1 + 0.2) + 0.3 is {(0.1 + 0.2) + 0.3}, 0.1 + (0.2 + 0.3) is {0.1 + (0.2 + 0.3)}.")
     count_bytes(parts)
     say(f"\nThe same declared, with DTensor:\n\n{indent(inspect.getsource(declared), '  ')}")
+    say(f"The same in JAX, where arrays are sharded (not run here; tried with JAX 0.10):\n\n{JAX}")
     check(torchs < EXACT, "declared, they are those of the uncut block as well", f"declared they are {torchs:.0e} off")
     say(
         f"\nMeasured: each of {ranks} ranks holds {parts[0].held:,} of {parameters():,} parameters; one all-reduce of "
@@ -90,6 +91,18 @@ def count_bytes(parts: list["Part"]) -> None:
         f"one all-reduce each way, of rows x dim numbers: {size:,} bytes",
         f"every rank should sum {size} bytes each way; they summed {[part.sent for part in parts]}",
     )
+
+
+JAX = """\
+  mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))  # Auto: the compiler finds what must be sent
+  A = jax.device_put(A, NamedSharding(mesh, P(None, "tensor")))  # (dim, hidden): columns
+  B = jax.device_put(B, NamedSharding(mesh, P("tensor", None)))  # (hidden, dim): rows
+  loss, gradients = jax.jit(jax.value_and_grad(block, argnums=(0, 1, 2)))(A, B, X, targets)  # one program for all devices
+
+torch: the plan names layers, a layer's style says what it sends, and a DTensor knows how it lies. JAX: arrays are laid out,
+nothing is said of layers, and the compiler derives the same two all-reduces. Data parallel and FSDP are other layouts of the
+same program there. A pipeline is not: each device runs other code at other times, so both write it out, as a schedule.
+"""
 
 
 class SumGradients(torch.autograd.Function):

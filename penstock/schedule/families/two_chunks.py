@@ -16,7 +16,8 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
         while F1 < F0 or F0 < n: [F0 if F0 < n] I0 W0 F1 I1 W1
         (I0 I1) x r; (I0 W0) x (P-r); the W1 left; the W0 left
 
-    Any P, any M. At F = I = W the span has no bubble, the makespan (P-1) F/2 (F of a whole rank). P microbatches in flight.
+    Any P, any M. At F = I = W and M >= 2P-1 the span has no bubble, the makespan (P-1) F/2 (F of a whole rank). P
+    microbatches in flight.
     """
     row = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches)
     wanted = max(microbatches, 2 * ranks - 1)
@@ -43,8 +44,8 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Cell]:
         5  (B1 {F1 B0}) x (P-r-1)         6  (B1 B0) x (r+1), in its second half I for B
         7  (W I0) x (P-r-1)               8  W x (r+1)
 
-    Any P, any M. Bubble (P-1)(F&B + B - 3W) per chunk for M >= 2P, F&B the time of an overlapped pair. (2P+1)/2 microbatches
-    in flight.
+    Any P, any M. Bubble (P-1)(F&B + B - 3W) per chunk for M >= 2P and F = I >= W, F&B the time of an overlapped pair.
+    (2P+1)/2 microbatches in flight.
     """
     row, wanted = _TwoChunks((rank, 2 * ranks - 1 - rank), microbatches), max(microbatches, 2 * ranks)
     after, half, odd = ranks - rank - 1, (rank + 1) // 2, (rank + 1) % 2

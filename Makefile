@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest
 
-.PHONY: train quick test kernels neighbours nccl docs matrix lint bench rooms clean
+.PHONY: train quick test kernels gpu neighbours nccl docs matrix lint bench rooms clean
 
 train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --compare
@@ -22,6 +22,18 @@ test: $(VENV)/ready lint
 kernels: $(VENV)/ready
 	ATEN_CPU_CAPABILITY=default $(PYTEST) -n 2 --dist loadfile -m kernels
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) -n 2 --dist loadfile -m kernels
+
+# On a machine with a GPU, by the Python whose torch knows it; the parts, each under ten minutes, the most important first.
+GPU_PYTHON ?= python3
+GPU_PARTS := right faults_on_device waits casts state_on_device
+gpu: $(GPU_PARTS:%=gpu-%) gpu-speed
+
+gpu-speed:
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --width 4096 --part step
+
+gpu-%:
+	PYTHONPATH=$(CURDIR) CUBLAS_WORKSPACE_CONFIG=:4096:8 $(GPU_PYTHON) -m pytest -m gpu -s --timeout 540 tests/gpu/test_$*.py
 
 # The examples with transformers, peft, Lightning, Accelerate and Ray, which they need and nothing else does.
 neighbours: $(VENV)/neighbours

@@ -4,6 +4,7 @@ wire         what a message looks like: a tree of tensors, its description and i
 blocks       where messages lie in memory that two processes see
 worker       a thread that sends beside the compute, and what becomes of its errors
 memory_line  a line between two processes of one machine
+device_line  the same for tensors on a GPU
 group_line   a line over process groups: between machines, between GPUs
 lines        which of the two it is
 channels     the transfers from one rank to a neighbour, in order, over a line

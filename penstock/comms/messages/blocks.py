@@ -32,8 +32,8 @@ class Block:
 class Blocks:
     """The blocks of a line, as its sender gives them out."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+    def __init__(self, memory: mmap.mmap, spare: int = SPARE) -> None:
+        self._memory, self._spare = memory, spare
         self._end = PAGE
         self._by_power: list[list[Block]] = [[] for _ in range(len(memory).bit_length())]
 
@@ -67,7 +67,7 @@ class Blocks:
         """Have free blocks take no memory, if they take too much."""
         free = [block for block in self.all if block.written and self._memory[block.start] == FREE]
         idle = sum(block.written for block in free)
-        if idle > max(SPARE, KEPT_FREE * (self.written - idle)):
+        if idle > max(self._spare, KEPT_FREE * (self.written - idle)):
             for block in free:
                 with suppress(OSError):  # some sandboxes know no such advice: then the block keeps its memory
                     self._memory.madvise(mmap.MADV_REMOVE, block.start, -(-block.written // PAGE) * PAGE)

@@ -4,11 +4,13 @@ Messages arrive in the order in which they are sent, and sending never waits for
 `carrier` to be sent, and arrive there.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from penstock.comms.groups import DESTINATION, SOURCE, Groups
+from penstock.comms.messages.device_line import DeviceReceiver, DeviceSender
 from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
 from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender, accept, offer
 from penstock.comms.topology import CPU
@@ -19,15 +21,21 @@ ReceivingLine = MemoryReceiver | GroupReceiver
 
 def sending_line(groups: Groups, name: str, peer: int, outbox: Outbox) -> SendingLine:
     """The sending end of the new line `name` to the rank `peer`, which opens the other end."""
-    if groups.topology.backend != "nccl" and (line := offer(groups, peer, outbox.failure)):
-        return line
+    if groups.topology.backend != "nccl":
+        device = groups.topology.device
+        make = partial(DeviceSender, device=device) if device.type == "cuda" else MemorySender
+        if line := offer(groups, peer, partial(make, failure=outbox.failure)):
+            return line
     return GroupSender(*_of_two(groups, name, SOURCE), outbox)
 
 
 def receiving_line(groups: Groups, name: str, peer: int) -> ReceivingLine:
     """The receiving end of the new line `name` from the rank `peer`."""
-    if groups.topology.backend != "nccl" and (line := accept(groups, peer)):
-        return line
+    if groups.topology.backend != "nccl":
+        device = groups.topology.device
+        make = partial(DeviceReceiver, device=device) if device.type == "cuda" else MemoryReceiver
+        if line := accept(groups, peer, make):
+            return line
     return GroupReceiver(*_of_two(groups, name, DESTINATION))
 
 

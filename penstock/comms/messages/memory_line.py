@@ -14,6 +14,7 @@ import os
 import select
 import struct
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from penstock.comms.groups import Groups
 from penstock.comms.messages import wire
-from penstock.comms.messages.blocks import FREE, HEADER, Blocks, addresses
+from penstock.comms.messages.blocks import FREE, HEADER, SPARE, Blocks, addresses
 from penstock.comms.messages.wire import TensorSpec
 from penstock.comms.messages.worker import SendFailure, Worker
 from penstock.comms.shared_memory import SECRET, make, open_of
@@ -44,7 +45,7 @@ _ends: "weakref.WeakSet[MemorySender | MemoryReceiver]" = weakref.WeakSet()
 def _close_in_a_child() -> None:
     """In a process that a rank forks, a data loader's for instance: the pipe's ends are the rank's alone."""
     for end in list(_ends):
-        end.close()
+        end.let_go()
 
 
 if hasattr(os, "register_at_fork"):  # there is none on Windows
@@ -80,8 +81,8 @@ class MemorySender:
 
     carrier = CPU
 
-    def __init__(self, memory: mmap.mmap, writer: int, failure: SendFailure) -> None:
-        self.blocks, self._views = Blocks(memory), Views(memory)
+    def __init__(self, memory: mmap.mmap, writer: int, failure: SendFailure, spare: int = SPARE) -> None:
+        self.blocks, self._views = Blocks(memory, spare), Views(memory)
         self._writer, self._failure = writer, failure
         self._copying: Worker | None = None
         _ends.add(self)
@@ -102,9 +103,12 @@ class MemorySender:
     def _send(self, tensor: Tensor, spec: TensorSpec) -> None:
         """Copy `tensor` into a free block, and say so. If nobody reads, others will tell."""
         start = self.blocks.take(spec.bytes)
-        self._views.at(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
+        self._put(start, tensor, spec)
         with suppress(BrokenPipeError):
             os.write(self._writer, TICKET.pack(start, spec.bytes))
+
+    def _put(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
+        self._views.at(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
 
     def _send_beside(self, tensor: Tensor, spec: TensorSpec, what: object) -> None:
         """The same in the thread, where an error would be lost; one that follows from closing the line is none."""
@@ -119,11 +123,15 @@ class MemorySender:
 
     def close(self) -> None:
         """Let the receiver know that nothing more comes."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close this process' end of the pipe."""
         writer, self._writer = self._writer, -1
         with suppress(OSError):
             os.close(writer)
 
-    __del__ = close
+    __del__ = let_go
 
 
 class MemoryReceiver:
@@ -179,14 +187,18 @@ class MemoryReceiver:
 
     def close(self) -> None:
         """Let go of the pipe; messages that were taken stay."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close this process' end of the pipe."""
         pipe, self._pipe = self._pipe, -1
         with suppress(OSError):
             os.close(pipe)
 
-    __del__ = close
+    __del__ = let_go
 
 
-def offer(groups: Groups, peer: int, failure: SendFailure) -> MemorySender | None:
+def offer(groups: Groups, peer: int, make_sender: Callable[[mmap.mmap, int], MemorySender]) -> MemorySender | None:
     """The sending end of a new line, if the rank `peer`, which opens the other, is on this machine and sees this memory."""
     sender, where, opened = None, [-1] * OFFER, torch.zeros(1)
     memory, *files = make(addresses())
@@ -194,7 +206,7 @@ def offer(groups: Groups, peer: int, failure: SendFailure) -> MemorySender | Non
         if memory is not None:
             reader, writer = os.pipe()
             files.append(reader)
-            sender = MemorySender(memory, writer, failure)
+            sender = make_sender(memory, writer)
             where = [os.getpid(), *files, *SECRET.unpack_from(memory)]
         groups.everyone.send([torch.tensor(where)], peer, OPENING_TAG).wait()
         groups.everyone.recv([opened], peer, OPENING_TAG).wait()
@@ -207,7 +219,9 @@ def offer(groups: Groups, peer: int, failure: SendFailure) -> MemorySender | Non
     return None
 
 
-def accept(groups: Groups, peer: int) -> MemoryReceiver | None:
+def accept(
+    groups: Groups, peer: int, make_receiver: Callable[[mmap.mmap, int, timedelta], MemoryReceiver]
+) -> MemoryReceiver | None:
     """The receiving end of a new line, likewise."""
     where = torch.zeros(OFFER, dtype=torch.int64)
     groups.everyone.recv([where], peer, OPENING_TAG).wait()
@@ -219,7 +233,7 @@ def accept(groups: Groups, peer: int) -> MemoryReceiver | None:
             pipe = os.open(f"/proc/{process}/fd/{reader}", os.O_RDONLY)
         except FileNotFoundError as error:
             raise dist.DistError("the sender is gone") from error
-        receiver = MemoryReceiver(memory, pipe, groups.topology.timeout)
+        receiver = make_receiver(memory, pipe, groups.topology.timeout)
         groups.at_close(receiver.close)
         groups.at_wake(receiver.wake)
     groups.everyone.send([torch.tensor([float(receiver is not None)])], peer, OPENING_TAG).wait()

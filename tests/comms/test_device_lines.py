@@ -1,0 +1,218 @@
+"""A line for tensors on a GPU, with a stub of its streams: what is copied when, what the driver knows, and how it ends."""
+
+import mmap
+import os
+import threading
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+from reference import accumulate, assert_same, data, gradients, make, merged
+
+import penstock as ps
+from penstock.comms.messages import lines
+from penstock.comms.messages.device_line import DeviceReceiver, DeviceSender
+from penstock.comms.messages.wire import describe_tensor
+from penstock.comms.topology import CPU
+
+LONG = 60  # seconds that nothing takes
+
+
+class Event:
+    def __init__(self):
+        self.reached = threading.Event()
+
+    def record(self, stream):
+        stream.record(self)
+
+    def synchronize(self):
+        assert self.reached.wait(LONG)
+
+
+class Stream:
+    """Does what it is told at once; one that computes reaches an event when the test says so, if it is `held`."""
+
+    def __init__(self, device=None):
+        self.held, self.told, self.waited = False, [], []
+
+    def record(self, event):
+        self.told.append(event)
+        if not self.held:
+            event.reached.set()
+
+    def record_event(self):
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        event.synchronize()
+        self.waited.append(event)
+
+    def go_on(self):
+        self.held = False
+        for event in self.told:
+            event.reached.set()
+
+
+class Driver:
+    """Remembers which memory it knows."""
+
+    def __init__(self, code=0):
+        self.code, self.known, self.calls = code, {}, 0
+
+    def cudaHostRegister(self, address, size, flags):
+        self.calls += 1
+        if self.code == 0:
+            assert not any(address < other + length and other < address + size for other, length in self.known.items())
+            self.known[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        del self.known[address]
+
+
+class Module:
+    """In the place of `torch.cuda`."""
+
+    Event, Stream = Event, Stream
+
+    def __init__(self, code=0):
+        self.compute, self.driver = Stream(), Driver(code)
+
+    def current_stream(self, device):
+        return self.compute
+
+    def stream(self, stream):
+        return nullcontext()
+
+    def cudart(self):
+        return self.driver
+
+
+class Unfailing:
+    def tell(self, what, error):
+        raise AssertionError(f"{what}: {error}")
+
+
+@pytest.fixture
+def line(monkeypatch):
+    """The module of either end, and both ends."""
+    memory, (reader, writer) = mmap.mmap(-1, 2**24), os.pipe()
+    modules = [Module(), Module()]
+    waiting = iter(modules)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: next(waiting))
+    sender = DeviceSender(memory, writer, Unfailing(), CPU)
+    receiver = DeviceReceiver(memory, reader, timedelta(seconds=LONG), CPU)
+    yield *modules, sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def test_a_message_leaves_when_the_device_has_made_it(line):
+    sending, _, sender, receiver = line
+    message = torch.zeros(40_000)
+    spec = describe_tensor(message)
+    posted = receiver.post(spec)
+    sending.compute.held = True
+    sender.send(message, spec)
+    message.fill_(7)  # what the device makes of it, when it comes to that
+    sending.compute.go_on()
+    assert torch.equal(receiver.wait(posted, spec), message)
+
+
+def test_a_buffer_is_written_when_the_device_has_done_with_what_was_there(line):
+    _, receiving, sender, receiver = line
+    message = torch.full((40_000,), 7.0)
+    spec = describe_tensor(message)
+    receiving.compute.held = True
+    posted = receiver.post(spec)
+    posted[0].fill_(3)
+    sender.send(message, spec)
+    sender.send(message, spec)
+    assert posted[0].eq(3).all()
+    receiving.compute.go_on()
+    assert torch.equal(receiver.wait(posted, spec), message)
+    assert len(receiving.compute.waited) == 1  # the device, not the host, waits for the copy
+    assert torch.equal(receiver.wait(receiver.post(spec), spec), message)
+
+
+def test_the_driver_knows_each_block_once_and_forgets_it_in_the_end(line):
+    *modules, sender, receiver = line
+    for _ in range(3):
+        for size in (1, 5_000, 40_000, 5_000):
+            message = torch.randn(size)
+            spec = describe_tensor(message)
+            posted = receiver.post(spec)
+            sender.send(message, spec)
+            assert torch.equal(receiver.wait(posted, spec), message)
+    for module in modules:
+        assert module.driver.calls == len(module.driver.known) > 0
+    sender.close()
+    receiver.close()
+    for end in (sender._copying, receiver._taking):
+        done = threading.Event()
+        end.do(done.set)
+        assert done.wait(LONG)
+    assert modules[0].driver.known == modules[1].driver.known == {}
+
+
+def test_where_the_driver_refuses_it_is_asked_once_and_messages_arrive(line):
+    *modules, sender, receiver = line
+    for module in modules:
+        module.driver.code = 1
+    for _ in range(2):
+        message = torch.randn(3, 5)
+        spec = describe_tensor(message)
+        sender.send(message, spec)
+        assert torch.equal(receiver.wait(receiver.post(spec), spec), message)
+    assert [module.driver.calls for module in modules] == [1, 1]
+
+
+def test_who_waits_for_a_sender_that_is_gone_is_told(line):
+    *_, sender, receiver = line
+    spec = describe_tensor(torch.zeros(3))
+    posted = [receiver.post(spec) for _ in range(3)]
+    sender.close()
+    for each in posted:
+        with pytest.raises(RuntimeError, match="the sender has closed the pipe"):
+            receiver.wait(each, spec)
+
+
+def test_who_must_not_wait_any_more_is_woken(line):
+    *_, receiver = line
+    spec = describe_tensor(torch.zeros(3))
+    posted = [receiver.post(spec) for _ in range(3)]
+    receiver.wake()
+    for each in posted:
+        with pytest.raises(RuntimeError, match="a rank is lost"):
+            receiver.wait(each, spec)
+
+
+def rank_steps(names):
+    module = Module()
+    torch.get_device_module = lambda device: module
+    lines.MemorySender, lines.MemoryReceiver = partial(DeviceSender, device=CPU), partial(DeviceReceiver, device=CPU)
+    found = {}
+    for name in names:
+        model, loss_fn = make("gpt")
+        pipe = ps.Pipeline(model, loss_fn, name, 4, seed=None)
+        kinds = {type(each.line) for each in pipe._engine.channels._ends()}
+        losses = [pipe.step(inputs, target=target) for inputs, target in (data("gpt", 9, seed) for seed in (3, 4))]
+        with torch.inference_mode():
+            losses.append(pipe.eval(data("gpt", 9)[0], target=data("gpt", 9)[1])[1])
+        found[name] = losses, gradients(pipe.named_parameters()), kinds
+    return found
+
+
+@pytest.mark.ranks
+def test_over_such_lines_steps_have_the_bits_of_one_process():
+    names = ("1f1b", "zb-v")
+    everyone = ps.launch(rank_steps, 2, names)
+    model, loss_fn = make("gpt")
+    losses = [accumulate(model, loss_fn, data("gpt", 9, seed), 4) for seed in (3, 4)]
+    for name in names:
+        assert all(each[name][0][:2] == losses and each[name][2] == {DeviceSender, DeviceReceiver} for each in everyone)
+        assert_same(merged([each[name][1] for each in everyone]), gradients(model.named_parameters()))

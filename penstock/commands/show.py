@@ -105,12 +105,23 @@ class Show(Simulated):
     """Also draw it as a figure for a paper."""
     png: Optional[Path] = None
     """The same as an image (needs Pillow: pip install 'penstock[png]')."""
+    memory: bool = False
+    """These two figures show memory, also where it is not known in bytes."""
+    path: bool = False
+    """They show the critical path."""
+    arrows: bool = False
+    """They show a line from each action that sends to the one that receives."""
+    embed: bool = False
+    """The page is the chart alone, for the frame of another page, whose theme it takes."""
 
     def run(self) -> None:
         """Build, prove, time, draw - or read and draw."""
         record = self._recorded() if is_recorded(self.schedule) else self._simulated()
-        for path in write([record], self.html, self.perfetto, self.svg, self.png):
+        for path in write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._also()):
             print(f"wrote {path}")
+
+    def _also(self) -> list[str]:
+        return [name for name in ("memory", "path", "arrows") if getattr(self, name)]
 
     def _simulated(self) -> Record:
         schedule, proof = self.proved(self.schedule)

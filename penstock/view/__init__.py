@@ -1,6 +1,7 @@
 """A timeline for people: whatever is drawn or told of it comes from one plain form, the record.
 
 `record`        timelines as plain data: kept in a file, read back, and what every picture is drawn from
+`sums`          the same of a step that is too large for a page: where each rank's time went
 `messages`      which action of which rank an event needed, and when that arrived
 `terminal`      a timeline as text, and in numbers
 `differences`   two of them in numbers, side by side

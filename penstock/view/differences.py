@@ -5,6 +5,8 @@ from penstock.schedule import Timeline
 from penstock.view.record import Record
 from penstock.view.terminal import held, told, told_causes
 
+MOST = 20  # characters of a name
+
 
 def differences(first: Record, second: Record) -> str:
     """Two records in numbers, side by side, and what the second has more or less.
@@ -15,6 +17,14 @@ def differences(first: Record, second: Record) -> str:
         told_of = (f"{each.name} is {'measured, in seconds' if each.unit else 'simulated'}" for each in (first, second))
         raise PenstockError(f"{', and '.join(told_of)}: compare two runs, or two schedules")
     one, other = first.steps[-1], second.steps[-1]
+    unlike = [
+        f"{what} ({a} and {b})"
+        for what, a, b in (
+            ("ranks", one.ranks, other.ranks),
+            ("microbatches", _microbatches(one), _microbatches(other)),
+        )
+        if a != b
+    ]
     rows = [
         ("", first.name, second.name, "difference"),
         ("makespan", told(one.makespan, first.unit), told(other.makespan, first.unit), _more(one.makespan, other.makespan)),
@@ -26,11 +36,22 @@ def differences(first: Record, second: Record) -> str:
         for cause, share in one.causes.items()
         if cause in told_causes(one) or cause in told_causes(other)
     ]
+    rows[0] = ("", *(_short(each.name) for each in (first, second)), "difference")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))) for row in rows
     )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    warning = f"\nthese differ in {' and '.join(unlike)}: their times are those of different work" if unlike else ""
+    return "\n".join("  ".join(line).rstrip() for line in lines) + warning
+
+
+def _microbatches(timeline: Timeline) -> int:
+    return len({event.action.microbatch for event in timeline.events})
+
+
+def _short(name: str) -> str:
+    """A name as a column of 80 has room for it."""
+    return name if len(name) <= MOST else f"{name[: MOST - 2]}.."
 
 
 def _peak(timeline: Timeline) -> float:

@@ -1,6 +1,6 @@
 """Pictures of timelines, each written to the file it is asked for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +14,13 @@ def write(
     perfetto: Path | None = None,
     svg: Path | None = None,
     png: Path | None = None,
+    embed: bool = False,
+    also: Collection[str] = (),
 ) -> Iterator[Path]:
     """Write `records` to those files that are given, and yield each once it is there; all but the page take the last record.
+
+    `embed`: the page is the chart alone, to stand in another page. `also`: what figures show besides, of "memory", "path" and
+    "arrows".
 
     Raises PenstockError where a file cannot be written.
     """
@@ -26,10 +31,10 @@ def write(
     from penstock.view.perfetto import trace
 
     writers: tuple[tuple[Path | None, Callable[[Path], object]], ...] = (
-        (html, lambda path: path.write_text(page(records), encoding="utf-8")),
+        (html, lambda path: path.write_text(page(records, embed), encoding="utf-8")),
         (perfetto, lambda path: path.write_text(trace(records[-1]), encoding="utf-8")),
-        (svg, lambda path: path.write_text(drawn(figure(records[-1])), encoding="utf-8")),
-        (png, lambda path: save_png(figure(records[-1]), path)),
+        (svg, lambda path: path.write_text(drawn(figure(records[-1], also)), encoding="utf-8")),
+        (png, lambda path: save_png(figure(records[-1], also), path)),
     )
     for path, writer in writers:
         if path is not None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from importlib.resources import files
 from string import Template
 
-from penstock.view.record import Record
+from penstock.view.record import Data, Record
+from penstock.view.sums import is_huge, sums_data
 
 SCRIPTS = (  # in the order they build on each other
     *("data.js", "replay.js", "strip.js", "rows.js", "chart.js", "marks.js", "input.js"),
@@ -16,21 +17,32 @@ SCRIPTS = (  # in the order they build on each other
 )
 
 
-def page(records: Sequence[Record]) -> str:
+def page(records: Sequence[Record], embed: bool = False) -> str:
     """The page that shows one record, or several one above the other on one time axis.
+
+    With `embed` it is the chart alone, to stand in the frame of another page, whose theme it takes.
 
     What is inside is all that the page may use: its content security policy allows only its own script and style.
     """
     script, style = "\n".join(map(_part, SCRIPTS)), _part("page.css")
-    data = json.dumps([record.data() for record in records], separators=(",", ":"))
+    data = json.dumps([_data(record) for record in records], separators=(",", ":"))
     return Template(_part("page.html")).substitute(
         title=html.escape(" and ".join(record.name for record in records)),
         style=style,
+        embed=' class="embed"' if embed else "",
         style_hash=_allowed(style),
         script=script,
         script_hash=_allowed(script),
         records=data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
     )
+
+
+def _data(record: Record) -> Data:
+    """The record as JSON; of a huge step, which no page could show action by action, the sums."""
+    if not is_huge(record.steps[-1]):
+        return record.data()
+    step = {"label": record.label, "timeline": sums_data(record.steps[-1])}
+    return {"name": record.name, "unit": record.unit, "planned": None, "steps": [step], "verdict": None}
 
 
 def _part(name: str) -> str:

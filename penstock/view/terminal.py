@@ -116,19 +116,32 @@ def _filled(text: str, width: int, fill: str) -> str:
 def summary(timeline: Timeline, unit: str = "") -> str:
     """What the picture shows, in numbers: time, bubble both ways, memory; and where the time of all ranks went.
 
+    Idle counts the time of all ranks, the bubble that of the busiest one: where they differ that is said.
     `unit` is that of time: `s`, or none where it is whatever the costs were in.
     """
-    flights = "/".join(map(str, timeline.peak_in_flight))
-    busy = sum(timeline.busy) / (timeline.ranks * timeline.makespan) if timeline.makespan else 0.0
-    peaks = "/".join(held(peak, timeline.memory_unit) for peak in timeline.peak_memory)
+    flights = _of_ranks([str(peak) for peak in timeline.peak_in_flight])
+    peaks = _of_ranks([held(peak, timeline.memory_unit) for peak in timeline.peak_memory])
+    idle, busiest = timeline.idle_share, "" if same_share(timeline) else " (the bubble is that of the busiest rank alone)"
     memory = f", which take {peaks}" if timeline.memory_unit else ""
     causes = ", ".join(f"{cause} {share:.1%}" for cause, share in told_causes(timeline).items())
     return (
         f"makespan {told(timeline.makespan, unit)}, bubble {timeline.bubble:.1%}"
         f" (longest rank's span {told(timeline.span, unit)}, bubble {timeline.bubble_by_span:.1%}),"
         f" activations in flight {flights}{memory}\n"
-        f"time of all ranks: busy {busy:.1%}, idle by {causes}"
+        f"time of all ranks: busy {1 - idle:.1%}, idle {idle:.1%}{busiest} by {causes}"
     )
+
+
+def same_share(timeline: Timeline) -> bool:
+    """Whether all ranks are idle for the same share of the step, so that the bubble and idle are one number."""
+    return abs(timeline.bubble - timeline.idle_share) < 5e-4
+
+
+def _of_ranks(values: Sequence[str]) -> str:
+    """One value a rank: the one that all have if there are many, else from where to where they lie."""
+    if len(values) <= 16:
+        return "/".join(values)
+    return f"{values[0]} on every rank" if len(set(values)) == 1 else f"{values[0]}/../{values[-1]} on {len(values)} ranks"
 
 
 def told_causes(timeline: Timeline) -> dict[Cause, float]:

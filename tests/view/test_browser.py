@@ -1,30 +1,23 @@
 """The page in a browser, used by mouse and keyboard. Needs Chromium and its driver; skipped where there are none."""
 
-import json
-import shutil
+# ruff: noqa: F811 (fixtures are imported, and are parameters)
+
 import time
 from dataclasses import replace
 
 import pytest
+from browsing import NEEDS_CHROMIUM, browser, drawn, move_to, place, tip, visit, webdriver  # noqa: F401
 from patience import within
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from timelines import COSTS, measured
 
 from penstock.schedule import Costs, Size, Timeline, build, simulate
 from penstock.view.html import page
 from penstock.view.record import Record
 
-webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver"),
-]
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1300,1000"]
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")
@@ -53,69 +46,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in [*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.get("about:blank")  # the page Chromium begins with asks for files of its own
-    yield driver
-    driver.quit()
-
-
-@pytest.fixture
-def visit(browser, folder):
-    """Open a page; afterwards the console must be empty, and nothing but the file asked for."""
-    browser.get_log("performance")
-
-    def open_page(name):
-        browser.get((folder / name).as_uri())
-        drawn(browser)
-        return browser
-
-    yield open_page
-    assert browser.get_log("browser") == []
-    messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    assert asked
-    assert all(url.startswith(folder.as_uri()) or url.startswith("data:") for url in asked), asked
-
-
-def drawn(browser):
-    """Wait until what was done is drawn."""
-    wait = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));"
-    browser.execute_async_script(wait)
-
-
 def view(browser):
     drawn(browser)
     return browser.execute_script("return [page.view.from, page.view.to]")
-
-
-def place(browser, action, of="timeline"):
-    """The middle of an action from the middle of its chart, in pixels."""
-    return browser.execute_script(
-        "const c = page.charts[0], b = c.record[arguments[1]].blocks.get(arguments[0]), r = c.rows[b.rank];"
-        "const y = arguments[1] === 'planned' ? r.planned + PLANNED / 2 : c.topOf(b) + c.heightOf(b) / 2;"
-        "c.host.scrollIntoView({block: 'center'});"
-        "return [Math.round(c.x((b.start + b.end) / 2) - c.host.offsetWidth / 2), Math.round(y - c.host.offsetHeight / 2)]",
-        action,
-        of,
-    )
-
-
-def move_to(browser, x, y):
-    chart = browser.find_element(By.CLASS_NAME, "chart")
-    return ActionChains(browser, duration=20).move_to_element_with_offset(chart, x, y)
-
-
-def tip(browser):
-    drawn(browser)
-    found = browser.find_element(By.ID, "tip")
-    return found.text if found.is_displayed() else ""
 
 
 def test_hovering_over_an_action_tells_its_times_and_what_it_waited_for(visit):

@@ -92,6 +92,14 @@ def test_compare_draws_both_at_one_scale_and_lists_the_differences(tmp_path):
     ]
 
 
+def test_what_did_different_work_is_compared_with_a_warning(run):
+    more = run.parent / "more"
+    more.mkdir()
+    save(measured(build("1f1b", ranks=2, microbatches=6), 1), None, more / "timeline.json")
+    told = penstock("compare", run, more).stdout.splitlines()
+    assert told[-1] == "these differ in microbatches (4 and 6): their times are those of different work"
+
+
 def test_compare_takes_two_runs(run):
     done = penstock("compare", run, run)
     assert done.stdout.count("same") == 7, done.stderr

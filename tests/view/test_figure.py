@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -11,9 +12,9 @@ from timelines import COSTS, measured, two_ranks
 from penstock.errors import PenstockError
 from penstock.schedule import Size, Timeline, build, simulate
 from penstock.view.figure.png import save_png
-from penstock.view.figure.shapes import Box, Line, Text
+from penstock.view.figure.shapes import Box, Line, Text, hatching
 from penstock.view.figure.svg import svg
-from penstock.view.figure.timeline import CAUSES, KINDS, LABEL, MEMORY, SHADE, figure
+from penstock.view.figure.timeline import CAUSES, HATCHES, KINDS, LABEL, MEMORY, SHADE, figure
 from penstock.view.record import Record
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -66,6 +67,24 @@ def test_the_planned_row_stands_below_the_measured_one_on_the_same_axis():
     assert texts.count("planned") == 4
     assert "time (ms)" in texts
     assert all(shape.x + shape.width <= drawn.width for shape in drawn.shapes if isinstance(shape, Box))
+
+
+def test_memory_path_and_arrows_are_drawn_if_asked():
+    timeline = two_ranks()
+    plain, told = figure(Record((timeline,))), figure(Record((timeline,)), ("memory", "path", "arrows"))
+    count = [sum(isinstance(shape, Line) for shape in drawn.shapes) for drawn in (plain, told)]
+    between = sum(one.rank != other.rank for one, other in pairwise(timeline.critical_path))
+    assert count[1] - count[0] == 4 + between + 2 * len(timeline.critical_path)  # four messages; an outline is two lines
+    assert sum(isinstance(shape, Box) and shape.color == SHADE for shape in told.shapes) > 4
+
+
+def test_idle_time_is_hatched_by_its_cause_within_its_box():
+    hatches = {shape.hatch for shape in figure(Record((two_ranks(),))).shapes if isinstance(shape, Box) and shape.hatch}
+    assert hatches == {HATCHES[cause] for cause in ("fill", "drain", "communication")}
+    for hatch in HATCHES.values():
+        lines = list(hatching(Box(10, 20, 30, 12, "#6c2507", hatch=hatch)))
+        assert lines
+        assert all(10 <= line.x <= line.to_x <= 40.8 and 20 <= line.y <= 32 and 20 <= line.to_y <= 32 for line in lines), hatch
 
 
 def test_the_svg_is_well_formed_whatever_the_name_and_says_the_same_each_time():

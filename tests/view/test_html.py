@@ -6,9 +6,11 @@ import json
 import re
 from html.parser import HTMLParser
 
+import pytest
 from timelines import COSTS, measured, two_ranks
 
-from penstock.schedule import Timeline, build, simulate
+from penstock.schedule import Costs, Timeline, build, simulate
+from penstock.view import sums
 from penstock.view.html import page
 from penstock.view.record import Record
 
@@ -71,3 +73,23 @@ def test_the_same_records_make_the_same_text():
     schedule = build("1f1b", ranks=4, microbatches=8)
     made = [page([Record((measured(schedule, 1),), simulate(schedule, COSTS), "s")]) for _ in range(2)]
     assert made[0] == made[1]
+
+
+def test_a_huge_step_is_there_as_sums_that_add_up(monkeypatch):
+    monkeypatch.setattr(sums, "MOST", 10)
+    timeline = simulate(build("dualpipe-v", 2, 6), Costs(1, 1, 2, send=0.5))
+    [record] = json.loads(Outline(page([Record((timeline,))])).texts["script"][0])
+    data = record["steps"][0]["timeline"]
+    assert data["counts"]["actions"] == len(timeline.events)
+    assert sum(data["kinds"].values()) == pytest.approx(1 - timeline.idle_share, abs=1e-3)
+    for row, busy in zip(data["ranks"], timeline.busy, strict=True):
+        parts = row["sums"]["parts"]
+        assert sum(sum(parts.get(kind, ())) for kind in "FBIW") / sums.SLICES == pytest.approx(
+            busy / timeline.makespan, abs=1e-3
+        )
+        assert [sum(slices) for slices in zip(*parts.values(), strict=True)] == pytest.approx([1] * sums.SLICES, abs=4e-3)
+
+
+def test_a_page_for_a_frame_is_the_chart_alone():
+    bodies = [attributes for tag, attributes in Outline(page([Record((two_ranks(),))], embed=True)).seen if tag == "body"]
+    assert bodies == [{"class": "embed"}]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Costs, build, names, simulate
-from penstock.view.terminal import COLOR, _scale, draw
+from penstock.view.terminal import COLOR, _kind, _scale, draw, summary
 
 SHOWS = {color: "pair" if kind is None else kind.value for kind, color in COLOR.items()}
 
@@ -46,8 +46,27 @@ def test_where_there_is_no_room_the_order_is_still_the_tables():
         assert all(letter in kinds for letter in line.partition("|")[2].replace(".", ""))
 
 
+@settings(max_examples=60)
+@given(st.sampled_from(names()), st.integers(1, 6), st.integers(1, 20), TIMES, TIMES, TIMES, st.integers(30, 200))
+def test_the_order_of_a_picture_never_contradicts_the_table(name, ranks, microbatches, forward, inputs, weights, width):
+    timeline = simulate(build(name, ranks, microbatches), Costs(forward, inputs, weights, send=0.3))
+    for rank, line in enumerate(draw(timeline, width, color=True).splitlines()):
+        table = (_kind(cell) for cell in timeline.cells(rank))
+        blocks = [SHOWS[color] for color in re.findall(r"(\033\[[\d;]+m)[^\033]+\033\[0m", line)]
+        assert all(shown in ("pair" if kind is None else kind.value for kind in table) for shown in blocks)
+
+
 @pytest.mark.parametrize("width", [40, 80, 100])
 def test_rows_are_equally_wide(width):
     lines = draw(simulate(build("dualpipe-v", 4, 10), Costs(1, 1, 1, 0.2, overlap=0.5)), width).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= width
+
+
+def test_the_summary_of_many_ranks_is_short_and_says_idle_and_bubble():
+    told = summary(simulate(build("1f1b", 64, 70), Costs(1, 1, 1)))
+    assert "activations in flight 64/../1 on 64 ranks" in told
+    assert max(map(len, told.splitlines())) < 130
+    uneven = simulate(build("1f1b", 2, 4), Costs([1, 3], 1, 1))
+    assert f"idle {uneven.idle_share:.1%} (the bubble is that of the busiest rank alone) by" in summary(uneven)
+    assert uneven.idle_share != uneven.bubble

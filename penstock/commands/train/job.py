@@ -104,7 +104,8 @@ def _begun(setup: Setup) -> TrainResult:
     config, pipe = setup.config, setup.pipe
     run = TrainResult(setup.topology.world_size, pipe.position.copies > 1)
     run.rows_per_step, run.tokens_per_step = config.batch, config.batch * (config.context if config.model == "gpt" else 1)
-    run.planned_bubble = simulate(pipe.schedule, Costs()).bubble
+    planned = simulate(pipe.schedule, Costs())
+    run.planned_bubble, run.planned_idle = planned.bubble, planned.idle_share
     folder = config.resume or (setup.folder if setup.begun else None)
     if folder is None:
         return run
@@ -194,6 +195,8 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> It
             "tokens_per_second": run.tokens_per_step / seconds,
             "bubble": report.bubble,
             "bubble_of_the_table": run.planned_bubble,
+            "idle": 1 - sum(report.busy) / (len(report.busy) * report.makespan) if report.makespan else 0.0,
+            "idle_of_the_table": run.planned_idle,
             "peak_memory_bytes": run.peak_memory,
             **(pipe.metrics() if step % WAITS_EVERY == 0 or step + 1 == config.steps else {}),
         }

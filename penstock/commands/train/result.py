@@ -21,6 +21,7 @@ class TrainResult:
     prompt: str = ""
     sample: str = ""
     planned_bubble: float = 0.0  # of the table, every stage alike, a backward twice a forward
+    planned_idle: float = 0.0  # of the table: the share of all ranks' time
     clock_error: float = 0.0  # seconds by which the clocks of several machines may differ in it
     planned: str = ""  # what a step was planned to take, and takes
     explanation: str = ""  # where the time of the last steps went

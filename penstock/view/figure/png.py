@@ -4,7 +4,7 @@ from os import PathLike
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.view.figure.shapes import Box, Figure, Shape, Text
+from penstock.view.figure.shapes import Box, Figure, Shape, Text, hatching, pale
 
 PIXELS = 3  # for each of the figure's: 216 a inch
 ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}
@@ -29,7 +29,11 @@ def _paint(brush: Any, shape: Shape) -> None:
         right, bottom = round((shape.x + shape.width) * PIXELS), round((shape.y + shape.height) * PIXELS)
         if right > left:
             outline = {"outline": shape.outline, "width": 1} if shape.outline else {}
-            brush.rectangle((left, top, right - 1, bottom - 1), fill=shape.color, **outline)
+            brush.rectangle(
+                (left, top, right - 1, bottom - 1), fill=pale(shape.color) if shape.hatch else shape.color, **outline
+            )
+            for line in hatching(shape):
+                _paint(brush, line)
     elif isinstance(shape, Text):
         place = shape.x * PIXELS, shape.y * PIXELS
         brush.text(place, shape.text, shape.color, _font(shape.size), anchor=ANCHORS[shape.anchor])

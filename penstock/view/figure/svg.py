@@ -2,7 +2,7 @@
 
 from xml.sax.saxutils import escape, quoteattr
 
-from penstock.view.figure.shapes import Box, Figure, Shape, Text
+from penstock.view.figure.shapes import Box, Figure, Shape, Text, hatching, pale
 
 FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
@@ -19,7 +19,8 @@ def _shape(shape: Shape) -> str:
     if isinstance(shape, Box):
         outline = f' stroke="{shape.outline}" stroke-width="0.75"' if shape.outline else ""
         place = f'x="{_n(shape.x)}" y="{_n(shape.y)}" width="{_n(shape.width)}" height="{_n(shape.height)}"'
-        return f'<rect {place} fill="{shape.color}"{outline}/>'
+        color = pale(shape.color) if shape.hatch else shape.color
+        return "\n".join([f'<rect {place} fill="{color}"{outline}/>', *map(_shape, hatching(shape))])
     if isinstance(shape, Text):
         place = f'x="{_n(shape.x)}" y="{_n(shape.y + 0.35 * shape.size)}" font-size="{shape.size:g}"'
         return f'<text {place} text-anchor="{shape.anchor}" fill="{shape.color}">{escape(shape.text)}</text>'

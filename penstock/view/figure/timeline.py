@@ -1,51 +1,78 @@
 """A timeline as a figure for a paper.
 
 A row for each rank, the planned one below it if there is one, memory where it is known in bytes, an axis and a legend.
-Colours differ in lightness too, so that they can be told apart in print.
+Colours differ in lightness too, and causes of idle time in their hatch, so that they can be told apart in print.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 
-from penstock.view.figure.shapes import MUTED, PAD, TEXT, Box, Figure, Line, Shape, Text
+from penstock.view.figure.shapes import INK, MUTED, PAD, TEXT, Box, Figure, Line, Shape, Text
 from penstock.view.record import Data, Record
 from penstock.view.terminal import held
 
-KINDS = {"F": "#8fb4e3", "B": "#5da583", "I": "#8accd1", "W": "#ecd58a"}
-CAUSES = {"fill": "#dfe3ea", "imbalance": "#f2c6a8", "drain": "#ddd0ec", "communication": "#ecb7d3", "sending": "#c9dcae"}
+KINDS = {"F": "#629ad9", "B": "#19653f", "I": "#0b838e", "W": "#d7b34e"}
+LETTERS = {"F": INK, "B": "#ffffff", "I": "#ffffff", "W": INK}
+CAUSES = {"fill": "#fbfcfe", "imbalance": "#6c2507", "drain": "#dcd6f0", "communication": "#410c2d", "sending": "#030401"}
+HATCHES = {"fill": ".", "imbalance": "/", "drain": "-", "communication": "\\", "sending": "|"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weights)"}
 LABEL, ROW, PLANNED, GAP = 58.0, 20.0, 12.0, 7.0
 MEMORY, SHADE = 14.0, "#b3bac4"  # the curve of what a rank's activations take, where that is known in bytes
 
 
-def figure(record: Record, width: float = 720.0) -> Figure:
-    """The last step of `record`, `width` wide and as high as it needs."""
+def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> Figure:
+    """The last step of `record`, `width` wide and as high as it needs.
+
+    `also`: "memory" that is not known in bytes too, the critical "path", and "arrows" for messages between ranks.
+    """
     data = record.data()
     timeline, planned = data["steps"][-1]["timeline"], data["planned"]
     whole = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1
     scale = (width - LABEL - PAD) / whole
     shapes: list[Shape] = []
     y = PAD
+    memory = bool(timeline["memory_unit"]) or "memory" in also
+    tops: list[float] = []
     several = any(len({_stage(event) for event in row["events"]}) > 1 for row in timeline["ranks"])
     for rank, row in enumerate(timeline["ranks"]):
         shapes.append(Text(LABEL - 8, y + ROW / 2, f"rank {rank}", anchor="end"))
         shapes += _row(row, timeline, scale, y, ROW, several)
+        tops.append(y)
         y += ROW
         if planned and rank < len(planned["ranks"]):
             shapes.append(Text(LABEL - 8, y + 2 + PLANNED / 2, "planned", TEXT - 2.5, "end", MUTED))
             shapes += _row(planned["ranks"][rank], planned, scale, y + 2, PLANNED, several, named=False)
             y += 2 + PLANNED
-        if timeline["memory_unit"]:
+        if memory:
             peak = held(timeline["peak_memory"][rank], timeline["memory_unit"])
             shapes.append(Text(LABEL - 8, y + 2 + MEMORY / 2, peak, TEXT - 2.5, "end", MUTED))
             shapes += _memory(row["memory"], timeline, scale, y + 2)
             y += 2 + MEMORY
         y += GAP
+    if "path" in also or "arrows" in also:
+        shapes += _marks(timeline, scale, tops, also)
     shapes += _axis(whole, scale, y, record.unit)
-    legend = list(_legend(timeline, planned, width, y + 34))
+    legend = list(_legend(timeline, planned, width, y + 34, memory))
     height = max((shape.y for shape in legend), default=y + 34) + 14
     return Figure(record.name, width, height, (*shapes, *legend))
+
+
+def _marks(timeline: Data, scale: float, tops: list[float], also: Collection[str]) -> Iterator[Line]:
+    """Lines over the rows: along the critical path, and from each action that sends to the one that receives."""
+    at = {event["action"]: (rank, event) for rank, row in enumerate(timeline["ranks"]) for event in row["events"]}
+    pairs = [(message["action"], name) for name, (_, event) in at.items() for message in event.get("receives", ())]
+    wanted = [(pairs, MUTED)] * ("arrows" in also) + [([*pairwise(timeline["critical_path"])], INK)] * ("path" in also)
+    for lines, color in wanted:
+        for (rank, source), (taker, event) in ((at[one], at[other]) for one, other in lines):
+            down = taker > rank
+            start, end = LABEL + source["end"] * scale, LABEL + event["start"] * scale
+            if rank != taker:
+                yield Line(start, tops[rank] + ROW * down, end, tops[taker] + ROW * (not down), color)
+    if "path" in also:
+        for rank, event in (at[name] for name in timeline["critical_path"]):
+            left, right = (LABEL + event[edge] * scale for edge in ("start", "end"))
+            yield from (Line(left, y, right, y, INK) for y in (tops[rank], tops[rank] + ROW))
 
 
 def _stage(event: Data) -> str:
@@ -61,7 +88,7 @@ def _row(
 ) -> Iterator[Shape]:
     halves = {action: half for pair in timeline["overlaps"] for half, action in enumerate(pair)}
     for start, end, cause in row["idle"]:
-        yield Box(LABEL + start * scale, y, (end - start) * scale, height, CAUSES[cause])
+        yield Box(LABEL + start * scale, y, (end - start) * scale, height, CAUSES[cause], hatch=HATCHES[cause])
     for event in row["events"]:
         x, wide = LABEL + event["start"] * scale, (event["end"] - event["start"]) * scale
         half = halves.get(event["action"])
@@ -70,7 +97,7 @@ def _row(
         size = min(TEXT - 1.5, high - 1)
         text = next((text for text in _names(event["action"], several) if len(text) * size * 0.6 + 2 < wide), None)
         if named and text is not None:
-            yield Text(x + wide / 2, top + high / 2, text, size, "middle")
+            yield Text(x + wide / 2, top + high / 2, text, size, "middle", LETTERS[_kind(event)])
 
 
 def _memory(curve: list[list[float]], timeline: Data, scale: float, y: float) -> Iterator[Shape]:
@@ -105,20 +132,20 @@ def _unit(whole: float) -> tuple[float, str]:
     return (1.0, "s") if whole >= 1 else (1e3, "ms") if whole >= 1e-3 else (1e6, "µs")
 
 
-def _legend(timeline: Data, planned: Data | None, width: float, y: float) -> Iterator[Box | Text]:
+def _legend(timeline: Data, planned: Data | None, width: float, y: float, memory: bool) -> Iterator[Box | Text]:
     """What is there of kinds and of causes of idle time, in as many lines as are needed."""
     drawn = [timeline, *([planned] if planned else [])]
     kinds = {_kind(event) for each in drawn for row in each["ranks"] for event in row["events"]}
     causes = {idle[2] for each in drawn for row in each["ranks"] for idle in row["idle"]}
-    items = [(color, NAMES[kind]) for kind, color in KINDS.items() if kind in kinds]
-    items += [(color, f"idle: {cause}") for cause, color in CAUSES.items() if cause in causes]
-    if timeline["memory_unit"]:
-        items.append((SHADE, "memory of activations, and its peak"))
+    items = [(color, "", NAMES[kind]) for kind, color in KINDS.items() if kind in kinds]
+    items += [(color, HATCHES[cause], f"idle: {cause}") for cause, color in CAUSES.items() if cause in causes]
+    if memory:
+        items.append((SHADE, "", "memory of activations, and its peak"))
     x = LABEL
-    for color, text in items:
+    for color, hatch, text in items:
         wide = 16 + 5.4 * len(text) + 14
         if x + wide > width and x > LABEL:
             x, y = LABEL, y + 16
-        yield Box(x, y - 5, 10, 10, color)
+        yield Box(x, y - 5, 10, 10, color, hatch=hatch)
         yield Text(x + 15, y, text, TEXT - 0.5)
         x += wide

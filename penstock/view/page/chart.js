@@ -125,7 +125,7 @@ class Chart {
     const {context: c, density, strip} = this, {colors, patterns, view, lit} = this.page, dimmed = lit ? 2 * DIM : 1;
     for (let i = firstAfter(idleEnds, view.from); i < idle.length && idle[i][0] < view.to; i++) {
       const [start, end, cause] = idle[i], left = this.x(start), right = this.x(end);
-      if (right - left < 6 || height < 8) {
+      if (right - left < 2 || height < 8) {
         strip.add(left * density, right * density, cause, dimmed);
         continue;
       }
@@ -171,13 +171,13 @@ class Chart {
   }
 
   /** The longest name that has room; the two of a pair have the same form of it. */
-  drawName(block, several, left, wide, middle, partner) {
+  drawName(block, several, left, wide, middle, partner, color = this.page.colors[`letter-${block.kind}`]) {
     const names = ({text, kind, microbatch}) => [...(several ? [text] : []), kind + microbatch, ...(partner ? [] : [String(microbatch)])];
     const other = partner ? names(partner) : [], texts = names(block);
     const text = texts.find((each, form) => 6.4 * Math.max(each.length, (other[form] || "").length) + 5 < wide);
     if (text === undefined) return;
     const from = Math.max(left, this.gutter), to = Math.min(left + wide, this.gutter + this.plotWidth + EDGE);
-    this.context.fillStyle = this.page.colors[`letter-${block.kind}`];
+    this.context.fillStyle = color;
     this.context.fillText(text, to - from > 30 ? (from + to) / 2 : left + wide / 2, middle + 0.5);
   }
 

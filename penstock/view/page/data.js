@@ -37,8 +37,9 @@ class Timeline {
     return block;
   }
 
-  get stages() { return 1 + Math.max(-1, ...this.ranks.flatMap(({stages}) => stages)); }
-  get microbatches() { return 1 + Math.max(-1, ...new Set([...this.blocks.values()].map((block) => block.microbatch))); }
+  get stages() { return this.data.counts ? this.data.counts.stages : 1 + Math.max(-1, ...this.ranks.flatMap(({stages}) => stages)); }
+  get microbatches() { return this.data.counts ? this.data.counts.microbatches : 1 + Math.max(-1, ...new Set([...this.blocks.values()].map((block) => block.microbatch))); }
+  get actions() { return this.data.counts ? this.data.counts.actions : this.blocks.size; }
   get severalStages() { return this.ranks.some(({stages}) => stages.length > 1); }
 
   /** The other action of an overlapped pair; undefined for one that has none. */

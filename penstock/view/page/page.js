@@ -1,4 +1,4 @@
-// The page around the charts: figures, legend, tools, tables, tooltip; one view in time that all charts share.
+// The page around the charts: tools, tooltip, what is chosen; one view in time that all charts share.
 
 /** An element with attributes and children; texts go in as text, so a name is never markup. */
 function element(tag, attributes = {}, ...children) {
@@ -8,57 +8,6 @@ function element(tag, attributes = {}, ...children) {
   }
   made.append(...children);
   return made;
-}
-
-function described(rows) { return element("dl", {}, ...rows.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text)])); }
-
-function interval(record, {start, end}) { return `${record.time(end - start)}, from ${record.time(start)} to ${record.time(end)}`; }
-
-function more(record, time, above, below) { return time === 0 ? "as planned" : `${record.time(Math.abs(time))} ${time > 0 ? above : below}`; }
-
-/** What there is to say of an action. */
-function describe(record, block) {
-  const planned = record.planned && record.planned.blocks.get(block.text), rows = [[record.kindOfTimes, interval(record, block)]];
-  if (planned) {
-    rows.push(["planned", interval(record, planned)]);
-    const longer = block.end - block.start - (planned.end - planned.start);
-    rows.push(["difference", `${more(record, longer, "longer", "shorter")}, starts ${more(record, block.start - planned.start, "later", "earlier")}`]);
-  }
-  if (block.waited > 0) {
-    const source = record.timeline.blocks.get(block.waitedFor);
-    rows.push(["waited", record.time(block.waited) + (source ? ` for ${source.text} of rank ${source.rank}` : "")]);
-  } else if (block.receives.length) {
-    rows.push(["received", block.receives.map(({action, rank}) => `${action} of rank ${rank}`).join(", ")]);
-  }
-  if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.amount(block.held)} once it has ended`]);
-  if (block.critical) rows.push(["critical path", "yes"]);
-  else if (record.timeline.data.makespan) rows.push(["slack", `${record.time(record.timeline.replay.slack.get(block) ?? 0)}: how much longer it may take before the step does`]);
-  const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KINDS[block.kind]}`);
-  const place = `stage ${block.stage}, microbatch ${block.microbatch}, rank ${block.rank}`;
-  return element("div", {}, title, element("div", {class: "muted"}, place), described(rows));
-}
-
-function describeIdle(record, [start, end, cause], rank) {
-  const title = element("h3", {}, element("span", {class: `swatch paint-${cause}`}), `idle by ${cause}`);
-  return element("div", {}, title, element("div", {class: "muted"}, CAUSES[cause]),
-    described([["rank", String(rank)], ["time", interval(record, {start, end})]]));
-}
-
-/** How the idle times of a cause are drawn where there is room: each differently, for eyes and paper without colours. */
-function patternOf(cause, color) {
-  const tile = element("canvas", {width: 8, height: 8}), c = tile.getContext("2d");
-  const lines = {fill: [], drain: [[0, 4, 8, 4]], imbalance: [[-2, 10, 10, -2], [-2, 2, 2, -2], [6, 10, 10, 6]], communication: [[-2, -2, 10, 10], [-2, 6, 2, 10], [6, -2, 10, 2]], sending: [[4, 0, 4, 8]]}[cause];
-  c.strokeStyle = c.fillStyle = color;
-  c.globalAlpha = 0.75;
-  c.lineWidth = 1;
-  if (cause === "fill") c.fillRect(3, 3, 1.5, 1.5);
-  for (const [x, y, toX, toY] of lines) {
-    c.beginPath();
-    c.moveTo(x, y);
-    c.lineTo(toX, toY);
-    c.stroke();
-  }
-  return c.createPattern(tile, "repeat");
 }
 
 class Page {
@@ -101,7 +50,7 @@ class Page {
     const {timeline} = this.records[0], count = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
     const counts = [count(timeline.ranks.length, "rank"), count(timeline.stages, "stage"), count(timeline.microbatches, "microbatch").replace("batchs", "batches")];
     document.getElementById("subtitle").textContent = this.records.length > 1
-      ? "one above the other, on one time axis" : [...counts, count(timeline.blocks.size, "action")].join(" · ");
+      ? "one above the other, on one time axis" : [...counts, count(timeline.actions, "action")].join(" · ");
   }
 
   section(chart, place) {
@@ -193,12 +142,12 @@ class Page {
     this.printing = printing;
     this.arrange();
     for (const chart of this.charts) chart.draw(); // now: the browser waits for nothing
-    if (!this.embedded) this.overview.draw();
+    this.overview.draw();
   }
 
   /** How high a chart may be for all ranks to be in sight. */
   roomFor({host}) {
-    if (this.printing) return 640 / this.charts.length;
+    if (this.printing) return 500 / this.charts.length;
     const above = Math.min(360, host.getBoundingClientRect().top + scrollY);
     return Math.max(320, innerHeight - (this.charts.length > 1 ? 120 : above) - 12) / this.charts.length;
   }

@@ -93,6 +93,23 @@ function pixel(red, green, blue, alpha) { return ((alpha << 24) | (Math.round(bl
 /** A colour `rgb(1, 2, 3)` as its three numbers. */
 function partsOf(color) { return color.match(/[\d.]+/g).slice(0, 3).map(Number); }
 
+/** How the idle times of a cause are drawn where there is room: each differently, for eyes and paper without colours. */
+function patternOf(cause, color) {
+  const tile = element("canvas", {width: 8, height: 8}), c = tile.getContext("2d");
+  const lines = {fill: [], drain: [[0, 4, 8, 4]], imbalance: [[-2, 10, 10, -2], [-2, 2, 2, -2], [6, 10, 10, 6]], communication: [[-2, -2, 10, 10], [-2, 6, 2, 10], [6, -2, 10, 2]], sending: [[4, 0, 4, 8]]}[cause];
+  c.strokeStyle = c.fillStyle = color;
+  c.globalAlpha = 0.75;
+  c.lineWidth = 1;
+  if (cause === "fill") c.fillRect(3, 3, 1.5, 1.5);
+  for (const [x, y, toX, toY] of lines) {
+    c.beginPath();
+    c.moveTo(x, y);
+    c.lineTo(toX, toY);
+    c.stroke();
+  }
+  return c.createPattern(tile, "repeat");
+}
+
 /** All of the time in one lane, all ranks together, and in it the window that the charts show. */
 class Overview {
   constructor(page) {

@@ -176,7 +176,10 @@ class Studio {
     shown.classList.toggle("stopped", (stopped && !measured) || !timeline);
     this.picture.answer = null;
     if (!timeline) return; // the last picture stays, pale
+    if (stopped) timeline.critical_path = []; // a step that never ends has none
     const record = new TimelineRecord(measured ? {...measured, planned: timeline} : {name, unit, planned: null, steps: [{label: "planned", timeline}]});
+    Object.assign(page, {pulls: false}); // actions are dragged to another place here
+    page.charts[0].instead = null;
     const [chart] = page.charts, all = page.view.to - page.view.from >= page.whole * (1 - 1e-9), selected = chart.selected?.text;
     chart.record = record;
     chart.hovered = null;

@@ -1,0 +1,334 @@
+"""What a person asks of a page, by mouse, keyboard and touch: each answer is what Python says."""
+
+# ruff: noqa: F811 (fixtures are imported, and are parameters)
+
+import json
+from dataclasses import replace
+
+import pytest
+from browsing import NEEDS_CHROMIUM, browser, drawn, move_to, place, tip, visit  # noqa: F401
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from timelines import COSTS, measured
+
+from penstock.schedule import Costs, build, simulate
+from penstock.view.html import page
+from penstock.view.record import Record, load, save
+from penstock.view.terminal import summary
+
+pytestmark = NEEDS_CHROMIUM
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run whose rank 1 is slow."""
+    schedule, file = build("1f1b", ranks=4, microbatches=8), tmp_path_factory.mktemp("run") / "timeline.json"
+    save([measured(schedule, seed, slow=1) for seed in range(3)], simulate(schedule, COSTS), file)
+    return load(file)
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """A step of which a column of pixels has several actions."""
+    return simulate(build("1f1b", 4, 1200), Costs(1, 1, 2, send=0.2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, run, dense):
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "run.html").write_text(page([run]))
+    (folder / "many.html").write_text(page([Record((simulate(build("1f1b", 64, 48)),))]))
+    (folder / "dense.html").write_text(page([Record((dense,))]))
+    return folder
+
+
+def ask(browser, words):
+    """Type into the field; what it says."""
+    field = browser.find_element(By.ID, "find")
+    field.clear()
+    field.send_keys(words, Keys.ENTER)
+    drawn(browser)
+    return browser.find_element(By.CSS_SELECTOR, ".answer").text
+
+
+def focus(browser):
+    browser.execute_script("page.charts[0].host.focus()")
+
+
+def press(browser, *keys):
+    ActionChains(browser, duration=20).send_keys(*keys).perform()
+    drawn(browser)
+
+
+def test_each_sentence_of_the_verdict_lights_up_what_it_is_about_and_draws_the_step_without_it(visit, run):
+    browser, told = visit("run.html"), run.explanation.verdict
+    sentences = browser.find_elements(By.CSS_SELECTOR, ".finding")
+    assert [each.text for each in sentences] == [each.text for each in told]
+    assert sentences[0].text.startswith("rank 1 is slow: ")
+    shown = "const c = page.charts[0]; return c.instead && [c.instead.timeline.data.makespan, c.rows[0].plannedHigh > 0]"
+    for sentence, finding in zip(sentences, told, strict=True):
+        sentence.click()
+        drawn(browser)
+        assert browser.execute_script(shown) == [pytest.approx(finding.timeline.makespan), True]
+    sentences[0].click()
+    lit = "return page.charts[0].record.timeline.ranks.map(({blocks}) => blocks.every(page.lit))"
+    assert browser.execute_script(lit) == [False, True, False, False]
+    sentences[0].click()
+    assert browser.execute_script(f"{shown.replace('return', 'return page.lit ||')}") is None
+
+
+def test_sixty_four_ranks_are_in_sight_and_can_be_sorted_folded_and_pinned(visit):
+    browser = visit("many.html")
+    state = "const c = page.charts[0]; return {high: c.rows[5].high, height: c.height, order: c.order, label: c.rows[7].main}"
+    before = browser.execute_script(state)
+    assert before["high"] >= 5
+    assert browser.execute_script("return page.charts[0].host.getBoundingClientRect().bottom <= innerHeight")
+    assert before["order"] == list(range(64))
+    browser.execute_script("const s = document.getElementById('sort'); s.value = 'idle'; s.dispatchEvent(new Event('change'))")
+    assert browser.execute_script(state)["order"][:2] == [0, 1]  # all are idle for as long: by number
+    x, y = browser.execute_script("const c = page.charts[0]; return [20 - c.width / 2, c.rows[8].main + 2 - c.height / 2]")
+    move_to(browser, round(x), round(y)).click().key_down(Keys.SHIFT).click().key_up(Keys.SHIFT).perform()
+    drawn(browser)
+    folded, pinned = browser.execute_script("const c = page.charts[0]; return [[...c.folded], [...c.pinned]]")
+    assert folded == [8]
+    assert len(pinned) == 1
+    assert browser.execute_script(state)["order"][0] == pinned[0]
+
+
+def test_where_blocks_are_denser_than_pixels_their_proportions_are_drawn(visit, dense):
+    browser = visit("dense.html")
+    pixels = """
+        const c = page.charts[0], {context, density, gutter, rows, page: {parts}} = c, found = {};
+        const {main, high} = rows[1], left = Math.round((gutter + 100) * density), wide = Math.round(600 * density);
+        const {data} = context.getImageData(left, Math.round(main * density), wide, Math.round(high * density));
+        const near = (i) => PAINTS.reduce((best, paint) => {
+            const far = Math.hypot(...parts[paint].map((part, k) => part - data[i + k]));
+            return far < best[0] ? [far, paint] : best;
+        }, [Infinity, null])[1];
+        for (let i = 0; i < data.length; i += 4) found[near(i)] = (found[near(i)] || 0) + 1 / (data.length / 4);
+        return [found, [left, left + wide].map((x) => c.timeAt(x / density))];
+    """
+    browser.execute_script("document.getElementById('show-path').click()")
+    drawn(browser)
+    shown, (begin, end) = browser.execute_script(pixels)
+    took = {"F": 0.0, "B": 0.0}
+    for event in dense.rows[1]:
+        took[event.action.kind.value] += max(0.0, min(end, event.end) - max(begin, event.start)) / (end - begin)
+    assert shown["F"] == pytest.approx(took["F"], abs=0.02)
+    assert shown["B"] == pytest.approx(took["B"], abs=0.02)
+    idle = sum(share for paint, share in shown.items() if paint not in took)
+    assert idle == pytest.approx(1 - sum(took.values()), abs=0.02)
+
+
+def test_a_microbatch_that_is_typed_lights_up_with_its_messages_until_escape(visit):
+    browser = visit("run.html")
+    browser.find_element(By.ID, "find").send_keys("m5")
+    drawn(browser)
+    lit = "return [...page.charts[0].record.timeline.blocks.values()].filter(page.lit).map(({microbatch}) => microbatch)"
+    assert browser.execute_script(lit) == [5] * 8
+    assert browser.find_element(By.CSS_SELECTOR, ".answer").text.startswith("m5: 8 actions, from ")
+    browser.find_element(By.ID, "find").send_keys(Keys.ESCAPE)
+    assert browser.execute_script("return [page.lit, page.followed]") == [None, None]
+    focus(browser)
+    press(browser, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, "f")
+    assert browser.execute_script("return page.followed") == 1
+
+
+def test_the_keys_of_perfetto_zoom_pan_mark_and_find_and_escape_leaves(visit):
+    browser = visit("run.html")
+    view = lambda: browser.execute_script("return [page.view.from, page.view.to]")  # noqa: E731
+    focus(browser)
+    whole = view()
+    press(browser, "w", "w")
+    closer = view()
+    assert closer[1] - closer[0] == pytest.approx(0.49 * (whole[1] - whole[0]))
+    press(browser, "d")
+    assert view()[0] > closer[0]
+    press(browser, "a", "s", "s")
+    assert view() == pytest.approx(whole)
+    press(browser, Keys.ARROW_RIGHT, "m")
+    assert browser.execute_script("return [page.selection.ranks, page.selection.from]") == [[0], 0]
+    press(browser, "/")
+    assert browser.execute_script("return document.activeElement.id") == "find"
+    focus(browser)
+    press(browser, Keys.ESCAPE)
+    left = browser.execute_script("return [page.selection, page.charts[0].selected, document.activeElement === document.body]")
+    assert left == [None, None, True]
+
+
+def test_what_is_searched_is_found(visit):
+    browser = visit("run.html")
+    ask(browser, "2f3")
+    assert browser.execute_script("return page.charts[0].selected.text") == "2F3"
+    assert tip(browser).startswith("2F3 forward")
+    ask(browser, "rank 2")
+    assert browser.execute_script("return page.selection.ranks") == [2]
+    assert "is none of 2F3, m5, rank 7" in ask(browser, "hello")
+
+
+def test_shift_and_drag_selects_time_and_ranks_and_the_address_brings_it_back(visit, folder):
+    browser = visit("run.html")
+    x, y = place(browser, "1B0")
+    move_to(browser, x, y).key_down(Keys.SHIFT).click_and_hold().move_by_offset(220, 95).release().key_up(Keys.SHIFT).perform()
+    drawn(browser)
+    chosen = browser.execute_script("return page.selection")
+    assert sorted(chosen["ranks"]) == [1, 2]
+    table = browser.find_element(By.CSS_SELECTOR, "[aria-label=Selection]").text
+    assert table.startswith("Selected: ")
+    assert "ranks 1-2" in table
+    address = browser.current_url
+    assert address.endswith("&ranks=1-2")
+    browser.get("about:blank")
+    browser.get(address)
+    drawn(browser)
+    again = browser.execute_script("return page.selection")
+    assert again["ranks"] == [1, 2]
+    assert again["from"] == pytest.approx(chosen["from"], rel=1e-4)
+    assert browser.find_element(By.CSS_SELECTOR, "[aria-label=Selection]").text == table
+    busy = (
+        "return happened(page.records[0].timeline, {from: 0, to: page.records[0].timeline.data.makespan, ranks: [0, 1, 2, 3]})"
+    )
+    told = browser.execute_script(f"{busy}.map(({{busy}}) => busy)")
+    assert told == pytest.approx(browser.execute_script("return page.records[0].timeline.data.busy"), rel=1e-6)
+
+
+def test_the_critical_path_is_unrolled_below_and_told_in_sums(visit, run):
+    browser = visit("run.html")
+    path = run.steps[-1].critical_path
+    x, y = browser.execute_script(
+        "const c = page.charts[0], {top, high} = c.pathRow; c.host.scrollIntoView({block: 'center'});"
+        "return [c.x(c.record.timeline.path[3].start) + 3 - c.width / 2, top + high / 2 - c.height / 2]"
+    )
+    move_to(browser, round(x), round(y)).perform()
+    assert tip(browser).startswith(str(path[3].action))
+    told = browser.find_element(By.CSS_SELECTOR, ".path").text
+    assert told.startswith("The critical path is backward ")
+    assert "messages" in told
+    assert "Its actions are on rank 1 " in told
+
+
+@pytest.mark.parametrize("slow", [0, 1, None])
+def test_idle_and_bubble_have_one_value_and_one_name_on_page_terminal_and_in_json(visit, folder, slow):
+    step = measured(build("1f1b", ranks=4, microbatches=4), 1, slow=slow)
+    record = Record((step,), None, "s")
+    (folder / "words.html").write_text(page([record]))
+    data, told = record.data()["steps"][0]["timeline"], summary(step, "s")
+    browser = visit("words.html")
+    cards = [each.text.split("\n") for each in browser.find_elements(By.CSS_SELECTOR, ".figures > div")]
+    shown = {name: value for name, value, *_ in cards}
+    assert shown["idle, of all ranks' time"] == f"{100 * data['idle_share']:.1f} %"
+    assert shown["bubble, idle of the busiest rank"] == f"{100 * data['bubble']:.1f} %"
+    assert f"idle {data['idle_share']:.1%}" in told
+    assert f"bubble {data['bubble']:.1%}" in told
+    assert browser.find_element(By.CSS_SELECTOR, ".shares h3").text.endswith(f"idle {shown[cards[1][0]]}")
+
+
+# ---- what if
+
+
+def asked(browser, record, words):
+    """The makespan that the page works out for a question."""
+    script = "return whatIf(new TimelineRecord(JSON.parse(arguments[0])), arguments[1])"
+    answer = browser.execute_script(f"{script}.makespan", json.dumps(record.data()), words)
+    assert answer is not None
+    return answer
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe-v"])
+def test_what_if_is_what_the_simulator_says(visit, name):
+    browser, table = visit("run.html"), build(name, ranks=4, microbatches=8)
+    forward = [1.0 + 0.25 * (stage % 3) for stage in range(table.stages)]
+    costs = Costs(forward, 1, 1.5, send=0.3, size=2, bandwidth=8)
+    record = Record((simulate(table, costs),))
+    as_it_was = "return new TimelineRecord(JSON.parse(arguments[0])).timeline.replay.run().makespan"
+    assert browser.execute_script(as_it_was, json.dumps(record.data())) == pytest.approx(record.steps[0].makespan)
+    silent = simulate(table, replace(costs, send=0, size=0)).makespan
+    assert asked(browser, record, "no send cost") == pytest.approx(silent)
+    if not table.overlaps:
+        for time in (0.5, 4):
+            slower = [*forward[:2], time, *forward[3:]]
+            expected = simulate(table, replace(costs, forward=slower)).makespan
+            assert asked(browser, record, f"2F = {time}") == pytest.approx(expected)
+
+
+def test_the_slack_of_an_action_is_how_much_longer_it_may_take_in_the_simulator(visit):
+    browser, table = visit("run.html"), build("zb-h1", ranks=4, microbatches=1)
+    costs = Costs([1, 2, 1, 1], [1, 3, 1, 2], [1, 1, 1, 4], send=0.5)
+    whole = simulate(table, costs)
+    slack = "const {replay, blocks} = new TimelineRecord(JSON.parse(arguments[0])).timeline;"
+    slack += "return [...blocks.values()].map((block) => [block.text, replay.slack.get(block)])"
+    found = dict(browser.execute_script(slack, json.dumps(Record((whole,)).data())))
+    assert found["0W0"] == pytest.approx(whole.makespan - whole.rows[0][-1].end)
+    names = {"F": "forward", "I": "backward_input", "W": "backward_weight"}
+    for action, room in found.items():
+        stage, kind = int(action[0]), action[1]
+        was = getattr(costs, names[kind])
+        for more, same in ((room, True), (room + 0.25, False)):
+            longer = replace(costs, **{names[kind]: [time + more * (here == stage) for here, time in enumerate(was)]})
+            assert (simulate(table, longer).makespan == pytest.approx(whole.makespan)) is same, (action, room)
+
+
+def test_a_question_in_words_is_answered_in_a_sentence_and_drawn_below(visit, run):
+    browser = visit("run.html")
+    now = browser.execute_script("return page.records[0].timeline.data.makespan")
+    assert browser.execute_script("return page.records[0].timeline.replay.run().makespan") == pytest.approx(now)
+    told = ask(browser, "rank 1 at the mean")
+    assert told.startswith("rank 1 as fast as the mean of the others: the step takes ")
+    assert " less (" in told
+    ghost = browser.execute_script("return page.charts[0].instead.timeline.data.makespan")
+    assert ghost < now
+    assert ask(browser, "1B3 as fast as the others").startswith("1B3 as fast as the others (")
+    assert "there is no 9F9" in ask(browser, "9F9 = 3 ms")
+
+
+def test_the_end_of_a_block_is_pulled_to_ask_what_if_it_took_longer(visit):
+    browser = visit("run.html")
+    x, y = place(browser, "1B2")
+    half = browser.execute_script(
+        "const c = page.charts[0], b = c.record.timeline.blocks.get('1B2'); return (c.x(b.end) - c.x(b.start)) / 2"
+    )
+    view = browser.execute_script("return page.view")
+    move_to(browser, x + round(half) - 3, y).click_and_hold().move_by_offset(40, 0).release().perform()
+    drawn(browser)
+    assert browser.find_element(By.CSS_SELECTOR, ".answer").text.startswith("1B2 at ")
+    assert browser.execute_script(
+        "return page.charts[0].instead.timeline.data.makespan > page.records[0].timeline.data.makespan"
+    )
+    assert browser.execute_script("return page.view") == view
+
+
+# ---- a phone, and paper
+
+
+def test_on_a_phone_the_first_screen_has_the_chart_and_a_tap_tells(visit):
+    browser = visit("run.html")
+    size = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    try:
+        drawn(browser)
+        top = "return page.charts[0].host.getBoundingClientRect().top + scrollY"
+        assert browser.execute_script(top) < 500
+        x, y = browser.execute_script(
+            "const c = page.charts[0], b = c.record.timeline.blocks.get('1B2'), {left, top} = c.host.getBoundingClientRect();"
+            "return [left + c.x((b.start + b.end) / 2), top + c.topOf(b) + 10]"
+        )
+        point = [{"x": x, "y": y}]
+        browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": point})
+        browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+        drawn(browser)
+        assert tip(browser).startswith("1B2 backward")
+    finally:
+        browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_on_paper_all_ranks_are_on_one_page(visit):
+    browser = visit("many.html")
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    height, density = browser.execute_script("return [page.charts[0].height, page.charts[0].density]")
+    assert height < 720
+    assert density == 3
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script("return page.printing") is False

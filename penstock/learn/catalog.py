@@ -64,4 +64,5 @@ def run(number: int, file: Path | None = None, fix: bool = False) -> None:
         raise PenstockError(f"--fix is about the schedule that lab {YOURS} hands out: leave {file} out")
     if number != ALONE:
         start_ahead()
-    LABS[number].run(*["--fix"] * fix, *[str(file)] * (file is not None))
+    words = ["--fix"] if fix else [str(file)] if file is not None else []
+    LABS[number].run(*words)

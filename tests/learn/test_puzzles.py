@@ -120,9 +120,9 @@ def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
     with pytest.raises(Missed, match="returned nothing yet"):
         folder.check(each)
     written(tmp_path, number, each.solution)
-    begin = time.monotonic()
+    begin = time.process_time()  # of a busy machine too
     assert folder.check(each).text
-    assert number not in TABLES or time.monotonic() - begin < 1
+    assert number not in TABLES or time.process_time() - begin < 1
     assert folder.passed() == {number}
 
 

@@ -6,6 +6,9 @@ from reference import data
 from torch import nn
 
 import penstock as ps
+from penstock.comms.topology import Topology
+from penstock.engine.checks import audit
+from penstock.mesh.position import position_in
 
 pytestmark = pytest.mark.ranks
 
@@ -175,3 +178,9 @@ def test_what_cannot_be_audited_is_refused_in_a_sentence_and_two_ranks_cannot_de
         assert "on_nonfinite='ignore': use 'raise', 'skip', 'retry' or None" in choice
         assert "audit_every=1, rank 1 has on_nonfinite=None and audit_every=2" in differs
         assert "one of the two is wrong, and there is no third rank to tell which" in two
+
+
+def test_on_a_gpu_it_wants_bits_that_repeat():
+    position = position_in(None, Topology(0, 2, torch.device("cuda", 0)))
+    with pytest.raises(ps.MismatchError, match=r"repeat with init_distributed\(deterministic=True\) only"):
+        audit.check(position, True, {})

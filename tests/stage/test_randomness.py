@@ -1,11 +1,12 @@
 """Random numbers that depend on what they are for."""
 
+import os
 from itertools import product
 
 import pytest
 import torch
 
-from penstock.randomness import aside, generator_of, mix
+from penstock.randomness import aside, generator_of, mix, repeat_bits
 
 CPU = torch.device("cpu")
 
@@ -66,3 +67,32 @@ def test_the_state_is_put_back_after_an_error():
     with pytest.raises(RuntimeError, match="inside"):
         fail_aside()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def switches(monkeypatch):
+    """What says which kernels torch takes, put back afterwards."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    fills, precision = torch.utils.deterministic.fill_uninitialized_memory, torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = cudnn
+
+
+@pytest.mark.parametrize("given", [None, ":16:8"])
+@pytest.mark.usefixtures("switches")
+def test_one_switch_has_bits_repeat_and_leaves_the_users_workspace(monkeypatch, given):
+    if given:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    repeat_bits()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cudnn.benchmark

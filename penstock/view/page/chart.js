@@ -76,6 +76,7 @@ class Chart {
     this.strip.clear(this.canvas.width, this.canvas.height, page.parts);
     this.slidNow = slid;
     for (const row of seen) this.drawRow(row);
+    if (this.pathRow) addPath(this);
     c.translate(0, slid);
     this.strip.draw(c, this.width, this.visibleHeight);
     c.translate(0, -slid);

@@ -24,6 +24,7 @@ class Timeline {
     });
     for (const pair of data.overlaps) pair.forEach((text, half) => { this.blocks.get(text).half = half; });
     this.path = data.critical_path.map((text) => this.blocks.get(text));
+    this.pathEnds = this.path.map((block) => block.end);
   }
 
   block(event, rank, index, path) {

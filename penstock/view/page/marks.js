@@ -2,10 +2,10 @@
 
 /** The critical path: an outline on the blocks, lines between ranks, and all of it unrolled in a row of its own. */
 function drawPath(chart) {
-  const {context: c} = chart, {colors, view} = chart.page, {path} = chart.record.timeline, seen = path.filter((block) => block.end >= view.from && block.start <= view.to);
-  const dense = seen.length > chart.plotWidth / 3;
+  const {context: c} = chart, {colors, view} = chart.page, {path, pathEnds} = chart.record.timeline, first = firstAfter(pathEnds, view.from);
+  const seen = path.slice(first, firstAfter(pathEnds, view.to) + 1), dense = seen.length > chart.plotWidth / 3;
   c.strokeStyle = c.fillStyle = colors.ink;
-  let before = path[path.indexOf(seen[0]) - 1];
+  let before = path[first - 1];
   for (const block of seen) {
     const left = chart.x(block.start), wide = chart.x(block.end) - left, high = chart.heightOf(block);
     if (wide > 13 && high >= 8) {
@@ -21,7 +21,17 @@ function drawPath(chart) {
     c.globalAlpha = 1;
     before = block;
   }
-  if (chart.pathRow) unroll(chart, seen, path[path.indexOf(seen[0]) - 1]);
+  if (chart.pathRow) unroll(chart, seen, path[first - 1]);
+}
+
+/** What of the unrolled path has no room for a text, as proportions. */
+function addPath(chart) {
+  const {pathRow: {top, high}, density, strip, slidNow, page: {view}} = chart, {path, pathEnds} = chart.record.timeline, first = firstAfter(pathEnds, view.from);
+  strip.lane((top - slidNow) * density, (top + high - slidNow) * density);
+  for (const block of path.slice(first, firstAfter(pathEnds, view.to) + 1)) {
+    const left = chart.x(block.start), right = chart.x(block.end);
+    if (right - left <= NARROW) strip.add(left * density, right * density, block.kind);
+  }
 }
 
 /** Each action of the path, then what it took to come to the next, from left to right. */
@@ -31,16 +41,19 @@ function unroll(chart, blocks, first) {
   c.textAlign = "center";
   const fits = (texts, wide) => texts.find((text) => 6.2 * text.length + 4 < wide);
   let before = first;
+  c.font = "11px system-ui, sans-serif";
   for (const block of blocks) {
-    const left = chart.x(block.start), wide = Math.max(0.5, chart.x(block.end) - left), middle = top + high / 2;
-    c.fillStyle = colors[block.kind];
-    c.fillRect(left, top, wide > 3 ? wide - 1 : wide, high);
-    c.fillStyle = colors[`letter-${block.kind}`];
-    c.font = "11px system-ui, sans-serif";
-    const text = fits([`rank ${block.rank} ${block.kind}${block.microbatch}`, `r${block.rank} ${block.kind}${block.microbatch}`, `r${block.rank}`], wide);
-    if (text) c.fillText(text, left + wide / 2, middle + 0.5);
-    if (before && block.start > before.end) {
-      const from = chart.x(before.end), gap = left - from, what = before.rank === block.rank ? "engine" : "message";
+    const left = chart.x(block.start), wide = chart.x(block.end) - left, middle = top + high / 2;
+    if (wide > NARROW) {
+      c.fillStyle = colors[block.kind];
+      c.fillRect(left, top, wide - 1, high);
+      c.fillStyle = colors[`letter-${block.kind}`];
+      const text = fits([`rank ${block.rank} ${block.kind}${block.microbatch}`, `r${block.rank} ${block.kind}${block.microbatch}`, `r${block.rank}`], wide);
+      if (text) c.fillText(text, left + wide / 2, middle + 0.5);
+    }
+    const from = before ? chart.x(before.end) : left, gap = left - from;
+    if (gap > 0.5) {
+      const what = before.rank === block.rank ? "engine" : "message";
       c.fillStyle = colors[before.rank === block.rank ? "shade" : "communication"];
       c.fillRect(from, middle - 1.5, gap, 3);
       const told = fits([`${what} ${record.time(block.start - before.end)}`], gap);

@@ -1,7 +1,6 @@
 """What this machine offers: devices, backends, what a message costs, and what is missing."""
 
 import importlib.util
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from penstock.comms.messages.memory_line import MemorySender
 from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.messages.worker import SendFailure
 from penstock.comms.starting.launcher import launch
+from penstock.comms.system import cores
 from penstock.torch_private import NEWEST, release
 
 SIZES = (1, 16_384, 1_048_576)  # floats
@@ -39,8 +39,7 @@ def examine() -> None:
     """Print it all; a minus sign is in front of what is missing."""
     print(f"+ Python {platform.python_version()}, torch {version('torch')}, penstock {version('penstock')}")
     _tested(torch.__version__)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    print(f"+ {cores} processor cores: more ranks than that share them, and computing takes longer than the table says")
+    print(f"+ {cores()} processor cores: more ranks than that share them, and computing takes longer than the table says")
     _devices()
     _say(dist.is_gloo_available(), "Gloo, for CPUs", "Gloo: this build of torch does not have it")
     _say(dist.is_nccl_available(), "NCCL, for GPUs", "NCCL: this build of torch does not have it")

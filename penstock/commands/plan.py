@@ -1,23 +1,30 @@
 """`penstock plan` and `penstock search`: the fastest step that fits the memory, for a model, and for stages as they are."""
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
-from penstock.plan import Layers, bytes_of, plan, robustness, told_bytes
+from penstock.plan import Layers, bytes_of, plan, robustness
 from penstock.plan import Plan as Planned
+from penstock.plan.of_run import FILE
 from penstock.schedule import Costs, search, simulate
 from penstock.schedule.table import PLACEMENTS
+from penstock.schedule.timing.explanation import bytes_told
 from penstock.view.files import writing
 from penstock.view.terminal import summary
 
+TRANSFORMERS = "transformers:"
 MORE_MEMORY = (1.1, 1.25, 1.5)
 NOISE, DRAWS = 0.1, 200
 
@@ -28,7 +35,8 @@ class Plan:
 
     model: tyro.conf.Positional[str | None] = None
     """FILE.py:FUNCTION. The function takes nothing and gives (model, args), with args a microbatch for its forward; or
-    (model, args, loss_fn, target), to count the loss too. Each layer is measured here."""
+    (model, args, loss_fn, target), to count the loss too. Each layer is measured here. Or transformers:CONFIG.json, a model of
+    transformers, which needs no device: its layers are estimated for --speed and --tokens."""
     ranks: int = 4
     """P: the most processes the model is cut over."""
     memory: str = "1TB"
@@ -49,8 +57,12 @@ class Plan:
     """Milliseconds that a message between two ranks takes."""
     bandwidth: float = float("inf")
     """Gigabytes a second between two ranks."""
+    speed: float = 100.0
+    """Of a rank, for estimates: 1e12 operations a second that it reaches."""
+    tokens: int = 1024
+    """Of a row, for estimates."""
     costs: Path | None = None
-    """Take the layers' costs from this file instead of measuring a model."""
+    """Take the layers' costs from this file, or from the folder of a run, instead of measuring a model."""
     save_costs: Path | None = None
     """Write what was measured to this file, for --costs."""
     out: Path | None = None
@@ -64,7 +76,8 @@ class Plan:
                 layers.save(self.save_costs)
             print(f"wrote {self.save_costs}")
         limit = bytes_of(self.memory)
-        plans = self._planned(layers, limit, self.effort, print)
+        with Watched() as watched:
+            plans = self._planned(layers, limit, self.effort, watched)
         print(table(plans, limit))
         best = plans[0]
         print(f"\n{best}")
@@ -72,7 +85,7 @@ class Plan:
             more = self._planned(layers, factor * limit, "quick")[0]
             if more.seconds < 0.99 * best.seconds:
                 less = 1 - more.seconds / best.seconds
-                print(f"with {told_bytes(factor * limit)} a rank: {1e3 * more.seconds:.4g} ms, {less:.1%} less")
+                print(f"with {bytes_told(factor * limit)} a rank: {1e3 * more.seconds:.4g} ms, {less:.1%} less")
         middle, worst = robustness(best, NOISE, DRAWS, self.seed)
         print(
             f"where every action takes up to {NOISE:.0%} more or less: {1e3 * middle:.4g} ms in the middle of {DRAWS} draws, "
@@ -87,15 +100,18 @@ class Plan:
         if (self.costs is None) == (self.model is None):
             raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
         if self.costs is not None:
-            return Layers.load(self.costs)
-        from penstock.plan import measure
+            return Layers.load(self.costs / FILE if self.costs.is_dir() else self.costs)
+        from penstock.plan import measure, of_transformers
 
+        if str(self.model).startswith(TRANSFORMERS):
+            print(f"estimates, for {self.speed:g}e12 operations a second and rows of {self.tokens} tokens: nothing is measured")
+            return of_transformers(Path(str(self.model).removeprefix(TRANSFORMERS)), self.tokens, 1e12 * self.speed)
         model, args, *loss = built(str(self.model))
         loss_fn, target = loss or (None, None)
         return measure(model, args, loss_fn=loss_fn, target=target)
 
     def _planned(
-        self, layers: Layers, memory: float, effort: Any, told: Callable[[str], object] = lambda line: None
+        self, layers: Layers, memory: float, effort: Any, progress: Callable[..., object] | None = None
     ) -> list[Planned]:
         counts = self.microbatches and [int(each) for each in numbers("--microbatches", self.microbatches)]
         return plan(
@@ -110,8 +126,36 @@ class Plan:
             optimizer=self.optimizer,
             send=self.send / 1e3,
             bandwidth=self.bandwidth * 1e9,
-            told=told,
+            progress=progress,
         )
+
+
+class Watched:
+    """A bar on a terminal while tables are searched for. Ctrl-C ends that, with the best so far; once more, it ends all."""
+
+    def __init__(self) -> None:
+        columns = TextColumn("{task.description}"), BarColumn(), TextColumn("best {task.fields[best]}, Ctrl-C takes it")
+        self.bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self.task, self.enough = self.bars.add_task("", total=1, visible=False, best=""), False
+
+    def __enter__(self) -> "Watched":
+        self.before = signal.signal(signal.SIGINT, self._stop)
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+        signal.signal(signal.SIGINT, self.before)
+
+    def _stop(self, *_: object) -> None:
+        if self.enough:
+            raise KeyboardInterrupt
+        self.enough = True
+
+    def __call__(self, what: str, share: float, seconds: float) -> bool:
+        """So much is done; whether that is enough."""
+        self.bars.update(self.task, description=what, completed=share, best=f"{1e3 * seconds:.4g} ms", visible=True)
+        return self.enough
 
 
 def built(source: str) -> Sequence[Any]:
@@ -151,7 +195,7 @@ def table(plans: Sequence[Planned], limit: float) -> str:
                 f"{1e3 * each.seconds:.4g} ms",
                 f"{each.seconds / each.bound - 1:.1%}",
                 f"{each.timeline.bubble:.1%}",
-                f"{told_bytes(max(each.peak_memory))} ({max(each.peak_memory) / limit:.0%})",
+                f"{bytes_told(max(each.peak_memory))} ({max(each.peak_memory) / limit:.0%})",
                 f"{again} of {each.schedule.stages}",
                 str(each.microbatches),
                 each.schedule.name,
@@ -195,7 +239,9 @@ class Search:
         times = columns["forward"], columns["backward_input"], columns["backward_weight"]
         costs = Costs(*times, send=self.send / 1e3, act=columns["activation"], keep=columns["keep"])
         placement = PLACEMENTS[self.placement](len(stages), self.ranks)
-        found = search(costs, placement, self.microbatches, bytes_of(self.memory), self.effort, self.seed)
+        with Watched() as watched:
+            told = partial(watched, self.effort)
+            found = search(costs, placement, self.microbatches, bytes_of(self.memory), self.effort, self.seed, progress=told)
         print(summary(simulate(found.schedule, costs)))
         least = f"no table within the limit is below {1e3 * found.bound:.4g} ms"
         print(f"step {1e3 * found.makespan:.4g} ms, {least}: {found.because}")

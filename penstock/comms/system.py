@@ -23,6 +23,11 @@ def need_descriptors(ranks: int) -> None:
             os.close(number)
 
 
+def cores() -> int:
+    """How many of this machine's processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def named(what: str) -> Iterator[None]:
     """An OSError inside becomes a ResourceError that begins with `what`."""

@@ -2,6 +2,9 @@
 
 `layers`      what each layer of a model costs, for any number of rows; read from JSON and written
 `measuring`   the same measured, as the engine would run each layer alone
+`beside`      what a step takes beside its layers, measured
+`estimating`  the same estimated, by counting operations
+`of_run`      the same of a run's measured steps
 `stages`      what stages of such layers cost a rank: time, activations, what is there all the time
 `timing`      a table as numbers, to be timed again and again
 `candidate`   one table with its cut, and the recomputation that makes it fit
@@ -16,20 +19,38 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
-    from penstock.plan.advice import bytes_of, told_bytes
+    from penstock.plan.advice import bytes_of
+    from penstock.plan.beside import Overheads, overheads
+    from penstock.plan.estimating import estimate, of_transformers
     from penstock.plan.layers import Layer, Layers
     from penstock.plan.measuring import measure
     from penstock.plan.planning import plan
     from penstock.plan.result import Plan, is_plan, load, robustness
 
-__all__ = ["Layer", "Layers", "Plan", "bytes_of", "is_plan", "load", "measure", "plan", "robustness", "told_bytes"]
+__all__ = [
+    "Layer",
+    "Layers",
+    "Overheads",
+    "Plan",
+    "bytes_of",
+    "estimate",
+    "is_plan",
+    "load",
+    "measure",
+    "of_transformers",
+    "overheads",
+    "plan",
+    "robustness",
+]
 
 __getattr__, __dir__ = face(
     __name__,
     {
         **dict.fromkeys(("Layer", "Layers"), "layers"),
         **dict.fromkeys(("Plan", "is_plan", "load", "robustness"), "result"),
-        **dict.fromkeys(("bytes_of", "told_bytes"), "advice"),
+        **dict.fromkeys(("Overheads", "overheads"), "beside"),
+        **dict.fromkeys(("estimate", "of_transformers"), "estimating"),
+        "bytes_of": "advice",
         "measure": "measuring",
         "plan": "planning",
     },

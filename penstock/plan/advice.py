@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from penstock.errors import PenstockError
 from penstock.plan.candidate import Candidate, Cutting
+from penstock.schedule.timing.explanation import bytes_told
 
 
 def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> str:
@@ -14,13 +15,13 @@ def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> s
     always, buffers = cutting.always(rank, [stages[stage] for stage in cutting.table.homes[rank]])
     held = choice.bytes - always - buffers
     needed = max(each.bytes for each in best.choices)
-    schedule, needs = cutting.table.schedule, f"{told_bytes(choice.over)} of {told_bytes(choice.bytes)}"
+    schedule, needs = cutting.table.schedule, f"{bytes_told(choice.over)} of {bytes_told(choice.bytes)}"
     told = (
         f"nothing fits: at best ({schedule.name}, {schedule.microbatches} microbatches) rank {rank} misses {needs}: "
-        f"{told_bytes(always)} for parameters, gradients and optimizer state, {told_bytes(buffers)} for messages, "
-        f"{told_bytes(held)} for activations"
+        f"{bytes_told(always)} for parameters, gradients and optimizer state, {bytes_told(buffers)} for messages, "
+        f"{bytes_told(held)} for activations"
     )
-    return f"{told}. What fits: {'; '.join([*fitting, f'{told_bytes(needed)} for each rank'])}"
+    return f"{told}. What fits: {'; '.join([*fitting, f'{bytes_told(needed)} for each rank'])}"
 
 
 _UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1.0, "": 1.0}
@@ -32,11 +33,3 @@ def bytes_of(text: str) -> float:
     if found is None or not float(found[1]):
         raise PenstockError(f"{text!r} is no amount of memory: write it as 2GB, 500MB")
     return float(found[1]) * _UNITS[found[2]]
-
-
-def told_bytes(number: float) -> str:
-    """Bytes to read."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:.0f} bytes"

@@ -8,33 +8,37 @@ from penstock.plan.layers import Layer
 from penstock.schedule import Timeline
 
 
-def least(layers: Sequence[Layer], ranks: int, microbatches: int, cores: float = math.inf) -> float:
+def least(
+    layers: Sequence[Layer], ranks: int, microbatches: int, cores: float = math.inf, speeds: Sequence[float] = ()
+) -> float:
     """Seconds of a step below which none can be that runs so many microbatches on so many ranks.
 
-    There must be time for all work, shared evenly, though the k-th rank to begin waits for k layers before it; and for the
-    dearest layer, though a microbatch must come to it first and, unless W are still to do, go all the way back after it.
+    There must be time for all work, shared by the ranks' speeds, though the k-th rank to begin waits for k layers before it;
+    and for the dearest layer, though a microbatch must come to it first and, unless W are still to do, go all the way back
+    after it.
     """
     forwards = [0.0, *accumulate(layer.forward for layer in layers)]
     inputs = [0.0, *accumulate(layer.backward_input for layer in layers)]
     work = microbatches * sum(layer.seconds for layer in layers)
-    used = min(ranks, len(layers))
+    used = sorted(speeds or [1.0] * ranks, reverse=True)[: len(layers)]  # the fastest ranks begin first
+    fill = sum(speed * before / used[0] for speed, before in zip(used, forwards, strict=False))
     alone = [
         forwards[place]
         + microbatches * (layer.forward + layer.backward_input)
         + max(microbatches * layer.backward_weight, inputs[place])
         for place, layer in enumerate(layers)
     ]
-    return max((work + sum(forwards[:used])) / used, work / cores, *alone)
+    return max((work + fill) / sum(used), work / (cores * used[0]), max(alone) / used[0])
 
 
-def why(layers: Sequence[Layer], timeline: Timeline, microbatches: int) -> str:
+def why(layers: Sequence[Layer], timeline: Timeline, microbatches: int, again: float) -> str:
     """In a sentence, what costs the step most of what it takes more than evenly shared work would.
 
-    `timeline` is the planned step; what its ranks do beside the `layers`' own work is recomputation.
+    `timeline` is the planned step; `again` are the seconds of recomputation in it.
     """
     busy, step = timeline.busy, timeline.makespan
     work = microbatches * sum(layer.seconds for layer in layers)
-    again, uneven, waiting = sum(busy) - work, max(busy) - sum(busy) / len(busy), step - max(busy)
+    uneven, waiting = max(busy) - sum(busy) / len(busy), step - max(busy)
     if max(again / len(busy), uneven, waiting) < step / 100:
         return "all ranks work all the time"
     if waiting >= max(again / len(busy), uneven):

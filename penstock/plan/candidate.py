@@ -20,7 +20,13 @@ class Terms(NamedTuple):
     optimizer: float = ADAM  # bytes of its state for each byte of parameters
     send: float = 0.0  # seconds that a message takes
     bandwidth: float = float("inf")  # bytes a second over a border
+    action: float = 0.0  # seconds of the engine for each action, besides its layers
     cores: float = float("inf")  # how many ranks can compute at once
+    speeds: tuple[float, ...] = ()  # of every rank: 0.5 takes twice as long as the layers say; none: all take as long
+
+    def first(self, ranks: int) -> "Terms":
+        """For so many of the ranks."""
+        return self._replace(limits=self.limits[:ranks], speeds=self.speeds[:ranks])
 
 
 class Choice(NamedTuple):
@@ -40,6 +46,13 @@ class Candidate(NamedTuple):
     starts: Starts
     passed: tuple[int, ...]  # of every rank, how many of the cheapest choices are passed over
     choices: tuple[Choice, ...]
+
+
+def _key(candidate: Candidate) -> tuple[float, float]:
+    return candidate.over, candidate.seconds
+
+
+PATIENCE, AWAY = 2, 3  # how often a descent begins again without finding better; from so many steps away
 
 
 class Cutting:
@@ -72,7 +85,7 @@ class Cutting:
 
     def _candidate(self, starts: Starts, passed: tuple[int, ...], choices: Sequence[Choice]) -> Candidate:
         stages = self.stages(starts)
-        costs = self._times(stages, choices)
+        costs = [cost for times in self._times(stages, choices) for cost in times]
         seconds = self.table.seconds(costs, self._lags(stages), self.terms.cores)
         return Candidate(math.hypot(*(choice.over for choice in choices)), seconds, starts, passed, tuple(choices))
 
@@ -100,13 +113,14 @@ class Cutting:
             buffers += cost.input * (around[stage] != rank) + cost.output * (around[stage + 2] != rank)
         return (2 + self.terms.optimizer) * sum(cost.parameters for cost in stages), buffers
 
-    def _times(self, stages: Sequence[StageCost], choices: Sequence[Choice]) -> list[float]:
-        """Of F of every stage, then of B, I and W."""
-        again = [way.seconds for way in self.ways(choices)]
-        inputs = [stage.backward_input + more for stage, more in zip(stages, again, strict=True)]
-        weights = [stage.backward_weight for stage in stages]
-        full = [one + other for one, other in zip(inputs, weights, strict=True)]
-        return [*(stage.forward for stage in stages), *full, *inputs, *weights]
+    def _times(self, stages: Sequence[StageCost], choices: Sequence[Choice]) -> tuple[list[float], ...]:
+        """Of F, B, I and W, of every stage each."""
+        action, times = self.terms.action, []
+        speeds = self.terms.speeds or (1.0,) * len(choices)
+        for stage, way, rank in zip(stages, self.ways(choices), self.table.placement, strict=True):
+            inputs, weights = stage.backward_input + way.seconds, stage.backward_weight
+            times.append([(action + each) / speeds[rank] for each in (stage.forward, inputs + weights, inputs, weights)])
+        return tuple(map(list, zip(*times, strict=True)))
 
     def _lags(self, stages: Sequence[StageCost]) -> list[float]:
         send, bandwidth = self.terms.send, self.terms.bandwidth
@@ -125,10 +139,12 @@ class Cutting:
     def costs(self, candidate: Candidate) -> Costs:
         """What `simulate` is told of it, in seconds and bytes."""
         stages, ways = self.stages(candidate.starts), self.ways(candidate.choices)
+        forward, full, inputs, weights = self._times(stages, candidate.choices)
         return Costs(
-            forward=[stage.forward for stage in stages],
-            backward_input=[stage.backward_input + way.seconds for stage, way in zip(stages, ways, strict=True)],
-            backward_weight=[stage.backward_weight for stage in stages],
+            forward,
+            inputs,
+            weights,
+            backward=full if self.terms.action else None,
             send=self.terms.send,
             size=[stage.output for stage in stages[:-1]],
             bandwidth=self.terms.bandwidth,
@@ -145,18 +161,24 @@ class Cutting:
         ]
 
     def descended(self, candidate: Candidate, tries: int, random: Random) -> Candidate:
-        """The best that is found from `candidate` in so many tries: every step moves layers, or takes another choice."""
-        while True:
+        """The best that is found from `candidate` in so many tries: every step moves layers, or takes another choice.
+
+        Where no such step is better it goes on from a few steps away, until that has been of no use several times.
+        """
+        best, useless = candidate, 0
+        while tries > 0 and useless < PATIENCE:
             for starts, passed in self._moves(candidate, random):
-                if tries <= 0:
-                    return candidate
-                tries -= 1
                 tried = self.at(starts, passed)
-                if tried[:2] < candidate[:2]:
-                    candidate = tried
+                tries -= 1
+                if _key(tried) < _key(candidate) or tries <= 0:
+                    candidate = min(tried, candidate, key=_key)
                     break
             else:
-                return candidate
+                useless = 0 if _key(candidate) < _key(best) else useless + 1
+                best = candidate = min(best, candidate, key=_key)
+                for _ in range(AWAY):
+                    candidate = self.at(*next(self._moves(candidate, random)))
+        return min(best, candidate, key=_key)
 
     def _moves(self, candidate: Candidate, random: Random) -> Iterator[tuple[Starts, tuple[int, ...]]]:
         """Neighbours: layers from one stage for another, those between moved along; another choice."""

@@ -55,7 +55,7 @@ def measure(
     rows = microbatch.rows(example) or 1
     samples = []
     for count in sorted({max(1, rows // FEWER), rows}):
-        units = _units(whole, microbatch.split(example, [count, rows - count])[0] if count < rows else example, loss_fn)
+        units = recorded(whole, microbatch.split(example, [count, rows - count])[0] if count < rows else example, loss_fn)
         samples.append(Sample(count, tuple(_layers(whole, units, device, rounds, seconds))))
     return Layers(tuple(samples))
 
@@ -81,7 +81,7 @@ class _Loss(nn.Module):
         return output if self.loss_fn is None else self.loss_fn(output, target)
 
 
-def _units(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None) -> list[Unit]:
+def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None) -> list[Unit]:
     """Every layer, the loss last, with what it is called with."""
     model = _WithLoss(whole.model, loss_fn)
     model.training = whole.model.training
@@ -100,16 +100,16 @@ def _layers(whole: Whole, units: Sequence[Unit], device: torch.device | None, ro
         fastest = [min(column) for column in zip(*each, strict=True)]
         found[unit.module] = Layer._make((unit.name, *fastest, *_alone(unit, device, _bytes)))
     *layers, loss = [found[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
-    return [*layers[:-1], _joined(layers[-1], loss)]
+    return [*layers[:-1], joined(layers[-1], loss)]
 
 
-def _joined(last: Layer, loss: Layer) -> Layer:
+def joined(last: Layer, loss: Layer) -> Layer:
     """The last layer with the loss."""
     sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
     return Layer._make((last.name, *sums))._replace(output=last.output)
 
 
-class _Alone(nn.Module):
+class Alone(nn.Module):
     """A unit as a module that takes the tensors of its arguments, and gives the tensors of its output that have a gradient."""
 
     def __init__(self, unit: Unit) -> None:
@@ -139,7 +139,7 @@ def _alone(unit: Unit, device: torch.device | None, run: Callable[[Stage, list[T
             (each, hook) for each, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
         ]:
             parameter.register_hook(hook)
-        module = _Alone(unit)
+        module = Alone(unit)
         inputs = tree_map_only(Tensor, make, module.tensors())
         stage = Stage(MIDDLE, module, where)
         stage.forget()  # as before any step: it learns which parameters there are

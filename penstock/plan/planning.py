@@ -1,7 +1,8 @@
 """The search for a plan: every family on balanced cuts first, the best of them on better cuts, then tables made for those."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -9,7 +10,7 @@ from penstock.errors import PenstockError
 from penstock.partition.balance import starts as balanced
 from penstock.plan.advice import nothing_fits
 from penstock.plan.bounds import least, why
-from penstock.plan.candidate import Candidate, Cutting, Terms
+from penstock.plan.candidate import Candidate, Cutting, Starts, Terms
 from penstock.plan.layers import Layer, Layers, as_layers
 from penstock.plan.result import Plan
 from penstock.plan.stages import ADAM, Line
@@ -20,11 +21,13 @@ from penstock.schedule.catalog import FAMILIES
 Effort = Literal["quick", "normal", "long"]
 SHOWN = 5  # plans
 STEPS = ((24, 30_000), (8, 150_000), (SHOWN, 500_000))  # so many ways go on, each with cuts that cost so many actions to time
+PARTS = 0.25, 0.5, 0.75, 1.0  # that bytes have in first cuts, where memory is short
 LARGEST = 50_000  # actions of a table that is tried, with several stages on a rank
 OVERHEAD = 200  # actions: what a try costs besides, in the time of so many
 INTERLEAVED = (2, 3, 4)  # stages on a rank that are tried for a family that leaves them open
-SEARCHED = {"quick": (), "normal": ("quick", "normal"), "long": ("quick", "normal", "long")}  # efforts of searches for tables
-TABLES = {"quick": 3, "normal": 1, "long": 1}  # for so many of the best ways
+NORMAL = ("quick", 3), ("normal", 1)
+TABLES = {"quick": (), "normal": NORMAL, "long": (*NORMAL, ("long", 1))}  # with which effort, for how many of the best ways
+Progress = Callable[[str, float, float], object]
 
 
 class Way(NamedTuple):
@@ -65,7 +68,9 @@ def plan(
     bandwidth: float = float("inf"),
     action: float = 0.0,
     cores: float = float("inf"),
-    told: Callable[[str], object] = lambda line: None,
+    speeds: Sequence[float] = (),
+    fewer: bool = True,
+    progress: Progress | None = None,
 ) -> list[Plan]:
     """The fastest ways to train a model of these `layers`, the best first, at most five.
 
@@ -78,7 +83,10 @@ def plan(
     `optimizer`: bytes of its state for each byte of parameters; by default Adam's.
     `send`, `bandwidth`: seconds that a message takes, and bytes a second; `action`: seconds of the engine for each action.
     `cores`: how many ranks can compute at once, where they share a machine that has fewer.
-    `told`: called with a line now and then.
+    `speeds`: of each rank, if they differ: 0.5 for one that takes twice as long as the layers say.
+    `fewer`: whether fewer ranks may be used than there are.
+    `progress`: told which table is searched for, the share of that which is done, and the seconds of its step so far. If it
+    returns something true, the search ends with what it has, as on Ctrl-C.
 
     Raises PenstockError if nothing fits: which rank misses how many bytes, and what would fit.
 
@@ -87,28 +95,30 @@ def plan(
     """
     layers = as_layers(layers)
     limits = tuple(map(float, memory)) if isinstance(memory, Sequence) else (float(memory),) * ranks
-    _check(ranks, limits, batch, effort)
-    terms, random = Terms(limits, optimizer, send, bandwidth, cores), Random(seed)
+    _check(ranks, limits, tuple(speeds), batch, effort)
+    terms, random = Terms(limits, optimizer, send, bandwidth, action, cores, tuple(speeds)), Random(seed)
     counts = _counts(microbatches, batch, ranks)
-    lines = {count: Line(layers.at(batch / count), action) for count in counts}
-    ways = _families(lines, ranks, terms, _names(schedules), random)
+    lines = {count: Line(layers.at(batch / count)) for count in counts}
+    ways = _families(lines, ranks, terms, _names(schedules), random, fewer)
     if ways[0].best.over:
-        raise PenstockError(nothing_fits(ways[0].cutting, ways[0].best, _fitting(layers, ranks, terms, batch, counts, action)))
-    told(f"{ways[0].cutting.table.schedule.name}: {1e3 * ways[0].best.seconds:.4g} ms with a published table")
+        raise PenstockError(nothing_fits(ways[0].cutting, ways[0].best, _fitting(layers, ranks, terms, batch, counts)))
     if schedules is None:
-        for found in SEARCHED[effort]:
-            ways = _searched(ways, found, seed, random, told)
+        with suppress(KeyboardInterrupt):
+            for each, many in TABLES[effort]:
+                ways = _searched(ways, each, many, seed, random, progress)
     return [_plan(way, batch, layers.names) for way in ways if not way.best.over][:SHOWN]
 
 
-def _check(ranks: int, limits: Sequence[float], batch: int, effort: str) -> None:
+def _check(ranks: int, limits: Sequence[float], speeds: Sequence[float], batch: int, effort: str) -> None:
     """Raises PenstockError for what cannot be planned for."""
     if ranks < 1 or batch < 1:
         raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, not {ranks} and {batch}")
     if len(limits) != ranks or not min(limits) > 0:
         raise PenstockError(f"memory is {list(limits)} for {ranks} ranks: give bytes above 0, once or for each rank")
-    if effort not in SEARCHED:
-        raise PenstockError(f"effort={effort!r}: use {', '.join(SEARCHED)}")
+    if speeds and (len(speeds) != ranks or not min(speeds) > 0):
+        raise PenstockError(f"speeds are {list(speeds)} for {ranks} ranks: give a number above 0 for each rank")
+    if effort not in TABLES:
+        raise PenstockError(f"effort={effort!r}: use {', '.join(TABLES)}")
 
 
 def _names(schedules: Sequence[str] | None) -> list[str]:
@@ -142,22 +152,20 @@ def tables(names: Sequence[str], ranks: int, microbatches: int, most: int) -> It
                 yield _table(name, ranks, microbatches, stages)
 
 
-def _families(lines: dict[int, Line], ranks: int, terms: Terms, names: Sequence[str], random: Random) -> list[Way]:
+def _families(
+    lines: dict[int, Line], ranks: int, terms: Terms, names: Sequence[str], random: Random, fewer: bool = True
+) -> list[Way]:
     """The best families with the best cuts, of any number of ranks that may be as fast as all."""
     ways: list[Way] = []
     most = min(ranks, len(next(iter(lines.values())).layers))
-    for used in range(most, 0, -max(1, most // 8)):
-        fewer = terms._replace(limits=terms.limits[:used])
+    for used in range(most, 0, -max(1, most // 8)) if fewer else [ranks]:
+        here = terms.first(used)
         counts = lines if used == most or not ways or ways[0].best.over else [ways[0].cutting.table.microbatches]
         for count in counts:
             line = lines[count]
-            if not ways or ways[0].best.over or least(line.layers, used, count, terms.cores) < ways[0].best.seconds:
-                cuts: dict[int, tuple[int, ...]] = {}
-                for table in tables(names, used, count, len(line.layers)):
-                    stages = len(table.placement)
-                    cuts.setdefault(stages, tuple(balanced(line.seconds, stages)))
-                    cutting = Cutting(line, table, fewer)
-                    ways.append(Way(cutting, cutting.at(cuts[stages])))
+            if not ways or ways[0].best.over or least(line.layers, used, count, here.cores, here.speeds) < ways[0].best.seconds:
+                cut = lru_cache(partial(_even, line, used, here))
+                ways += [_first(Cutting(line, table, here), cut) for table in tables(names, used, count, len(line.layers))]
         ways = sorted(ways, key=lambda way: way.key)[: STEPS[0][0]]
     if not ways:
         raise PenstockError(f"{', '.join(names)}: all have more stages than the {most} layers, or are too large")
@@ -166,16 +174,34 @@ def _families(lines: dict[int, Line], ranks: int, terms: Terms, names: Sequence[
     return sorted(ways, key=lambda way: way.rank)
 
 
-def _fitting(layers: Layers, ranks: int, terms: Terms, batch: int, counts: Sequence[int], action: float) -> Iterator[str]:
+def _first(cutting: Cutting, cut: Callable[[int, float], Starts]) -> Way:
+    """The table with an even cut: by seconds, and where memory is short also by bytes, or by some of both."""
+    stages = len(cutting.table.placement)
+    way = Way(cutting, cutting.at(cut(stages, 0.0)))
+    if not way.best.over and all(each.recompute is None for each in cutting.ways(way.best.choices)):
+        return way
+    others = (Way(cutting, cutting.at(cut(stages, part))) for part in PARTS)
+    return min(way, *others, key=lambda way: way.key)
+
+
+def _even(line: Line, ranks: int, terms: Terms, stages: int, part: float) -> Starts:
+    """The cut whose dearest stage is as cheap as can be, where bytes count for this `part` and seconds for the rest."""
+    memory = [(2 + terms.optimizer) * layer.parameters + ranks * layer.activation for layer in line.layers]
+    seconds, bytes_ = sum(line.seconds) or 1.0, sum(memory) or 1.0
+    costs = [(1 - part) * one / seconds + part * other / bytes_ for one, other in zip(line.seconds, memory, strict=True)]
+    return tuple(balanced(costs, stages))
+
+
+def _fitting(layers: Layers, ranks: int, terms: Terms, batch: int, counts: Sequence[int]) -> Iterator[str]:
     """What would fit, each change alone: the nearest number of microbatches above those tried, and of ranks."""
     names, random = ("1f1b", "zb-h1", "v-min"), Random(0)
     for count in (count for count in range(max(counts) + 1, batch + 1) if batch % count == 0):
-        if not _families({count: Line(layers.at(batch / count), action)}, ranks, terms, names, random)[0].best.over:
+        if not _families({count: Line(layers.at(batch / count))}, ranks, terms, names, random)[0].best.over:
             yield f"{count} microbatches, of {batch // count} rows"
             break
-    lines = {count: Line(layers.at(batch / count), action) for count in counts}
+    lines = {count: Line(layers.at(batch / count)) for count in counts}
     for more in range(ranks + 1, min(2 * ranks, len(layers.names)) + 1):
-        wider = terms._replace(limits=terms.limits + (max(terms.limits),) * (more - ranks))
+        wider = terms._replace(limits=terms.limits + (max(terms.limits),) * (more - ranks), speeds=())
         if not _families(lines, more, wider, names, random)[0].best.over:
             yield f"{more} ranks"
             break
@@ -183,26 +209,28 @@ def _fitting(layers: Layers, ranks: int, terms: Terms, batch: int, counts: Seque
 
 def _plan(way: Way, batch: int, names: Sequence[str]) -> Plan:
     cutting, best, table = way.cutting, way.best, way.cutting.table.schedule
+    terms, ways = cutting.terms, cutting.ways(best.choices)
     costs, line = cutting.costs(best), cutting.line
     timeline = simulate(table, costs)
-    seconds = timeline.makespan if cutting.terms.cores >= table.ranks else best.seconds
-    bound = least(line.layers, table.ranks, table.microbatches, cutting.terms.cores)
+    seconds = timeline.makespan if terms.cores >= table.ranks else best.seconds
+    bound = least(line.layers, table.ranks, table.microbatches, terms.cores, terms.speeds)
     peaks = [held + more for held, more in zip(timeline.peak_memory, cutting.reserved(best), strict=True)]
-    recompute = tuple(way.recompute for way in cutting.ways(best.choices))
     cuts = tuple(names[start] for start in best.starts[1:])
-    reason = why(line.layers, timeline, table.microbatches)
+    again = table.microbatches * sum(each.seconds for each in ways)
+    reason = why(line.layers, timeline, table.microbatches, again)
+    recompute = tuple(each.recompute for each in ways)
     return Plan(table, cuts, recompute, table.microbatches, seconds, bound, tuple(peaks), reason, costs, batch)
 
 
-def _searched(ways: Sequence[Way], effort: str, seed: int, random: Random, told: Callable[[str], object]) -> list[Way]:
-    """`ways`, and tables made for the best of them, on the cuts that are then the best."""
+def _searched(ways: Sequence[Way], effort: str, many: int, seed: int, random: Random, progress: Progress | None) -> list[Way]:
+    """`ways`, and tables made for so many of the best of them, on the cuts that are then the best."""
     made = []
-    for way in [way for way in ways if len(way.best.choices) > 1][: TABLES[effort]]:
-        cutting, best = way.cutting, way.best
+    chosen = [way for way in ways if len(way.best.choices) > 1 and not way.best.over][:many]
+    for number, way in enumerate(chosen, 1):
+        cutting, best, table = way.cutting, way.best, way.cutting.table
         limits = [limit - more for limit, more in zip(cutting.terms.limits, cutting.reserved(best), strict=False)]
-        table = cutting.table
-        found = search(cutting.costs(best), table.placement, table.microbatches, limits, effort, seed, table.schedule)
+        told = progress and partial(progress, f"table {number} of {len(chosen)}, {effort}")
+        found = search(cutting.costs(best), table.placement, table.microbatches, limits, effort, seed, table.schedule, told)
         new = Cutting(cutting.line, TimedTable(found.schedule), cutting.terms)
         made.append(Way(new, new.at(best.starts, best.passed)).descended(STEPS[-1][1], random))
-        told(f"{1e3 * made[-1].best.seconds:.4g} ms with a table made for it, {1e3 * best.seconds:.4g} ms before")
     return sorted([*made, *ways], key=lambda way: way.rank)

@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.plan.advice import told_bytes
 from penstock.plan.stages import Recompute
 from penstock.plan.timing import KINDS, TimedTable
 from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
+from penstock.schedule.timing.explanation import bytes_told
 
 FORMAT = "penstock plan 1"
 
@@ -55,7 +55,7 @@ class Plan:
             f"{self.schedule.name} on {self.ranks} ranks, {self.microbatches} microbatches: "
             f"{1e3 * self.seconds:.4g} ms a step, {above:.1%} above what none can be below\n"
             f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(again) or 'nothing'}\n"
-            f"at the fullest {', '.join(map(told_bytes, self.peak_memory))}\n"
+            f"at the fullest {', '.join(map(bytes_told, self.peak_memory))}\n"
             f"{self.why}"
         )
 

@@ -34,13 +34,10 @@ class StageCost(NamedTuple):
 
 
 class Line:
-    """The layers of a model in a row, for microbatches of one size: any stretch of them is a stage.
+    """The layers of a model in a row, for microbatches of one size: any stretch of them is a stage."""
 
-    `action`: seconds the engine takes for each action besides its layers.
-    """
-
-    def __init__(self, layers: Sequence[Layer], action: float = 0.0) -> None:
-        self.layers, self.action = tuple(layers), action
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = tuple(layers)
         self._sums = {name: [0.0, *accumulate(getattr(each, name) for each in self.layers)] for name in _SUMMED}
         self._inputs = [0.0, *(layer.output for layer in self.layers)]  # the batch itself is there in any case
         self._input_sums = [0.0, *accumulate(self._inputs)]
@@ -70,8 +67,7 @@ class Line:
         ways = [Held(None, activation, 0.0, 0.0), Held("stage", first, max(0.0, activation - first), forward)]
         if end - start > 1:
             ways.append(Held("block", blocks, largest, forward))
-        times = forward + self.action, inputs + self.action, weights + self.action * (weights > 0)
-        return StageCost(*times, keep, parameters, first, self._inputs[end], tuple(ways))
+        return StageCost(forward, inputs, weights, keep, parameters, first, self._inputs[end], tuple(ways))
 
 
 _SUMMED = ("forward", "backward_input", "backward_weight", "activation", "keep", "parameters")

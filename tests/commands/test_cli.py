@@ -59,6 +59,7 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
     assert "timeline.html in a browser" in done.stdout
     assert [path.name for path in sorted(next((tmp_path / "runs").iterdir()).iterdir())] == [
         ".writer",
+        "costs.json",
         "digests.jsonl",
         "metrics.jsonl",
         "model.safetensors",

@@ -1,13 +1,15 @@
 """`penstock plan`, `penstock search` and `penstock train --plan`, as a person would run them."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 
 from penstock import PenstockError
 from penstock.commands import cli
-from penstock.commands.plan import Plan, Search, built
+from penstock.commands.plan import Plan, Search, Watched, built
 from penstock.plan import Layer, Layers, bytes_of, load
 from penstock.schedule import Schedule
 
@@ -61,6 +63,15 @@ def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, ca
         built(f"{tmp_path / 'mime.py'}:build")
 
 
+def test_ctrl_c_takes_the_best_so_far():
+    with Watched() as watched:
+        assert not watched("table 1 of 1", 0.5, 0.08)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert watched("table 1 of 1", 0.6, 0.08)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
     Search(costs, ranks=4, microbatches=4, memory="64MB", effort="quick", csv=tmp_path / "found.csv").run()
     told = capsys.readouterr().out
@@ -89,6 +100,8 @@ def test_train_plans_runs_the_plan_and_says_how_they_compare(tmp_path, monkeypat
     told = capfd.readouterr().out
     assert re.search(r"planned: \S+ on [12] ranks", told)
     assert re.search(r"a step of the table: planned [\d.]+ ms, measured [\d.]+ ms", told) or "on 1 ranks" in told
+    assert re.search(r"rank 0 works [\d.]+ ms, [\d.]+ ms; holds .* of activations", told) or "on 1 ranks" in told
+    assert len(re.findall(r"^tried: .* planned [\d.]+ ms, a whole step [\d.]+ ms$", told, re.MULTILINE)) in (2, 3)
     assert "equal to the last bit, all steps" in told
     (folder,) = tmp_path.iterdir()
     found = load(folder / "plan.json")

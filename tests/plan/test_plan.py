@@ -82,6 +82,40 @@ def test_ranks_that_share_cores_take_no_less_than_their_work_does():
     assert quick()[0].seconds < work / 3
 
 
+def test_a_rank_that_is_slow_gets_fewer_layers():
+    best = quick(speeds=[1, 0.4, 1, 1], schedules=["1f1b"], fewer=False)[0]
+    begins = [0, *(int(cut.removeprefix("blocks.").replace("head", "15")) for cut in best.cuts), 16]
+    counts = [end - start for start, end in pairwise(begins)]
+    assert counts[1] < min(counts[0], *counts[2:])
+    assert best.costs.forward[1] / counts[1] == pytest.approx(best.costs.forward[0] / counts[0] / 0.4)
+    assert best.bound <= best.seconds
+    with pytest.raises(PenstockError, match="a number above 0 for each rank"):
+        quick(speeds=[1, 1])
+
+
+def test_what_the_engine_takes_counts_once_for_each_action():
+    for name, actions in (("1f1b", 2 * 8), ("gpipe", 2 * 8)):  # F and B of 8 microbatches
+        free, taken = (quick(action=each, schedules=[name], microbatches=8, fewer=False)[0].timeline for each in (0, 0.001))
+        assert sum(taken.busy) == pytest.approx(sum(free.busy) + 4 * actions * 0.001)
+
+
+def test_all_ranks_are_used_if_that_is_asked():
+    assert quick(ranks=4, send=0.2, microbatches=2, batch=2, fewer=False)[0].ranks == 4
+
+
+def test_a_search_for_tables_tells_how_far_it_is_and_ends_when_it_is_told_to():
+    told = []
+
+    def enough(what, share, seconds):
+        told.append((what, share, seconds))
+        return True
+
+    options = {"ranks": 4, "memory": 100 * MB, "batch": 16, "microbatches": 8}
+    found = plan(layers(head=2.5), **options, effort="long", progress=enough)[0]
+    assert found.seconds <= plan(layers(head=2.5), **options, effort="quick")[0].seconds * (1 + 1e-9)
+    assert told[0][0].startswith("table 1 of")
+
+
 def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
     with pytest.raises(
         PenstockError, match=r"rank \d misses .* of .*activations\. What fits: .*16 microbatches.* for each rank"

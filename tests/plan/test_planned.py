@@ -9,7 +9,10 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
 import penstock as ps
-from penstock.plan import Layer, measure, plan
+from penstock.partition.balance import Balance
+from penstock.plan import Layer, estimate, measure, of_transformers, plan
+from penstock.plan.of_run import of_run
+from penstock.schedule import Kind, Measurement
 
 ROWS = 8
 
@@ -52,6 +55,37 @@ def test_the_loss_counts_to_the_last_layer():
 
     first, last = measure(model, (torch.randn(1, 16),), loss_fn=loss_fn, target=torch.randn(1, 16), seconds=0).at(1)
     assert first.forward < 0.005 <= last.forward
+
+
+def test_layers_that_are_not_there_are_estimated_by_their_operations():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    first, middle, last = estimate(model, (torch.randn(1, 16),), speed=1e9).at(4)
+    products = 2 * 4 * 16 * 32 / 1e9
+    assert (first.forward, first.backward_input, first.backward_weight) == pytest.approx((products, 0, products))
+    assert middle.seconds == 0
+    products = 2 * 4 * 32 * 8 / 1e9
+    assert last[1:4] == pytest.approx((products, products, products))
+    assert (first.parameters, last.output) == (4 * (16 * 32 + 32), 4 * 4 * 8)
+
+
+def test_a_config_of_transformers_is_estimated_without_a_device(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32}')
+    found = of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
+    assert sum(name.startswith("transformer.h.") for name in found.names) == 2
+    assert plan(found, 2, 1e9, batch=4, effort="quick")[0].seconds > 0
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ps.PenstockError, match="describes no causal language model"):
+        of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
+
+
+def test_a_runs_steps_are_costs_of_its_layers():
+    table, sizes = ps.schedule.build("1f1b", 2, 4), ((80, 0), (20, 0))
+    seconds = dict(zip(Kind, [(4.0, 6.0), (8.0, 12.0), (6.0, 9.0), (2.0, 3.0)], strict=True))
+    measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 1.0)), (0.5,), sizes=sizes)
+    found = of_run(measured, Balance(("a", "b", "c"), (1, 3, 2), (0, 2)), (10, 20, 30), rows=2)
+    assert found.at(2)[:2] == (Layer("a", 1, 1.5, 0.5, 20, 0, 10), Layer("b", 3, 4.5, 1.5, 60, 0, 20))
+    assert found.at(2)[2] == Layer("c", 7, 10, 4, 20, 0, 30)  # the engine's time after an action is in its own
 
 
 def rank_planned(found):

@@ -17,11 +17,12 @@ from penstock.commands.train.again import for_world, job_name, may_begin_again
 from penstock.commands.train.config import SAME, SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.metrics import Metrics, recorded
-from penstock.commands.train.planned import against_plan, kept, with_plan
+from penstock.commands.train.planned import advice, against_plan, kept, with_plan
 from penstock.commands.train.progress import Progress, closing
 from penstock.commands.train.result import TrainResult
 from penstock.commands.train.setup import Setup, prepared
 from penstock.comms.starting.launcher import launch
+from penstock.comms.system import cores
 from penstock.errors import PenstockError
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.schedule.timing.measurement import Measurement
@@ -225,8 +226,9 @@ def _explained(setup: Setup, timelines: list[Timeline]) -> str:
         save(record.steps, record.planned, folder / FILE, labels, record.layers)
         list(write([record], html=folder / "timeline.html"))
     told = record.explanation
-    many = crowding(timelines[0].ranks, os.cpu_count() or 1) if config.device != "cuda" else ""
-    return f"{told.verdict_told}\n{told}{many}" if told else ""
+    many = crowding(timelines[0].ranks, cores()) if config.device != "cuda" else ""
+    better = advice(config, folder, balance, measured) if folder is not None and balance else ""
+    return f"{told.verdict_told}\n{told}{better}{many}" if told else ""
 
 
 def crowding(ranks: int, cores: int) -> str:

@@ -1,54 +1,114 @@
-"""`penstock train --plan`: before the first step, the layers are measured and the fastest way to run them is planned."""
+"""`penstock train --plan`: before the first step the layers are measured, ways to run them planned, and the best ones tried."""
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+
+import torch
 
 from penstock.commands.train.config import TrainConfig
-from penstock.commands.train.setup import task
+from penstock.commands.train.setup import prepared, task
 from penstock.comms.starting.launcher import launch
+from penstock.comms.system import cores
 from penstock.comms.topology import init_distributed
 from penstock.errors import PenstockError
-from penstock.plan import Layers, Plan, bytes_of, load, measure, plan
-from penstock.schedule import Timeline
+from penstock.partition.balance import Balance
+from penstock.plan import Layers, Overheads, Plan, bytes_of, load, measure, overheads, plan
+from penstock.plan.of_run import FILE as COSTS
+from penstock.plan.of_run import of_run
+from penstock.schedule import Measurement, Timeline
+from penstock.schedule.timing.explanation import NOTABLE, bytes_told
 
 FILE = "plan.json"  # its name in the folder of a run
 EXAMPLE = 4  # microbatches: the example has the rows of one of so many
 MOST = 1e15  # bytes: where no limit was given
-SEND, ACTION = 100e-6, 500e-6  # seconds that a message, and an action besides its layers, take on ranks of one machine
+ROUNDS, STEPS = 2, 4  # in which plans are tried
 
 
 def with_plan(config: TrainConfig) -> tuple[TrainConfig, Plan | None]:
     """The options as the plan has them, and the plan; without --plan as they are. Says what it chose, and why."""
     if config.plan is None or config.resume is not None:
         return config, None
-    chosen = load(config.plan) if config.plan.endswith(".json") else _made(config)
+    chosen = load(config.plan) if config.plan.endswith(".json") else _fastest(config, _made(config))
     print(f"planned: {chosen}", flush=True)
-    table = chosen.schedule.name
-    return replace(config, ranks=chosen.ranks, microbatches=chosen.microbatches, schedule=table), chosen
+    return _as_planned(config, chosen), chosen
 
 
-def _made(config: TrainConfig) -> Plan:
+def _as_planned(config: TrainConfig, chosen: Plan) -> TrainConfig:
+    return replace(config, ranks=chosen.ranks, microbatches=chosen.microbatches, schedule=chosen.schedule.name)
+
+
+def _made(config: TrainConfig) -> list[Plan]:
+    """The best plan, the best whose ranks need not share cores, and what was typed, with its best cut."""
     if config.tp > 1 or "RANK" in os.environ:
-        raise PenstockError("--plan measures on one process of its own: plan with `penstock plan`, and give its plan.json")
+        raise PenstockError("--plan measures on processes of its own: plan with `penstock plan`, and give its plan.json")
     limit = MOST if config.plan == "auto" else bytes_of(str(config.plan))
-    layers = launch(_measured, 1, config)[0]
-    cores = float(os.cpu_count() or 1) if config.device in ("auto", "cpu") else float("inf")
-    return plan(
-        layers, config.ranks, limit, batch=config.batch // config.dp, effort="quick", send=SEND, action=ACTION, cores=cores
-    )[0]
+    at_once = torch.cuda.device_count() if config.device == "cuda" else cores()
+    layers, beside = launch(_measured, min(config.ranks, max(2, at_once)), config)[0]  # they compute as the ranks will: at once
+    planned = partial(
+        plan,
+        layers,
+        memory=limit,
+        batch=config.batch // config.dp,
+        effort="quick",
+        send=beside.send,
+        bandwidth=beside.bandwidth,
+        action=beside.action,
+        cores=at_once / config.dp,
+    )
+    plans = planned(ranks=config.ranks)[:1]
+    with suppress(PenstockError):  # it does not fit on fewer ranks; what was typed does not fit, or is no family
+        if plans[0].ranks * config.dp > at_once:
+            plans += planned(ranks=max(1, at_once // config.dp))[:1]
+        plans += planned(ranks=config.ranks, schedules=[config.schedule], microbatches=config.microbatches, fewer=False)[:1]
+    return plans
 
 
-def _measured(config: TrainConfig) -> Layers:
-    """On one process, like those that will train."""
+def _measured(config: TrainConfig) -> tuple[Layers, Overheads]:
+    """What the layers take where they will be trained, and what a step takes besides."""
     topology = init_distributed(device=None if config.device == "auto" else config.device)
     source, model, loss_fn = task(config)
     inputs, target = source.batch(config.seed, 0, max(1, config.batch // config.dp // EXAMPLE))
     model.to(topology.device)
     inputs, target = inputs.to(topology.device), target.to(topology.device)
-    return measure(model, (inputs,), loss_fn=loss_fn, target=target, device=topology.device)
+    beside = overheads()
+    return beside.without(
+        measure(model, (inputs,), loss_fn=loss_fn, target=target, device=topology.device, seconds=1.0)
+    ), beside
+
+
+def _fastest(config: TrainConfig, plans: Sequence[Plan]) -> Plan:
+    """Of the plans the one whose steps are the fastest where they are run: a few of each, in turn."""
+    took: list[list[float]] = [[] for _ in plans]
+    with TemporaryDirectory() as folder:
+        tried = [kept(_as_planned(config, each), each, Path(folder) / str(number)) for number, each in enumerate(plans)]
+        for _ in range(ROUNDS):
+            for each, seconds in zip(tried, took, strict=True):
+                seconds += launch(_tried, each.processes, each)[0]
+    for chosen, seconds in zip(plans, took, strict=True):
+        table = f"{chosen.schedule.name} on {chosen.ranks} ranks, {chosen.microbatches} microbatches"
+        print(f"tried: {table}: planned {1e3 * chosen.seconds:.4g} ms, a whole step {1e3 * median(seconds):.4g} ms", flush=True)
+    return plans[min(range(len(plans)), key=lambda number: median(took[number]))]
+
+
+def _tried(config: TrainConfig) -> list[float]:
+    """Seconds of a few whole steps, on one of the ranks that would train."""
+    init_distributed(device=None if config.device == "auto" else config.device)
+    setup, seconds = prepared(config, None), []
+    for step in range(STEPS + 1):  # in the first the ranks agree on the shapes
+        begin = time.perf_counter()
+        inputs, target = setup.share(setup.source.batch(config.seed, step, config.batch))
+        setup.pipe.step(inputs, target=target)
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]
 
 
 def kept(config: TrainConfig, chosen: Plan, folder: Path) -> TrainConfig:
@@ -59,8 +119,38 @@ def kept(config: TrainConfig, chosen: Plan, folder: Path) -> TrainConfig:
 
 
 def against_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str:
-    """What a step was planned to take beside what these took; nothing without a plan."""
+    """The plan beside the usual one of these steps; nothing without a plan."""
     if config.plan is None:
         return ""
-    seconds, took = load(config.plan).seconds, median(timeline.makespan for timeline in timelines)
-    return f"a step of the table: planned {1e3 * seconds:.4g} ms, measured {1e3 * took:.4g} ms ({took / seconds - 1:+.1%})"
+    chosen = load(config.plan)
+    planned, usual = chosen.timeline, sorted(timelines, key=lambda timeline: timeline.makespan)[len(timelines) // 2]
+    seconds, took = chosen.seconds, usual.makespan
+    lines = [f"a step of the table: planned {1e3 * seconds:.4g} ms, measured {1e3 * took:.4g} ms ({took / seconds - 1:+.1%})"]
+    for rank, (works, worked) in enumerate(zip(planned.busy, usual.busy, strict=True)):
+        held = [bytes_told(each.peak_memory[rank]) for each in (planned, usual) if each.memory_unit == "bytes"]
+        holds = f"; holds {held[0]} of activations, {held[1]}" if len(held) == 2 else ""
+        lines.append(f"  rank {rank} works {1e3 * works:.4g} ms, {1e3 * worked:.4g} ms{holds}")
+    return "\n".join(lines)
+
+
+def advice(config: TrainConfig, folder: Path, balance: Balance, measured: Measurement) -> str:
+    """What is planned at a run's own costs, in the memory it has; they are kept in its `folder`, for `penstock plan`."""
+    model, batch = task(config)[1], config.batch // config.dp
+    sizes = [sum(each.nbytes for each in model.get_submodule(name).parameters()) for name in balance.names]
+    layers = of_run(measured, balance, sizes, -(-batch // config.microbatches))
+    layers.save(folder / COSTS)
+    if config.ranks * config.dp > cores() and config.device != "cuda":
+        return "\nthe planner: `--plan auto` tries whether fewer ranks, which need not share cores, do better"
+    with suppress(PenstockError):  # its table is no family's
+        planned = partial(plan, layers, config.ranks, batch=batch, effort="quick", send=fmean(measured.send or (0.0,)))
+        same = partial(planned, schedules=[config.schedule], microbatches=config.microbatches, fewer=False)
+        has = max(same(memory=MOST)[0].peak_memory)
+        best, now = planned(memory=has)[0], measured.predict(measured.schedule).makespan
+        if best.seconds < (1 - NOTABLE) * now:
+            table = f"{best.schedule.name} on {best.ranks} ranks, {best.microbatches} microbatches"
+            command = f"penstock plan --costs {folder} --ranks {config.ranks} --batch {batch} --out plan.json"
+            return (
+                f"\nthe planner: {table}: {1e3 * best.seconds:.4g} ms, {1 - best.seconds / now:.1%} less; {command} writes it"
+            )
+        return f"\nthe planner: no cut, schedule or microbatches in the same memory would be {NOTABLE:.0%} faster"
+    return ""

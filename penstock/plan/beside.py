@@ -1,0 +1,74 @@
+"""What a step takes beside the work of its layers: the engine for each action, and messages; measured on real ranks."""
+
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock import comms
+from penstock.pipeline import Pipeline
+from penstock.plan.layers import Layer, Layers, Sample
+from penstock.plan.measuring import measure
+from penstock.schedule import Kind, Measurement
+
+MICROBATCHES, STEPS = 8, 5
+FLOATS = 1, 262_144  # of a message: to see what each takes, and what its size adds
+
+
+class Overheads(NamedTuple):
+    """Seconds; bytes a second."""
+
+    alone: Layer  # what `measure` finds of a layer that does next to nothing
+    action: float  # of a stage of such a layer
+    send: float
+    bandwidth: float
+
+    def without(self, layers: Layers) -> Layers:
+        """Measured `layers` less what each took for being run alone; a stage of them takes `action` more, once."""
+        return Layers(tuple(Sample(rows, tuple(map(self._less, some))) for rows, some in layers.samples))
+
+    def _less(self, layer: Layer) -> Layer:
+        times = {kind: max(0.0, getattr(layer, kind) - getattr(self.alone, kind)) for kind in Layer._fields[1:4]}
+        return layer._replace(**times)
+
+
+class Nothing(nn.Module):
+    """A layer that does next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Any -> the same."""
+        return hidden * self.weight
+
+
+def overheads() -> Overheads:
+    """As small steps over all ranks that there are have them: all of them call it."""
+    small, large = map(_measured, FLOATS)
+    [alone] = (
+        measure(nn.Sequential(Nothing()), (torch.ones(1, 1),), device=comms.current_topology().device, seconds=0.1)
+        .samples[-1]
+        .layers
+    )
+    action = fmean(
+        sum(times) for kind in (Kind.F, Kind.B) for times in zip(small.seconds[kind], small.between[kind], strict=True)
+    )
+    send, longer = (fmean(each.send or (0.0,)) for each in (small, large))
+    size = 4.0 * (FLOATS[1] - FLOATS[0])
+    return Overheads(alone, action, send, size / (longer - send) if longer > send else float("inf"))
+
+
+def _measured(floats: int) -> Measurement:
+    """What a pipeline takes whose layers do next to nothing, with so many floats in a message."""
+    topology = comms.current_topology()
+    layers = nn.Sequential(*(Nothing() for _ in range(topology.world_size)))
+    pipe = Pipeline(layers.to(topology.device), nn.functional.mse_loss, "1f1b", MICROBATCHES)
+    rows = torch.ones(MICROBATCHES, floats, device=topology.device)
+    timelines = []
+    for _ in range(STEPS + 1):  # in the first the ranks agree on the shapes
+        pipe.step(rows, target=rows)
+        timelines.append(pipe.timeline())
+    return Measurement.of(*timelines[1:])

@@ -1,0 +1,109 @@
+"""Layers estimated: their operations counted, and the bytes they keep, without a device; for models that are not there yet."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.errors import PenstockError
+from penstock.partition import Whole
+from penstock.partition.unit_times import Unit, stand_ins
+from penstock.plan.layers import Layer, Layers
+from penstock.plan.measuring import Alone, joined, recorded
+from penstock.torch_private import storage_key
+
+
+def estimate(
+    model: nn.Module,
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    speed: float,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    target: Any = None,
+) -> Layers:
+    """What every layer of `model`, which may be on the meta device, would cost for a microbatch of one row, like the example.
+
+    `speed`: operations a second that a rank reaches. Only products count (matrices, convolutions, attention): what moves
+    memory takes no time here, so these are estimates. What a layer keeps until its W is taken for all that it keeps.
+    `loss_fn`, `target`: as in `measure`.
+
+    Raises MismatchError for a model that cannot be cut.
+
+        with torch.device("meta"):
+            model = GPT(GPTConfig())
+        layers = ps.plan.estimate(model, (torch.zeros(1, 64, dtype=torch.long),), speed=100e12)
+    """
+    whole = Whole(model, None, example_args, example_kwargs)
+    units = recorded(whole, (tuple(example_args), dict(example_kwargs or {}), target), loss_fn)
+    found = {unit.module: _estimated(unit, speed) for unit in units}
+    *layers, loss = [found[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
+    return Layers.of([*layers[:-1], joined(layers[-1], loss)])
+
+
+def _estimated(unit: Unit, speed: float) -> Layer:
+    with stand_ins(unit.module, _on_meta):
+        return _counted(unit, speed)
+
+
+def _counted(unit: Unit, speed: float) -> Layer:
+    module = Alone(unit)
+    parameters, given = list(unit.module.parameters()), list(map(_on_meta, module.tensors()))
+    held = set(map(storage_key, parameters))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (key := storage_key(tensor)) not in held:
+            kept[key] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounterMode(display=False) as forward:
+        output = module(given)
+    inputs = _operations(output, [tensor for tensor in given if tensor.requires_grad])
+    both = _operations(output, [tensor for tensor in [*given, *parameters] if tensor.requires_grad])
+    times = [each / speed for each in (forward.get_total_flops(), inputs, both - inputs)]
+    size = sum(kept.values())
+    ends = sum(each.nbytes for each in parameters), sum(tensor.nbytes for tensor in output)
+    return Layer._make((unit.name, *times, size, size, *ends))
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
+def _operations(output: Sequence[Tensor], of: Sequence[Tensor]) -> int:
+    """Of a backward that gives these gradients."""
+    ends = [tensor for tensor in output if tensor.requires_grad]
+    if not ends or not of:
+        return 0
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(ends, of, [torch.ones_like(end) for end in ends], retain_graph=True, allow_unused=True)
+    return int(counter.get_total_flops())
+
+
+def of_transformers(path: Path, tokens: int, speed: float) -> Layers:
+    """The same of the causal language model that a config.json of transformers describes, for rows of so many tokens.
+
+    In bfloat16. Raises PenstockError where there is no such file, or no transformers.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise PenstockError("transformers:CONFIG.json needs transformers: pip install 'penstock[transformers]'") from error
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except (OSError, ValueError, KeyError) as error:
+        raise PenstockError(f"{path} describes no causal language model: {str(error).splitlines()[0]}") from error
+    rows = torch.zeros(1, tokens, dtype=torch.long)
+    return estimate(model, (rows,), {"use_cache": False}, speed=speed, loss_fn=_token_loss, target=rows)
+
+
+def _token_loss(output: Any, target: Tensor) -> Tensor:
+    logits: Tensor = output.logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.to(logits.device).flatten())

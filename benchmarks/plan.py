@@ -2,43 +2,55 @@
 
 python benchmarks/plan.py                       emulated devices, four and eight of them: some minutes
 python benchmarks/plan.py --ranks 4 --rounds 1
+python benchmarks/plan.py --real                two ranks whose layers compute, measured here
 python benchmarks/plan.py --models              five large models as costs, on eight ranks: planned only
 
 A model of layers that sleep, the last one for longer, as a vocabulary makes it, is planned for ranks with much memory and with
 little. The plan and the default are run in turn; each counts with its fastest step. The default is 1f1b on the cut whose
-slowest stage is the fastest, with everything recomputed if it does not fit.
+slowest stage is the fastest, with everything recomputed if it does not fit. The best plans of some families run too: of every
+pair of which one is planned to take 5 % more, it is counted whether it does.
 """
 
 import json
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations, product
 from pathlib import Path
-from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
-from planned_models import MODELS, even_cut, limit_of
+from planned_models import large_models, limit_of
 from tables import Row, show
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock.commands.train.setup import token_loss
+from penstock.comms.system import cores
 from penstock.engine.build import Planned
 from penstock.learn.devices import DIM
 from penstock.learn.emulated_device import EmulatedDevice
 from penstock.partition.balance import starts
-from penstock.plan import Layer, Layers
-from penstock.plan.candidate import Terms
+from penstock.plan import Layer, Layers, Plan
+from penstock.plan.candidate import Cutting, Terms
+from penstock.plan.planning import Effort
+from penstock.plan.stages import Line
+from penstock.plan.timing import TimedTable
 from penstock.schedule import Schedule
-from penstock.schedule.catalog import FAMILIES
 
 BLOCK, HEAD = (0.005, 0.005, 0.005), (0.012, 0.012, 0.012)  # seconds of F, I and W
 ROWS, MICROBATCHES = 2, 8  # rows of a microbatch
 ACTIVATION, KEEP, OUTPUT = 10e6, 5e6, 2e6  # bytes, of a layer that says so
 OVERSLEPT = 0.0001  # seconds by which a sleep is longer
+BATCH = 32  # rows of a step that computes
+PAIRED, NOTABLE = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"), 0.05
 SEND, ACTION = 0.0002, 0.0002  # seconds of a message, and of the engine, as `penstock bench` has them
-MODEL_RANKS, MODEL_BATCH, MODEL_COUNTS, MODEL_STATE = 8, 32, (8, 16, 32), 6.0
+
+
+Pairs = list[bool]  # of each two plans, whether the one that is planned to be faster is
 
 
 @dataclass
@@ -49,7 +61,8 @@ class Options:
     shares: tuple[float, ...] = (1.0, 0.6, 0.35)  # of 1f1b's memory
     rounds: int = 3
     steps: int = 3  # of each configuration, in a round
-    effort: Literal["quick", "normal", "long"] = "normal"
+    effort: Effort = "normal"
+    real: bool = False
     models: bool = False
     json: Path | None = None
 
@@ -79,114 +92,147 @@ def layers_of(ranks: int) -> Layers:
     return Layers.of([Layer(str(number), f, i, w, *rest) for number, (f, i, w) in enumerate(times)], ROWS)
 
 
-class Default(NamedTuple):
-    """What a pipeline takes from a plan."""
+class Fixed(NamedTuple):
+    """What a pipeline takes from a plan, and what its step is planned to take."""
 
     schedule: Schedule
     microbatches: int
     cuts: list[str]
     recompute: tuple[Literal["stage"] | None, ...]
+    seconds: float
 
 
-def default_of(layers: Layers, ranks: int, limit: float) -> Default:
+def default_of(layers: Layers, ranks: int, batch: int, terms: Terms) -> Fixed:
     """1f1b on an even cut, recomputing everything if it does not fit."""
-    begins = starts([layer.seconds for layer in layers.samples[-1].layers], ranks)[1:]
-    fits = limit >= limit_of(layers, ranks, ROWS * MICROBATCHES, MICROBATCHES, 1.0, 0.0)
-    table = ps.schedule.build("1f1b", ranks, MICROBATCHES)
-    return Default(table, MICROBATCHES, [layers.names[begin] for begin in begins], (None if fits else "stage",) * ranks)
+    line, table = Line(layers.at(batch / MICROBATCHES)), ps.schedule.build("1f1b", ranks, MICROBATCHES)
+    cutting, begins = Cutting(line, TimedTable(table), terms), tuple(starts(line.seconds, ranks))
+    way: Literal["stage"] | None = "stage" if cutting.alike(begins, None).over else None
+    cuts, seconds = [layers.names[begin] for begin in begins[1:]], cutting.alike(begins, way).seconds
+    return Fixed(table, MICROBATCHES, cuts, (way,) * ranks, seconds)
 
 
-def run_plans(plans: Sequence[Planned], ranks: int, steps: int) -> list[float]:
+class Task(NamedTuple):
+    """What is trained: a model, its loss, and a batch."""
+
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor]
+    inputs: Tensor
+    target: Tensor
+
+
+def asleep(ranks: int) -> Task:
+    """Layers that sleep."""
+    return Task(model_of(ranks), nn.functional.mse_loss, *torch.randn(2, ROWS * MICROBATCHES, DIM))
+
+
+def computing(ranks: int) -> Task:
+    """A GPT, whose layers compute."""
+    torch.manual_seed(0)
+    rows = torch.randint(256, (BATCH, 65))
+    return Task(
+        ps.model.GPT(ps.model.GPTConfig(context=64, width=256, layers=4 * ranks)), token_loss, rows[:, :-1], rows[:, 1:]
+    )
+
+
+def run_plans(plans: Sequence[Planned], make: Callable[[int], Task], steps: int) -> list[float]:
     """What `penstock.launch` calls on every rank: the fastest step of each, by the first start and the last end."""
     fastest = []
     for plan in plans:
-        pipe = ps.Pipeline(model_of(ranks), nn.functional.mse_loss, plan=plan)
-        inputs, target = torch.randn(2, ROWS * MICROBATCHES, DIM)
+        task = make(ps.comms.init_distributed().world_size)
+        pipe = ps.Pipeline(task.model, task.loss_fn, plan=plan)
         times = []
         for _ in range(steps + 1):  # in the first the ranks agree on the shapes
-            pipe.step(inputs, target=target)
+            pipe.step(task.inputs, target=task.target)
             times.append(pipe.timeline().makespan)
         fastest.append(min(times[1:]))
     return fastest
 
 
-def emulated(options: Options) -> list[Row]:
-    """Every number of ranks and share of memory."""
-    rows: list[Row] = []
-    for ranks in options.ranks:
-        layers = layers_of(ranks)
-        for share in options.shares:
-            limit = limit_of(layers, ranks, ROWS * MICROBATCHES, MICROBATCHES, share, 0.0)
-            planned = ps.plan.plan(
-                layers,
-                ranks,
-                limit,
-                batch=ROWS * MICROBATCHES,
-                microbatches=MICROBATCHES,
-                effort=options.effort,
-                send=SEND,
-                action=ACTION,
-            )[0]
-            if planned.ranks < ranks:
-                continue  # the default has all
-            plans = planned, default_of(layers, ranks, limit)
-            rounds = [ps.launch(run_plans, ranks, plans, ranks, options.steps)[0] for _ in range(options.rounds)]
-            took, default = map(min, zip(*rounds, strict=True))
-            rows.append(
-                {
-                    "P": ranks,
-                    "memory": f"{share:.0%}",
-                    "schedule": planned.schedule.name,
-                    "planned ms": 1e3 * planned.seconds,
-                    "measured ms": 1e3 * took,
-                    "error %": 100 * (took / planned.seconds - 1),
-                    "default ms": 1e3 * default,
-                    "less %": 100 * (1 - took / default),
-                }
-            )
-    return rows
+def emulated(options: Options) -> tuple[list[Row], Pairs]:
+    """Every number of ranks and share of memory: the plan beside the default; and pairs of the best of some families."""
+    rows, pairs = [], []
+    for ranks, share in product(options.ranks, options.shares):
+        layers, batch = layers_of(ranks), ROWS * MICROBATCHES
+        limit = limit_of(layers, ranks, batch, MICROBATCHES, share, 0.0)
+        terms = Terms((limit,) * ranks, send=SEND, action=ACTION)
+        found = planned(layers, batch, terms, options.effort)
+        row, more = compared(found, default_of(layers, ranks, batch, terms), asleep, options)
+        rows.append({"P": ranks, "memory": f"{share:.0%}", **row})
+        pairs += more
+    return rows, pairs
 
 
-def large_models(options: Options) -> list[Row]:
-    """Large models: the plan beside the best family on an even cut, with all recomputed or nothing."""
-    rows: list[Row] = []
-    for name, make in MODELS.items():
-        for share in (0.25, 0.35, 0.45):
-            layers = make()
-            limit = limit_of(layers, MODEL_RANKS, MODEL_BATCH, 16, share, MODEL_STATE)
-            terms, begin = Terms((limit,) * MODEL_RANKS, MODEL_STATE), time.perf_counter()
-            found = ps.plan.plan(
-                layers,
-                MODEL_RANKS,
-                limit,
-                batch=MODEL_BATCH,
-                microbatches=MODEL_COUNTS,
-                optimizer=MODEL_STATE,
-                effort=options.effort,
-            )[0]
-            took = time.perf_counter() - begin
-            even = even_cut(layers, terms, MODEL_BATCH, MODEL_COUNTS, [each for each in FAMILIES if each != "naive"])
-            rows.append(
-                {
-                    "model": name,
-                    "memory": f"{share:.0%}",
-                    "even cut ms": 1e3 * even,
-                    "planned ms": 1e3 * found.seconds,
-                    "faster %": 100 * (even / found.seconds - 1),
-                    "above bound %": 100 * (found.seconds / found.bound - 1),
-                    "schedule": found.schedule.name,
-                    "planning s": took,
-                }
-            )
-            show(rows[-1:], *rows[-1])
-    print(f"faster in the median by {median(row['faster %'] for row in rows):.1f} %")
-    return rows
+def real(options: Options) -> tuple[list[Row], Pairs]:
+    """Two ranks whose layers compute, measured here."""
+    layers, beside = ps.launch(measured, 2)[0]
+    terms = Terms((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=cores())
+    row, pairs = compared(
+        planned(layers, BATCH, terms, options.effort), default_of(layers, 2, BATCH, terms), computing, options
+    )
+    return [{"P": 2, "memory": "any", **row}], pairs
+
+
+def measured() -> tuple[Layers, ps.plan.Overheads]:
+    """On both ranks at once, as they will compute."""
+    ps.comms.init_distributed()
+    task, beside = computing(2), ps.plan.overheads()
+    first = slice(BATCH // MICROBATCHES)
+    layers = ps.plan.measure(task.model, (task.inputs[first],), loss_fn=task.loss_fn, target=task.target[first])
+    return beside.without(layers), beside
+
+
+def planned(layers: Layers, batch: int, terms: Terms, effort: Effort) -> list[Plan]:
+    """The best plan, and those of some families."""
+    make = partial(
+        ps.plan.plan,
+        layers,
+        len(terms.limits),
+        terms.limits,
+        batch=batch,
+        microbatches=MICROBATCHES,
+        optimizer=0.0,
+        send=terms.send,
+        bandwidth=terms.bandwidth,
+        action=terms.action,
+        cores=terms.cores,
+        fewer=False,
+    )
+    plans = make(effort=effort)[:1]
+    for name in PAIRED:
+        with suppress(ps.PenstockError):  # it does not fit
+            plans += make(schedules=[name], effort="quick")[:1]
+    return plans
+
+
+def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task], options: Options) -> tuple[Row, Pairs]:
+    """All run in turn: the first plan beside the default, and every pair of which one is planned to be notably faster."""
+    every: list[Plan | Fixed] = [*plans, default]
+    rounds = [ps.launch(run_plans, default.schedule.ranks, every, make, options.steps)[0] for _ in range(options.rounds)]
+    took = list(map(min, zip(*rounds, strict=True)))
+    seconds = [each.seconds for each in every]
+    pairs = [
+        (took[one] < took[other]) == (seconds[one] < seconds[other])
+        for one, other in combinations(range(len(every)), 2)
+        if max(seconds[one], seconds[other]) > (1 + NOTABLE) * min(seconds[one], seconds[other])
+    ]
+    row: Row = {
+        "schedule": plans[0].schedule.name,
+        "planned ms": 1e3 * seconds[0],
+        "measured ms": 1e3 * took[0],
+        "error %": 100 * (took[0] / seconds[0] - 1),
+        "default ms": 1e3 * took[-1],
+        "less %": 100 * (1 - took[0] / took[-1]),
+        "largest error %": max((100 * (each / said - 1) for each, said in zip(took, seconds, strict=True)), key=abs),
+    }
+    return row, pairs
 
 
 def main(options: Options) -> None:
     """Plan, run, tell."""
-    rows = large_models(options) if options.models else emulated(options)
+    rows, pairs = (large_models(options.effort), []) if options.models else (real if options.real else emulated)(options)
     show(rows, *rows[0])
+    if pairs:
+        print(f"of {len(pairs)} pairs that are planned to differ by {NOTABLE:.0%} or more, {sum(pairs)} are told right")
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

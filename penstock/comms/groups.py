@@ -1,8 +1,8 @@
 """The process groups one pipeline opens: small, its own, and closed by force when a rank fails.
 
-NCCL's differ from Gloo's in two ways that are made up for here (docs/gpu.md). Whoever uses a communicator or a pair of ranks
-first waits on the host for the other side: so all are used once where they are opened. And their waits order streams only,
-know no lost rank and no timeout: so the heartbeat's thread looks, and ends them.
+NCCL's differ from Gloo's in two ways that are made up for here (docs/howto/gpu.md). Whoever uses a communicator or a pair of
+ranks first waits on the host for the other side: so all are used once where they are opened. And their waits order streams
+only, know no lost rank and no timeout: so the heartbeat's thread looks, and ends them.
 """
 
 import os
@@ -120,7 +120,7 @@ class Groups:
         self.woken = True
         for wake in list(self._wakers):
             wake()
-        for group, peer in list(self._open):
+        for group, peer in list(self._open):  # `everyone` first: what is computed on nothing must be told nobody
             break_off_backend(group, peer)
         for group in self._beside:
             break_off(group)

@@ -204,10 +204,10 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         timeout = timedelta(seconds=timeout)
     if backend == "nccl" and not dist.is_nccl_available():
         raise PenstockError("this torch comes without NCCL: use 'gloo', or install a build of torch for CUDA")
-    settle_nccl()
     device = _choose_device(backend, device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        settle_nccl()
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             return Topology(device=device, backend=backend or backend_for([gpu_of(device)]), timeout=timeout)

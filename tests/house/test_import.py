@@ -49,6 +49,12 @@ def test_an_import_that_needs_no_torch_does_not_load_it(statement):
     run(WITHOUT_TORCH + statement)
 
 
+@pytest.mark.ranks
+def test_only_the_command_line_needs_tyro():
+    code = "import sys; sys.modules['tyro'] = None\nimport penstock\nfor name in penstock.__all__: getattr(penstock, name)"
+    run(f"{code}\nimport penstock.pipeline, penstock.plan, penstock.learn, penstock.view")
+
+
 def test_every_public_name_is_there():
     assert dir(penstock) == sorted(penstock.__all__)
     for name in penstock.__all__:

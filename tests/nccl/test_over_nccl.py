@@ -114,6 +114,7 @@ def test_interleaved_zb_whose_ranks_all_send_first_does_not_wait_on_the_host_for
 
 
 @pytest.mark.nccl
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_every_schedule_has_the_bits_of_one_process(ranks):
     for microbatches in (1, ranks, 2 * ranks + 1):

@@ -44,7 +44,7 @@ class Channels:
             name = f"{start}-{end}"
             with named(f"rank {rank} could not open the line {name}"), waiting("for the other ranks to open their lines"):
                 if rank == start:
-                    self.outgoing[destination] = Outgoing(sending_line(groups, name, end, outbox), end, outbox.failure)
+                    self.outgoing[destination] = Outgoing(sending_line(groups, name, end, outbox), outbox.failure)
                 elif rank == end:
                     self.incoming[source] = Incoming(receiving_line(groups, name, start), rank, start)
 
@@ -85,16 +85,16 @@ def in_rounds(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 class Outgoing:
     """The sending end of a channel."""
 
-    def __init__(self, line: SendingLine, destination: int, failure: SendFailure) -> None:
-        self.line, self.destination, self._failure = line, destination, failure
+    def __init__(self, line: SendingLine, failure: SendFailure) -> None:
+        self.line, self._failure = line, failure
         self.specs: Specs = {}
         self.known = False
 
     def send(self, transfer: Transfer, value: Any) -> None:
         """Send `value` as `transfer` without waiting.
 
-        Raises MismatchError if it is not what was agreed, ResourceError if this rank cannot send it, or one before it, and
-        WaitFailed if the line is broken.
+        Raises MismatchError if it is not what was agreed, ResourceError if this rank cannot send it, or one before it. Of a
+        receiver that is lost, whoever waits for it tells.
         """
         self._failure.check()
         try:
@@ -106,9 +106,8 @@ class Outgoing:
             if is_refusal(error):
                 self._failure.tell(transfer, error)
                 self._failure.check()
-            if is_of_transport(error):
-                raise WaitFailed(f"to send the {transfer} to rank {self.destination}", self.destination, error) from error
-            raise
+            if not is_of_transport(error):
+                raise
 
     def _send_tree(self, transfer: Transfer, value: Any) -> None:
         leaves, tree = wire.flatten(value)
@@ -157,8 +156,13 @@ class Incoming:
         self.early: dict[Transfer, Any] = {}  # arrived, to be consumed later; rarely anything
 
     def post(self, transfer: Transfer) -> None:
-        """Post the receives of `transfer`, the next of this channel."""
-        self.posted.append((transfer, self._post(self.specs[transfer]) if self.known else []))
+        """Post the receives of `transfer`, the next of this channel. Raises WaitFailed if the line is broken."""
+        try:
+            self.posted.append((transfer, self._post(self.specs[transfer]) if self.known else []))
+        except RuntimeError as error:
+            if not is_of_transport(error):
+                raise
+            raise WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error) from error
 
     def take(self, transfer: Transfer, device: torch.device) -> Any:
         """Wait for `transfer` and return its message on `device`.

@@ -95,7 +95,7 @@ def test_an_action_that_takes_ten_times_what_it_took_is_named_once_while_others_
 
 def test_a_rank_is_busy_that_was_in_an_action_when_it_beat_last():
     store = torch.distributed.HashStore()
-    ring, seen = Ring(store, 1, 2, lambda: None), Watched(store, 1, 2)
+    ring, seen = Ring(store, 1, 2, lambda: None, lambda store: None), Watched(store, 1, 2)
     assert not seen.is_busy
     with doing.step(1, True):
         doing.enter(Action(Kind.F, 0, 0))

@@ -79,14 +79,18 @@ def signature(batch: Any) -> str:
 def _split_leaf(leaf: Any, rows_each: Sequence[int], device: torch.device | None) -> Sequence[Any]:
     if not isinstance(leaf, Tensor):
         return [leaf] * len(rows_each)
-    if device is not None:
-        if device.type == "cuda" and leaf.is_cpu and not leaf.requires_grad:
-            leaf = leaf.pin_memory()  # from any other memory the copy would wait for what the device has to do
-        leaf = leaf.to(device, non_blocking=True)
+    leaf = _sent(leaf, device) if device is not None else leaf
     if not leaf.dim():
         return [leaf] * len(rows_each)
     parts = leaf.split(list(rows_each))
     return parts if leaf.requires_grad else [part.data for part in parts]  # a layer may change one in place, others stay valid
+
+
+def _sent(leaf: Tensor, device: torch.device) -> Tensor:
+    """`leaf` on `device`. A GPU copies beside what it has to do, but only from memory that is pinned and in one piece."""
+    if device.type == "cuda" and leaf.is_cpu and leaf.layout == torch.strided and not (leaf.requires_grad or leaf.is_pinned()):
+        leaf = torch.empty_like(leaf, pin_memory=True).copy_(leaf)
+    return leaf.to(device, non_blocking=True)
 
 
 def join(outputs: Sequence[Any]) -> Any:

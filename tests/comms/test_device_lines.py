@@ -21,7 +21,7 @@ LONG = 60  # seconds that nothing takes
 
 
 class Event:
-    def __init__(self):
+    def __init__(self, blocking=False):
         self.reached = threading.Event()
 
     def record(self, stream):
@@ -41,11 +41,6 @@ class Stream:
         self.told.append(event)
         if not self.held:
             event.reached.set()
-
-    def record_event(self):
-        event = Event()
-        event.record(self)
-        return event
 
     def wait_event(self, event):
         event.synchronize()
@@ -121,6 +116,18 @@ def test_a_message_leaves_when_the_device_has_made_it(line):
     message.fill_(7)  # what the device makes of it, when it comes to that
     sending.compute.go_on()
     assert torch.equal(receiver.wait(posted, spec), message)
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(6.0).view(2, 3).t(), torch.ones(3, 4)[:, ::2], torch.zeros(0, 5)])
+def test_a_message_arrives_in_its_layout(line, tensor):
+    *_, sender, receiver = line
+    spec = describe_tensor(tensor)
+    posted = receiver.post(spec)
+    if spec.bytes:
+        sender.send(tensor, spec)
+    arrived = receiver.wait(posted, spec)
+    assert torch.equal(arrived, tensor)
+    assert arrived.stride() == spec.stride
 
 
 def test_a_buffer_is_written_when_the_device_has_done_with_what_was_there(line):

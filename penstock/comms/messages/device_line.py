@@ -39,12 +39,14 @@ class Copies:
         event.record(self._module.current_stream(self._device))
         return event
 
-    def begin(self, to: Tensor, source: Tensor, after: Any) -> Any:
+    def begin(self, to: Tensor, source: Tensor, spec: TensorSpec, after: Any) -> Any:
         """Begin to copy once the device has done what `after` stands for; returns what stands for the copy."""
         with self._module.stream(self._stream):
             self._stream.wait_event(after)
-            to.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            wire.memory(to, spec).copy_(wire.memory(source, spec), non_blocking=True)
+            copied = self._module.Event(blocking=True)  # a thread that waits for it sleeps
+            copied.record(self._stream)
+        return copied
 
     def wait(self, copied: Any) -> None:
         """Have the stream that computes wait for a copy."""
@@ -90,7 +92,7 @@ class DeviceSender(MemorySender):
 
     def _put(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         self._copies.know(start, spec.bytes)
-        self._copies.begin(self._views.at(start, spec), tensor, self._after).synchronize()
+        self._copies.begin(self._views.at(start, spec), tensor, spec, self._after).synchronize()
 
     def close(self) -> None:
         """Let the receiver know that nothing more comes, once the thread has done what it is about."""
@@ -122,7 +124,7 @@ class DeviceReceiver(MemoryReceiver):
                 raise RuntimeError("a rank is lost")
             start, _ = self._ticket()
             self._copies.know(start, spec.bytes)
-            copied = self._copies.begin(buffer, self._views.at(start, spec), after)
+            copied = self._copies.begin(buffer, self._views.at(start, spec), spec, after)
             arrived.put(copied)
             copied.synchronize()
             self._memory[start] = FREE

@@ -122,7 +122,7 @@ class Page {
       probe.style.color = `color-mix(in srgb, var(--${one}), var(--${other}) ${share}%)`;
       return `rgb(${getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map((part) => 255 * part).join(", ")})`;
     };
-    for (const kind of Object.keys(KINDS)) this.colors[`${kind} second`] = mixed(kind, "panel", 22);
+    for (const kind of Object.keys(KINDS)) this.colors[`${kind} second`] = mixed(kind, "letter", 14);
     for (const cause of Object.keys(CAUSES)) this.colors[`${cause} ink`] = mixed(cause, "ink", 35);
     probe.remove();
     this.parts = Object.fromEntries([...Object.keys(KINDS), ...Object.keys(CAUSES)].map((name) => [name, partsOf(this.colors[name])]));

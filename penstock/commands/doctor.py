@@ -32,6 +32,7 @@ EXTRAS = {  # module -> what it is for
     "tensorboard": "metrics in TensorBoard (pip install 'penstock[tensorboard]')",
     "PIL": "penstock show --png (pip install 'penstock[png]')",
     "werkzeug": "penstock studio (pip install 'penstock[studio]')",
+    "ortools": "penstock search --effort optimal (pip install 'penstock[optimal]')",
 }
 
 

@@ -221,8 +221,8 @@ class Search:
     """M."""
     memory: str = "1TB"
     """Of each rank, for activations."""
-    effort: Literal["quick", "normal", "long"] = "normal"
-    """About 1, 10 or 60 seconds."""
+    effort: Literal["quick", "normal", "long", "optimal"] = "normal"
+    """About 1, 10 or 60 seconds; optimal, for small pipelines: up to minutes of OR-Tools, to prove that nothing is shorter."""
     send: float = 0.0
     """Milliseconds that a message between two ranks takes."""
     seed: int = 0

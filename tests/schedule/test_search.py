@@ -1,6 +1,7 @@
 """A searched table is proved, timed, within its limit, the same each time, and never longer than a published one."""
 
 import random
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -9,10 +10,12 @@ from random_tables import some_skips, whole_numbers
 
 from penstock.schedule import Costs, Found, ScheduleError, build, search, simulate, verify
 from penstock.schedule.searching import annealing
+from penstock.schedule.searching import search as searching
 from penstock.schedule.searching.machine import Machine
 from penstock.schedule.searching.moves import Moved
 from penstock.schedule.searching.position import INFINITE, Position
 from penstock.schedule.searching.starts import families, in_groups
+from penstock.schedule.searching.wheel import turning, unrolled
 
 COSTS = Costs(forward=30, backward_input=40, backward_weight=20, act=0.5)
 V = (0, 1, 2, 2, 1, 0)
@@ -91,7 +94,7 @@ def test_rows_that_would_stop_are_mended_where_they_stop():
 
 
 def test_where_published_tables_fit_the_best_is_told():
-    found = search(COSTS, V, 5, limit=2, effort="quick", progress=soon)
+    found = search(COSTS, V, 5, limit=2, effort="quick", progress=lambda done, makespan: done > 0.2)
     assert (found.family, found.family_makespan) == ("v-half", simulate(build("v-half", 3, 5), COSTS).makespan)
     assert found.makespan < found.family_makespan
 
@@ -119,6 +122,77 @@ def test_a_table_found_before_is_a_start():
     before = search(COSTS, V, 4, limit=1.5, effort="quick", progress=soon)
     after = search(COSTS, V, 4, limit=1.5, effort="quick", start=before.schedule, progress=lambda *told: True)
     assert after.makespan <= before.makespan
+
+
+def wider(stages: int, **more) -> Costs:
+    """Ranks of two speeds, whatever the placement: every second stage is slower."""
+    slower = [1.5 if stage % 2 else 1.0 for stage in range(stages)]
+    times = ([base * factor for factor in slower] for base in (30, 40, 20))
+    return Costs(*times, **({"act": 0.5} | more))
+
+
+@pytest.mark.parametrize(
+    ("costs", "placement"),
+    [
+        (wider(8, send=5), (0, 1, 2, 3, 3, 2, 1, 0)),
+        (wider(8, send=2, size=[8] * 3 + [16] * 4, bandwidth=[2] * 6 + [1]), (0, 1, 2, 3, 3, 2, 1, 0)),
+        (wider(8, size=8, bandwidth=2, skips={(0, 7): 4.0}), (0, 1, 2, 3, 0, 1, 2, 3)),
+        (wider(9), (0, 1, 2, 0, 1, 2, 0, 1, 2)),
+        (wider(12, keep=0.2), (0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0)),
+        (wider(8, overlap=0.8), (0, 1, 2, 3, 3, 2, 1, 0)),
+        (wider(4), (0, 1, 2, 3)),
+    ],
+    ids=["latency", "bandwidth", "skip", "three each", "four each", "pairs", "one each"],
+)
+def test_any_pipeline_is_searched_within_its_memory_and_none_comes_out_longer_than_published(costs, placement):
+    limit = 0.75 * len(placement) / 2
+    found = search(costs, placement, 6, limit, "quick", progress=soon)
+    timeline = simulate(found.schedule, costs)
+    verify(found.schedule, skips=list(costs.skips))
+    assert found.bound <= found.makespan == timeline.makespan
+    assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+    times = [simulate(table, costs) for table in families(placement, 6)]
+    fit = [each.makespan for each in times if max(each.peak_memory) <= limit]
+    assert found.makespan <= min(fit, default=INFINITE)
+
+
+def test_what_repeats_for_every_microbatch_is_far_shorter_than_v_min_in_its_memory():
+    costs, ranks, microbatches = Costs(30, 40, 20, act=0.5), 4, 32
+    published = simulate(build("v-min", ranks, microbatches), costs)
+    machine = Machine(costs, (0, 1, 2, 3, 3, 2, 1, 0), microbatches, [max(published.peak_memory)] * ranks)
+    wheels = list(turning(machine, random.Random(0), 2000))
+    times = [Position(machine, unrolled(machine, turns), [0.0] * ranks).makespan for turns in wheels]
+    assert min(times) < 0.92 * published.makespan
+
+
+def test_the_critical_chain_takes_as_long_as_the_step():
+    machine = Machine(Costs(30, 40, 20), V, 5, [INFINITE] * 3)
+    position = Position(machine, in_groups(machine, 2))  # without W, and none is put in
+    chain = [position.rows[rank][place] for rank, place in position.critical()]
+    assert sum(machine.cost[action] for action in chain) == position.makespan
+
+
+@pytest.mark.parametrize("more", [{}, {"backward": 52}, {"keep": 0.2, "size": 3, "bandwidth": 1, "send": 1}])
+def test_or_tools_proves_that_nothing_is_shorter(more, monkeypatch):
+    pytest.importorskip("ortools")
+    monkeypatch.setitem(searching.EFFORTS, "optimal", 100_000)
+    costs = Costs(30, 40, 20, **({"act": 0.5} | more))
+    found = search(costs, (0, 1, 1, 0), 4, limit=1.5, effort="optimal")
+    longer = search(costs, (0, 1, 1, 0), 4, limit=1.5, effort="quick")
+    assert found.proven
+    assert found.makespan <= longer.makespan
+    assert simulate(found.schedule, costs).makespan == found.makespan
+
+
+def test_without_or_tools_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    with pytest.raises(ScheduleError, match=r"pip install 'penstock\[optimal\]'"):
+        search(COSTS, V, 4, effort="optimal")
+
+
+def test_or_tools_is_not_asked_about_pairs():
+    with pytest.raises(ScheduleError, match=r"knows no pairs that overlap: use 'long', or overlap=0 and not 0\.5"):
+        search(Costs(overlap=0.5), V, 4, effort="optimal")
 
 
 def test_ctrl_c_gives_the_best_so_far():

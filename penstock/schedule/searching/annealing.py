@@ -10,6 +10,7 @@ from penstock.schedule.searching.position import Position
 
 FAR = 6  # places that an action moves at most
 LOOSEN, ACROSS = 0.03, 0.15  # the share of moves of a rank's slack, and of those on several stages
+FOCUS = 0.5  # the share of moves, of the others, that begin on the critical chain: no step gets shorter without one
 SOON = 512  # moves between two reports
 Move = Callable[[Machine, list[int], int, int, int], Moved]
 Report = Callable[[int, Position], None]  # steps since the last report, and where the annealing stands
@@ -54,10 +55,15 @@ def _try(position: Position, dice: random.Random, most: float) -> bool:
 def _on_one_rank(position: Position, dice: random.Random) -> dict[int, Moved]:
     """A random action, some or all that follow it, some places to one side."""
     machine = position.machine
-    rank = int(dice.random() * machine.ranks)
+    if dice.random() < FOCUS:
+        chain = position.critical()
+        rank, index = chain[int(dice.random() * len(chain))]
+    else:
+        rank = int(dice.random() * machine.ranks)
+        index = int(dice.random() * len(position.rows[rank]))
     row = position.rows[rank]
     move, places, actions = _how(machine, dice)
-    moved = move(machine, row, int(dice.random() * len(row)), places, actions)
+    moved = move(machine, row, index, places, actions)
     return {rank: moved} if moved.first < len(row) else {}
 
 

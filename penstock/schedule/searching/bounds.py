@@ -18,15 +18,20 @@ class Bound(NamedTuple):
 
 def bound(machine: Machine) -> Bound:
     """The highest lower bound that is known for any table of `machine`'s actions, its backwards whole or in halves."""
+    heads, tails = heads_and_tails(machine)
     machine = _cheapest(machine)
-    heads = _earliest(machine)
-    tails = _latest(machine)
     chain = max(head + machine.cost[action] + tails[action] for action, head in enumerate(heads))
     bounds = [Bound(chain, "the longest chain of actions that wait for each other")]
     for rank in range(machine.ranks):
         bounds.append(Bound(_one_rank(machine, rank, heads, tails), f"the work of rank {rank}, from its first input on"))
         bounds.append(Bound(_memory(machine, rank, heads), f"the memory of rank {rank}"))
     return max(bounds)
+
+
+def heads_and_tails(machine: Machine) -> tuple[list[float], list[float]]:
+    """How long it takes at least from the begin to every action, and from its end to the end of the step."""
+    cheapest = _cheapest(machine)
+    return _earliest(cheapest), _latest(cheapest)
 
 
 def _cheapest(machine: Machine) -> Machine:
@@ -50,7 +55,7 @@ def _earliest(machine: Machine) -> list[float]:
     """When every action can start at best, if only its chain and the microbatches before it are counted."""
     heads = [0.0] * len(machine.cost)
     count, there = machine.microbatches, list(machine.there)
-    for code in _order(machine):
+    for code in order(machine):
         free = 0.0
         for action in range(code * count, (code + 1) * count):
             weight = action >= machine.first_weight
@@ -72,7 +77,7 @@ def _latest(machine: Machine) -> list[float]:
     tails = [0.0] * len(machine.cost)
     count = machine.microbatches
     takers = {slot: action for action, more in enumerate(machine.also_needs) for slot in more}
-    for code in reversed(_order(machine)):
+    for code in reversed(order(machine)):
         follows = 0.0
         for action in reversed(range(code * count, (code + 1) * count)):
             ways = [follows]
@@ -87,7 +92,7 @@ def _latest(machine: Machine) -> list[float]:
     return tails
 
 
-def _order(machine: Machine) -> list[int]:
+def order(machine: Machine) -> list[int]:
     """The codes, each behind those that it needs."""
     stages = machine.stages
     return [*range(stages), *reversed(range(stages, 2 * stages)), *range(2 * stages, len(machine.times))]

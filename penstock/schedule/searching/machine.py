@@ -68,6 +68,7 @@ class Machine:
         count, stages = len(self.cost), self.stages
         self.sends: list[list[Send]] = [[] for _ in range(count)]
         self.also_needs: list[list[int]] = [[] for _ in range(count)]
+        self.source = dict[int, int]()  # slot -> the action that fills it
         slots, taken = count + 1, set[int]()
         for source, taker, send in self._edges():
             for m in range(self.microbatches):
@@ -77,6 +78,7 @@ class Machine:
                     self.also_needs[action].append(slot)
                 taken.add(slot)
                 self.sends[source * self.microbatches + m].append(send._replace(slot=slot))
+                self.source[slot] = source * self.microbatches + m
         nothing = Send(count, None, 0.0, 0.0)
         first = [(each or [nothing])[0] for each in self.sends]
         self.slot, self.latency = [send.slot for send in first], [send.latency for send in first]

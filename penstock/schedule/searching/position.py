@@ -9,16 +9,17 @@ This is the loop that a search spends its time in, hence long functions of plain
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import Machine, Rows
+from penstock.schedule.searching.machine import TOLERANCE, Machine, Rows
 from penstock.schedule.searching.moves import Moved
 
 INFINITE = float("inf")
 ATTEMPT = 30  # steps that an attempt counts for, beside the actions that it runs
 
 Trace = list[tuple[float, float, float, int, int]]  # after every action of a row: time, memory, least end, W and I done
+_NOTHING = (0.0, 0.0, 0.0, 0, 0)
 Slots = list[float]  # when what is needed is there; -1: not yet; -2 - r: not yet, and rank r waits for it
 
 
@@ -34,11 +35,11 @@ class _Tried(NamedTuple):
     """What follows from an attempt, if it is accepted."""
 
     rows: Rows
-    backs: Rows
+    backs: Rows  # the W that the rows leave out, in order
     there: Slots
     begin: list[int]
     traces: list[Trace]
-    makespan: float
+    ends: list[float]
 
 
 class Position:
@@ -52,7 +53,7 @@ class Position:
     def go_to(self, state: State) -> None:
         """Stand where `state` is."""
         self.rows, self.slack = state.rows[:], state.slack and state.slack[:]
-        self.backs = [self._backs(row) for row in self.rows]
+        self.backs: Rows = [[] for _ in self.rows]
         self.trace: list[Trace] = [[] for _ in self.rows]
         self.there, self.makespan = self.machine.there, INFINITE
         if self.attempt({}, INFINITE) < INFINITE:
@@ -61,11 +62,6 @@ class Position:
     def state(self) -> State:
         """Where it stands, to come back to."""
         return State(self.makespan, self.rows[:], self.slack and self.slack[:])
-
-    def _backs(self, row: list[int]) -> list[int]:
-        """The I of `row` whose W are not in it."""
-        first = self.machine.first_back
-        return [action for action in row if action >= first] if self.slack and not self.machine.whole else []
 
     def attempt(self, changed: Mapping[int, Moved], most: float) -> float:
         """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run."""
@@ -78,9 +74,38 @@ class Position:
 
     def accept(self) -> None:
         """Go on from what was attempted last."""
-        self.rows, self.backs, self.there, begin, traces, self.makespan = self.tried
+        self.rows, self.backs, self.there, begin, traces, self.ends = self.tried
+        self.makespan, self.chain = max(self.ends), list[tuple[int, int]]()
         for trace, here, new in zip(self.trace, begin, traces, strict=True):
             trace[here:] = new
+
+    def critical(self) -> list[tuple[int, int]]:
+        """Rank and place of the actions that make up the makespan: each begins as soon as the one before it lets it."""
+        if not self.chain:
+            self.chain = list(self._chain())
+            self.steps += len(self.chain)
+        return self.chain
+
+    def _chain(self) -> Iterator[tuple[int, int]]:
+        """The same from the end of the step on. A stretch of W belongs to the action behind it."""
+        machine, cost = self.machine, self.machine.cost
+        count, stages, home = machine.microbatches, machine.stages, machine.placement
+        rank = max(range(machine.ranks), key=self.ends.__getitem__)
+        index = len(self.rows[rank]) - 1
+        while index >= 0:
+            yield rank, index
+            action = self.rows[rank][index]
+            time, _, _, done, _ = self.trace[rank][index]
+            free, _, _, before, _ = self.trace[rank][index - 1] if index else _NOTHING
+            for weight in self.backs[rank][before:done]:
+                free += cost[weight]
+            index -= 1
+            if time - cost[action] > free * (1 + TOLERANCE):  # the rank was idle before it
+                there = self.there
+                slot = max([action, *machine.also_needs[action]], key=there.__getitem__)
+                source = machine.source[slot]
+                rank = home[source // count % stages]
+                index = self.rows[rank].index(source)
 
     def loosen(self, rank: int, slack: float, most: float) -> bool:
         """Whether the step takes at most `most` with another `slack` of `rank`; then it has that."""
@@ -94,14 +119,13 @@ class Position:
 
     def whole_rows(self) -> Rows:
         """The rows with every W in its place."""
-        to_weight = self.machine.first_weight - self.machine.first_back
         rows: Rows = []
         for row, back, trace in zip(self.rows, self.backs, self.trace, strict=True):
             full, last = list[int](), 0
             for action, (_, _, _, done, _) in zip(row, trace, strict=True):
-                full += [each + to_weight for each in back[last:done]] + [action]
+                full += [*back[last:done], action]
                 last = done
-            rows.append(full + [each + to_weight for each in back[last:]])
+            rows.append(full + back[last:])
         return rows
 
     def _run(self, changed: Mapping[int, Moved], most: float, traces: list[Trace]) -> float:
@@ -115,8 +139,7 @@ class Position:
         since = -1.0
         if machine.waits:
             since = min([self.trace[rank][first - 1][0] if first else -1.0 for rank, (_, first) in changed.items()] or [-1.0])
-        rows, backs = self.rows[:], self.backs[:]
-        there = self.there[:]
+        rows, backs, there = self.rows[:], list[list[int]](), self.there[:]
         channels: dict[tuple[int, int], float] = {}
         at, states = [], []
         for r in ranks:
@@ -126,6 +149,7 @@ class Position:
                 here = changed[r].first
             at.append(here)
             states.append(trace[here - 1] if here else (0.0, 0.0, work[r], 0, 0))
+            backs.append(self.backs[r][: states[r][4]])
             if plain:
                 for action in rows[r][here:]:
                     there[slots[action]] = -1.0
@@ -133,10 +157,9 @@ class Position:
             there = machine.there[:]
         for rank, (row, _) in changed.items():
             rows[rank] = row
-            backs[rank] = self._backs(row)
         slacks = self.slack or [0.0] * machine.ranks
         begin = at[:]
-        ready, end, running = list(ranks), 0.0, machine.ranks
+        ready, ends, running = list(ranks), [0.0] * machine.ranks, machine.ranks
         while running:
             if not ready:
                 stuck = self._let_another_go_first(rows, backs, at, states, there)
@@ -165,7 +188,7 @@ class Position:
                     when = max(when, max(there[slot] for slot in also_needs[action]))
                 held_then = held + change[action]
                 while done < made:
-                    weight = back[done] + to_weight
+                    weight = back[done]
                     if time + cost[weight] > when + slack and held_then <= limit:
                         break
                     time += cost[weight]
@@ -182,6 +205,7 @@ class Position:
                     time = when
                 time += cost[action]
                 if action >= splits:
+                    back.append(action + to_weight)
                     made += 1
                 put((time, held, bound, done, made))
                 index += 1
@@ -204,16 +228,15 @@ class Position:
                 running -= 1
                 index += 1
                 while done < made:
-                    time += cost[back[done] + to_weight]
+                    time += cost[back[done]]
                     done += 1
-                if time > end:
-                    end = time
-                    if end > most:
-                        return INFINITE
+                ends[r] = time
+                if time > most:
+                    return INFINITE
             at[r] = index
             states[r] = time, held, bound, done, made
-        self.tried = _Tried(rows, backs, there, begin, traces, end)
-        return end
+        self.tried = _Tried(rows, backs, there, begin, traces, ends)
+        return max(ends)
 
     def _let_another_go_first(
         self, rows: Rows, backs: Rows, at: list[int], states: list[tuple[float, float, float, int, int]], there: Slots
@@ -223,7 +246,7 @@ class Position:
         A rank is stuck if its next F does not fit, or if ranks wait for each other in a circle. -1: nothing can begin.
         """
         self.repairs += 20
-        machine, best = self.machine, (INFINITE, 0, 0, 0)
+        machine, best = self.machine, (INFINITE, False, 0, 0)
         count, change, back = machine.microbatches, machine.change, machine.first_back
         for rank, row in enumerate(rows):
             time, held, _, done, made = states[rank]
@@ -233,6 +256,8 @@ class Position:
                 code = action // count
                 if code in seen:
                     continue
+                if len(seen) == len(machine.kinds) * len(machine.stages_of[rank]):
+                    break
                 seen.add(code)
                 when = there[action]
                 if when < 0.0 or any(there[slot] < 0.0 for slot in machine.also_needs[action]):
@@ -242,7 +267,7 @@ class Position:
                 if index == at[rank]:  # it is what does not fit
                     continue
                 if change[action] > 0.0:
-                    freed = sum(change[each + back] for each in backs[rank][done:made])
+                    freed = sum(change[each] for each in backs[rank][done:made])
                     later = machine.later[code] if action < back else 0.0
                     if held + freed + change[action] + later > machine.limits[rank]:
                         continue
@@ -255,5 +280,4 @@ class Position:
         if there[row[at[rank]]] < -1.5:
             there[row[at[rank]]] = -1.0
         row.insert(at[rank], row.pop(index))
-        backs[rank] = self._backs(row)
         return rank

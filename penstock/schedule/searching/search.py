@@ -7,18 +7,18 @@ from dataclasses import dataclass, fields
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.searching import growing, starts
+from penstock.schedule.searching import growing, proving, starts, wheel
 from penstock.schedule.searching.annealing import Report, anneal
-from penstock.schedule.searching.bounds import bound
+from penstock.schedule.searching.bounds import Bound, bound
 from penstock.schedule.searching.limits import checked_limits, checked_placement
 from penstock.schedule.searching.machine import TOLERANCE, Machine, Rows
-from penstock.schedule.searching.position import INFINITE, Position
+from penstock.schedule.searching.position import INFINITE, Position, State
 from penstock.schedule.table import Kind, Table, must_be_table
 from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.transform import with_full_backwards
 from penstock.schedule.verify import verify
 
-EFFORTS = {"quick": 2_500_000, "normal": 25_000_000, "long": 150_000_000}  # steps of a position
+EFFORTS = {"quick": 2_500_000, "normal": 25_000_000, "long": 150_000_000, "optimal": 25_000_000}  # steps of a position
 Progress = Callable[[float, float], object]  # the share that is done, the best makespan so far -> true to stop
 
 
@@ -61,19 +61,22 @@ def search(
     `limit`: the most that the activations of a rank may take at once (`Timeline.peak_memory`), in the unit of `costs.act`:
     a number, or one for each rank. By default any amount.
     `effort`: `quick`, `normal` or `long`: about 1, 10 and 60 seconds. What is counted is work, not time: the same arguments
-    give the same table anywhere.
+    give the same table anywhere. `optimal`, for small pipelines: `normal`, and then up to some minutes of OR-Tools
+    (`pip install 'penstock[optimal]'`), which proves that there is nothing shorter, or finds it, or raises the bound.
     `start`: one more table to begin with, for example one found before.
     `progress`: told the share of the work that is done and the best makespan so far, some ten times a second. If it returns
     something true the search ends with what it has, as it does on Ctrl-C.
 
     The table is never longer than the best published one within the limit. Raises ScheduleError for a limit that no table
-    keeps, and for costs, a placement or numbers that are none.
+    keeps, for costs, a placement or numbers that are none, and for `optimal` without OR-Tools or with overlapping pairs.
 
         found = search(Costs(3, 4, 2), placement=(0, 1, 2, 2, 1, 0), microbatches=8, limit=4, effort="quick")
         found.makespan, found.bound, found.family_makespan
     """
     if effort not in EFFORTS:
         raise ScheduleError(f"effort={effort!r}: use {', '.join(EFFORTS)}")
+    if effort == "optimal":
+        proving.check(costs)
     placement = checked_placement(placement, microbatches)
     limits = checked_limits(limit, costs, placement)
     _check_start(start, placement, microbatches)
@@ -84,6 +87,8 @@ def search(
         best.check()
         for machine in machines:
             _search(best, machine, best.work / len(machines), dice)
+        if effort == "optimal":
+            best.prove(seed)
     return best.found()
 
 
@@ -108,7 +113,7 @@ class _Best:
     """The best that was found so far, how much of the search's work is done, and who wants to know."""
 
     def __init__(self, machine: Machine, start: Table | None, work: int, progress: Progress | None) -> None:
-        self.machine, self.work, self.progress, self.done = machine, work, progress, 0
+        self.machine, self.work, self.progress, self.done = machine, work, progress, 0.0
         self.bound = bound(machine)
         self.published = list(starts.families(machine.placement, machine.microbatches))
         self.tables = [*self.published, *([start] if start else [])]
@@ -124,17 +129,24 @@ class _Best:
 
     def report(self, steps: int, position: Position) -> None:
         """`steps` more are done, and the search is at `position`."""
-        self.done += steps
         if position.makespan < self.makespan and position.machine.microbatches == self.machine.microbatches:
             self.makespan, self.searched = position.makespan, (position.machine, position.whole_rows())
-        self.check()
+        self.check(steps)
 
-    def check(self) -> None:
-        """Raises _Enough if there is no better, or whoever watches wants no more."""
+    def check(self, steps: float = 0) -> None:
+        """`steps` more are done. Raises _Enough if there is no better, or whoever watches wants no more."""
+        self.done += steps
         if self.makespan <= self.bound.time * (1 + TOLERANCE):
             raise _Enough
         if self.progress and self.makespan < INFINITE and self.progress(min(1.0, self.done / self.work), self.makespan):
             raise _Enough
+
+    def prove(self, seed: int) -> None:
+        """Take what OR-Tools finds, and what it says that no table is shorter than."""
+        table, least = proving.prove(self.machine, self.found().schedule, self.bound.time, seed)
+        self.tables.append(table)
+        if least > self.bound.time:
+            self.bound = Bound(least, "OR-Tools found none that is shorter")
 
     def found(self) -> Found:
         """What is told of it."""
@@ -152,7 +164,12 @@ class _Best:
         return Found(best, time, min(self.bound.time, time), self.bound.because, name, of_family)
 
 
-ROUNDS = ((8, 0.4, 1.0), (3, 0.25, 0.5), (1, 0.15, 0.3))  # how many are annealed, the share of the work for all, how hot
+ROUNDS = (  # how many are annealed, the share of the work for all, how hot one after the other
+    (9, 0.45, (0.3, 1.0, 2.0)),
+    (3, 0.25, (0.5,)),
+    (1, 0.1, (0.3,)),
+)
+WHEELS, TURNED, A_CODE = 0.08, 4, 3  # the share of the work for wheels, how many searches for one, what a code on it counts for
 LAST = 0.2  # the share of the work for the best, with every W in its place
 
 
@@ -160,9 +177,15 @@ def _search(best: _Best, machine: Machine, work: float, dice: random.Random) -> 
     """Anneal for few microbatches first, if they are many, and for more and more from what was found."""
     sizes = growing.sizes(machine.ranks, machine.microbatches)
     found: Position | None = None
+    wheels = list[wheel.Turns]()
+    for _ in range(TURNED):
+        wheels += wheel.turning(machine, dice, int(WHEELS / TURNED * work / A_CODE / len(machine.times)))
+        best.check(WHEELS / TURNED * work)
+    work *= 1 - WHEELS
     for size in sizes:
         sized = machine.of(size)
-        begins = [*starts.of(sized), *(map(machine.rows, best.tables) if sized is machine else ())]
+        begins = [*starts.of(sized), *(wheel.unrolled(sized, turns) for turns in wheels)]
+        begins += map(machine.rows, best.tables) if sized is machine else ()
         begins += growing.grown(found, sized) if found else ()
         found = _annealed(sized, begins, work / len(sizes), dice, best.report)
 
@@ -172,19 +195,20 @@ def _annealed(machine: Machine, begins: list[Rows], work: float, dice: random.Ra
 
     None: no start keeps the limit.
     """
-    states = []
+    starting = dict[float, State]()
     for rows in begins:
         position = Position(machine, machine.without_weights(rows), [0.0] * machine.ranks)
         report(position.steps, position)
         if position.makespan < INFINITE:
-            states.append(position.state())
-    if not states:
+            starting.setdefault(position.makespan, position.state())  # many are alike
+    if not starting:
         return None
+    states = list(starting.values())
     for many, share, hot in ROUNDS:
         states = sorted(states, key=lambda state: state.makespan)[:many]
         for index in range(many):
             position.go_to(states[index % len(states)])
-            heat = hot * machine.typical
+            heat = hot[index % len(hot)] * machine.typical
             anneal(position, dice, int(work * share / many), heat, heat / 10, report)
             states.append(position.state())
     position.go_to(min(states, key=lambda state: state.makespan))

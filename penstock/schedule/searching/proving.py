@@ -1,22 +1,24 @@
 """Small pipelines to the end: OR-Tools' CP-SAT finds the shortest table, or by how much a table might still be shorter.
 
 Every action has a start, a whole number of a unit of time. Times and memories are rounded down to units, so no table is lost:
-what CP-SAT rules out is ruled out. Costs that are whole numbers, or anything else that halves of halves add up to, stay exact.
+what CP-SAT rules out is ruled out. Whole numbers, and those of up to three decimals, stay exact.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.searching import bounds
-from penstock.schedule.searching.machine import Machine
+from penstock.schedule.searching.machine import TOLERANCE, Machine
 from penstock.schedule.table import Action, Kind
 from penstock.schedule.timing.simulate import Costs, simulate
 
-BITS = 40  # of the largest number
+LARGEST = 2.0**40  # of the numbers that CP-SAT is given
+EXACT = 1e-12  # relative: so far apart may be what is the same number
 PATIENCE = 300.0  # CP-SAT's own measure of work, the same on any machine: about as many seconds
 
 
@@ -54,7 +56,7 @@ def _solver() -> Any:
 def prove(machine: Machine, found: Schedule, least: float, seed: int) -> Proof:
     """The shortest table for `machine`, `found` or a shorter one; no table is shorter than `least`.
 
-    `machine`: with its backwards in halves; whole ones are tried wherever they cost less.
+    `machine`: with its backwards in halves; whole ones are tried wherever they may be worth it.
     """
     problem = _Problem(machine, found, least)
     solving = _solver().CpSolver()
@@ -62,11 +64,9 @@ def prove(machine: Machine, found: Schedule, least: float, seed: int) -> Proof:
     solving.parameters.random_seed = seed
     solving.parameters.num_workers = 8
     solving.parameters.interleave_search = True  # the same result on any number of cores
-    status = solving.solve(problem.model)
-    known = max(least, solving.best_objective_bound * problem.unit)
-    if solving.status_name(status) not in ("OPTIMAL", "FEASIBLE"):
-        return Proof(found, known if solving.status_name(status) == "UNKNOWN" else least)
-    return Proof(problem.table(solving), known)
+    if solving.status_name(solving.solve(problem.model)) not in ("OPTIMAL", "FEASIBLE"):
+        return Proof(found, least)
+    return Proof(problem.table(solving), max(least, solving.best_objective_bound * problem.unit))
 
 
 class _Problem:
@@ -77,7 +77,10 @@ class _Problem:
         self.model = self.cp_model.CpModel()
         times, stages = machine.times, machine.stages
         full = machine.costs.table(stages)[Kind.B]
-        self.cheaper = [whole < times[stages + stage] + times[2 * stages + stage] for stage, whole in enumerate(full)]
+        self.either = [  # whether a whole backward may be worth it: it takes less time or less memory than its halves
+            whole < times[stages + stage] + times[2 * stages + stage] or size.keep > size.act
+            for stage, (whole, size) in enumerate(zip(full, machine.sizes, strict=True))
+        ]
         longest = simulate(found, machine.costs).makespan
         ways = sorted({time for sends in machine.sends for send in sends for time in send[2:]})
         every = [*times, *full, *ways]
@@ -85,9 +88,11 @@ class _Problem:
         self.time = dict(zip(every, numbers, strict=True))
         self.full = [self.time[each] for each in full]
         self.whole: dict[int, Any] = {}  # the number of an I -> whether it is a B
-        self.most = math.floor(longest / self.unit * (1 + 1e-12))
-        self.runs = [self._run(action) for action in range(len(machine.cost))]
-        self.end = self.model.new_int_var(math.ceil(least / self.unit * (1 - 1e-9)), self.most, "end")
+        self.most = math.floor(longest / self.unit * (1 + EXACT))
+        self.runs = list[_Run]()
+        for action in range(len(machine.cost)):
+            self.runs.append(self._run(action))
+        self.end = self.model.new_int_var(math.ceil(least / self.unit * (1 - TOLERANCE)), self.most, "end")
         self.model.minimize(self.end)
         self._in_order()
         self._one_at_a_time()
@@ -98,7 +103,7 @@ class _Problem:
         """The variables of an action, its length among them where it is a backward that may be whole."""
         machine, stage = self.machine, action // self.machine.microbatches % self.machine.stages
         start, length = self.model.new_int_var(0, self.most, ""), self.time[machine.cost[action]]
-        if action < machine.first_back or not self.cheaper[stage]:
+        if action < machine.first_back or not self.either[stage]:
             return _Run(start, length, start + length)
         end = self.model.new_int_var(0, self.most, "")
         if action < machine.first_weight:
@@ -115,7 +120,7 @@ class _Problem:
         transmissions: dict[tuple[int, int], list[Any]] = defaultdict(list)
         for action, run in enumerate(self.runs):
             self.model.add(run.end <= self.end)
-            if (action + 1) % count and not (action >= machine.first_weight and self.cheaper[action // count % machine.stages]):
+            if (action + 1) % count and not (action >= machine.first_weight and self.either[action // count % machine.stages]):
                 self.model.add(self.runs[action + 1].start >= run.end)
             if machine.first_back <= action < machine.first_weight:
                 self.model.add(self.runs[action + machine.first_back].start >= run.end)
@@ -139,9 +144,9 @@ class _Problem:
         for action, run in enumerate(self.runs):
             stage = action // machine.microbatches % machine.stages
             mine[machine.placement[stage]].append(self.model.new_interval_var(run.start, run.length, run.end, ""))
-            if not self.cheaper[stage]:
-                self.model.add(run.start >= math.floor(heads[action] / self.unit * (1 - 1e-9)))
-                self.model.add(run.end + math.floor(tails[action] / self.unit * (1 - 1e-9)) <= self.end)
+            if not self.either[stage]:
+                self.model.add(run.start >= math.floor(heads[action] / self.unit * (1 - TOLERANCE)))
+                self.model.add(run.end + math.floor(tails[action] / self.unit * (1 - TOLERANCE)) <= self.end)
         for each in mine:
             self.model.add_no_overlap(each)
 
@@ -175,7 +180,7 @@ class _Problem:
             starts[place * machine.stages + stage].append((event.start, kind is Kind.B))
         for code, each in starts.items():
             for action, (start, whole) in enumerate(sorted(each), code * machine.microbatches):
-                self.model.add_hint(self.runs[action].start, math.floor(start / self.unit * (1 + 1e-12)))
+                self.model.add_hint(self.runs[action].start, math.floor(start / self.unit * (1 + EXACT)))
                 if action in self.whole:
                     self.model.add_hint(self.whole[action], whole)
 
@@ -199,7 +204,12 @@ class _Problem:
 
 def _units(values: Sequence[float], largest: float) -> tuple[list[int], float]:
     """`values` as numbers of a unit, rounded down, and the unit; `largest` is the largest number that there will be."""
-    scale = 2.0 ** (BITS - math.frexp(largest)[1])
-    numbers = [math.floor(value * scale) for value in values]
+    decimals = [Fraction(value).limit_denominator(1000) for value in values]
+    scale = float(math.lcm(*(each.denominator for each in decimals)))
+    if scale * largest > LARGEST or any(
+        abs(each - value) > EXACT * value for each, value in zip(decimals, values, strict=True)
+    ):
+        scale = 2.0 ** (math.frexp(LARGEST)[1] - math.frexp(largest)[1])
+    numbers = [math.floor(value * scale * (1 + EXACT)) for value in values]
     common = math.gcd(*numbers) or 1
     return [number // common for number in numbers], common / scale

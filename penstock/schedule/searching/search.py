@@ -146,7 +146,7 @@ class _Best:
         table, least = proving.prove(self.machine, self.found().schedule, self.bound.time, seed)
         self.tables.append(table)
         if least > self.bound.time:
-            self.bound = Bound(least, "OR-Tools found none that is shorter")
+            self.bound = Bound(least, "OR-Tools ruled out anything shorter")
 
     def found(self) -> Found:
         """What is told of it."""

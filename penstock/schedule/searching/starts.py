@@ -7,8 +7,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalog import FAMILIES, build
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.searching.machine import Machine, Rows, in_order
-from penstock.schedule.table import PLACEMENTS
+from penstock.schedule.table import PLACEMENTS, Kind, takers
 
+_NOTHING = (float("inf"), 0, 0, 0)
 DEPTHS = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 
 
@@ -50,18 +51,26 @@ class Dispatch:
         self.free, self.held = [0.0] * machine.ranks, [0.0] * machine.ranks
         self.there, self.done = list(machine.there), [0] * (2 * machine.stages)
         self.put_off = [deque[int]() for _ in range(machine.ranks)]  # the W that can run
+        goes = takers(machine.stages, list(machine.costs.skips))
+        self.told = [  # the ranks for which something may be there once a stage has run
+            {machine.placement[stage] for stage in (own, *goes[Kind.F][own], *goes[Kind.B][own])}
+            for own in range(machine.stages)
+        ]
 
     def rows(self) -> Rows:
         """The F and I of every rank; empty if at some time nothing can begin."""
         machine = self.machine
         rows: Rows = [[] for _ in range(machine.ranks)]
+        firsts = [min(self._choices(rank), default=_NOTHING) for rank in range(machine.ranks)]
         for _ in range(2 * machine.stages * machine.microbatches):
-            first = min((choice for rank in range(machine.ranks) for choice in self._choices(rank)), default=None)
-            if first is None:
+            first = min(firsts)
+            if first is _NOTHING:
                 return []
             _, _, action, rank = first
             self._run(rank, action)
             rows[rank].append(action)
+            for other in self.told[action // machine.microbatches % machine.stages]:
+                firsts[other] = min(self._choices(other), default=_NOTHING)
         return rows
 
     def _choices(self, rank: int) -> Iterator[tuple[float, int, int, int]]:

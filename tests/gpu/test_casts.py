@@ -50,7 +50,7 @@ def backward(losses, pieces, scale=1.0):
 def test_autocast_has_the_bits_of_plain_pytorch(device, dtype):
     inputs, target = batch("gpt", device, M)
     with deterministic():
-        for compiled in (False, True):
+        for compiled in (False, True) if dtype is torch.bfloat16 else (False,):
             wanted = expected(device, dtype, compiled)
             for way, (schedule, options) in WAYS.items():
                 if compiled and options:

@@ -411,6 +411,7 @@ def test_the_backends_and_the_store_of_torchs_own_group_are_found():
         backend = torch_private.backend_for(world, torch.device("cpu"))
         assert backend.name() == "gloo"
         assert any(each is backend for each in torch_private.backends_of(world))
+        assert "cpu" in torch_private.device_types(world)
         torch_private.default_store().set("key", "value")
         assert torch_private.default_store().get("key") == b"value"
     finally:

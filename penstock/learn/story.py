@@ -74,13 +74,16 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:.1f} MB"
 
 
-def settled(measure: Callable[[], T], near: Callable[[T], bool], tries: int = 5) -> T:
-    """What `measure` gives; while that is not `near` what is expected, once more: a busy machine disturbs a measurement."""
+def settled(measure: Callable[[], T], off: Callable[[T], float], enough: float, tries: int = 5) -> T:
+    """Of some measurements the one that is least `off` what is expected; as soon as one is by no more than `enough`, that one.
+
+    A busy machine disturbs a measurement, and seldom all of them.
+    """
     found = measure()
     for _ in range(tries - 1):
-        if near(found):
+        if off(found) <= enough:
             break
-        found = measure()
+        found = min(found, measure(), key=off)
     return found
 
 

@@ -15,6 +15,7 @@ Try: a broadcast as a tree, in which whoever has it sends it on. How many messag
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,8 +90,7 @@ def by_torch(name: str, here: Here, mine: Tensor) -> Tensor | None:
     return mine
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """A collective on one rank: its pieces before and after, `nan` where it has none; whether torch makes the same."""
 
     before: Tensor  # (ranks,)
@@ -186,8 +186,7 @@ def ring_of_ones() -> list[str]:
     return states
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A way to sum, on one rank."""
 
     sent: int  # bytes, of the large sum; 0 where it is not known

@@ -12,7 +12,7 @@ weights of that sum need care: rows count, not ranks. Then torch's DistributedDa
 Try: another seed on each rank before the model is built. What does the all-reduce not mend? What does DDP do about it?
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,7 @@ def main() -> None:
     )
 
 
-@dataclass(frozen=True)
-class Replica:
+class Replica(NamedTuple):
     """What one rank has found: errors of gradients relative to the largest of the whole batch's; parameters in the end."""
 
     rows: int

@@ -13,9 +13,8 @@ Try: leave `SumGradients` out. Which gradients are still right, and what would a
 """
 
 import inspect
-from dataclasses import dataclass
 from textwrap import indent
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -200,8 +199,7 @@ def declared() -> dict[str, Tensor]:
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in outcome(cut).items()}
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Something of the uncut block and of a rank: shapes; by how much of its largest it is off, by hand and declared."""
 
     uncut: tuple[int, ...]
@@ -209,8 +207,7 @@ class Pair:
     off: tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one rank has found."""
 
     compared: dict[str, Pair]

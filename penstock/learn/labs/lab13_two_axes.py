@@ -13,8 +13,8 @@ Try: the all-reduce after every microbatch instead of once a step. Which numbers
 """
 
 import inspect
-from dataclasses import dataclass
 from textwrap import indent
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -143,8 +143,7 @@ def alone() -> Weights:
     return dict(whole.named_parameters())
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """One rank: its weights in the end, by hand and by Penstock, those of one process, and the bytes of a step by hand."""
 
     hand: Weights

@@ -11,7 +11,6 @@ which machine? Then in a pipeline, in which some ranks have room.
 Try: ask for a tensor while the backward still works on the one before. When does communicating cost nothing at all?
 """
 
-import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ def main() -> None:
     say(f"{BLOCKS} blocks, dim -> {WIDER} dim -> GELU -> dim: what rank 0 keeps for its backward, and rank 1 for it; the time")
     say("of a step, and how much more that is than if all is stored:\n")
     say("  dim x rows                   rank 0    rank 1      step      more   by arithmetic")
-    trials = {dim: settled(partial(try_both_ranks, dim, rows), as_predicted) for dim, rows in SIZES.items()}
+    trials = {dim: settled(partial(try_both_ranks, dim, rows), worst_off, enough=1.5) for dim, rows in SIZES.items()}
     for dim, trial in trials.items():
         show(dim, trial)
     for dim, trial in trials.items():
@@ -100,9 +99,9 @@ def try_both_ranks(dim: int, rows: int) -> Trial:
     return trial
 
 
-def as_predicted(trial: Trial) -> bool:
-    """Whether the steps take what arithmetic says, about."""
-    return max(map(trial.off, WAYS)) < APART
+def worst_off(trial: Trial) -> float:
+    """By how many times arithmetic is wrong about a step, at most."""
+    return max(map(trial.off, WAYS))
 
 
 def show(dim: int, trial: Trial) -> None:
@@ -131,7 +130,7 @@ def check_trial(dim: int, trial: Trial) -> None:
     )
     worst = max(WAYS, key=trial.off)
     check(
-        as_predicted(trial),
+        worst_off(trial) < APART,
         f"the arithmetic predicts all steps of dim {dim} within a factor of {trial.off(worst):.1f}",
         f"to {worst}, a step of dim {dim} should take {1e3 * (trial.seconds[STORE] + trial.expected(worst)):.1f} ms, it takes "
         f"{1e3 * trial.seconds[worst]:.1f}; a very busy machine? run it again",
@@ -304,7 +303,7 @@ def in_a_pipeline() -> tuple[float, float]:
     seconds = []
     for recompute, backward, what in ((None, BACKWARD, "activations"), ("stage", BACKWARD + FORWARD, "inputs")):
         plan = ps.schedule.simulate(table, Costs(FORWARD, backward / 2, backward / 2)).makespan
-        real = settled(partial(launched, recompute), partial(operator.gt, 1.3 * plan))
+        real = settled(partial(launched, recompute), float, enough=1.3 * plan)
         seconds.append(real)
         way = RECOMPUTE if recompute else STORE
         say(f"  {way:10}{1e3 * plan:9.0f} ms{1e3 * real:8.0f} ms   the {what} of {in_flight} microbatches")

@@ -13,8 +13,7 @@ Try: keep the weight from the forward until the backward (ZeRO's second stage). 
 """
 
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,8 +75,7 @@ def main() -> None:
     )
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """What one rank has found."""
 
     held: int  # bytes: its part of weights, gradients and averages

@@ -13,7 +13,7 @@ Try: `if hidden.sum() > 0:` in the forward. Which of the two cuts still works?
 """
 
 import copy
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +120,7 @@ def tokenwise(logits: Tensor, target: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """What one rank has found, by the way of cutting."""
 
     pieces: dict[str, list[str]]  # of its stage

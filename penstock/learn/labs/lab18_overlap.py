@@ -15,8 +15,8 @@ Try: change a tensor after its `isend` and before the `wait()`. What arrives?
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,7 @@ def main() -> None:
 # ---- how to time
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Of one all-reduce on this rank, in seconds."""
 
     first: float  # the first of its group
@@ -64,7 +63,7 @@ class Times:
 
 def how_to_time(ranks: int) -> None:
     """Three mistakes, on rank 0, and what each makes of the time."""
-    times = settled(lambda: on_ranks(timed, ranks)[0], lambda times: times.waiting > LATE / 2 and times.done > LATE / 2)
+    times = settled(lambda: on_ranks(timed, ranks)[0], lambda times: -min(times.waiting, times.done), enough=-0.9 * LATE)
     say("An all-reduce of 4 KB, timed on rank 0 in five ways:")
     say(f"  {1e3 * times.first:8.2f} ms   the first one: the ranks connect. So warm up")
     say(f"  {1e3 * times.waiting:8.2f} ms   another rank came {1e3 * LATE:.0f} ms late. So start together: a barrier")
@@ -118,7 +117,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def behind_the_next_microbatch(ranks: int) -> tuple[float, float]:
     """A stage that hands microbatch after microbatch on. Returns the seconds with each send waited for, and without."""
-    waited, hidden = settled(lambda: on_ranks(hand_on, ranks)[0], lambda seen: seen[1] < 0.8 * seen[0])
+    waited, hidden = settled(lambda: on_ranks(hand_on, ranks)[0], lambda seen: seen[1] / seen[0], enough=0.8)
     took = f"{1e3 * TRAVEL:.0f} ms"
     say(f"\nA stage computes {MESSAGES} microbatches of {took} and hands each on. A message takes {took} as well (emulated:")
     say("between processes of one machine it is a copy, by the same cores; a network card or NVLink needs none):")

@@ -46,7 +46,7 @@ def main() -> None:
     say(f"GPUs, by the fastest link it finds. Here: {', '.join(backends())}.")
 
     measured: Times = {}
-    times = settled(lambda: shorter(measured, on_ranks(ping_pong, 2)[0]), lambda times: apart(times) < APART)
+    times = settled(lambda: shorter(measured, on_ranks(ping_pong, 2)[0]), apart, enough=2.0)
     latency, bandwidth = fitted(times)
     say("\n  message       one way   latency + size / bandwidth")
     for size, seconds in times.items():
@@ -135,7 +135,7 @@ def ping_pong() -> Times:
 def shorter(times: Times, others: Times) -> Times:
     """Puts the shorter of both into `times`."""
     times |= {size: min(seconds, times.get(size, seconds)) for size, seconds in others.items()}
-    return times
+    return dict(times)
 
 
 def fitted(times: Times) -> tuple[float, float]:

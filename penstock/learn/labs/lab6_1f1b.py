@@ -70,7 +70,8 @@ def measured(name: str, ranks: int) -> tuple[Timeline, tuple[int, ...]]:
     plan = ps.schedule.simulate(build(name, ranks)).bubble
     seen = settled(
         lambda: on_ranks(watched_step, ranks, name),
-        lambda seen: abs(seen[0][0].bubble - plan) < TOLERANCE / 2,
+        lambda seen: abs(seen[0][0].bubble - plan),
+        enough=TOLERANCE / 2,
     )
     return seen[0][0], tuple(peak for _, peak in seen)
 

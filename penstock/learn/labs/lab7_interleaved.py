@@ -85,7 +85,8 @@ def measured(table: Schedule) -> Timeline:
     plan = timed(table).bubble
     timeline = settled(
         lambda: on_ranks(emulated_step, table.ranks, table, FORWARD, BACKWARD)[0],
-        lambda timeline: abs(timeline.bubble - plan) < TOLERANCE / 2,
+        lambda timeline: abs(timeline.bubble - plan),
+        enough=TOLERANCE / 2,
     )
     say(f"{table.name}, measured: {1e3 * timeline.makespan:.0f} ms, bubble {percent(timeline.bubble)}\n{picture(timeline)}")
     check_bubble(table, timeline)

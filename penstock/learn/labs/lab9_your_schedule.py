@@ -18,6 +18,7 @@ Try: the target without a look at how zb-h1 reaches it. Then fewer microbatches 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +50,7 @@ class Score:
         return f"{self.steps:g} steps, {self.in_flight:g} in flight"
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """What a table came to when it ran."""
 
     timeline: Timeline  # on emulated devices

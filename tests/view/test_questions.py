@@ -296,6 +296,11 @@ def test_the_end_of_a_block_is_pulled_to_ask_what_if_it_took_longer(visit):
         "return page.charts[0].instead.timeline.data.makespan > page.records[0].timeline.data.makespan"
     )
     assert browser.execute_script("return page.view") == view
+    whole = browser.execute_script("return page.whole")
+    focus(browser)
+    press(browser, Keys.ESCAPE)
+    assert browser.execute_script("return page.charts[0].instead") is None
+    assert browser.execute_script("return page.whole") < whole
 
 
 # ---- a phone, and paper

@@ -206,7 +206,8 @@ class Page {
   leave() {
     for (const chart of this.charts) Object.assign(chart, {selected: null, instead: null});
     for (const pressed of document.querySelectorAll("[aria-pressed=true]")) pressed.setAttribute("aria-pressed", "false");
-    Object.assign(this, {followed: null, lit: null});
+    Object.assign(this, {followed: null, lit: null, whole: this.before ?? this.whole, before: null});
+    this.show(this.view.from, this.view.to);
     this.finder.say("");
     this.hideTip();
     this.choose(null);
@@ -229,7 +230,8 @@ class Page {
     const [chart] = this.charts;
     chart.instead = {name, timeline};
     this.finder.say(text);
-    this.whole = Math.max(this.whole, timeline.data.makespan);
+    this.before ??= this.whole; // to come back to
+    this.whole = Math.max(this.before, timeline.data.makespan);
     this.arrange();
   }
 

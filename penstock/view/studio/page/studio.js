@@ -178,7 +178,7 @@ class Studio {
     if (!timeline) return; // the last picture stays, pale
     if (stopped) timeline.critical_path = []; // a step that never ends has none
     const record = new TimelineRecord(measured ? {...measured, planned: timeline} : {name, unit, planned: null, steps: [{label: "planned", timeline}]});
-    Object.assign(page, {pulls: false}); // actions are dragged to another place here
+    Object.assign(page, {pulls: false, before: null}); // actions are dragged to another place here
     page.charts[0].instead = null;
     const [chart] = page.charts, all = page.view.to - page.view.from >= page.whole * (1 - 1e-9), selected = chart.selected?.text;
     chart.record = record;

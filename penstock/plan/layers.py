@@ -77,9 +77,10 @@ class Layers:
         return [layer.name for layer in self.samples[0].layers]
 
     def at(self, rows: float) -> tuple[Layer, ...]:
-        """The layers at microbatches of so many rows: on the line through the two samples that are nearest, never below 0.
+        """The layers at microbatches of so many rows: on the line through the two samples that are nearest.
 
-        From one sample alone everything but the parameters is proportional.
+        Fewer rows than the smallest sample has take no less than their share of it. From one sample alone everything but the
+        parameters is proportional.
         """
         known = [sample.rows for sample in self.samples]
         if len(known) == 1:
@@ -87,7 +88,7 @@ class Layers:
         high = next((place for place in range(1, len(known)) if known[place] >= rows), len(known) - 1)
         share = (rows - known[high - 1]) / (known[high] - known[high - 1])
         pairs = zip(self.samples[high - 1].layers, self.samples[high].layers, strict=True)
-        return tuple(_mixed(few, many, share) for few, many in pairs)
+        return tuple(_mixed(few, many, share, least=rows / known[0] if rows < known[0] else 0.0) for few, many in pairs)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write them to the JSON file at `path`."""
@@ -113,9 +114,9 @@ def _layer(data: dict[str, Any]) -> Layer:
     return Layer(str(data["name"]), *(float(data.get(field, 0)) for field in Layer._fields[1:]))
 
 
-def _mixed(few: Layer, many: Layer, share: float, scale: float = 1.0) -> Layer:
-    """`few`, and `share` of the way from it to `many`; times `scale`, but for the parameters."""
-    values = [max(0.0, a + share * (b - a)) * scale for a, b in zip(few[1:], many[1:], strict=True)]
+def _mixed(few: Layer, many: Layer, share: float, scale: float = 1.0, least: float = 0.0) -> Layer:
+    """`few`, and `share` of the way to `many`, not below `least` of `few`; times `scale`, but for the parameters."""
+    values = [max(least * a, a + share * (b - a)) * scale for a, b in zip(few[1:], many[1:], strict=True)]
     return Layer(few.name, *values)._replace(parameters=few.parameters)
 
 

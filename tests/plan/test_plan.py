@@ -201,3 +201,5 @@ def test_layers_are_read_as_they_were_written_and_lie_on_a_line(tmp_path):
     assert known.at(4)[0].forward == pytest.approx(0.005)
     assert known.at(16)[0].forward == pytest.approx(0.017)
     assert known.at(16)[0].parameters == few.parameters
+    steep = Layers((*Layers.of([few], 2).samples, *Layers.of([many._replace(forward=0.03)], 8).samples))
+    assert steep.at(1)[0].forward == pytest.approx(0.0015)  # on the line it would be nothing

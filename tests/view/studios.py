@@ -27,8 +27,8 @@ def served() -> Iterator[int]:
         thread.join()
 
 
-def run_of(name="1f1b", unit="s"):
+def run_of(name="1f1b", unit="s", layers=()):
     """A timeline.json as a training run leaves it."""
     table = build(name, ranks=2, microbatches=4)
     timeline = simulate(table, Costs([0.010, 0.020], 0.010, 0.010, send=0.001))
-    return json.dumps(Record((Timeline(f"{name}, measured", timeline.rows),), None, unit, ("step 7",)).data())
+    return json.dumps(Record((Timeline(f"{name}, measured", timeline.rows),), None, unit, ("step 7",), layers).data())

@@ -14,7 +14,7 @@ from patience import within
 from studios import run_of, served
 
 from penstock import PenstockError
-from penstock.schedule import Costs, Size, build, simulate, verify
+from penstock.schedule import Costs, Measurement, Size, build, simulate, verify
 from penstock.view.record import Record, read
 from penstock.view.studio.answers import answer
 
@@ -91,6 +91,64 @@ def test_a_run_brings_its_table_and_its_costs_in_milliseconds():
     assert found["timeline"]["makespan"] == pytest.approx(found["measured"]["steps"][0]["timeline"]["makespan"], rel=0.02)
     planned = answer({"rows": found["rows"], "placement": found["placement"], "costs": found["costs"], "unit": "ms"})
     assert planned["timeline"] == found["timeline"]
+
+
+def beside_a_run(run, **table):
+    return answer({**table, "costs": answer({"run": run})["costs"], "unit": "ms"})
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "zb-h1", "gpipe", "dualpipe-v"])
+def test_another_schedule_beside_a_run_takes_what_the_verdict_on_the_run_says(name):
+    run = run_of(layers=(5, 4))
+    found = beside_a_run(run, schedule=name, ranks=2, microbatches=4)
+    steps = read(run, "run").steps
+    predicted = Measurement.of(*steps, layers=(5, 4)).predict(build(name, ranks=2, microbatches=4))
+    assert found["timeline"]["makespan"] == pytest.approx(predicted.makespan, rel=1e-9)
+    assert found["proof"]["holds"]
+    assert not found["stopped"]
+    assert found["stuck"] == []
+
+
+def test_two_stages_on_a_rank_do_not_double_the_work_of_a_run():
+    one, two = (beside_a_run(run_of(), schedule=name, ranks=2, microbatches=4)["timeline"] for name in ("1f1b", "zb-v"))
+    assert two["busy"] == pytest.approx(one["busy"], rel=0.35)  # the slower half of the model is on both ranks
+    assert sum(two["busy"]) == pytest.approx(sum(one["busy"]), rel=1e-6)
+
+
+def test_a_table_that_stops_is_drawn_as_far_as_it_runs_beside_a_run_too():
+    found = beside_a_run(run_of(), rows=CIRCLE, placement=[0, 1])
+    assert found["stopped"]
+    assert [event["action"] for row in found["timeline"]["ranks"] for event in row["events"]] == ["0F0", "1F0"]
+
+
+def test_a_rank_may_take_several_times_as_long():
+    found = asked(costs={"ranks": {"2": 3}, "stages": {"1": {"forward": 2}}})
+    costs = Costs([1, 2, 3, 1], [1, 1, 3, 1], [1, 1, 3, 1])
+    assert found["timeline"]["makespan"] == simulate(build("1f1b", ranks=4, microbatches=8), costs).makespan
+    slower = beside_a_run(run_of(), schedule="1f1b", ranks=2, microbatches=4)["timeline"]["busy"]
+    costs = {**answer({"run": run_of()})["costs"], "ranks": {"1": 2}}
+    found = answer({"schedule": "1f1b", "ranks": 2, "microbatches": 4, "costs": costs, "unit": "ms"})["timeline"]["busy"]
+    assert found == pytest.approx((slower[0], 2 * slower[1]))
+
+
+MEASURED = {"placement": [0, 1], "layers": [1, 1], "full": [1, 1], "engine": [[0] * 4] * 2, "sends": [1]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"placement": []}, "the run has 0 stages"),
+        ({"placement": [10**9]}, "a rank is 1000000000"),
+        ({"layers": [1]}, "layers has 1 numbers, not 2"),
+        ({"layers": [0, 1]}, "layers has a 0"),
+        ({"engine": [[0] * 3] * 2}, "engine has 3 numbers, not 4"),
+        ({"engine": []}, "engine has 0 rows for 2 stages"),
+        ({"sends": "x"}, "sends is 'x': give a list"),
+    ],
+)
+def test_costs_of_a_run_that_cannot_be_are_refused_in_a_sentence(changed, sentence):
+    with pytest.raises(PenstockError, match=sentence):
+        answer({"rows": [["0F0", "0B0"]], "unit": "ms", "costs": {"measured": {**MEASURED, **changed}}})
 
 
 @pytest.mark.parametrize(
@@ -258,6 +316,7 @@ def test_a_run_whose_memory_was_measured_is_planned_in_bytes():
     again = answer({"schedule": "gpipe", "ranks": 2, "microbatches": 4, "costs": found["costs"], "unit": "ms"})
     assert again["timeline"]["peak_memory"] == (12000, 8000)
     other = answer({"schedule": "gpipe", "ranks": 3, "microbatches": 4, "costs": found["costs"], "unit": "ms"})
-    assert (other["timeline"]["memory_unit"], other["timeline"]["peak_memory"]) == ("", (4, 4, 4))
+    assert other["timeline"]["memory_unit"] == "bytes"  # of thirds of the model
+    assert other["timeline"]["peak_memory"] == pytest.approx((4 * 2000, 4 * 5000 / 3, 4 * 4000 / 3))
     with pytest.raises(PenstockError, match="sizes has other than two numbers for each stage"):
         answer({"schedule": "gpipe", "ranks": 2, "microbatches": 4, "costs": {"sizes": [[1], [2]]}})

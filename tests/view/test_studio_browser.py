@@ -283,6 +283,82 @@ def test_a_measured_run_is_laid_over_what_is_planned(studio, tmp_path):
     assert studio.find_element("id", "forward").get_attribute("value") == "1"
 
 
+def test_a_run_of_other_sizes_is_not_drawn_beside_and_its_stages_are_priced_together(studio, tmp_path):
+    load_run(studio, tmp_path)
+    slide(studio, "schedule", "zb-v")
+    said = studio.find_element("id", "run").text
+    assert said.startswith("At the run's costs zb-v takes ")
+    assert said.endswith("%.")
+    slide(studio, "ranks", 3)
+    assert "The run had 2 ranks and 4 microbatches, this table has 3 and 4" in studio.find_element("id", "run").text
+    assert studio.execute_script("return page.records[0].planned") is None
+    slide(studio, "forward", 30)  # twice the mean
+    stages = studio.execute_script("return studio.state.costs.stages")
+    assert [round(stages[stage]["forward"]) for stage in "01"] == [20, 40]
+
+
+def undone(browser, key, shift=False):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    chain = ActionChains(browser).key_down(Keys.CONTROL)
+    (chain.key_down(Keys.SHIFT).send_keys(key).key_up(Keys.SHIFT) if shift else chain.send_keys(key)).key_up(
+        Keys.CONTROL
+    ).perform()
+    settle(browser)
+
+
+def test_changes_are_undone_and_redone_and_the_address_has_them_all(studio):
+    slide(studio, "schedule", "dualpipe-v")
+    slide(studio, "forward", 2)
+    studio.execute_script("studio.table.move(0, 0, 1)")
+    settle(studio)
+    edited, took = row(studio, 0), proof(studio)
+    studio.find_element("id", "keep").click()
+    settle(studio)
+    studio.get(studio.current_url)
+    settle(studio)
+    settle(studio)
+    assert (row(studio, 0), proof(studio)) == (edited, took)
+    assert studio.execute_script("return studio.state.costs.forward") == 2
+    assert "Differences" in studio.find_element("css selector", "#against .scroll").get_attribute("aria-label")
+    slide(studio, "schedule", "gpipe")
+    slide(studio, "send", 1)
+    undone(studio, "z")
+    undone(studio, "z")
+    assert row(studio, 0) == edited
+    undone(studio, "y")
+    assert proof(studio).startswith("proved: gpipe")
+    undone(studio, "z", shift=True)
+    assert studio.execute_script("return studio.state.costs.send") == 1
+    assert studio.find_element("id", "redo").get_attribute("disabled")
+
+
+def test_two_schedules_of_the_same_model_are_held_against_each_other(studio):
+    studio.find_element("id", "keep").click()
+    settle(studio)
+    slide(studio, "schedule", "looped-bfs")
+    slide(studio, "forward", 3)
+    differences = studio.find_element("id", "against").text.split("\n")
+    first = simulate(build("1f1b", ranks=4, microbatches=8), Costs(6, 2, 2)).makespan  # its stages are twice as large
+    second = simulate(build("looped-bfs", ranks=4, microbatches=8), Costs(3, 1, 1)).makespan
+    assert any(line.startswith(f"makespan {first:g} {second:g} ") for line in differences)
+    assert studio.execute_script("return page.charts[0].instead.name") == "1f1b"
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "abc", "2.5"])
+def test_a_number_that_cannot_be_is_told(studio, value):
+    from selenium.webdriver.common.keys import Keys
+
+    field = studio.find_element("css selector", "#microbatches + input")
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys(value)
+    settle(studio)
+    shown = repr(value) if value == "abc" else value
+    told = f"microbatches is {shown}: the studio takes a whole number from 1 to 64"
+    assert studio.find_element("id", "problem").text == told
+
+
 def test_no_file_of_another_kind_is_taken(studio, tmp_path):
     (tmp_path / "broken.json").write_text("{<b>")
     studio.find_element("id", "load-run-file").send_keys(str(tmp_path / "broken.json"))

@@ -84,7 +84,7 @@ class TimelineRecord {
   }
 
   /** What the main lane of every rank is called. */
-  get kindOfTimes() { return this.unit === "s" ? "measured" : "planned"; }
+  get kindOfTimes() { return this.unit === "s" && this.labels[this.step] !== "planned" ? "measured" : "planned"; }
 
   /** Times as people read them: `12.3 ms` where the unit is a second, else the bare number. */
   time(value, signed = false) {

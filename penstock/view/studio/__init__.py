@@ -1,6 +1,7 @@
 """The playground: one local page on which schedules are chosen, priced, edited, proved and timed.
 
 `answers`    what the page asks, as plain data, to what it shows
+`costs`      costs as the page has them, and when a table runs at them
 `question`   what may stand in a question
 `server`     the page and its answers over HTTP, for this machine alone
 `page/`      what the browser runs

@@ -5,10 +5,8 @@
     answer({"csv": "0F0,0B0\n", "file": "mine.csv"})              # a table that was loaded, PyTorch's compute-only form
     answer({"run": "{..}", "file": "timeline.json"})              # a measured run: its table, and what its actions cost
 
-Each takes besides "costs": {"forward": 1, "backward_input": 1, "backward_weight": 1, "send": 0,
-                             "stages": {"2": {"forward": 3}}, "sizes": [[1000, 800]]},
-where `sizes`, if there are any, say of every stage what a microbatch takes in bytes, and what W still needs of it;
-"max_in_flight" (null: no limit) and "unit" ("ms" where the costs are milliseconds, to be drawn beside a run).
+Each takes besides "costs" and "unit" ("ms" where the costs are milliseconds, to be drawn beside a run), as in `costs`, and
+"max_in_flight" (null: no limit).
 """
 
 import csv
@@ -22,16 +20,14 @@ from penstock.errors import PenstockError, ScheduleError
 from penstock.schedule import Action, Costs, Measurement, Schedule, Timeline, build, from_rows, verify
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.schedule import cells_of
-from penstock.schedule.timing.simulate import until_it_stops
+from penstock.schedule.table import Table
 from penstock.view.record import Record, read, timeline_data
 from penstock.view.studio import question
-
-Data = dict[str, Any]  # what JSON can say
+from penstock.view.studio.costs import Data, data_of, timed
 
 MOST = {"ranks": 16, "stages_per_rank": 4, "microbatches": 64}  # for a table built by name
 MOST_MICROBATCHES = 2048  # stages times microbatches: what is answered in a fifth of a second
 MOST_ACTIONS = 3 * MOST_MICROBATCHES
-STAGE_COSTS = ("forward", "backward_input", "backward_weight")
 
 
 def answer(request: object) -> Data:
@@ -44,7 +40,7 @@ def answer(request: object) -> Data:
         return _of_run(asked)
     schedule = _table(asked)
     _check_size(schedule)
-    return _answered(schedule, _costs(asked, schedule.stages), asked)
+    return _answered(schedule, asked)
 
 
 def choices() -> Data:
@@ -123,64 +119,11 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     timeline = record.steps[-1]
     if len(timeline.events) > MOST_ACTIONS:
         raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {MOST_ACTIONS}")
-    measured = Measurement.of(timeline)
-    schedule = replace(measured.schedule, name=record.name)
+    measured = Measurement.of(*record.steps, layers=record.layers)
+    schedule = replace(measured.schedule, name=record.name.removesuffix(", measured"))
     _check_size(schedule)
-    costs = _in_milliseconds(measured.costs) | ({"sizes": [list(size) for size in measured.sizes]} if measured.sizes else {})
-    shown = Record((timeline,), None, "s", (record.label,)).data()
-    return _answered(schedule, _checked({"costs": costs}, schedule.stages, "ms"), {**asked, "unit": "ms"}) | {
-        "costs": costs,
-        "measured": shown,
-    }
-
-
-def _in_milliseconds(costs: Costs) -> Data:
-    """Costs as the page asks with them: of every stage, and of the usual message."""
-    each: list[list[float]] = [[_rounded(1e3 * seconds) for seconds in getattr(costs, name)] for name in STAGE_COSTS]
-    sends = [1e3 * seconds for seconds in costs.send] if isinstance(costs.send, tuple) else []
-    usual = {name: _rounded(sum(values) / len(values)) for name, values in zip(STAGE_COSTS, each, strict=True)}
-    stages = {str(stage): dict(zip(STAGE_COSTS, values, strict=True)) for stage, values in enumerate(zip(*each, strict=True))}
-    return usual | {"send": _rounded(sum(sends) / len(sends)) if sends else 0.0, "stages": stages}
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")  # what people read and a field has room for
-
-
-# ---- the costs
-
-
-def _costs(asked: Mapping[str, object], stages: int) -> Costs:
-    return _checked(asked, stages, asked.get("unit", ""))
-
-
-def _checked(asked: Mapping[str, object], stages: int, unit: object) -> Costs:
-    """What the page says of costs, in the unit of the timeline."""
-    if unit not in ("", "ms"):
-        raise PenstockError(f"unit is {question.shown(unit)}: use '' or 'ms'")
-    scale = 1e-3 if unit == "ms" else 1.0
-    said = question.mapping(asked.get("costs", {}), "costs")
-    own = question.mapping(said.get("stages", {}), "the costs of single stages")
-
-    def of(name: str, stage: int) -> float:
-        here = question.mapping(own.get(str(stage), {}), f"the cost of stage {stage}")
-        return scale * question.number(here.get(name, said.get(name, 1)), f"{name} of stage {stage}")
-
-    forward, inputs, weights = ([of(name, stage) for stage in range(stages)] for name in STAGE_COSTS)
-    send, sizes = scale * question.number(said.get("send", 0), "send"), _sizes(said, stages)
-    act, keep = zip(*sizes, strict=True) if sizes else (1, None)
-    return Costs(forward, inputs, weights, send=send, act=act, keep=keep)
-
-
-def _sizes(said: Mapping[str, object], stages: int) -> list[list[float]]:
-    """Of every stage; none if they are of another number of stages."""
-    sizes = [
-        [question.number(size, "a size", 1e18) for size in question.items(pair, "a size")]
-        for pair in question.items(said.get("sizes", []), "sizes")
-    ]
-    if any(len(pair) != 2 for pair in sizes):
-        raise PenstockError("sizes has other than two numbers for each stage: give what it takes, and what W still needs")
-    return sizes if len(sizes) == stages else []
+    costs, shown = data_of(measured), Record((timeline,), None, "s", (record.label,)).data()
+    return _answered(schedule, {**asked, "costs": costs, "unit": "ms"}) | {"costs": costs, "measured": shown}
 
 
 # ---- the answer
@@ -209,13 +152,11 @@ def _proved(schedule: Schedule, max_in_flight: int | None) -> _Verdict:
     return _Verdict(False, text, list(dict.fromkeys(_ACTION.findall(text))), waits)
 
 
-def _answered(schedule: Schedule, costs: Costs, asked: Mapping[str, object]) -> Data:
-    limit = asked.get("max_in_flight")
+def _answered(schedule: Schedule, asked: Mapping[str, object]) -> Data:
+    limit, ran = asked.get("max_in_flight"), None
     verdict = _proved(schedule, None if limit is None else question.whole(asked, "max_in_flight", 10**9))
-    timeline = None
     try:
-        timeline = until_it_stops(schedule, costs)
-        timeline = replace(timeline, memory_unit="" if costs.keep is None else "bytes")
+        ran = timed(schedule, question.mapping(asked.get("costs", {}), "costs"), asked.get("unit", ""))
     except ScheduleError:
         if verdict.holds:
             raise
@@ -231,13 +172,13 @@ def _answered(schedule: Schedule, costs: Costs, asked: Mapping[str, object]) -> 
         "csv": buffer.getvalue(),
         "unit": "s" if asked.get("unit") == "ms" else "",
         "proof": verdict._asdict(),
-        "stopped": timeline is not None and len(timeline.events) < sum(map(len, schedule.actions)),
-        "stuck": [] if timeline is None else list(_stuck(schedule, timeline, costs)),
-        "timeline": None if timeline is None else timeline_data(timeline),
+        "stopped": ran is not None and len(ran.timeline.events) < sum(map(len, ran.table.actions)),
+        "stuck": [] if ran is None else list(_stuck(*ran)),
+        "timeline": None if ran is None else timeline_data(ran.timeline),
     }
 
 
-def _stuck(schedule: Schedule, timeline: Timeline, costs: Costs) -> Iterator[Data]:
+def _stuck(schedule: Table, costs: Costs, timeline: Timeline) -> Iterator[Data]:
     """What never runs, where its rank would come to it if it had not to wait."""
     table = costs.table(schedule.stages)
     for rank, row in enumerate(timeline.rows):

@@ -30,7 +30,7 @@ START = {"schedule": "1f1b", "ranks": 4, "microbatches": 8}
 
 # What the page is made of, in the order its scripts build on each other; the canvas is that of `penstock show --html`.
 DRAWN_BY = SCRIPTS
-OWN = ("table.js", "picture.js", "controls.js", "studio.js")
+OWN = ("address.js", "table.js", "picture.js", "controls.js", "studio.js")
 STYLES = ("page.css", "studio.css")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "

@@ -3,7 +3,7 @@
 const COSTS = {forward: "F forward", backward_input: "I to the input", backward_weight: "W to the weights", send: "send a message"};
 
 class Controls {
-  /** `state` is changed in place; `changed(what)` is told "table" when the schedule is another one, else "costs". */
+  /** `state` is changed in place; `changed(what, by)` is told "table" when the schedule is another one, else "costs", and by which control. */
   constructor(form, state, {families, most}, changed) {
     Object.assign(this, {form, state, families, changed});
     form.addEventListener("submit", (event) => event.preventDefault());
@@ -17,21 +17,23 @@ class Controls {
       microbatches: this.slider("microbatches", "M microbatches", 1, most.microbatches, 1, (value) => this.table({microbatches: value})),
     };
     for (const [name, text] of Object.entries(COSTS)) {
-      this.sliders[name] = this.slider(name, text, 0, 5, 0.1, (value) => { this.state.costs[name] = value; this.price(); });
+      this.sliders[name] = this.slider(name, text, 0, 5, 0.1, (value) => this.priceAll(name, value));
     }
     this.limit = element("input", {type: "range", id: "max_in_flight", min: 0, max: 1, value: 0, input: () => {
       this.state.max_in_flight = Number(this.limit.value) || null;
       this.sayLimit();
-      changed("costs");
+      changed("costs", "max_in_flight");
     }});
     this.limitSaid = element("output", {for: "max_in_flight"});
     this.stages = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Costs of single stages"});
+    this.ranks = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "How many times as long single ranks take"});
     const {ranks, stages_per_rank: stages, microbatches, ...costs} = this.sliders;
     form.append(
       this.group("Schedule", element("label", {for: "schedule", class: "unseen"}, "Schedule"), this.select, this.summary, ranks.line, stages.line, microbatches.line),
       this.group("Costs", this.unit, ...Object.values(costs).map(({line}) => line),
         element("details", {id: "own"}, element("summary", {}, "Costs of single stages"), this.stages,
-          element("button", {type: "button", id: "same", click: () => { state.costs.stages = {}; this.price(); }}, "The same for all"))),
+          element("button", {type: "button", id: "same", click: () => { state.costs.stages = {}; this.price(); }}, "The same for all")),
+        element("details", {id: "slow"}, element("summary", {}, "Single ranks, slower or faster"), this.ranks)),
       this.group("Memory limit", element("div", {class: "slide"}, element("label", {for: "max_in_flight"}, "in flight"), this.limit, this.limitSaid)));
   }
 
@@ -40,10 +42,10 @@ class Controls {
   /** A slider with a field for exact numbers beside it. */
   slider(name, text, min, max, step, set) {
     const range = element("input", {type: "range", id: name, min, max, step});
-    const field = element("input", {type: "number", min, step: step < 1 ? "any" : 1, "aria-label": `${text}, exactly`});
+    const field = element("input", {inputmode: "decimal", "aria-label": `${text}, exactly`});
     const take = (value) => { range.value = field.value = value; set(value); };
     range.addEventListener("input", () => take(Number(range.value)));
-    field.addEventListener("input", () => { if (field.value !== "" && field.validity.valid) { range.value = field.value; set(Number(field.value)); } });
+    field.addEventListener("input", () => { if (field.value !== "") { range.value = field.value; set(typed(field.value)); } });
     return {range, field, line: element("div", {class: "slide"}, element("label", {for: name}, text), range, field)};
   }
 
@@ -51,16 +53,27 @@ class Controls {
     const {range, field} = this.sliders[name];
     if (name in COSTS && value > Number(range.max)) range.max = String(Number((2 * value).toPrecision(1)));
     range.value = value;
-    if (document.activeElement !== field) field.value = value;
+    if (document.activeElement !== field) field.value = readable(value);
+  }
+
+  /** What holds for all stages; of a run, whose stages each have their own, the mean: they change with it. */
+  priceAll(name, value) {
+    const {costs} = this.state, own = Object.values(costs.stages);
+    if (costs.measured && name !== "send" && value >= 0) {
+      const mean = meanOf(own, name);
+      for (const stage of own) stage[name] = mean ? stage[name] * value / mean : value;
+    }
+    costs[name] = value;
+    this.price(name);
   }
 
   table(changes) {
     Object.assign(this.state, changes);
     if ("schedule" in changes) this.state.stages_per_rank = null;
-    this.changed("table");
+    this.changed("table", Object.keys(changes)[0]);
   }
 
-  price() { this.changed("costs"); }
+  price(by = null) { this.changed("costs", by); }
 
   sayLimit() { this.limitSaid.textContent = Number(this.limit.value) ? `${this.limit.value} at most` : "none"; }
 
@@ -80,11 +93,13 @@ class Controls {
       range.disabled = field.disabled = loaded || (name === "stages_per_rank" && !family.open);
     }
     for (const name of Object.keys(COSTS)) this.put(name, state.costs[name]);
-    this.unit.textContent = state.unit === "ms" ? "of one stage, in milliseconds; B = I + W" : "of one stage, in any unit; B = I + W";
+    this.unit.textContent = state.costs.measured
+      ? "of the run's stages, their mean, in milliseconds; other stages take their layers' part; B = I + W" : "of one stage, in any unit; B = I + W";
     this.limit.max = Math.max(microbatches * Math.ceil(stages / ranks), state.max_in_flight || 0);
     this.limit.value = state.max_in_flight || 0;
     this.sayLimit();
-    this.showStages(stages);
+    this.showStages(state.costs.measured ? state.costs.measured.placement.length : stages);
+    this.showRanks(ranks);
   }
 
   /** A field for each stage and kind; an empty one takes what holds for all. */
@@ -92,7 +107,7 @@ class Controls {
     const {state} = this, kinds = Object.keys(COSTS).slice(0, 3), key = `${count} ${state.loaded} ${state.unit}`;
     if (this.stageKey !== key) {
       this.stageKey = key;
-      const field = (stage, name) => element("input", {type: "number", min: 0, step: "any", "data-stage": stage, "data-cost": name,
+      const field = (stage, name) => element("input", {inputmode: "decimal", "data-stage": stage, "data-cost": name,
         "aria-label": `${COSTS[name]} on stage ${stage}`, input: (event) => this.own(stage, name, event.target)});
       this.stages.replaceChildren(element("table", {},
         element("thead", {}, element("tr", {}, ...["stage", "F", "I", "W"].map((head) => element("th", {scope: "col"}, head)))),
@@ -101,16 +116,39 @@ class Controls {
     }
     for (const field of this.stages.querySelectorAll("input")) {
       const {stage, cost} = field.dataset;
-      field.placeholder = state.costs[cost];
-      if (document.activeElement !== field) field.value = state.costs.stages[stage]?.[cost] ?? "";
+      field.placeholder = readable(state.costs[cost]);
+      if (document.activeElement !== field) field.value = readable(state.costs.stages[stage]?.[cost] ?? "");
     }
   }
 
   own(stage, name, field) {
-    if (!field.validity.valid) return;
-    const own = this.state.costs.stages;
+    const {costs} = this.state, own = costs.stages;
     own[stage] ??= {};
-    if (field.value === "") delete own[stage][name]; else own[stage][name] = Number(field.value);
-    this.price();
+    if (field.value === "") delete own[stage][name]; else own[stage][name] = typed(field.value);
+    if (costs.measured) costs[name] = meanOf(Object.values(own), name) || 0;
+    this.price(`${name} of ${stage}`);
   }
+
+  /** A field for each rank: how many times as long it takes as its stages say; an empty one is 1. */
+  showRanks(count) {
+    const {state} = this, set = (rank, {value}) => {
+      if (value === "") delete state.costs.ranks[rank]; else state.costs.ranks[rank] = typed(value);
+      this.price(`rank ${rank}`);
+    };
+    if (this.ranks.querySelectorAll("input").length !== count) {
+      this.ranks.replaceChildren(element("table", {}, element("tbody", {}, ...Array.from({length: count}, (_, rank) => element("tr", {}, element("th", {scope: "row"}, `rank ${rank}`),
+        element("td", {}, element("input", {inputmode: "decimal", placeholder: 1, "data-rank": rank, "aria-label": `rank ${rank}, times as long`, input: ({target}) => set(rank, target)})))))));
+    }
+    for (const field of this.ranks.querySelectorAll("input")) if (document.activeElement !== field) field.value = state.costs.ranks[field.dataset.rank] ?? "";
+  }
+}
+
+/** What stands in a field: a number, or the text as it is, which the server answers with a sentence. */
+function typed(text) { return text.trim() === "" || Number.isNaN(Number(text)) ? text : Number(text); }
+
+function readable(value) { return typeof value === "number" ? Number(value.toPrecision(4)) : value; }
+
+function meanOf(stages, name) {
+  const times = stages.map((stage) => stage[name]).filter((time) => typeof time === "number");
+  return times.length ? times.reduce((sum, time) => sum + time, 0) / times.length : 0;
 }

@@ -39,7 +39,8 @@ class Picture {
 
   /** Where an action stands: its times, and its place on the canvas; nothing for one that is not in the picture. */
   box(name) {
-    const block = this.timeline.blocks.get(name) || this.stuck.get(name);
+    const whole = name.replace(/[IW]/, "B"); // as which I and W run beside a run, where nothing is lost
+    const block = [name, whole].map((each) => this.timeline.blocks.get(each) || this.stuck.get(each)).find(Boolean);
     if (!block) return null;
     const {top, high} = this.lane(block.rank), left = this.chart.x(block.start), half = block.half ?? null;
     const box = {block, left, wide: Math.max(2, this.chart.x(block.end) - left), top, high};

@@ -1,0 +1,170 @@
+"""Costs as the page has them, as plain data, and when a table runs at them: set by hand, or those of a measured run.
+
+    {"forward": 1, "backward_input": 1, "backward_weight": 1, "send": 0,   # of every stage, and of a message
+     "stages": {"2": {"forward": 3}},                                     # of a stage that has its own
+     "ranks": {"1": 1.5},                                                 # of a rank that takes so many times as long
+    "share": 2,                                                          # the size of a stage, in the one that is priced
+     "sizes": [[1000, 800]]}                      # bytes that a microbatch takes on every stage, and that W still needs of it
+
+Those of a run are of its stages, in milliseconds, and have besides what `measured` says. A table with other stages takes
+them by layers: each layer takes its part of what its stage took, and the step is predicted as the verdict on the run does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from penstock.errors import PenstockError
+from penstock.schedule import Costs, Measurement, Schedule, ScheduleError, Size, Timeline
+from penstock.schedule.table import Kind, Table
+from penstock.schedule.timing.simulate import until_it_stops
+from penstock.schedule.transform import with_full_backwards
+from penstock.view.studio import question
+
+Data = dict[str, Any]  # what JSON can say
+STAGE_COSTS = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}
+MILLI = 1e-3
+MOST_STAGES = 1024
+
+
+class Timed(NamedTuple):
+    """A table as it is run, what its actions cost, and when they run, as far as they can."""
+
+    table: Table
+    costs: Costs
+    timeline: Timeline
+
+
+def timed(schedule: Schedule, said: Mapping[str, object], unit: object) -> Timed:
+    """`schedule` at the costs that the page `said`. Raises PenstockError for costs that are none, or not of this table."""
+    if unit not in ("", "ms"):
+        raise PenstockError(f"unit is {question.shown(unit)}: use '' or 'ms'")
+    slower = _slower(schedule, said)
+    if "measured" in said:
+        return _predicted(schedule, _measurement(said), slower)
+    share = question.number(said.get("share", 1), "share")
+    scale = MILLI if unit == "ms" else 1.0
+    own = _own(said, schedule.stages)
+    forward, inputs, weights = (
+        [scale * share * time * factor for time, factor in zip(own[name], slower, strict=True)] for name in STAGE_COSTS
+    )
+    sizes = _sizes(said, schedule.stages)
+    act, keep = zip(*sizes, strict=True) if sizes else (share, None)
+    costs = Costs(forward, inputs, weights, send=scale * _send(said), act=act, keep=keep)
+    timeline = until_it_stops(schedule, costs)
+    return Timed(schedule, costs, replace(timeline, memory_unit="" if keep is None else "bytes"))
+
+
+def data_of(measured: Measurement) -> Data:
+    """What a run's actions cost, as the page has it and asks with it."""
+    stages = range(measured.schedule.stages)
+    each = {name: [time / MILLI for time in measured.seconds[kind]] for name, kind in STAGE_COSTS.items()}
+    usual = fmean(measured.send) if measured.send else 0.0
+    halves = [each["backward_input"][stage] + each["backward_weight"][stage] for stage in stages]
+    full = [both / MILLI / half if half else 1.0 for both, half in zip(measured.seconds[Kind.B], halves, strict=True)]
+    return {
+        **{name: fmean(times) for name, times in each.items()},
+        "send": usual / MILLI,
+        "stages": {str(stage): {name: times[stage] for name, times in each.items()} for stage in stages},
+        "ranks": {},
+        "sizes": [list(size) for size in measured.sizes],
+        "measured": {
+            "placement": list(measured.schedule.placement),
+            "layers": list(measured.layers) or [1.0] * len(stages),
+            "full": full,  # what B took of what I and W take together
+            "engine": [[measured.between[kind][stage] / MILLI for kind in Kind] for stage in stages],
+            "sends": [send / usual if usual else 1.0 for send in measured.send],  # of the usual message
+        },
+    }
+
+
+# ---- by hand
+
+
+def _own(said: Mapping[str, object], stages: int) -> dict[str, list[float]]:
+    """Of every stage: its own cost, else what holds for all."""
+    own = question.mapping(said.get("stages", {}), "the costs of single stages")
+
+    def of(name: str, stage: int) -> float:
+        here = question.mapping(own.get(str(stage), {}), f"the cost of stage {stage}")
+        return question.number(here.get(name, said.get(name, 1)), f"{name} of stage {stage}")
+
+    times = {name: [of(name, stage) for stage in range(stages)] for name in STAGE_COSTS}
+    for name in STAGE_COSTS:
+        question.number(said.get(name, 1), name)  # also where every stage has its own
+    return times
+
+
+def _slower(schedule: Schedule, said: Mapping[str, object]) -> list[float]:
+    """How many times as long every stage takes because of its rank."""
+    ranks = question.mapping(said.get("ranks", {}), "the factors of single ranks")
+    factors = [question.number(ranks.get(str(rank), 1), f"the factor of rank {rank}") for rank in range(schedule.ranks)]
+    return [factors[rank] for rank in schedule.placement]
+
+
+def _send(said: Mapping[str, object]) -> float:
+    return question.number(said.get("send", 0), "send")
+
+
+def _sizes(said: Mapping[str, object], stages: int) -> list[list[float]]:
+    """Of every stage; none if they are of another number of stages."""
+    sizes = [
+        [question.number(size, "a size", 1e18) for size in question.items(pair, "a size")]
+        for pair in question.items(said.get("sizes", []), "sizes")
+    ]
+    if any(len(pair) != 2 for pair in sizes):
+        raise PenstockError("sizes has other than two numbers for each stage: give what it takes, and what W still needs")
+    return sizes if len(sizes) == stages else []
+
+
+# ---- of a run
+
+
+def _predicted(schedule: Schedule, measured: Measurement, slower: list[float]) -> Timed:
+    """As on the run's ranks: its layers cut for this table; I and W run as one B, and pairs one after the other."""
+    here = measured.cut(schedule.stages)
+    seconds = {
+        kind: tuple(time * factor for time, factor in zip(times, slower, strict=True)) for kind, times in here.seconds.items()
+    }
+    table = replace(with_full_backwards(schedule), overlaps=frozenset())
+    here = replace(here, schedule=table, seconds=seconds)
+    try:
+        timeline = here.predict(schedule)
+    except ScheduleError:  # it stops: as far as it comes
+        stopped = until_it_stops(table, here.costs)
+        timeline = replace(stopped, memory_unit="bytes" if here.sizes else "")
+    return Timed(table, here.costs, replace(timeline, name=schedule.name))
+
+
+def _measurement(said: Mapping[str, object]) -> Measurement:
+    run = question.mapping(said["measured"], "measured")
+    homes = [int(question.number(rank, "a rank", MOST_STAGES)) for rank in question.items(run.get("placement"), "placement")]
+    if not 1 <= len(homes) <= MOST_STAGES:
+        raise PenstockError(f"the run has {len(homes)} stages: the studio takes 1 to {MOST_STAGES}")
+    stages, own = len(homes), _own(said, len(homes))
+    layers, full = _list(run, "layers", stages), _list(run, "full", stages)
+    if not all(layers):
+        raise PenstockError("layers has a 0: give every stage of the run a part of the model")
+    engine = [_numbers(times, "engine", len(Kind)) for times in question.items(run.get("engine"), "engine")]
+    if len(engine) != stages:
+        raise PenstockError(f"engine has {len(engine)} rows for {stages} stages")
+    seconds = {kind: tuple(MILLI * time for time in own[name]) for name, kind in STAGE_COSTS.items()}
+    halves = zip(full, seconds[Kind.I], seconds[Kind.W], strict=True)
+    seconds[Kind.B] = tuple(part * (inputs + weights) for part, inputs, weights in halves)
+    between = {kind: tuple(MILLI * time for time in times) for kind, times in zip(Kind, zip(*engine, strict=True), strict=True)}
+    sends = tuple(MILLI * _send(said) * part for part in _list(run, "sends", stages - 1))
+    ran = Schedule("run", tuple(homes), 0, ((),) * (1 + max(homes)), frozenset())
+    sizes = tuple(Size(*size) for size in _sizes(said, stages))
+    return Measurement(ran, seconds, between, sends, 0.0, tuple(layers), sizes)
+
+
+def _list(run: Mapping[str, object], name: str, count: int) -> list[float]:
+    return _numbers(run.get(name), name, count)
+
+
+def _numbers(value: object, name: str, count: int) -> list[float]:
+    numbers = [question.number(each, name) for each in question.items(value, name)]
+    if len(numbers) != count:
+        raise PenstockError(f"{name} has {len(numbers)} numbers, not {count}: load the run again")
+    return numbers

@@ -111,6 +111,26 @@ class Studio:
         serve(self.port, self.browser)
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Open the page of a run on this machine: while it trains, or afterwards."""
+
+    run_folder: tyro.conf.Positional[Path]
+    """The folder of a run."""
+    port: int = 0
+    """Where the page is served, on 127.0.0.1 only. 0: any free port."""
+    browser: bool = True
+    """Open the page in a browser."""
+
+    def run(self) -> None:
+        """Serve until Ctrl-C."""
+        if not (self.run_folder / "run.json").is_file():
+            raise PenstockError(f"{self.run_folder} is no run, it has no run.json{nearest_path(self.run_folder)}")
+        from penstock.view.watch.server import serve
+
+        serve(self.run_folder, self.port, self.browser)
+
+
 ABOUT = "Pipeline-parallel training you can read, prove and see. `penstock --version` says which Penstock this is."
 COMMANDS = {  # name -> the module with its class, which is called after it
     "train": "train.command",
@@ -125,6 +145,7 @@ COMMANDS = {  # name -> the module with its class, which is called after it
     "search": "plan",
     "compare": "show",
     "studio": "cli",
+    "watch": "cli",
     "lab": "cli",
     "puzzle": "puzzle",
     "doctor": "cli",

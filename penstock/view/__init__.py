@@ -9,5 +9,7 @@
 `perfetto`      a trace for ui.perfetto.dev
 `figure/`       figures for papers, as SVG and PNG
 `files`         those pictures written to the files that are asked for
+`serving`       HTTP for the browser on this machine and for nobody else
 `studio/`       the playground: a local page to choose, price, edit and prove schedules
+`watch/`        the page of a run while it runs, and afterwards
 """

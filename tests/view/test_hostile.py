@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.commands.source import table_of
 from penstock.schedule import Schedule, build, simulate
 from penstock.schedule.pytorch_csv import from_lowered_csv
-from penstock.view import record
+from penstock.view import record, serving
 from penstock.view.studio import server
 from penstock.view.studio.answers import answer
 
@@ -155,8 +155,8 @@ def test_a_page_from_elsewhere_is_not_answered(port, origin):
 
 
 def test_a_client_that_says_nothing_or_little_is_let_go(monkeypatch):
-    monkeypatch.setattr(server, "PATIENCE", 0.3)
-    monkeypatch.setattr(server, "LONGEST", 0.6)
+    monkeypatch.setattr(serving, "PATIENCE", 0.3)
+    monkeypatch.setattr(serving, "LONGEST", 0.6)
     with served() as port:
         for bit in (b"", b"GET / HT", b"POST /answer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"):
             with socket.create_connection(("127.0.0.1", port), timeout=20) as client:

@@ -78,6 +78,9 @@ class TrainConfig:
     """Begin again without the processes that failed, but with so many at least; default: with all of them."""
     timeline: bool = True
     """Keep the last steps' timeline in the run's folder, measured over planned: `timeline.html` to look at."""
+    watch: bool = False
+    """Serve the run's page on this machine while it trains: loss, speed, bubble, memory, the last timeline. `penstock watch`
+    opens it later."""
     out: Path = Path("runs")
     """Folder in which the run gets a folder of its own."""
 
@@ -198,7 +201,7 @@ def saved_options(folder: Path, told: str = "") -> dict[str, Any]:
         raise PenstockError(f"{told or f'--resume {folder}'} is no run, it has no {SETTINGS}{instead}")
     try:
         saved = json.loads(path.read_text())["config"]
-        kept = saved.keys() - {"resume", "compare"}
+        kept = saved.keys() - {"resume", "compare", "watch"}
         return {field.name: saved[field.name] for field in fields(TrainConfig) if field.name in kept}
     except (ValueError, KeyError, TypeError) as error:
         instead = f"{'give' if told else 'resume'} another run"

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from penstock.schedule import Costs, Timeline, simulate
 from penstock.schedule.timing.measurement import Measurement
 from penstock.view.files import write
 from penstock.view.record import FILE, Record, save
+from penstock.view.watch.server import watched
 
 EXPLAINED = 5  # last steps: their timelines are kept and told in words
 OFTEN, SELDOM = 10, 100  # steps between checkpoints
@@ -47,17 +48,30 @@ def train(config: TrainConfig) -> None:
         for option, given in {"--compare": config.compare, "--restarts": config.restarts}.items():
             if given:
                 raise PenstockError(f"{option} starts processes of its own: use it without torchrun")
-        result = train_rank(config, folder)
+        with _seen(config, folder):
+            result = train_rank(config, folder)
         if os.environ["RANK"] == "0":
             closing(result, None, folder)
         comms.shutdown()
         _leave_if_preempted(result)
         return
-    result = launch(train_rank, config.processes, config, folder, restarts=config.restarts, least=config.least)[0]
+    with _seen(config, folder):
+        result = launch(train_rank, config.processes, config, folder, restarts=config.restarts, least=config.least)[0]
     compare = config.compare and not result.preempted
     alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None, plan=None), None)[0] if compare else None
     closing(result, None if alone is None or alone.preempted else alone, folder)
     _leave_if_preempted(result)
+
+
+@contextmanager
+def _seen(config: TrainConfig, folder: Path) -> Iterator[None]:
+    """Meanwhile the run's page is served, where that was asked for; under torchrun by rank 0."""
+    if not config.watch or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    with watched(folder) as address:
+        print(f"watch it at {address}", flush=True)
+        yield
 
 
 def _leave_if_preempted(result: TrainResult) -> None:
@@ -132,6 +146,8 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
         for record in _steps(setup, run, trail):
             if record["step"] > setup.config.steps - EXPLAINED:
                 timelines.append(setup.pipe.timeline())
+            if setup.config.watch and (record["step"] % WAITS_EVERY == 0 or record["step"] == 1):
+                _show(setup, record["step"])
             for listen in listeners:
                 listen(record)
             setup.remember()
@@ -142,6 +158,14 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
                 setup.save(wait=False)
     setup.save()
     return timelines
+
+
+def _show(setup: Setup, step: int) -> None:
+    """Leave this step's timeline in the folder of the run, for those who watch it. All ranks call it."""
+    timeline = setup.pipe.timeline()
+    if setup.speaks and setup.folder is not None:
+        with manifest.replaced(setup.folder / FILE) as beside:
+            save(timeline, None, beside, (f"step {step}",), setup.pipe.balance.stages if setup.pipe.balance else ())
 
 
 def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callable[[dict[str, Any]], None]]:

@@ -1,0 +1,5 @@
+"""The page of a run while it runs, and afterwards: what its folder has, to the browser on this machine.
+
+`server`  the page, and what it asks again and again
+`page/`   what the browser runs
+"""

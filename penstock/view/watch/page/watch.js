@@ -1,0 +1,47 @@
+"use strict";
+// A run while it runs: its last step in numbers, its losses as a curve, its last timeline in a frame. Asked again and again.
+
+const EVERY = 1000; // milliseconds
+let shown = null; // the timeline that is in the frame
+
+const FIGURES = {
+  "loss": ({loss}) => loss.toFixed(4),
+  "tokens or rows a second": ({tokens_per_second: many}) => Math.round(many).toLocaleString("en"),
+  "bubble": ({bubble, bubble_of_the_table: table}) => `${(100 * bubble).toFixed(1)} % (table ${(100 * table).toFixed(1)} %)`,
+  "memory, fullest rank": ({peak_memory_bytes: bytes}) => `${Math.round(bytes / 1e6).toLocaleString("en")} MB`,
+  "a step": ({seconds}) => `${Number((1e3 * seconds).toPrecision(4))} ms`,
+};
+
+function show({name, last, losses, timeline}) {
+  document.getElementById("name").textContent = name;
+  if (last) {
+    document.getElementById("said").textContent = `step ${last.step}`;
+    document.getElementById("figures").replaceChildren(...Object.entries(FIGURES).map(([term, told]) => {
+      const [figure, what, value] = ["div", "dt", "dd"].map((tag) => document.createElement(tag));
+      what.textContent = term;
+      value.textContent = told(last);
+      figure.append(what, value);
+      return figure;
+    }));
+    const values = losses.map(([, loss]) => loss), low = Math.min(...values), high = Math.max(...values);
+    const points = values.map((loss, place) => `${(1000 * place) / Math.max(1, values.length - 1)},${110 - (100 * (loss - low)) / (high - low || 1)}`);
+    document.querySelector("#losses polyline").setAttribute("points", points.join(" "));
+  }
+  if (timeline !== shown) {
+    shown = timeline;
+    const frame = document.getElementById("timeline");
+    frame.hidden = timeline === null;
+    if (timeline !== null) frame.src = `/timeline?${timeline}`;
+  }
+}
+
+async function ask() {
+  try {
+    show(await (await fetch("/state")).json());
+  } catch {
+    document.getElementById("said").textContent = "The run does not answer: it has ended, and `penstock watch` shows it from its folder.";
+  }
+  setTimeout(ask, EVERY);
+}
+
+ask();

@@ -1,0 +1,70 @@
+"""The page of a run while it runs: what it reads, to whom it is shown, and that it changes nothing."""
+
+import json
+import subprocess
+import sys
+from http.client import HTTPConnection
+
+import pytest
+from studios import run_of
+
+from penstock.view.record import load
+from penstock.view.watch.server import state, watched
+
+RECORD = {"loss": 2.5, "seconds": 0.1, "tokens_per_second": 1000.0, "bubble": 0.2, "bubble_of_the_table": 0.1}
+
+
+def got(address, path, method="GET", **headers):
+    connection = HTTPConnection("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]), timeout=60)
+    connection.request(method, path, None, headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, text
+
+
+def test_a_run_is_seen_from_its_first_line_on(tmp_path):
+    assert state(tmp_path)["last"] is None
+    lines = [json.dumps({"step": step, **RECORD}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])  # the third is being written
+    found = state(tmp_path)
+    assert found["last"]["step"] == 2
+    assert found["losses"] == [[1, 2.5], [2, 2.5]]
+    assert found["timeline"] is None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**RECORD, "step": step}) + "\n" for step in range(3000)))
+    assert len(state(tmp_path)["losses"]) <= 400
+
+
+def test_the_page_is_for_this_machine_and_only_reads(tmp_path):
+    pytest.importorskip("werkzeug")
+    with watched(tmp_path) as address:
+        for path in ("/", "/watch.js", "/watch.css", "/page.css", "/state"):
+            assert got(address, path)[0] == 200
+        status, told = got(address, "/timeline")
+        assert status == 404
+        assert "has no timeline" in told
+        (tmp_path / "timeline.json").write_text(run_of())
+        status, page = got(address, "/timeline")
+        assert status == 200
+        assert "step 7" in page
+        assert json.loads(got(address, "/state")[1])["timeline"] is not None
+        assert got(address, "/state", "POST")[0] == 405
+        assert got(address, "/../run.json")[0] == 404
+        assert got(address, "/state", Host="evil.example")[0] in (400, 403)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["timeline.json"]
+
+
+@pytest.mark.ranks
+def test_a_run_that_is_watched_leaves_timelines_while_it_trains(tmp_path):
+    pytest.importorskip("werkzeug")
+    sizes = {"ranks": 2, "microbatches": 2, "batch": 4, "layers": 1, "width": 16, "context": 16, "steps": 11}
+    small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    code = "from penstock.commands.cli import main\nif __name__ == '__main__':\n    main()\n"
+    (tmp_path / "train.py").write_text(code)
+    command = [sys.executable, tmp_path / "train.py", "train", *small, "--watch", "--no-timeline", "--out", tmp_path / "runs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "watch it at http://127.0.0.1:" in done.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert load(folder).label == "step 10"
+    assert state(folder)["last"]["step"] == 11

@@ -24,6 +24,7 @@ from penstock.comms.system import need_descriptors, words
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
+LAST = 1.0  # seconds in which what a rank that has left did at its end arrives
 FAILED = "failed"  # a key of the store of groups that a rank which gives up leaves there
 
 
@@ -93,7 +94,7 @@ class Groups:
             return
         self._looks = self._looks + 1 if position == self._position else 0
         self._position = position
-        if self._looks * LOOK > self.topology.timeout.total_seconds() or self.is_over(store):
+        if self._looks and (self._looks * LOOK > self.topology.timeout.total_seconds() or self.is_over(store)):
             self.wake()
 
     def _meet(self, store: Any, size: int) -> None:
@@ -147,13 +148,21 @@ def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def finish(work: Any, topology: Topology, is_over: Callable[[], bool]) -> None:
-    """Wait on the host until NCCL's `work` is done; its own `wait` orders streams only. Raises DistError if it `is_over`."""
+    """Wait on the host until NCCL's `work` is done; its own `wait` orders streams only. Raises DistError once it `is_over`.
+
+    A rank that has left may have done its part before: that is given a moment to arrive.
+    """
+    end = "timed out"
     for _ in looks(topology.timeout.total_seconds()):
         if work.is_completed():
             return
         if is_over():
-            raise dist.DistError("another rank has failed")
-    raise dist.DistError("timed out")
+            end = "another rank has failed"
+            break
+    for _ in looks(LAST):
+        if work.is_completed():
+            return
+    raise dist.DistError(end)
 
 
 def is_of_transport(error: BaseException) -> bool:

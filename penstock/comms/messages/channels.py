@@ -47,6 +47,8 @@ class Channels:
                     self.outgoing[destination] = Outgoing(sending_line(groups, name, end, outbox), outbox.failure)
                 elif rank == end:
                     self.incoming[source] = Incoming(receiving_line(groups, name, start), rank, start)
+        with waiting("for the other ranks to open their lines"):  # so that no rank goes ahead where another fails to
+            groups.everyone.barrier().wait()
 
     def begin(self, specs: Specs | None) -> None:
         """Start a step whose messages are described in `specs`; None: each is described when it is sent."""

@@ -54,8 +54,7 @@ $(VENV)/docs: $(VENV)/ready
 # Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py.
 nccl: $(VENV)/ready
 	$(PYTEST) -m nccl tests/nccl
-	$(PYTEST) --over-nccl -m "not (fresh or timed)" -k "not system_refuses" tests/engine/test_schedules.py tests/engine/test_faults.py tests/engine/test_pipeline.py tests/mesh \
-		tests/partition/test_architectures.py tests/comms/test_collectives.py
+	$(PYTEST) --over-nccl -m "not (fresh or timed)" -k "not system_refuses" tests/engine/test_faults.py tests/mesh/test_mesh.py tests/comms/test_collectives.py
 
 # Every supported release of torch and Python: docs/reference/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
 matrix: $(VENV)/ready

@@ -297,32 +297,34 @@ def test_a_kill_in_the_middle_of_a_save_costs_nothing_that_was_whole(tmp_path, m
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    """Files take their time."""
-    write = tensor_files.write
-    monkeypatch.setattr(tensor_files, "write", lambda *args: [time.sleep(0.3), write(*args)][1])
+def go_on(monkeypatch):
+    """What files wait for before they are written."""
+    write, event = tensor_files.write, threading.Event()
+    monkeypatch.setattr(tensor_files, "write", lambda *args: [event.wait(), write(*args)][1])
+    yield event
+    event.set()
 
 
-@pytest.mark.usefixtures("slow")
-def test_a_save_beside_the_training_does_not_see_what_changes_later(tmp_path):
+def test_a_save_beside_the_training_does_not_see_what_changes_later(tmp_path, go_on):
     pipe = pipeline(1)
     optimizer = torch.optim.Adam(pipe.parameters())
     pipe.step_count = 1
     saving = checkpoint.save(tmp_path, pipe, optimizer, extra={"position": 1}, wait=False)
     set_to(pipe, 7)
     assert not saving.path.exists()
+    go_on.set()
     assert saving.wait() == tmp_path / "step-00000001"
     resumed(tmp_path, 1)
 
 
-@pytest.mark.usefixtures("slow")
-def test_the_next_save_waits_for_the_one_before_and_tells_its_error_once(tmp_path):
+def test_the_next_save_waits_for_the_one_before_and_tells_its_error_once(tmp_path, go_on):
     pipe = pipeline()
     saving = checkpoint.save(tmp_path, pipe, wait=False)
     while not (tmp_path / ".step-00000000.part").exists():
         time.sleep(0.01)
     shutil.rmtree(tmp_path / ".step-00000000.part")
     (tmp_path / ".step-00000000.part").write_text("in the way")
+    go_on.set()
     with pytest.raises(ps.PenstockError, match=r"rank 0 could not write the checkpoint .*step-00000000: File exists"):
         checkpoint.save(tmp_path, pipe)
     with pytest.raises(ps.PenstockError, match="could not write"):

@@ -17,9 +17,15 @@ from patience import within
 from torch import nn
 
 import penstock as ps
-from penstock.comms.starting import launcher
+from penstock.comms.starting import launcher, ranks
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.fixture(autouse=True)
+def every_rank_is_heard(monkeypatch):
+    """However busy the machine is: the launcher waits for what all have to tell."""
+    monkeypatch.setattr(ranks, "LAST_WORDS", 60.0)
 
 
 def rank_surroundings():
@@ -31,17 +37,17 @@ def rank_surroundings():
 @pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_ranks_get_the_callers_environment_and_directory_of_each_launch(start, monkeypatch, tmp_path):
     monkeypatch.setattr(launcher, "_sees_gpu", lambda: start == "spawn")
-    ranks = 1 if start == "spawn" else 2
+    number = 1 if start == "spawn" else 2
     monkeypatch.setenv("PENSTOCK_GONE", "1")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for _, _, threads, *_ in ps.launch(rank_surroundings, ranks):
+    for _, _, threads, *_ in ps.launch(rank_surroundings, number):
         assert threads == 1
     monkeypatch.setenv("PENSTOCK_TEST", "set after the first launch")
     monkeypatch.delenv("PENSTOCK_GONE")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "modules")
-    for environment, folder, threads, libc, path in ps.launch(rank_surroundings, ranks):
+    for environment, folder, threads, libc, path in ps.launch(rank_surroundings, number):
         assert {name: value for name, value in environment.items() if name not in OURS} == dict(os.environ)
         assert folder == str(tmp_path)
         assert threads == 3
@@ -106,8 +112,8 @@ def test_the_others_of_a_rank_that_ends_with_an_error_of_its_own_are_told_which(
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_under_torchrun_too_they_are_told_of_one_that_has_finished(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert ended.returncode
     assert "gloo" not in ended.stderr
     told = [path.read_text() for path in tmp_path.iterdir()]
@@ -128,7 +134,7 @@ ps.launch(work, 2)
 @pytest.mark.fresh
 def test_a_program_without_a_main_guard_is_told_to_have_one_and_nothing_else(tmp_path):
     (tmp_path / "program.py").write_text(UNGUARDED)
-    ended = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert ended.stdout.count("read") in (2, 3)  # here, and where a rank came to it
     words = "this program launches ranks wherever it is imported, and every rank imports it: put what launches under"
     assert ended.stderr.splitlines()[-1] == f'penstock.errors.PenstockError: {words} `if __name__ == "__main__":`'

@@ -1,6 +1,5 @@
 """Layers measured, planned for, and run: with the bits of one process."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,51 +9,73 @@ from torch import nn
 
 import penstock as ps
 from penstock.partition.balance import Balance
-from penstock.plan import Layer, estimate, measure, of_transformers, plan
+from penstock.plan import Layer, estimate, measure, measuring, of_transformers, plan
 from penstock.plan.of_run import of_run
 from penstock.schedule import Kind, Measurement
 
 ROWS = 8
 
 
-class Asleep(nn.Module):
-    """A product whose forward, backward and weight's gradient take 2, 4 and 6 ms more."""
+class Clock:
+    """Goes on when somebody passes time, and not otherwise."""
 
     def __init__(self):
+        self.now = 0.0
+
+    def pass_time(self, seconds):
+        self.now += seconds
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock by which layers are measured."""
+    clock = Clock()
+    monkeypatch.setattr(measuring, "perf_counter", clock)
+    return clock
+
+
+class Busy(nn.Module):
+    """A product whose forward, backward and weight's gradient take 2, 4 and 6 ms."""
+
+    def __init__(self, clock):
         super().__init__()
-        self.product = nn.Linear(16, 16, bias=False)
-        self.product.weight.register_hook(lambda gradient: time.sleep(0.006))
+        self.product, self.clock = nn.Linear(16, 16, bias=False), clock
+        self.product.weight.register_hook(lambda gradient: clock.pass_time(0.006))
 
     def forward(self, hidden):
-        time.sleep(0.002)
+        self.clock.pass_time(0.002)
         hidden = self.product(hidden)
-        hidden.register_hook(lambda gradient: time.sleep(0.004))
+        hidden.register_hook(lambda gradient: self.clock.pass_time(0.004))
         return hidden
 
 
-def test_what_layers_cost_is_measured():
-    model = nn.Sequential(Asleep(), nn.ReLU(), Asleep())
+def test_what_layers_cost_is_measured(clock):
+    model = nn.Sequential(Busy(clock), nn.ReLU(), Busy(clock))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = measure(model, (torch.randn(4, 16),), seconds=0)
     assert [sample.rows for sample in found.samples] == [1, 4]
     assert found.names == ["0", "1", "2"]
     last = found.at(4)[2]
-    assert 0.002 <= last.forward < 0.004 <= last.backward_input < 0.006 <= last.backward_weight
+    assert last[1:4] == pytest.approx((0.002, 0.004, 0.006))
+    assert found.at(4)[1].seconds == 0
     assert (last.activation, last.keep, last.parameters, last.output) == (256, 512, 1024, 256)  # keeps input and gradient for W
     assert found.at(4)[1].activation == 0  # what a ReLU keeps is what the next product keeps
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_loss_counts_to_the_last_layer():
+def test_the_loss_counts_to_the_last_layer(clock):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 
     def loss_fn(output, target):
-        time.sleep(0.005)
+        clock.pass_time(0.005)
         return nn.functional.mse_loss(output, target)
 
     first, last = measure(model, (torch.randn(1, 16),), loss_fn=loss_fn, target=torch.randn(1, 16), seconds=0).at(1)
-    assert first.forward < 0.005 <= last.forward
+    assert (first.forward, last.forward) == (0, pytest.approx(0.005))
 
 
 def test_layers_that_are_not_there_are_estimated_by_their_operations():

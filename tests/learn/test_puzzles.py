@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -167,7 +168,10 @@ def test_hints_come_one_by_one_and_the_solution_after_the_puzzle(tmp_path):
     assert folder.next(fast=True) == FAST_TRACK[0]
 
 
-def test_what_cannot_run_is_told_with_its_line(tmp_path):
+@pytest.mark.parametrize("named", ["as it is", "from here"])
+def test_what_cannot_run_is_told_with_its_line(tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path if named == "as it is" else Path("puzzles")  # which is what the command is given
     for text, sentence in (
         ("def row(:", "p09_1f1b.py, line 1: "),
         ("def row(rank, ranks, microbatches):\n    return 1 / 0", "line 2: Zero"),
@@ -177,7 +181,7 @@ def test_what_cannot_run_is_told_with_its_line(tmp_path):
         ),
     ):
         with pytest.raises(Missed, match=sentence):
-            written(tmp_path, 9, text).check(puzzle(9))
+            written(folder, 9, text).check(puzzle(9))
 
 
 def test_the_command_hands_out_judges_and_needs_no_torch_for_tables(tmp_path):

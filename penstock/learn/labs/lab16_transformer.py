@@ -59,8 +59,8 @@ def main() -> None:
         "the microbatches are of one size here, so the mean of their losses is the batch's",
         f"the mean of the microbatches' losses is {mean}, the loss of the batch {expected[0]}",
     )
-    say("By hand needs a model that bears to lose its pieces, and somebody who knows it. Tracing needs neither, but a forward")
-    say("that does the same for all data. A Sequential is cut between its layers, with neither (lab 13).")
+    say("A cut by hand needs a model whose pieces may be missing, and somebody who knows it. A traced cut needs neither, only")
+    say("a forward that does the same for all data. A Sequential is cut between its layers: it needs nothing (lab 13).")
     say(
         f"\nMeasured: in {STEPS} steps the loss goes from {expected[0]:.4f} to {expected[-1]:.4f}, with the same bits in one "
         f"process, cut by hand, traced, and by {len(SCHEDULES)} schedules."

@@ -53,9 +53,10 @@ def loaded(path: Path) -> Any:
 
 def fault(error: BaseException, path: Path) -> str:
     """`error` in one line, with the line of the file it came from."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
+    file = str(path.absolute())  # as the import system calls it
+    if isinstance(error, SyntaxError) and error.filename == file:
         return f"{path.name}, line {error.lineno}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f"{path.name}, line {lines[-1]}" if lines else path.name
     return f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -22,7 +22,7 @@ NO_TIME = timedelta(milliseconds=1)
 def break_off(group: dist.ProcessGroup) -> None:
     """End all that this rank waits for in `group`, and with it what others wait for from this rank."""
     for backend in torch_private.backends_of(group):
-        break_off_backend(backend, (group.rank() + 1) % group.size())
+        break_off_backend(backend)
 
 
 @contextmanager
@@ -36,10 +36,16 @@ def broken_off(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
         raise
 
 
-def break_off_backend(backend: Any, peer: int) -> None:
-    """The same for what carries the messages of a group; `peer` is any other rank in it."""
-    with suppress(RuntimeError):
-        if backend.name() == "gloo":
-            backend.recv([torch.empty(1)], peer, UNUSED_TAG).wait(NO_TIME)
-        else:
+def break_off_backend(backend: Any) -> None:
+    """The same for what carries the messages of a group.
+
+    A receive from a rank that has broken off already fails at once and closes nothing: so one from every rank.
+    """
+    if backend.name() != "gloo":
+        with suppress(RuntimeError):
             backend.abort()
+        return
+    for peer in range(backend.size()):
+        if peer != backend.rank():
+            with suppress(RuntimeError):
+                backend.recv([torch.empty(1)], peer, UNUSED_TAG).wait(NO_TIME)

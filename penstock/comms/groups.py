@@ -40,7 +40,7 @@ class Groups:
         self.topology, self.name = topology, name
         self.ranks = range(topology.world_size) if ranks is None else ranks
         self.store = dist.PrefixStore(name, topology.store)
-        self._open: list[tuple[Any, int]] = []  # each group, and a peer in it
+        self._open: list[Any] = []
         self._beside = beside
         self._closers: list[Callable[[], object]] = []
         self._wakers: list[Callable[[], object]] = []
@@ -63,13 +63,13 @@ class Groups:
         store = dist.PrefixStore(name, self.store)
         self._meet(store, size)
         group = dist.ProcessGroupGloo(store, rank, size, torch_private.gloo_options([_gloo_device()], self.topology.timeout))
-        self._open.append((group, (rank + 1) % size))
+        self._open.append(group)
         return group
 
     def nccl(self, name: str, end: int) -> Any:
         """This process as the SOURCE or DESTINATION of a new NCCL group of two; returns when they are connected."""
         group = new_nccl(dist.PrefixStore(name, self.store), end, 2, self.topology.timeout)
-        self._open.append((group, 1 - end))
+        self._open.append(group)
         byte = torch.zeros(1, dtype=torch.uint8, device=self.topology.carrier)
         self.finish(group.send([byte], DESTINATION, 0) if end == SOURCE else group.recv([byte], SOURCE, 0))
         return group
@@ -121,8 +121,8 @@ class Groups:
         self.woken = True
         for wake in list(self._wakers):
             wake()
-        for group, peer in list(self._open):  # `everyone` first: what is computed on nothing must be told nobody
-            break_off_backend(group, peer)
+        for group in list(self._open):  # `everyone` first: what is computed on nothing must be told nobody
+            break_off_backend(group)
         for group in self._beside:
             break_off(group)
 
@@ -133,9 +133,9 @@ class Groups:
             close()
         self._closers.clear()
         self._wakers.clear()
-        for group, peer in self._open:
+        for group in self._open:
             if failed or group.name() == "gloo":
-                break_off_backend(group, peer)
+                break_off_backend(group)
             else:
                 with suppress(RuntimeError):
                     group.shutdown()

@@ -118,7 +118,7 @@ class CheckedGroup:
         publish(groups, mine)
         groups.close()
         if self._backend is not self._gloo:
-            break_off_backend(self._backend, 0)
+            break_off_backend(self._backend)
         reports, gone = read(groups, mine)
         if own := own_error(reports):
             self._end(own)

@@ -103,4 +103,4 @@ def _wait(work: Any, data: Tensor, group: Any, what: object, failure: SendFailur
     except Exception as error:
         if not is_of_transport(error):
             failure.tell(what, error)
-            break_off_backend(group, DESTINATION)
+            break_off_backend(group)

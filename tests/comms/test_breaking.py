@@ -1,0 +1,26 @@
+"""Who breaks a group off ends what everybody waits for from there."""
+
+import pytest
+import torch
+
+import penstock as ps
+from penstock.comms.breaking import break_off_backend
+from penstock.comms.groups import Groups
+
+
+def rank_breaks_off():
+    """Rank 1 does; ranks 0 and 2 wait for that one and pass it on; rank 3 waits for rank 0 only."""
+    topology = ps.comms.init_distributed(timeout=60)
+    group, told = Groups(topology, "broken").everyone, ""
+    if topology.rank != 1:
+        with pytest.raises(RuntimeError) as error:
+            group.recv([torch.empty(1)], 0 if topology.rank == 3 else 1, 0).wait()
+        told = str(error.value)
+    break_off_backend(group)
+    _ = Groups(topology, "afterwards").everyone  # until then nobody's group goes of itself
+    return told
+
+
+@pytest.mark.ranks
+def test_whoever_is_waited_for_and_whoever_broke_off_first_nobody_waits_for_the_timeout():
+    assert not [told for told in ps.launch(rank_breaks_off, 4) if "Timed out" in told]

@@ -4,7 +4,9 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest
 
-.PHONY: train quick test kernels gpu neighbours nccl docs matrix lint bench rooms clean
+.PHONY: setup train quick test kernels gpu neighbours nccl docs matrix lint bench rooms clean
+
+setup: $(VENV)/ready
 
 train: $(VENV)/ready
 	$(RUN)/penstock train --ranks 4 --compare

@@ -1,6 +1,5 @@
 """`penstock plan` and `penstock search`: the fastest step that fits the memory, for a model, and for stages as they are."""
 
-import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
+from penstock.learn.puzzles.judge import Missed, fault, loaded
 from penstock.plan import Layers, bytes_of, plan, robustness
 from penstock.plan import Plan as Planned
 from penstock.plan.of_run import FILE
@@ -163,14 +163,16 @@ def built(source: str) -> Sequence[Any]:
     file, _, name = source.rpartition(":")
     if not Path(file).is_file():
         raise PenstockError(f"{source} names no function: {file or source} is no file{nearest_path(Path(file or source))}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(file).parent))  # as if it had been started
-    spec.loader.exec_module(module)
-    made = getattr(module, name, None)
-    given = made() if callable(made) else None
+    try:
+        made = getattr(loaded(Path(file)), name, None)
+        given = made() if callable(made) else None
+    except Missed as error:
+        raise PenstockError(str(error)) from error
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise PenstockError(f"{name}() fails: {fault(error, Path(file))}") from error
     if not isinstance(given, tuple) or len(given) not in (2, 4):
         raise PenstockError(f"{source} is to be a function that gives (model, args) or (model, args, loss_fn, target)")
     return given

@@ -61,6 +61,12 @@ def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, ca
         built(f"{tmp_path / 'mine.py'}:half")
     with pytest.raises(PenstockError, match=r"did you mean .*mine\.py"):
         built(f"{tmp_path / 'mime.py'}:build")
+    (tmp_path / "broken.py").write_text("def build():\n    return 1 / 0\n")
+    with pytest.raises(PenstockError, match=r"^build\(\) fails: broken\.py, line 2: ZeroDivisionError: division by zero$"):
+        built(f"{tmp_path / 'broken.py'}:build")
+    (tmp_path / "broken.py").write_text("x = = 3\n")
+    with pytest.raises(PenstockError, match=r"^broken\.py, line 1: invalid syntax$"):
+        built(f"{tmp_path / 'broken.py'}:build")
 
 
 def test_ctrl_c_takes_the_best_so_far():

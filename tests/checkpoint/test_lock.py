@@ -149,7 +149,7 @@ def test_without_locks_the_file_system_is_told_and_who_came_last_has_the_folder(
 
 
 def train(pipe, batch):
-    for _ in range(2000):
+    for _ in range(20_000):
         pipe.zero_grad()
         pipe.step(batch, target=torch.zeros(4, 2))
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,7 @@ def test_the_disk_is_taken_where_it_is_newer_and_memory_is_private_to_the_launch
     assert (newest, then) == (2, 1)
     assert modes == ["0o100600"] * 4
     assert owner == os.getpid()
-    assert held() == before
+    assert not Counter(held()) - Counter(before)  # earlier ones may have gone meanwhile
 
 
 def rank_has_no_memory(folder):
@@ -208,7 +209,7 @@ def test_under_an_agent_a_process_of_our_own_keeps_the_memory_and_ends_with_it(t
     done = subprocess.run([sys.executable, tmp_path / "agent.py"], capture_output=True, text=True, check=True)
     process, *told = done.stdout.split()
     assert told == ["8", "0o100600", "kept"]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not Path(f"/proc/{process}").exists()

@@ -50,7 +50,7 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
     text.mkdir()
     (text / "a.txt").write_text("to be or not to be, " * 200)
     (text / "b.txt").write_text("that is the question. " * 200)
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "penstock")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock")
     done = penstock("train", "--data", str(text), "--out", str(tmp_path / "runs"), *SMALL, launcher=torchrun)
     assert done.returncode == 0, done.stderr
     assert "2 ranks  step 3/3" in done.stdout

@@ -19,6 +19,7 @@ from penstock.comms import topology as topology_module
 from penstock.comms.collectives import checked_group
 from penstock.comms.collectives.call import call_from, call_of
 from penstock.comms.health import reports
+from penstock.comms.starting import ranks
 
 comms = ps.comms
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
@@ -306,7 +307,8 @@ def rank_lost(how: str) -> tuple[str, str]:
 
 @pytest.mark.ranks
 @pytest.mark.timed
-def test_a_lost_rank_is_an_error_on_the_others():
+def test_a_lost_rank_is_an_error_on_the_others(monkeypatch):
+    monkeypatch.setattr(ranks, "LAST_WORDS", 60.0)  # however busy the machine is, rank 0 is heard
     with pytest.raises(
         ps.LostRankError, match=r"rank 0 waited in all_reduce of a \(2,\) float32 tensor, op sum and gave up: .*"
     ):

@@ -47,7 +47,7 @@ needs_hosts = pytest.mark.skipif("why_not() is not None", reason=why_not() or ""
 
 def rank_numbers(folder):
     """Train with every schedule and write down what came out, by what messages travelled, and how the clocks compare."""
-    topology = ps.comms.init_distributed(timeout=30)
+    topology = ps.comms.init_distributed(timeout=150)
     told = {"host": socket.gethostname(), "runs": {}}
     for schedule in SCHEDULES if topology.world_size == 4 else SCHEDULES[:1]:
         pipe, losses = trained(schedule)
@@ -108,7 +108,7 @@ def check_clocks(told):
     """The hosts' clocks are a thousand seconds apart, and no message arrives before it is sent."""
     for rank, each in enumerate(told):
         for one in each["runs"].values():
-            assert one["skew"].offset == pytest.approx(-1000 * int(each["host"][-1]), abs=0.1), rank
+            assert one["skew"].offset == pytest.approx(-1000 * int(each["host"][-1]), abs=max(0.1, one["skew"].error)), rank
     for schedule, one in told[0]["runs"].items():
         at = {event.action: event for event in one["timeline"].events}
         for event in at.values():
@@ -171,7 +171,7 @@ def test_penstock_train_runs_by_the_documented_line_that_is_the_same_on_every_ma
 
 def test_every_start_of_the_ranks_has_a_name_of_its_own_whoever_comes_first():
     """With several machines torchrun's own count will not do: one agent may count a restart that another has not."""
-    store, timeout = torch.distributed.HashStore(), timedelta(seconds=5)
+    store, timeout = torch.distributed.HashStore(), timedelta(seconds=60)
 
     def started(order):
         with ThreadPoolExecutor(len(order)) as ranks:
@@ -225,7 +225,7 @@ def test_the_manifest_and_the_batch_script_are_whole():
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(80, exit=True)  # a rank that hangs says where
+    faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
     {"numbers": rank_numbers, "killed": rank_killed}[sys.argv[1]](Path(sys.argv[2]))
     ps.comms.shutdown()
     os._exit(0)  # an interpreter that has loaded torch takes a second of its core to end, on each rank

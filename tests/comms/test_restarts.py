@@ -215,7 +215,7 @@ def test_looks_in_a_row_and_not_the_clock_tell_that_a_rank_was_stopped():
             for _ in range(looks):
                 stops.look()
         assert "rank 0 was stopped" in str(stops.ended[0])
-        assert process.wait(10) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
 
 
 def test_a_server_that_is_exiting_already_when_its_program_is_gone_says_nothing():
@@ -226,7 +226,7 @@ from penstock.comms.starting import in_server
 os.getppid = program
 atexit.register(time.sleep, 3 * in_server.LOOK)  # as torch's, which come first
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -235,7 +235,7 @@ def rank_forks_server_dies():
     if attempt_number() == 0 and os.environ["RANK"] == "0":
         os.kill(os.getppid(), signal.SIGKILL)
     if attempt_number() == 0:
-        time.sleep(60)
+        time.sleep(250)
     return os.getppid()
 
 
@@ -381,9 +381,10 @@ def test_a_launcher_that_is_killed_leaves_no_process_and_no_file(tmp_path):
     program.kill()
     program.wait()
     wait_for(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
+    left = set(os.listdir("/dev/shm")) - shared  # some of it is others', for a while
     wait_for(lambda: not [name for name in os.listdir(temporary) if not name.startswith("torchinductor")])  # a cache
     shutil.rmtree(temporary)
-    wait_for(lambda: not set(os.listdir("/dev/shm")) - shared)  # others use it too, for a moment
+    wait_for(lambda: not left & set(os.listdir("/dev/shm")))
 
 
 @pytest.mark.ranks
@@ -398,7 +399,7 @@ def test_a_temporary_folder_whose_path_is_too_long_is_told(tmp_path):
 
 
 def wait_for(true):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not (value := true()):
         assert time.monotonic() < deadline
         time.sleep(0.02)

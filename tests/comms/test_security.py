@@ -123,7 +123,7 @@ def test_launched_ranks_listen_on_the_loopback_only_and_another_user_comes_to_no
 @pytest.mark.fresh
 def test_ranks_of_torchrun_on_one_machine_listen_on_the_loopback_only():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("listens on the loopback") == 2
 

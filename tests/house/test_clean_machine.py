@@ -166,8 +166,8 @@ def test_the_studio_says_what_it_needs_and_serves_where_that_is(machine: Machine
         said = serving.stdout.readline()
         try:
             address = re.findall(r"http://\S+", said)[0]
-            assert b"/studio.js" in urllib.request.urlopen(address, timeout=30).read()
+            assert b"/studio.js" in urllib.request.urlopen(address, timeout=100).read()
         finally:
             serving.send_signal(signal.SIGINT)
-        assert serving.communicate(timeout=30) == ("", "")
+        assert serving.communicate(timeout=100) == ("", "")
     assert serving.returncode == 0

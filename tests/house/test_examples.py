@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -46,7 +46,7 @@ def ends_with_a_measurement(output: str) -> bool:
 
 def run_python(*args: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment)
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=250, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -80,7 +80,9 @@ def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
 @pytest.mark.ranks
 @pytest.mark.timed
 def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
-    output = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", catalog.LABS[UNDER_TORCHRUN].module)
+    output = run_python(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", catalog.LABS[UNDER_TORCHRUN].module
+    )
     assert "checked: " in output
     assert ends_with_a_measurement(output), output
     assert output.count("Measured: ") == 1

@@ -55,8 +55,18 @@ def test_it_can_be_read_in_one_go():
 
 @pytest.mark.fresh
 def test_it_trains_under_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "penstock.learn.mini", "mine"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "penstock.learn.mini",
+        "mine",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
     lines = ended.stdout.splitlines()
     assert len(lines) == 10, ended.stderr
     assert all(line.endswith("the same bits: True") for line in lines)

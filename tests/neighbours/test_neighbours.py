@@ -122,7 +122,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "undisturbed.py"
         script.write_text(code)
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return re.findall(r"^step \d  loss (.*)", done.stdout, re.MULTILINE)
 

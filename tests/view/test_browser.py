@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from browsing import NEEDS_CHROMIUM, browser, drawn, move_to, place, tip, visit, webdriver  # noqa: F401
-from patience import within
+from patience import patience
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -98,8 +98,11 @@ def test_buttons_wheel_drag_and_double_click_zoom_and_pan(visit):
     ActionChains(browser, duration=20).key_down(Keys.CONTROL).scroll_from_origin(wheel, 0, -200).key_up(Keys.CONTROL).perform()
     closer = view(browser)
     assert closer[1] - closer[0] < 0.9 * (panned[1] - panned[0])
-    ActionChains(browser, duration=20).double_click(chart).perform()
-    closest = view(browser)
+    for _ in range(5):  # on a busy machine the second click may come too late to make a double one
+        ActionChains(browser, duration=20).double_click(chart).perform()
+        closest = view(browser)
+        if closest != closer:
+            break
     assert closest[1] - closest[0] < 0.6 * (closer[1] - closer[0])
     browser.find_element(By.CSS_SELECTOR, "[aria-label='Show all']").click()
     assert view(browser) == [0, 33]
@@ -237,8 +240,8 @@ def test_twenty_thousand_actions_are_there_within_a_second_and_move_at_thirty_fr
         )
         frames.append(browser.execute_async_script(pan) / 40)
         time.sleep(0.1)
-    assert within(min(first) / 1000, 1)
-    assert within(min(frames) / 1000, 1 / 30)
+    assert min(first) / 1000 < patience()
+    assert min(frames) / 1000 < patience() / 30
 
 
 def test_memory_in_bytes_sending_and_the_time_between_steps_are_told(visit):

@@ -19,7 +19,7 @@ LOWERED = ["0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1", "1RECV_F0,1F0,
 def penstock(*words):
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "penstock", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ def port():
 
 
 def status(port, method, path, body=None, **headers):
-    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", port, timeout=100)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     text = response.read()
@@ -159,19 +159,20 @@ def test_a_client_that_says_nothing_or_little_is_let_go(monkeypatch):
     monkeypatch.setattr(serving, "LONGEST", 0.6)
     with served() as port:
         for bit in (b"", b"GET / HT", b"POST /answer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"):
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            with socket.create_connection(("127.0.0.1", port), timeout=100) as client:
                 client.sendall(bit)
                 begin = time.monotonic()
                 while client.recv(4096):
                     pass
                 assert within(time.monotonic() - begin, 2)
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", port), timeout=100) as client:
             begin = time.monotonic()
             with suppress(OSError):
-                while within(time.monotonic() - begin, 5):
+                while time.monotonic() - begin < 100:
                     client.sendall(b"a")
                     time.sleep(0.1)
             assert within(time.monotonic() - begin, 4)
+        monkeypatch.setattr(serving, "LONGEST", 30)
         assert status(port, "GET", "/")[0] == 200
 
 
@@ -213,7 +214,7 @@ def test_odd_questions_are_refused_in_a_sentence(question):
 @FUZZ
 @given(st.binary(max_size=60))
 def test_odd_bytes_do_not_stop_the_studio(port, data):
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=100) as client:
         client.sendall(data + b"\r\n\r\n")
         client.shutdown(socket.SHUT_WR)
         with suppress(ConnectionError):

@@ -35,6 +35,7 @@ def browser(tmp_path_factory):
     options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(100)
     driver.downloads = downloads
     yield driver
     driver.quit()
@@ -56,12 +57,17 @@ def studio(browser, port):
     assert all(url.startswith((home, "data:", f"blob:{home}")) for url in urls), urls
 
 
+def until(true):
+    """Wait until something is so."""
+    deadline = time.monotonic() + 100
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def settle(browser):
     """Wait until the last answer is shown."""
-    for _ in range(200):
-        if not browser.execute_script("return 'busy' in document.body.dataset"):
-            break
-        time.sleep(0.02)
+    until(lambda: not browser.execute_script("return 'busy' in document.body.dataset"))
     browser.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));")
 
 
@@ -216,10 +222,7 @@ def test_a_drag_in_the_picture_can_be_given_up_and_beside_the_actions_it_pans(st
 def load_run(studio, folder):
     (folder / "timeline.json").write_text(run_of())
     studio.find_element("id", "load-run-file").send_keys(str(folder / "timeline.json"))
-    for _ in range(100):
-        if studio.execute_script("return page.records[0].planned !== null"):
-            break
-        time.sleep(0.05)
+    until(lambda: studio.execute_script("return page.records[0].planned !== null"))
     settle(studio)
 
 
@@ -256,16 +259,10 @@ def test_a_table_is_saved_and_loaded(studio):
     before = [row(studio, rank) for rank in range(4)]
     studio.find_element("id", "save-csv").click()
     saved = studio.downloads / "dualpipe-v.csv"
-    for _ in range(100):
-        if saved.exists() and saved.stat().st_size:
-            break
-        time.sleep(0.05)
+    until(lambda: saved.exists() and saved.stat().st_size)
     slide(studio, "schedule", "gpipe")
     studio.find_element("id", "load-csv-file").send_keys(str(saved))
-    for _ in range(100):
-        if "dualpipe" in proof(studio):
-            break
-        time.sleep(0.05)
+    until(lambda: "dualpipe" in proof(studio))
     assert proof(studio).startswith("proved: dualpipe-v.csv over 4 ranks")
     assert [row(studio, rank) for rank in range(4)] == before
 
@@ -362,9 +359,7 @@ def test_a_number_that_cannot_be_is_told(studio, value):
 def test_no_file_of_another_kind_is_taken(studio, tmp_path):
     (tmp_path / "broken.json").write_text("{<b>")
     studio.find_element("id", "load-run-file").send_keys(str(tmp_path / "broken.json"))
-    time.sleep(0.2)
-    settle(studio)
-    assert "broken.json is not a timeline that Penstock wrote" in studio.find_element("id", "problem").text
+    until(lambda: "broken.json is not a timeline that Penstock wrote" in studio.find_element("id", "problem").text)
 
 
 def test_the_page_fits_400_pixels(studio):

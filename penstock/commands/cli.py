@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Union
 
@@ -16,7 +17,7 @@ import tyro
 
 from penstock import __version__
 from penstock.commands.options import parsed
-from penstock.commands.source import nearest_path
+from penstock.commands.source import nearest_path, question_of
 from penstock.errors import PenstockError
 
 
@@ -99,6 +100,12 @@ class Doctor:
 class Studio:
     """Open the playground: choose, price and edit schedules on a local page, and see them proved, timed and drawn."""
 
+    file: tyro.conf.Positional[str | None] = None
+    """A table to open, as CSV or as a Python file, which is run; it is read again whenever it changes."""
+    ranks: int = 4
+    """Of a Python file's table."""
+    microbatches: int = 8
+    """Of a Python file's table."""
     port: int = 0
     """Where the page is served, on 127.0.0.1 only. 0: any free port."""
     browser: bool = True
@@ -106,9 +113,15 @@ class Studio:
 
     def run(self) -> None:
         """Serve until Ctrl-C."""
+        from penstock.view.studio.opened import Opened
         from penstock.view.studio.server import serve
 
-        serve(self.port, self.browser)
+        opened = None
+        if self.file:
+            reader = partial(question_of, self.file, self.ranks, self.microbatches)
+            reader()  # so that what is no table is told here
+            opened = Opened(Path(self.file), reader)
+        serve(self.port, self.browser, opened)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.schedule import Schedule, build, verify
@@ -33,6 +34,20 @@ def table_written_in(path: str, ranks: int, microbatches: int, **options: int | 
 
     _check_file(path, options)
     return table_in(path, ranks, microbatches)
+
+
+def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:
+    """What the studio is asked to show the table in the CSV or Python file `path`, which is run, proved or not."""
+    if path.endswith(".py"):
+        made = table_written_in(path, ranks, microbatches)
+        return {"rows": made.texts(), "placement": made.placement, "name": Path(path).name}
+    if not path.endswith(".csv"):
+        raise PenstockError(f"{path} is no table: the studio opens a .csv or a .py file")
+    _check_file(path, {})
+    try:
+        return {"csv": Path(path).read_text(encoding="utf-8"), "file": Path(path).name}
+    except (OSError, UnicodeError) as error:
+        raise PenstockError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _check_file(name: str, options: dict[str, int | None]) -> None:

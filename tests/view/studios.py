@@ -12,12 +12,12 @@ from penstock.view.record import Record
 
 
 @contextmanager
-def served() -> Iterator[int]:
-    """The port at which the studio answers meanwhile."""
+def served(opened=None) -> Iterator[int]:
+    """The port at which the studio answers meanwhile, opened with a file if one is given."""
     pytest.importorskip("werkzeug")
     from penstock.view.studio.server import server
 
-    serving = server()
+    serving = server(opened=opened)
     thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
     thread.start()
     try:

@@ -3,10 +3,12 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPConnection
 
 import pytest
@@ -14,9 +16,11 @@ from patience import patience
 from studios import run_of, served
 
 from penstock import PenstockError
+from penstock.commands.source import question_of
 from penstock.schedule import Costs, Measurement, Size, build, simulate, verify
 from penstock.view.record import Record, read
 from penstock.view.studio.answers import answer
+from penstock.view.studio.opened import Opened
 
 CIRCLE = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
 
@@ -230,6 +234,36 @@ def test_a_question_is_answered_and_a_refusal_is_a_sentence(port):
     assert json.loads(text)["timeline"]["makespan"] == 33
     response, text = post(port, {"schedule": "1f1b", "ranks": 99, "microbatches": 8})
     assert json.loads(text) == {"error": "ranks is 99: the studio takes a whole number from 1 to 16"}
+
+
+def test_a_file_it_was_opened_with_is_read_again_when_it_has_changed(tmp_path, port):
+    path, rule = tmp_path / "mine.py", "def schedule(rank, ranks, microbatches):\n    return ['0F0', '0{}0']\n"
+    path.write_text(rule.format("B"))
+    opened = Opened(path, partial(question_of, str(path), 1, 1))
+    with served(opened) as own:
+        first, again = (json.loads(request(own, path="/opened")[1]) for _ in range(2))
+        assert again == first == {"changed": first["changed"], "rows": [["0F0", "0B0"]], "placement": [0], "name": "mine.py"}
+        for later, (text, name, part) in enumerate(
+            ((rule.format("I"), "rows", "0I0"), (rule.format("X"), "error", "0X0"), ("x = = 3", "error", "line 1")), 1
+        ):
+            path.write_text(text)
+            os.utime(path, ns=(0, int(first["changed"]) + later))  # the clock of files may be slow
+            told = json.loads(request(own, path="/opened")[1])
+            assert told["changed"] != first["changed"]
+            assert part in str(told[name])
+        path.unlink()
+        assert json.loads(request(own, path="/opened")[1]) == {"changed": "", "error": f"{path} is gone"}
+    assert request(port, path="/opened")[0].status == 404
+
+
+def test_what_is_no_table_is_told_before_the_studio_opens(tmp_path):
+    with pytest.raises(PenstockError, match=r"notes\.txt is no table: the studio opens a \.csv or a \.py file"):
+        question_of(str(tmp_path / "notes.txt"), 4, 8)
+    with pytest.raises(PenstockError, match=r"mine\.csv does not exist"):
+        question_of(str(tmp_path / "mine.csv"), 4, 8)
+    (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(PenstockError, match="cannot be read"):
+        question_of(str(tmp_path / "mine.csv"), 4, 8)
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "10.0.0.1", "localhost.", "", "0.0.0.0"])

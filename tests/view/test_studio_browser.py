@@ -3,11 +3,14 @@
 import json
 import shutil
 import time
+from functools import partial
 
 import pytest
 from studios import run_of, served
 
+from penstock.commands.source import question_of
 from penstock.schedule import Costs, build, simulate
+from penstock.view.studio.opened import Opened
 
 pytestmark = pytest.mark.ranks
 
@@ -122,6 +125,20 @@ def test_sliders_change_picture_figures_and_proof(studio):
     slide(studio, "schedule", "looped-bfs")
     slide(studio, "stages_per_rank", 4)
     assert "use 32 microbatches or fewer" in studio.find_element("id", "problem").text
+
+
+def test_a_file_it_was_opened_with_is_shown_again_when_it_has_changed(browser, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0\n")
+    with served(Opened(path, partial(question_of, str(path), 4, 8))) as own:
+        browser.get(f"http://127.0.0.1:{own}/")
+        for text, shown in (("0F0,0B0\n", "0F0 0B0"), ("0F0,0F1,0B0,0B1\n", "0F0 0F1 0B0 0B1")):
+            path.write_text(text)
+            until(lambda shown=shown: row(browser, 0) == shown)
+        path.write_text("0F0,0B1\n0Z0\n")
+        until(lambda: "0Z0" in browser.find_element("id", "problem").text)
+        assert row(browser, 0) == "0F0 0F1 0B0 0B1"
+        browser.get("about:blank")
 
 
 def test_one_stage_may_have_its_own_cost(studio):

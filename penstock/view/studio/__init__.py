@@ -3,6 +3,7 @@
 `answers`    what the page asks, as plain data, to what it shows
 `costs`      costs as the page has them, and when a table runs at them
 `question`   what may stand in a question
+`opened`     a file that it was opened with
 `server`     the page and its answers over HTTP, for this machine alone
 `page/`      what the browser runs
 """

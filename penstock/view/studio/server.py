@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from penstock.view import serving
 from penstock.view.html import SCRIPTS
 from penstock.view.serving import NOTHING, Answer
 from penstock.view.studio.answers import Data, answer, choices
+from penstock.view.studio.opened import Opened
 
 if TYPE_CHECKING:
     from werkzeug.serving import BaseWSGIServer
@@ -32,7 +34,7 @@ def _part(name: str) -> str:
     return (files(package) / "page" / name).read_text(encoding="utf-8")
 
 
-def page() -> str:
+def page(opened: Opened | None = None) -> str:
     """The page, with its first answer inside, so that there is a picture before any question."""
     first = answer(START)
     record = {"name": first["name"], "unit": "", "planned": None}
@@ -40,7 +42,7 @@ def page() -> str:
         "styles": "\n".join(f'<link rel="stylesheet" href="/{name}">' for name in STYLES),
         "scripts": "\n".join(f'<script src="/{name}"></script>' for name in (*DRAWN_BY, *OWN)),
         "records": _embedded([record | {"steps": [{"label": "planned", "timeline": first["timeline"]}]}]),
-        "choices": _embedded({**choices(), "start": START, "first": first}),
+        "choices": _embedded({**choices(), "start": START, "first": first, "opened": opened is not None}),
     }
     return re.sub(r"\$(\w+)", lambda found: inside[found[1]], _part("studio.html"))
 
@@ -60,11 +62,13 @@ def respond(body: bytes) -> tuple[int, Data]:
         return 400, {"error": f"the question is not JSON: {error}"}
 
 
-def answered(request: "Request") -> Answer:
+def answered(opened: Opened | None, request: "Request") -> Answer:
     """The answer to one request: a page, a file, or what a question comes to."""
     name = request.path.removeprefix("/")
     if request.method == "GET" and not name:
-        return Answer(page(), "html")
+        return Answer(page(opened), "html")
+    if request.method == "GET" and name == "opened" and opened:
+        return Answer(json.dumps(opened.data(), separators=(",", ":")), "json")
     if request.method == "GET" and name in (*DRAWN_BY, *OWN, *STYLES):
         return Answer(_part(name), name.rpartition(".")[2])
     if request.method == "POST" and name == "answer":
@@ -75,12 +79,12 @@ def answered(request: "Request") -> Answer:
     return NOTHING
 
 
-def server(port: int = 0) -> "BaseWSGIServer":
+def server(port: int = 0, opened: Opened | None = None) -> "BaseWSGIServer":
     """A server for this machine alone, not started; port 0 takes a free one. Raises PenstockError if it cannot be had."""
-    return serving.server(serving.application(answered, POLICY, "the studio"), port)
+    return serving.server(serving.application(partial(answered, opened), POLICY, "the studio"), port)
 
 
-def serve(port: int = 0, browser: bool = True) -> None:
+def serve(port: int = 0, browser: bool = True, opened: Opened | None = None) -> None:
     """Serve until Ctrl-C, and open the page in a browser unless told not to."""
-    with server(port) as serves:
+    with server(port, opened) as serves:
         serving.run(serves, "the studio is", browser)

@@ -1,6 +1,6 @@
 // The studio: what was chosen goes to the server as a question, its answer becomes the picture, the proof and the table.
 
-const CHOICES = JSON.parse(document.getElementById("choices").textContent), PAUSE = 30, IN_A_ROW = 800; // milliseconds: before a question; between what is one change
+const CHOICES = JSON.parse(document.getElementById("choices").textContent), PAUSE = 30, IN_A_ROW = 800, LOOK = 1000; // milliseconds: before a question; between what is one change; between two looks at a file
 
 class Studio {
   constructor() {
@@ -22,6 +22,7 @@ class Studio {
     });
     this.show(CHOICES.first, null);
     if (location.search) this.ask();
+    if (CHOICES.opened) this.follow();
   }
 
   buildEditor(section) {
@@ -167,6 +168,18 @@ class Studio {
       Object.assign(this.state, {unit: "ms", costs: answer.costs, measured: run, ...(!measured && {chosen: costs})}); // to come back to
     }
     this.changed("costs");
+  }
+
+  /** Show the file that the studio was opened with, now and whenever it has changed. */
+  async follow() {
+    for (let known = null; ; await new Promise((done) => setTimeout(done, LOOK))) {
+      const told = await fetch("/opened").then((response) => response.json()).catch(() => null);
+      if (!told || told.changed === known) continue;
+      const {changed, error, ...source} = told;
+      known = changed;
+      if (!error) await this.load(source);
+      else Object.assign(this.problem, {hidden: false, textContent: error});
+    }
   }
 
   save() {

@@ -23,7 +23,7 @@ from penstock.checkpoint.parts import Mark, Part, newest_of, part_of, parts_in, 
 from penstock.checkpoint.saving import check_steps, collected, merged
 from penstock.checkpoint.together import as_one, control_for, failing_as_one
 from penstock.comms.breaking import broken_off
-from penstock.comms.control import Control, Transfer
+from penstock.comms.control import Control, Pending
 from penstock.comms.starting import drawers
 from penstock.comms.starting.drawers import Drawers
 from penstock.errors import MismatchError
@@ -175,7 +175,7 @@ def newest(control: Control, folder: Path) -> tuple[Path, dict[str, Any], Tensor
 def _brought(control: Control, found: Sequence[Part], parts: Sequence[Part], names: Sequence[str]) -> TensorFiles:
     """All of the checkpoint `found`, where this rank can open it; `parts`: all there are; `names`: of each rank's machine."""
     rank, what = control.topology.rank, "to bring a checkpoint from another machine's memory"
-    mine, sending, received = dict[int, str](), list[Transfer](), list[int]()
+    mine, sending, received = dict[int, str](), list[Pending](), list[int]()
     for number, wanted in enumerate(found):
         homes = {part.machine: part.place for part in parts if part.mark == wanted.mark}
         giver = min(rank for rank, name in enumerate(names) if name in homes)

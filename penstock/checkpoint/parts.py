@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.checkpoint.files.reading import opened
 from penstock.checkpoint.files.tensor_files import described, write_bytes
-from penstock.comms.control import Control, Transfer
+from penstock.comms.control import Control, Pending
 from penstock.comms.starting.drawers import Drawers
 
 PIECE = 2**28  # bytes of a message that carries a part to another machine
@@ -95,7 +95,7 @@ def read(place: Path) -> tuple[Mark, dict[str, Any]]:
 # -- between machines -----------------------------------------------------------------------------------------------------
 
 
-def send(control: Control, place: Path, peer: int, what: str) -> list[Transfer]:
+def send(control: Control, place: Path, peer: int, what: str) -> list[Pending]:
     """Begin to send what is in a drawer to `peer`; `what` as in `Control.gather`."""
     with opened(place, follow=True) as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)

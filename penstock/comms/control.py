@@ -34,7 +34,7 @@ class WaitFailed(PenstockError):
         self.what, self.peer, self.cause = what, peer, cause
 
 
-class Transfer(NamedTuple):
+class Pending(NamedTuple):
     """A tensor on its way to or from another rank."""
 
     work: Any
@@ -170,7 +170,7 @@ class Control:
                 raise MismatchError(f"the ranks do different things: rank 0 is about {told[0][0]}, rank {rank} {other}")
         return [each for _, each in told]
 
-    def send(self, tensor: torch.Tensor, peer: int, what: str) -> Transfer:
+    def send(self, tensor: torch.Tensor, peer: int, what: str) -> Pending:
         """Begin to send a tensor on the CPU to `peer`, which receives one of as many bytes; `what` as in `gather`."""
         return self._transfer("send", tensor, peer, what)
 
@@ -179,10 +179,10 @@ class Control:
         self._transfer("recv", tensor, peer, what).wait()
         return tensor
 
-    def _transfer(self, way: str, tensor: torch.Tensor, peer: int, what: str) -> Transfer:
+    def _transfer(self, way: str, tensor: torch.Tensor, peer: int, what: str) -> Pending:
         self.connect()
         try:
-            return Transfer(getattr(self._group, way)([tensor], peer, TRANSFER_TAG), tensor, peer, what)
+            return Pending(getattr(self._group, way)([tensor], peer, TRANSFER_TAG), tensor, peer, what)
         except RuntimeError as error:
             raise WaitFailed(f"for rank {peer} {what}", peer, error) from error
 

@@ -39,6 +39,11 @@ class StepReport(NamedTuple):
         """The idle share: (makespan - the busiest rank's work) / makespan."""
         return (self.makespan - max(self.busy)) / self.makespan if self.makespan else 0.0
 
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time in which no action ran; `bubble` counts the busiest rank's alone."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
+
 
 class Verdict(NamedTuple):
     """Where the first value that was not finite came from, the same on every rank."""

@@ -50,7 +50,7 @@ def _rule(name: str, source: str) -> tuple[str, Callable[[int, int, int], Any]]:
     try:
         exec(compile(source, name, "exec"), defined)
     except Exception as error:
-        raise ScheduleError(_fault(error, name)) from error
+        raise ScheduleError(fault(error, name)) from error
     for called in ("schedule", "row"):
         if callable(rule := defined.get(called)):
             return called, rule
@@ -66,7 +66,7 @@ def _row(name: str, called: str, rule: Callable[..., Any], rank: int, ranks: int
         cells = rule(rank, ranks, microbatches)
         texts = list(itertools.islice(cells, MOST + 1)) if isinstance(cells, Iterable) else None
     except Exception as error:
-        raise ScheduleError(f"{_fault(error, name)}, in {call}") from error
+        raise ScheduleError(f"{fault(error, name)}, in {call}") from error
     if texts is None:
         raise ScheduleError(f"{name}: {call} returns {cells!r}: let it yield actions, as in yield f'{{rank}}F0'")
     if len(texts) > MOST:
@@ -81,10 +81,11 @@ def _action(name: str, call: str, number: int, text: object) -> Action:
         raise ScheduleError(f"{name}: {error}; it is number {number} of what {call} yields") from None
 
 
-def _fault(error: Exception, name: str) -> str:
-    """`error` in one line, with the line of `name` it came from."""
-    if isinstance(error, SyntaxError) and error.filename == name:
+def fault(error: BaseException, name: str, file: str = "") -> str:
+    """`error` in one line, with the line of `name` it came from; `file` is what the import system calls that, if another."""
+    file = file or name
+    if isinstance(error, SyntaxError) and error.filename == file:
         return f"{name}, line {error.lineno}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     where = f"{name}, line {lines[-1]}" if lines else name
     return f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"

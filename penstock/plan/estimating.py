@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 from penstock.partition import Whole
 from penstock.partition.unit_times import Unit, stand_ins
 from penstock.plan.layers import Layer, Layers
-from penstock.plan.measuring import Alone, joined, recorded
+from penstock.plan.measuring import Alone, in_order, recorded
 from penstock.torch_private import storage_key
 
 
@@ -40,9 +40,7 @@ def estimate(
     """
     whole = Whole(model, None, example_args, example_kwargs)
     units = recorded(whole, (tuple(example_args), dict(example_kwargs or {}), target), loss_fn)
-    found = {unit.module: _estimated(unit, speed) for unit in units}
-    *layers, loss = [found[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
-    return Layers.of([*layers[:-1], joined(layers[-1], loss)])
+    return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units]))
 
 
 def _estimated(unit: Unit, speed: float) -> Layer:

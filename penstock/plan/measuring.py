@@ -95,18 +95,19 @@ def _layers(whole: Whole, units: Sequence[Unit], device: torch.device | None, ro
     while len(times[0]) < rounds or perf_counter() < until:
         for unit, each in zip(units, times, strict=True):
             each.append(_alone(unit, device, _times))
-    found = {}
+    found = []
     for unit, each in zip(units, times, strict=True):
         fastest = [min(column) for column in zip(*each, strict=True)]
-        found[unit.module] = Layer._make((unit.name, *fastest, *_alone(unit, device, _bytes)))
-    *layers, loss = [found[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
-    return [*layers[:-1], joined(layers[-1], loss)]
+        found.append(Layer._make((unit.name, *fastest, *_alone(unit, device, _bytes))))
+    return in_order(whole, units, found)
 
 
-def joined(last: Layer, loss: Layer) -> Layer:
-    """The last layer with the loss."""
+def in_order(whole: Whole, units: Sequence[Unit], found: Sequence[Layer]) -> list[Layer]:
+    """What was `found` of the units as the layers of the model, the last one with the loss. A unit may be several of them."""
+    of_unit = {unit.module: layer for unit, layer in zip(units, found, strict=True)}
+    *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
     sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
-    return Layer._make((last.name, *sums))._replace(output=last.output)
+    return [*layers, Layer._make((last.name, *sums))._replace(output=last.output)]
 
 
 class Alone(nn.Module):

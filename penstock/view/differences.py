@@ -26,7 +26,7 @@ def differences(first: Record, second: Record) -> str:
         if a != b
     ]
     rows = [
-        ("", first.name, second.name, "difference"),
+        ("", *(_short(each.name) for each in (first, second)), "difference"),
         ("makespan", told(one.makespan, first.unit), told(other.makespan, first.unit), _more(one.makespan, other.makespan)),
         ("bubble", f"{one.bubble:.1%}", f"{other.bubble:.1%}", _points(one.bubble, other.bubble)),
         ("memory, most on a rank", *(held(_peak(each), each.memory_unit) for each in (one, other)), _more_memory(one, other)),
@@ -36,7 +36,6 @@ def differences(first: Record, second: Record) -> str:
         for cause, share in one.causes.items()
         if cause in told_causes(one) or cause in told_causes(other)
     ]
-    rows[0] = ("", *(_short(each.name) for each in (first, second)), "difference")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))) for row in rows

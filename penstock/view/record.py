@@ -91,6 +91,10 @@ class Record:
             "verdict": None if self.explanation is None else verdict_data(self.explanation),
         }
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to the JSON file at `path`."""
+        Path(path).write_text(json.dumps(self.data(), separators=(",", ":")) + "\n", encoding="utf-8")
+
 
 def save(
     timeline: Timeline | Sequence[Timeline],
@@ -105,8 +109,7 @@ def save(
     of the model each stage has, if they differ.
     """
     steps = (timeline,) if isinstance(timeline, Timeline) else tuple(timeline)
-    text = json.dumps(Record(steps, planned, "s", tuple(labels), tuple(layers)).data(), separators=(",", ":"))
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    Record(steps, planned, "s", tuple(labels), tuple(layers)).save(path)
 
 
 def load(path: str | PathLike[str]) -> Record:

@@ -1,14 +1,11 @@
 """A step too large for a page to show action by action: for each rank which part of its time went where, slice by slice."""
 
-from typing import Any
-
 from penstock.schedule import Timeline
+from penstock.view.record import Data
 
 MOST = 250_000  # actions that a page shows one by one
 SLICES = 256  # of the step
 DIGITS = 3  # of a share
-
-Data = dict[str, Any]  # what JSON can say
 
 
 def is_huge(timeline: Timeline) -> bool:

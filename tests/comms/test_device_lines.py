@@ -178,23 +178,21 @@ def test_where_the_driver_refuses_it_is_asked_once_and_messages_arrive(line):
     assert [module.driver.calls for module in modules] == [1, 1]
 
 
-def test_who_waits_for_a_sender_that_is_gone_is_told(line):
+@pytest.mark.parametrize(
+    ("happens", "told"),
+    [
+        (lambda sender, receiver: sender.close(), "the sender has closed the pipe"),
+        (lambda sender, receiver: receiver.wake(), "a rank is lost"),
+    ],
+    ids=["the sender is gone", "the receiver is woken"],
+)
+def test_who_waits_in_vain_is_told(happens, told, line):
     *_, sender, receiver = line
     spec = describe_tensor(torch.zeros(3))
     posted = [receiver.post(spec) for _ in range(3)]
-    sender.close()
+    happens(sender, receiver)
     for each in posted:
-        with pytest.raises(RuntimeError, match="the sender has closed the pipe"):
-            receiver.wait(each, spec)
-
-
-def test_who_must_not_wait_any_more_is_woken(line):
-    *_, receiver = line
-    spec = describe_tensor(torch.zeros(3))
-    posted = [receiver.post(spec) for _ in range(3)]
-    receiver.wake()
-    for each in posted:
-        with pytest.raises(RuntimeError, match="a rank is lost"):
+        with pytest.raises(RuntimeError, match=told):
             receiver.wait(each, spec)
 
 

@@ -220,7 +220,7 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> It
             "tokens_per_second": run.tokens_per_step / seconds,
             "bubble": report.bubble,
             "bubble_of_the_table": run.planned_bubble,
-            "idle": 1 - sum(report.busy) / (len(report.busy) * report.makespan) if report.makespan else 0.0,
+            "idle": report.idle_share,
             "idle_of_the_table": run.planned_idle,
             "peak_memory_bytes": run.peak_memory,
             **(pipe.metrics() if step % WAITS_EVERY == 0 or step + 1 == config.steps else {}),
@@ -247,7 +247,7 @@ def _explained(setup: Setup, timelines: list[Timeline]) -> str:
     labels = tuple(f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines)))
     record = Record(tuple(timelines), measured.predict(measured.schedule), "s", labels, measured.layers)
     if folder is not None and config.timeline:
-        save(record.steps, record.planned, folder / FILE, labels, record.layers)
+        record.save(folder / FILE)
         list(write([record], html=folder / "timeline.html"))
     told = record.explanation
     many = crowding(timelines[0].ranks, cores()) if config.device != "cuda" else ""

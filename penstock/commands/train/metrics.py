@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.files import json_lines
-
-LINES = "metrics.jsonl"
+from penstock.view.watch.server import METRICS
 
 
 def recorded(folder: Path, steps: int) -> list[dict[str, Any]]:
     """What a run in `folder` recorded of its first `steps` steps; a line that was not finished is left out."""
-    return [record for record in json_lines.read(folder / LINES) if record["step"] <= steps]
+    return [record for record in json_lines.read(folder / METRICS) if record["step"] <= steps]
 
 
 class Metrics:
@@ -19,7 +18,7 @@ class Metrics:
 
     def __init__(self, folder: Path, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / LINES
+        self._path = folder / METRICS
         json_lines.write(self._path, recorded(folder, steps))
         self._board = _board(folder / "tensorboard", steps)
 

@@ -55,13 +55,13 @@ class Doing:
         self.words[ACTION] &= ~RUNNING
 
 
-def running(words: "Words") -> tuple[int, Action] | None:
+def running(words: Words) -> tuple[int, Action] | None:
     """The step, and its action that runs, if one does."""
     step, action = words
     return (step >> 2, _action(action)) if step & TRAINING and action & RUNNING else None
 
 
-def told(words: "Words") -> str:
+def told(words: Words) -> str:
     """What a rank is doing by its `words`, in ours: `in 2F3 of step 17`."""
     step, action = words
     number, phase = step >> 2, step & WITHIN

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.control import Control, Transfer
+from penstock.comms.control import Control, Pending
 from penstock.engine.actions import Acts, explained
 from penstock.engine.batch import Batch
 from penstock.engine.checks import parcels
@@ -70,7 +70,7 @@ class Audit:
         self._batch: Batch
         self._parcel: Parcel | None = None  # what is computed twice, once it is whole
         self._digests: list[str] = []  # of what this rank made of it
-        self._sending: list[Transfer] = []  # that parcel
+        self._sending: list[Pending] = []  # that parcel
         for stage in stages.values():
             if stage.loss_fn is not None:
                 stage.loss_fn = partial(self._loss, stage.loss_fn)

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comms.control import Control, Transfer
+from penstock.comms.control import Control, Pending
 from penstock.comms.encoding import as_bytes, checked_size
 from penstock.comms.messages import wire
 
 CPU = torch.device("cpu")
 
 
-def send(control: Control, value: Any, peer: int, what: str) -> list[Transfer]:
+def send(control: Control, value: Any, peer: int, what: str) -> list[Pending]:
     """Begin to send `value` to `peer`, which must not change before that is over. `what` as in `gather`."""
     leaves, tree = wire.flatten(value)
     spec = wire.describe(leaves, tree)

@@ -1,13 +1,13 @@
 """What the puzzles' checks stand on: how an answer is told, the learner's tables, ranks that run the learner's code."""
 
 import importlib.util
-import traceback
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from penstock.errors import LostRankError, PenstockError, ScheduleError
+from penstock.learn.written import fault as written_fault
 from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
 
 if TYPE_CHECKING:
@@ -53,12 +53,7 @@ def loaded(path: Path) -> Any:
 
 def fault(error: BaseException, path: Path) -> str:
     """`error` in one line, with the line of the file it came from."""
-    file = str(path.absolute())  # as the import system calls it
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return f"{path.name}, line {error.lineno}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    where = f"{path.name}, line {lines[-1]}" if lines else path.name
-    return f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"
+    return written_fault(error, path.name, str(path.absolute()))
 
 
 def written(answer: Any, name: str) -> Any:

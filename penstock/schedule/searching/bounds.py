@@ -76,13 +76,12 @@ def _latest(machine: Machine) -> list[float]:
     """How long it takes at least from the end of every action to the end of the step."""
     tails = [0.0] * len(machine.cost)
     count = machine.microbatches
-    takers = {slot: action for action, more in enumerate(machine.also_needs) for slot in more}
     for code in reversed(order(machine)):
         follows = 0.0
         for action in reversed(range(code * count, (code + 1) * count)):
             ways = [follows]
             for send in machine.sends[action]:
-                taker = takers.get(send.slot, send.slot)
+                taker = machine.taker[send.slot]
                 ways.append(send.transmission + send.latency + machine.cost[taker] + tails[taker])
             weight = action + machine.first_back
             if action >= machine.first_back and weight < len(machine.cost):

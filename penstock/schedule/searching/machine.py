@@ -69,6 +69,7 @@ class Machine:
         self.sends: list[list[Send]] = [[] for _ in range(count)]
         self.also_needs: list[list[int]] = [[] for _ in range(count)]
         self.source = dict[int, int]()  # slot -> the action that fills it
+        self.taker = dict[int, int]()  # slot -> the action that needs it
         slots, taken = count + 1, set[int]()
         for source, taker, send in self._edges():
             for m in range(self.microbatches):
@@ -77,6 +78,7 @@ class Machine:
                     slot, slots = slots, slots + 1
                     self.also_needs[action].append(slot)
                 taken.add(slot)
+                self.taker[slot] = action
                 self.sends[source * self.microbatches + m].append(send._replace(slot=slot))
                 self.source[slot] = source * self.microbatches + m
         nothing = Send(count, None, 0.0, 0.0)

@@ -116,7 +116,6 @@ class _Problem:
     def _in_order(self) -> None:
         """Every action after those that it needs, and the microbatches of a code one after the other."""
         machine, count = self.machine, self.machine.microbatches
-        takers = {slot: action for action, more in enumerate(machine.also_needs) for slot in more}
         transmissions: dict[tuple[int, int], list[Any]] = defaultdict(list)
         for action, run in enumerate(self.runs):
             self.model.add(run.end <= self.end)
@@ -132,7 +131,7 @@ class _Problem:
                     self.model.add(begins >= run.end)
                     transmissions[channel].append(self.model.new_fixed_size_interval_var(begins, way, ""))
                     leaves = begins + way
-                self.model.add(self.runs[takers.get(slot, slot)].start >= leaves + self.time[latency])
+                self.model.add(self.runs[machine.taker[slot]].start >= leaves + self.time[latency])
         for each in transmissions.values():
             self.model.add_no_overlap(each)
 

@@ -21,9 +21,9 @@ from penstock.schedule import Action, Costs, Measurement, Schedule, Timeline, bu
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.schedule import cells_of
 from penstock.schedule.table import Table
-from penstock.view.record import Record, read, timeline_data
+from penstock.view.record import Data, Record, read, timeline_data
 from penstock.view.studio import question
-from penstock.view.studio.costs import Data, data_of, timed
+from penstock.view.studio.costs import data_of, timed
 
 MOST = {"ranks": 16, "stages_per_rank": 4, "microbatches": 64}  # for a table built by name
 MOST_MICROBATCHES = 2048  # stages times microbatches: what is answered in a fifth of a second

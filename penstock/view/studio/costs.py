@@ -13,16 +13,16 @@ them by layers: each layer takes its part of what its stage took, and the step i
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.schedule import Costs, Measurement, Schedule, ScheduleError, Size, Timeline
 from penstock.schedule.table import Kind, Table
 from penstock.schedule.timing.simulate import until_it_stops
 from penstock.schedule.transform import with_full_backwards
+from penstock.view.record import Data
 from penstock.view.studio import question
 
-Data = dict[str, Any]  # what JSON can say
 STAGE_COSTS = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}
 MILLI = 1e-3
 MOST_STAGES = 1024

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from penstock.errors import PenstockError
 from penstock.view import serving
 from penstock.view.html import SCRIPTS
+from penstock.view.record import Data
 from penstock.view.serving import NOTHING, Answer
-from penstock.view.studio.answers import Data, answer, choices
+from penstock.view.studio.answers import answer, choices
 from penstock.view.studio.opened import Opened
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ OFFER = 3 + SECRET.size // 8  # numbers: process, file of the memory, end of the
 TICKET = struct.Struct("qq")  # where a block begins in the memory, and the bytes of its message
 
 
-_ends: "weakref.WeakSet[MemorySender | MemoryReceiver]" = weakref.WeakSet()
+_ends: "weakref.WeakSet[_End]" = weakref.WeakSet()
 
 
 def _close_in_a_child() -> None:
@@ -76,16 +76,35 @@ class Views:
         return view
 
 
-class MemorySender:
-    """The sending end. From the first large message on, a thread does the copying, in the order of sending."""
+class _End:
+    """One process' end of the pipe."""
 
     carrier = CPU
 
-    def __init__(self, memory: mmap.mmap, writer: int, failure: SendFailure, spare: int = SPARE) -> None:
-        self.blocks, self._views = Blocks(memory, spare), Views(memory)
-        self._writer, self._failure = writer, failure
-        self._copying: Worker | None = None
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
         _ends.add(self)
+
+    def close(self) -> None:
+        """Take and send no more: the other end is told. Messages that were taken stay."""
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close this process' end of the pipe."""
+        pipe, self._pipe = self._pipe, -1
+        with suppress(OSError):
+            os.close(pipe)
+
+    __del__ = let_go
+
+
+class MemorySender(_End):
+    """The sending end. From the first large message on, a thread does the copying, in the order of sending."""
+
+    def __init__(self, memory: mmap.mmap, pipe: int, failure: SendFailure, spare: int = SPARE) -> None:
+        super().__init__(pipe)
+        self.blocks, self._views, self._failure = Blocks(memory, spare), Views(memory), failure
+        self._copying: Worker | None = None
 
     def describe(self, packed: Tensor) -> None:
         """Send a description."""
@@ -105,7 +124,7 @@ class MemorySender:
         start = self.blocks.take(spec.bytes)
         self._put(start, tensor, spec)
         with suppress(BrokenPipeError):
-            os.write(self._writer, TICKET.pack(start, spec.bytes))
+            os.write(self._pipe, TICKET.pack(start, spec.bytes))
 
     def _put(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         self._views.at(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
@@ -113,7 +132,7 @@ class MemorySender:
     def _send_beside(self, tensor: Tensor, spec: TensorSpec, what: object) -> None:
         """The same in the thread, where an error would be lost; one that follows from closing the line is none."""
         try:
-            if self._writer >= 0:
+            if self._pipe >= 0:
                 self._send(tensor, spec)
         except Exception as error:
             try:
@@ -121,31 +140,16 @@ class MemorySender:
             finally:
                 self.close()
 
-    def close(self) -> None:
-        """Let the receiver know that nothing more comes."""
-        self.let_go()
 
-    def let_go(self) -> None:
-        """Close this process' end of the pipe."""
-        writer, self._writer = self._writer, -1
-        with suppress(OSError):
-            os.close(writer)
-
-    __del__ = let_go
-
-
-class MemoryReceiver:
+class MemoryReceiver(_End):
     """The receiving end. A message lies in its block, whether it is waited for or not: there is nothing to post."""
 
-    carrier = CPU
-
     def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta) -> None:
+        super().__init__(pipe)
         self._memory, self._views, self._whole = memory, Views(memory), memoryview(memory)
-        self._pipe, self._patience = pipe, timeout / timedelta(milliseconds=1)
-        self._woken = False
+        self._patience, self._woken = timeout / timedelta(milliseconds=1), False
         self._poll = select.poll()
         self._poll.register(pipe, select.POLLIN)
-        _ends.add(self)
 
     def description(self) -> Tensor:
         """Wait for a description."""
@@ -184,18 +188,6 @@ class MemoryReceiver:
     def wake(self) -> None:
         """Wait no more, soon; called by another thread."""
         self._woken = True
-
-    def close(self) -> None:
-        """Let go of the pipe; messages that were taken stay."""
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Close this process' end of the pipe."""
-        pipe, self._pipe = self._pipe, -1
-        with suppress(OSError):
-            os.close(pipe)
-
-    __del__ = let_go
 
 
 def offer(groups: Groups, peer: int, make_sender: Callable[[mmap.mmap, int], MemorySender]) -> MemorySender | None:

@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest
+# Tests start hundreds of interpreters, which need not compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup train quick test kernels gpu neighbours nccl docs matrix lint bench rooms clean
 

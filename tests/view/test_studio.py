@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -221,11 +222,9 @@ def test_the_page_and_its_parts_are_served_with_a_policy_that_allows_only_them(p
     response, text = request(port)
     assert response.status == 200
     assert "default-src 'none'; script-src 'self'" in response.headers["Content-Security-Policy"]
-    parts = [
-        line.split('"')[3 if "stylesheet" in line else 1] for line in text.splitlines() if 'src="/' in line or 'href="/' in line
-    ]
+    parts = re.findall(r'<(?:script src|link rel="stylesheet" href)="([^"]+)"', text)
     assert len(parts) >= 9
-    assert {request(port, path=part)[0].status for part in parts} == {200}
+    assert {request(port, path=f"/{part}")[0].status for part in parts} == {200}
 
 
 def test_a_question_is_answered_and_a_refusal_is_a_sentence(port):

@@ -22,7 +22,7 @@ START = {"schedule": "1f1b", "ranks": 4, "microbatches": 8}
 
 # What the page is made of, in the order its scripts build on each other; the canvas is that of `penstock show --html`.
 DRAWN_BY = SCRIPTS
-OWN = ("address.js", "table.js", "picture.js", "controls.js", "studio.js")
+OWN = ("asking.js", "address.js", "table.js", "picture.js", "controls.js", "studio.js")
 STYLES = ("page.css", "studio.css")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -30,7 +30,8 @@ POLICY = (
 )
 
 
-def _part(name: str) -> str:
+def part(name: str) -> str:
+    """The text of a file of the page."""
     package = "penstock.view" if name in (*DRAWN_BY, STYLES[0]) else "penstock.view.studio"
     return (files(package) / "page" / name).read_text(encoding="utf-8")
 
@@ -40,12 +41,12 @@ def page(opened: Opened | None = None) -> str:
     first = answer(START)
     record = {"name": first["name"], "unit": "", "planned": None}
     inside = {
-        "styles": "\n".join(f'<link rel="stylesheet" href="/{name}">' for name in STYLES),
-        "scripts": "\n".join(f'<script src="/{name}"></script>' for name in (*DRAWN_BY, *OWN)),
+        "styles": "\n".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES),
+        "scripts": "\n".join(f'<script src="{name}"></script>' for name in (*DRAWN_BY, *OWN)),
         "records": _embedded([record | {"steps": [{"label": "planned", "timeline": first["timeline"]}]}]),
         "choices": _embedded({**choices(), "start": START, "first": first, "opened": opened is not None}),
     }
-    return re.sub(r"\$(\w+)", lambda found: inside[found[1]], _part("studio.html"))
+    return re.sub(r"\$(\w+)", lambda found: inside[found[1]], part("studio.html"))
 
 
 def _embedded(data: object) -> str:
@@ -71,7 +72,7 @@ def answered(opened: Opened | None, request: "Request") -> Answer:
     if request.method == "GET" and name == "opened" and opened:
         return Answer(json.dumps(opened.data(), separators=(",", ":")), "json")
     if request.method == "GET" and name in (*DRAWN_BY, *OWN, *STYLES):
-        return Answer(_part(name), name.rpartition(".")[2])
+        return Answer(part(name), name.rpartition(".")[2])
     if request.method == "POST" and name == "answer":
         if request.mimetype != "application/json":  # what a page from elsewhere may send unasked is not that
             return Answer("A question is JSON, as application/json.\n", "txt", 415)

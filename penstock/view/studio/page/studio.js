@@ -142,13 +142,7 @@ class Studio {
   /** The answer to `question`, or null if it was refused or another one was asked since. */
   async fetch(question, number) {
     document.body.dataset.busy = "";
-    let answer;
-    try {
-      const response = await fetch("/answer", {method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(question)});
-      answer = response.headers.get("Content-Type").startsWith("application/json") ? await response.json() : {error: await response.text()};
-    } catch {
-      answer = {error: "The studio does not answer: is `penstock studio` still running?"};
-    }
+    const answer = await ask("answer", question);
     if (number !== this.asked) return null;
     delete document.body.dataset.busy;
     this.problem.hidden = !answer.error;
@@ -173,8 +167,8 @@ class Studio {
   /** Show the file that the studio was opened with, now and whenever it has changed. */
   async follow() {
     for (let known = null; ; await new Promise((done) => setTimeout(done, LOOK))) {
-      const told = await fetch("/opened").then((response) => response.json()).catch(() => null);
-      if (!told || told.changed === known) continue;
+      const told = await ask("opened");
+      if (told.changed === known) continue;
       const {changed, error, ...source} = told;
       known = changed;
       if (!error) await this.load(source);

@@ -1,5 +1,6 @@
 """The face: a model cut over the ranks that trains like the whole one."""
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from penstock.comms.health.doing import doing
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import Planned, Rule, check_arguments, check_plan, maker, placed, stages, table, wired
+from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, maker, placed, stages, table, wired
 from penstock.engine.checks.asked import Asked, OnNonfinite
 from penstock.engine.checks.guard import Guard
 from penstock.engine.clock import skew
@@ -149,6 +150,7 @@ class Pipeline(NoModule):
         self._control.connect()
         with self._together():
             check_arguments(model, schedule, loss_fn, loss_weight, seed)
+            check_options(options, schedule, inspect.signature(Pipeline).parameters)
             asked = Asked(on_nonfinite, audit_every)
             asked.check()
             if plan is not None:

@@ -22,6 +22,7 @@ from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.graph_stage import on
 from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.schedule import Program, Schedule, build, from_rows, verify
+from penstock.schedule.catalog import did_you_mean, family_options
 from penstock.schedule.schedule import read
 from penstock.schedule.table import Cell
 from penstock.stage.copies import StageCopies
@@ -71,6 +72,22 @@ def check_plan(plan: Any, *besides: Any) -> None:
         raise MismatchError(f"plan is what ps.plan.plan found, or ps.plan.load(path) reads, not {_kind(plan)}")
     if any(besides):
         raise MismatchError("the plan has its own cuts, recomputation and stages: leave out cuts=, recompute= and options")
+
+
+def check_options(options: Iterable[str], schedule: Any, arguments: Iterable[str]) -> None:
+    """Raises MismatchError for an option that is neither one of the pipeline's `arguments` nor one of its schedule's."""
+    is_name = isinstance(schedule, str) and not schedule.endswith(".csv")
+    if isinstance(schedule, Schedule):
+        taken, of = [], f"the table of {schedule.name}"
+    elif is_name:
+        taken, of = family_options(schedule), f"the schedule {schedule}"
+    else:
+        taken, of = ["placement"], "a table from rows"
+    for name in options:
+        if name not in taken:
+            hint = did_you_mean(name, [*arguments, *taken])
+            takes = f"takes {', '.join(taken)}" if taken else "takes no options"
+            raise MismatchError(f"a Pipeline has no argument {name}{hint}, and {of} {takes}")
 
 
 def _kind(value: Any) -> str:

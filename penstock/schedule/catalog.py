@@ -79,6 +79,17 @@ def names() -> list[str]:
     return list(FAMILIES)
 
 
+def family_options(name: str) -> list[str]:
+    """What `build` can be told of a schedule besides P and M. Raises ScheduleError for a name it does not know."""
+    return list(dict.fromkeys(["stages_per_rank", *_family(name).options]))
+
+
+def _family(name: str) -> Family:
+    if name not in FAMILIES:
+        raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
+    return FAMILIES[name]
+
+
 @collector_paused()
 def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
     """The table of a schedule of the catalog.
@@ -95,16 +106,14 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         # rank 0 | 0F0 0F1 0B0 0F2 0B1 0B2
         # rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
-    family = FAMILIES.get(name)
-    if family is None:
-        raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
+    family = _family(name)
+    if unknown := sorted(set(options) - set(family.options)):
+        known = f"it has {', '.join(family.options)}" if family.options else "it has none"
+        raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
     given = {what: value for what, value in {"stages_per_rank": stages_per_rank, **options}.items() if value is not None}
     for what, value in {"ranks": ranks, "microbatches": microbatches, **given}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
-    if unknown := sorted(set(options) - set(family.options)):
-        known = f"it has {', '.join(family.options)}" if family.options else "it has none"
-        raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
     if stages_per_rank is not None:
         _check_stages(name, family, stages_per_rank)
     of = partial(_table, name, family, ranks, stages_per_rank=stages_per_rank, options=options)

@@ -52,6 +52,14 @@ def inferring():
 
 # What is refused: a name -> what is done, what is told.
 REFUSED = {
+    "Pipeline(loss=..)": (
+        lambda: pipe(loss=mse),
+        "a Pipeline has no argument loss (did you mean loss_fn?), and the schedule 1f1b takes stages_per_rank",
+    ),
+    "Pipeline(schedule=table, group_size=2)": (
+        lambda: pipe(schedule=ps.schedule.build("interleaved-1f1b", 2, 4), group_size=2),
+        "a Pipeline has no argument group_size, and the table of interleaved-1f1b takes no options",
+    ),
     "loss.backward()": (
         lambda: pipe().step(X, target=X).backward(),
         "no backward left to do: step() does forward and backward",

@@ -11,9 +11,14 @@ from string import Template
 from penstock.view.record import Data, Record
 from penstock.view.sums import is_huge, sums_data
 
-SCRIPTS = (  # in the order they build on each other
-    *("data.js", "replay.js", "strip.js", "rows.js", "chart.js", "marks.js", "input.js"),
-    *("selection.js", "find.js", "figures.js", "page.js"),
+SCRIPTS = (  # of `page/`, in the order they build on each other
+    "element.js",
+    *("data/timeline.js", "data/record.js", "data/words.js"),  # what is shown
+    *("chart/colors.js", "chart/strip.js", "chart/rows.js", "chart/lanes.js", "chart/memory.js"),  # the canvas
+    *("chart/labels.js", "chart/path.js", "chart/marks.js", "chart/overview.js", "chart/chart.js"),
+    *("reading/figures.js", "reading/tables.js", "reading/selection.js", "reading/tooltips.js"),  # words and numbers around it
+    *("asking/replay.js", "asking/whatif.js", "asking/find.js"),  # questions
+    *("tools.js", "input.js", "page.js"),  # what a person does, and what holds all of it together
 )
 
 

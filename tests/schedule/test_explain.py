@@ -191,7 +191,7 @@ WORDS = """
 1f1b, 4 ranks, 4 stages, 8 microbatches: 730.0 ms from the first action to the last. Of the ranks' time:
   busy    68.5%  F 23.3%, B 45.2%
   idle    31.5%  fill 13.0%, imbalance 4.5%, drain 14.0%
-  engine   0.0%  between actions, with nothing to wait for
+  engine   0.0%  of it: between actions, with nothing to wait for
 straggler: rank 2 takes 5.0 ms an action longer than its share of the model (F 25.0 instead of 20.0 ms, B 45.0 instead of \
 40.0 ms), which costs the step 70.0 ms (9.6%)
 another cut: 687.5 ms, 5.8% less if all stages took the same

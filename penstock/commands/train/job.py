@@ -220,8 +220,8 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> It
             "tokens_per_second": run.tokens_per_step / seconds,
             "bubble": report.bubble,
             "bubble_of_the_table": run.planned_bubble,
-            "idle": report.idle_share,
-            "idle_of_the_table": run.planned_idle,
+            "idle_share": report.idle_share,
+            "idle_share_of_the_table": run.planned_idle,
             "peak_memory_bytes": run.peak_memory,
             **(pipe.metrics() if step % WAITS_EVERY == 0 or step + 1 == config.steps else {}),
         }

@@ -42,6 +42,7 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         schedule=table,
         step=timeline.makespan,
         shares=shares(timeline, here),
+        causes={cause.value: share for cause, share in timeline.causes.items()},
         between=max(timeline.between, default=0.0),
         averaging=max(timeline.averaging, default=0.0),
         predicted=now,

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Kind
-from penstock.schedule.timing.causes import Cause
 from penstock.schedule.timing.timeline import Timeline
 
 ENGINE = "engine"
@@ -57,6 +56,7 @@ class Explanation:
     schedule: Schedule  # the table that ran
     step: float  # first action to last, measured
     shares: dict[str, float]  # kinds of action, causes of idle time and the engine: they add up to 1
+    causes: dict[str, float]  # of all idle time, the engine's as well: those of the timeline
     between: float  # seconds before it, since the step before, on the rank that took longest; 0: not known
     averaging: float  # seconds after it until gradients were averaged, on the rank that took longest; 0: there is one replica
     predicted: float  # the step, by the costs measured on it
@@ -123,12 +123,11 @@ def _instead(about: str, what: str, timeline: Timeline, told: Explanation) -> Fi
 
 def _lines(told: Explanation) -> Iterator[str]:
     table, now, work = told.schedule, told.predicted, {kind.value: told.shares[kind.value] for kind in Kind}
-    idle = {cause.value: told.shares[cause.value] for cause in Cause}
     size = f"{_many(table.ranks, 'rank')}, {_many(table.stages, 'stage')}, {_many(table.microbatches, 'microbatch', 'es')}"
     yield f"{table.name}, {size}: {_ms(told.step)} from the first action to the last. Of the ranks' time:"
     yield f"  busy   {sum(work.values()):6.1%}  {_listed(work)}"
-    yield f"  idle   {sum(idle.values()):6.1%}  {_listed(idle)}"
-    yield f"  engine {told.shares[ENGINE]:6.1%}  between actions, with nothing to wait for"
+    yield f"  idle   {sum(told.causes.values()):6.1%}  {_listed(told.causes)}"
+    yield f"  engine {told.shares[ENGINE]:6.1%}  of it: between actions, with nothing to wait for"
     if told.averaging:
         yield f"averaging gradients: {_ms(told.averaging)} after the last action, which the table does not hide"
     if told.between:

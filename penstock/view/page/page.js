@@ -1,19 +1,9 @@
-// The page around the charts: tools, tooltip, what is chosen; one view in time that all charts share.
-
-/** An element with attributes and children; texts go in as text, so a name is never markup. */
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") made.addEventListener(name, value); else made.setAttribute(name, value);
-  }
-  made.append(...children);
-  return made;
-}
+// The page around the charts: what is chosen, and one view in time that all charts share.
 
 class Page {
   constructor(records) {
     this.records = records;
-    this.options = {planned: true, memory: true, path: true, fit: true, select: false, sort: "rank"};
+    this.options = {planned: true, memory: true, path: true, fit: true, select: false, hued: false, sort: "rank"};
     this.whole = Math.max(...records.map((record) => record.makespan)) || 1;
     this.view = {from: 0, to: this.whole};
     this.followed = null; // a microbatch
@@ -31,7 +21,7 @@ class Page {
     this.differences = element("div");
     if (records.length > 1) {
       this.differences.append(differences(records));
-      main.append(this.differences, this.tools(), this.overview.host);
+      main.append(this.differences, toolsOf(this), this.overview.host);
     }
     main.append(...this.charts.map((chart, place) => this.section(chart, place)));
     document.getElementById("theme").addEventListener("click", () => this.switchTheme());
@@ -57,8 +47,8 @@ class Page {
     const {record} = chart, section = element("section", {class: "record"}), slot = this.slots[place], alone = this.records.length === 1;
     section.setAttribute("aria-label", record.name);
     if (!alone) section.append(element("h2", {}, record.name));
-    const slider = record.raw.length > 1 ? [this.slider(chart, place)] : [];
-    section.append(slot.verdict, slot.figures, ...(alone ? [this.tools(slider)] : slider), slot.legend);
+    const slider = record.raw.length > 1 ? [stepSlider(this, chart, place)] : [];
+    section.append(slot.verdict, slot.figures, ...(alone ? [toolsOf(this, slider)] : slider), slot.legend);
     if (alone) section.append(this.overview.host);
     section.append(chart.host, ...(place === 0 ? [this.selected] : []), slot.below, slot.table);
     listen(chart, this);
@@ -76,57 +66,13 @@ class Page {
     if (alone) slot.table.replaceChildren(...tableBelow(chart, this));
   }
 
-  tools(more = []) {
-    const button = (text, label, click) => element("button", {type: "button", "aria-label": label, title: label, click}, text);
-    const check = (name, text, title = text) => element("label", {class: "chip", title}, element("input", {
-      type: "checkbox", ...(this.options[name] && {checked: ""}), id: `show-${name}`, change: ({target}) => { this.options[name] = target.checked; this.arrange(); },
-    }), text);
-    const zooms = element("span", {class: "group"}, button("−", "Zoom out", () => this.zoom(1 / 0.6)),
-      button("+", "Zoom in", () => this.zoom(0.6)), button("All", "Show all", () => this.fit()));
-    const many = Math.max(...this.charts.map((chart) => chart.record.timeline.ranks.length)), orders = {rank: "by rank", idle: "most idle first", stage: "by stage"};
-    const sort = element("select", {id: "sort", "aria-label": "Order of the ranks", change: () => { this.options.sort = sort.value; this.arrange(); }},
-      ...Object.entries(orders).map(([value, text]) => element("option", {value}, text)));
-    const checks = [["memory", "Memory"], ["path", "Critical path"], ["select", "Select", "Drag selects time and ranks, as with Shift"]];
-    if (this.records.some((record) => record.planned)) checks.unshift(["planned", "Planned"]);
-    if (many > 4) checks.push(["fit", "All ranks in sight"]);
-    const hint = "Drag to pan, with Shift to select; Ctrl and wheel to zoom, or the wheel alone once the chart is clicked, until Escape. Keys: arrows, W A S D, M marks, F follows, / finds.";
-    return element("div", {class: "tools"}, zooms, ...checks.map((each) => check(...each)), sort, ...more, this.finder.field,
-      this.finder.told, element("span", {class: "hint muted"}, hint));
-  }
-
-  slider(chart, place) {
-    const {record} = chart, shown = element("output", {}, record.labels[record.step]);
-    const range = element("input", {
-      type: "range", min: 0, max: record.raw.length - 1, value: record.step, id: `step-${place}`, "aria-valuetext": record.labels[record.step],
-      input: ({target}) => {
-        record.step = Number(target.value);
-        shown.textContent = record.labels[record.step];
-        target.setAttribute("aria-valuetext", record.labels[record.step]);
-        chart.selected = chart.hovered = null;
-        this.fill(chart, place);
-        if (this.records.length > 1) this.differences.replaceChildren(differences(this.records));
-        this.arrange();
-      },
-    });
-    return element("div", {class: "step"}, element("label", {for: `step-${place}`}, "Step"), range, shown);
-  }
-
-  /** Read the colours of the theme: a canvas knows no variables. */
+  /** Read the colours of the theme, and draw in them. */
   paint() {
-    const probe = document.body.appendChild(element("i")), names = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "shade", ...Object.keys(KINDS).map((kind) => `letter-${kind}`)];
-    this.colors = Object.fromEntries([...names, ...Object.keys(KINDS), ...Object.keys(CAUSES)].map((name) => {
-      probe.style.color = `var(--${name})`;
-      return [name, getComputedStyle(probe).color];
-    }));
-    const mixed = (one, other, share) => {
-      probe.style.color = `color-mix(in srgb, var(--${one}), var(--${other}) ${share}%)`;
-      return `rgb(${getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map((part) => 255 * part).join(", ")})`;
-    };
-    for (const kind of Object.keys(KINDS)) this.colors[`${kind} second`] = mixed(kind, "letter", 14);
-    for (const cause of Object.keys(CAUSES)) this.colors[`${cause} ink`] = mixed(cause, "ink", 35);
-    probe.remove();
-    this.parts = Object.fromEntries([...Object.keys(KINDS), ...Object.keys(CAUSES)].map((name) => [name, partsOf(this.colors[name])]));
-    this.patterns = Object.fromEntries(Object.keys(CAUSES).map((cause) => [cause, patternOf(cause, this.colors[`${cause} ink`])]));
+    const {hued} = this.options, kinds = hued ? Object.values(HUED).flat() : Object.keys(KINDS), causes = Object.keys(CAUSES);
+    document.body.classList.toggle("hued", hued);
+    this.colors = themeColors(hued);
+    this.parts = Object.fromEntries([...kinds, ...causes].map((name) => [name, partsOf(this.colors[name])]));
+    this.patterns = Object.fromEntries(causes.map((cause) => [cause, patternOf(cause, this.colors[`${cause} ink`])]));
     this.redraw();
   }
 
@@ -150,6 +96,13 @@ class Page {
     if (this.printing) return 500 / this.charts.length;
     const above = Math.min(360, host.getBoundingClientRect().top + scrollY);
     return Math.max(320, innerHeight - (this.charts.length > 1 ? 120 : above) - 12) / this.charts.length;
+  }
+
+  /** Change an option of what is drawn. */
+  set(option, value) {
+    this.options[option] = value;
+    this.paint();
+    this.arrange();
   }
 
   arrange() {

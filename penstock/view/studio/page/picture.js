@@ -155,7 +155,7 @@ class Picture {
     c.font = "11px system-ui, sans-serif";
     c.textAlign = "center";
     c.textBaseline = "middle";
-    this.chart.drawName(block, this.timeline.severalStages, left, wide, top + high / 2, undefined, colors.ink);
+    drawName(this.chart, block, this.timeline.severalStages, left, wide, top + high / 2, undefined, colors.ink);
   }
 
   /** From an action that waits to what it waits for. */

@@ -28,17 +28,6 @@ function selectionBelow(chart, page) {
   return [element("h3", {}, caption), buttons, table(caption, ["", "busy", ...causes.map((cause) => `idle by ${cause}`), "messages came", "slowest action"], [...all, ...cells])];
 }
 
-function ranksTold(ranks) { return ranks.length === 1 ? `rank ${ranks[0]}` : `ranks ${runs(ranks)}`; }
-
-/** Whole numbers as runs of them: `0-3,7`. */
-function runs(numbers) {
-  const found = [];
-  for (const number of [...numbers].sort((a, b) => a - b)) {
-    if (found.length && found.at(-1)[1] === number - 1) found.at(-1)[1] = number; else found.push([number, number]);
-  }
-  return found.map(([from, to]) => (from === to ? from : `${from}-${to}`)).join(",");
-}
-
 /** The selection in the address: `#t=1.2-1.9&ranks=0-3`. */
 function toAddress(selection) {
   const t = (time) => String(Number(time.toPrecision(6)));

@@ -1,6 +1,5 @@
-// Numbers and words beside the pictures: figures, where the time went, deviations, differences, tooltips.
+// The step in numbers: figures, where the time went, what the critical path is made of, the verdict.
 
-const ROWS = 12; // of a table
 const IDLE = "the share of the time of all ranks in which they ran no action: what the causes add up to";
 const BUBBLE = "the idle share of the busiest rank: what waiting would leave if every rank had as much work as that one";
 const BETWEEN = "from the end of the step before to the beginning of this one: the optimizer, the next batch, what else the loop does";
@@ -36,12 +35,6 @@ function between(record) {
 function betweenShare({data}) {
   const apart = data.between.reduce((sum, time) => sum + time, 0);
   return apart / (apart + data.ranks.length * data.makespan) || 0;
-}
-
-/** One number a rank; if all are the same that one, if there are many from where to where they lie. */
-function counts(numbers) {
-  if (numbers.length > 1 && new Set(numbers).size === 1) return `${short(numbers[0])} on every rank`;
-  return numbers.length <= 8 ? numbers.map(short).join("/") : `${short(Math.min(...numbers))} to ${short(Math.max(...numbers))}`;
 }
 
 /** Busy shares by kind; the time of a pair counts half for each of its two. */
@@ -92,6 +85,7 @@ function legend(record) {
     ...timeline.causes.filter((cause) => timeline.data.causes[cause] > 0).map((cause) => item(cause, `idle by ${cause}`, [element("b", {}, percent(timeline.data.causes[cause]))], CAUSES[cause])),
     ...(apart ? [item("between", "between steps, of all time", [element("b", {}, percent(apart))], BETWEEN)] : []),
     item("path", "critical path", []),
+    item("hues", "microbatches, each in its hue; lighter and darker are the kinds", []),
     item("memory", `${timeline.data.memory_unit ? "memory of activations" : "activations held"}${record.planned ? " (dashed: planned)" : ""}`, []));
 }
 
@@ -114,79 +108,4 @@ function verdict(chart, page) {
   if (!said) return "";
   const link = (finding) => element("button", {type: "button", class: "finding", "aria-pressed": "false", click: ({currentTarget}) => page.showFinding(chart, finding, currentTarget)}, finding.text);
   return element("p", {class: "verdict"}, ...(said.findings.length ? said.findings.map(link) : [said.text]));
-}
-
-function table(caption, heads, rows) {
-  return element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": caption}, element("table", {},
-    element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", {scope: "col"}, head)))),
-    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell)))))));
-}
-
-/** The largest deviations from what was planned, or without a plan the longest waits. */
-function tableBelow(chart, page) {
-  const {record} = chart, time = (value) => record.time(value);
-  const go = (block) => element("button", {type: "button", click: () => { chart.host.focus(); page.select(chart, block); }}, block.text);
-  if (record.planned) {
-    const rows = record.deviations(ROWS).map(({block, planned, longer, later}) => [go(block), String(block.rank), time(planned.end - planned.start),
-      time(block.end - block.start), record.time(longer, true), record.time(later, true)]);
-    const caption = "Largest deviations from the plan";
-    return [element("h3", {}, caption), table(caption, ["action", "rank", "planned", "measured", "longer by", "starts later by"], rows)];
-  }
-  const rows = record.waits(ROWS).map((block) => {
-    const source = record.timeline.blocks.get(block.waitedFor);
-    return [go(block), String(block.rank), time(block.start), time(block.waited), source ? `${source.text} of rank ${source.rank}` : "–"];
-  });
-  const caption = "Longest waits";
-  return rows.length ? [element("h3", {}, caption), table(caption, ["action", "rank", "starts at", "waited", "for"], rows)] : [];
-}
-
-/** Two records, number beside number. */
-function differences(records) {
-  const [first, second] = records, [a, b] = records.map((record) => record.timeline.data);
-  const signed = (share, unit) => (Math.abs(share) < 5e-4 ? "same" : `${share > 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(1)} ${unit}`);
-  const points = (from, to) => signed(to - from, "points"), relative = (from, to) => (from ? signed(to / from - 1, "%") : "–");
-  const rows = [
-    ["makespan", first.time(a.makespan), second.time(b.makespan), relative(a.makespan, b.makespan)],
-    ["bubble", percent(a.bubble), percent(b.bubble), points(a.bubble, b.bubble)],
-    ["memory, most on a rank", first.timeline.amount(first.timeline.peak), second.timeline.amount(second.timeline.peak),
-      a.memory_unit === b.memory_unit ? relative(first.timeline.peak, second.timeline.peak) : "–"],
-    ...Object.keys(CAUSES).filter((cause) => records.some(({timeline}) => timeline.causes.includes(cause))).map((cause) => [`idle by ${cause}`, percent(a.causes[cause]), percent(b.causes[cause]), points(a.causes[cause], b.causes[cause])]),
-  ];
-  return table("Differences", ["", first.name, second.name, "difference"], rows);
-}
-
-// ---- tooltips
-
-function described(rows) { return element("dl", {}, ...rows.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text)])); }
-
-function interval(record, {start, end}) { return `${record.time(end - start)}, from ${record.time(start)} to ${record.time(end)}`; }
-
-function more(record, time, above, below) { return time === 0 ? "as planned" : `${record.time(Math.abs(time))} ${time > 0 ? above : below}`; }
-
-/** What there is to say of an action. */
-function describe(record, block) {
-  const planned = record.planned && record.planned.blocks.get(block.text), rows = [[record.kindOfTimes, interval(record, block)]];
-  if (planned) {
-    rows.push(["planned", interval(record, planned)]);
-    const longer = block.end - block.start - (planned.end - planned.start);
-    rows.push(["difference", `${more(record, longer, "longer", "shorter")}, starts ${more(record, block.start - planned.start, "later", "earlier")}`]);
-  }
-  if (block.waited > 0) {
-    const source = record.timeline.blocks.get(block.waitedFor);
-    rows.push(["waited", record.time(block.waited) + (source ? ` for ${source.text} of rank ${source.rank}` : "")]);
-  } else if (block.receives.length) {
-    rows.push(["received", block.receives.map(({action, rank}) => `${action} of rank ${rank}`).join(", ")]);
-  }
-  if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.amount(block.held)} once it has ended`]);
-  if (block.critical) rows.push(["critical path", "yes"]);
-  else if (record.timeline.blocks.size <= 50000 && record.timeline.blocks.get(block.text) === block) rows.push(["slack", `${record.time(record.timeline.replay.slack.get(block) ?? 0)}: how much longer it may take before the step does`]);
-  const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KINDS[block.kind]}`);
-  const place = `stage ${block.stage}, microbatch ${block.microbatch}, rank ${block.rank}`;
-  return element("div", {}, title, element("div", {class: "muted"}, place), described(rows));
-}
-
-function describeIdle(record, [start, end, cause], rank) {
-  const title = element("h3", {}, element("span", {class: `swatch paint-${cause}`}), `idle by ${cause}`);
-  return element("div", {}, title, element("div", {class: "muted"}, CAUSES[cause]),
-    described([["rank", String(rank)], ["time", interval(record, {start, end})]]));
 }

@@ -3,7 +3,8 @@
     make docs                                         # build/site/html/index.html
 
 The pages are laid out in build/site/pages: those of docs/ as they are, README's neighbours, a page for each source file that a
-page links to, the gallery of schedules, the API and the commands. docs/index.md lists all pages; its tables are the menu.
+page links to, the gallery of schedules, the API and the commands. docs/index.md lists all pages; its tables are the menu. The
+playground is made first: where it cannot be, no page links to it.
 """
 
 import os
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import playground
+import pyodide
 from check import problems
 from gallery import schedule_pages, timeline_picture, with_gallery
 from reference import MODULES, api_pages, with_options
@@ -89,17 +92,28 @@ def write(page: str, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def lay_out() -> None:
+def make_playground() -> bool:
+    """Whether there is one, in build/site/html/playground."""
+    try:
+        playground.build(HTML / "playground", OUT.parent)
+    except pyodide.Missing as error:
+        print(f"the playground is left out: {error}")
+        return False
+    return True
+
+
+def lay_out(has_playground: bool) -> None:
     """All pages, in build/site/pages."""
-    shutil.rmtree(OUT, ignore_errors=True)
     sources: set[str] = set()
     shutil.copytree(ROOT / "docs", PAGES)
     paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")]
     for path in [*paths, *(path for path in ELSEWHERE if path != "README.md")]:
         write(place(path), drawn(linked((ROOT / path).read_text(encoding="utf-8"), path, sources), path))
-    for page, text in {**schedule_pages(), **api_pages()}.items():
+    for page, text in {**schedule_pages(has_playground), **api_pages()}.items():
         write(page, text)
     completed = {"schedules/index.md": with_gallery, "reference/commands.md": with_options, "index.md": with_menu}
+    if has_playground:
+        completed["playground.md"] = playground.opened_from
     for page, complete in completed.items():
         write(page, complete((PAGES / page).read_text(encoding="utf-8")))
     for source in sorted(sources):
@@ -110,7 +124,8 @@ def lay_out() -> None:
 
 def main() -> None:
     """Lay out, build, check; exit code 1 with what is wrong."""
-    lay_out()
+    shutil.rmtree(OUT, ignore_errors=True)
+    lay_out(make_playground())
     here = Path(__file__).parent
     sphinx = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "--jobs", "2"]
     built = subprocess.run([*sphinx, "--conf-dir", here, PAGES, HTML], check=False)

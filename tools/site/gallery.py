@@ -4,6 +4,7 @@ import json
 import re
 from inspect import getdoc
 
+import playground
 from docstrings import from_docstring
 from steps import RESULTS
 
@@ -35,13 +36,13 @@ def bubble(name: str, ranks: int) -> list[tuple[float, float]]:
     return [(count, 100 * timeline(name, ranks, count).bubble) for count in COUNTS]
 
 
-def schedule_pages() -> dict[str, str]:
+def schedule_pages(has_playground: bool) -> dict[str, str]:
     """The pages, and the pictures on them."""
     made = {"schedules/bubbles.svg": bubbles()}
     for name in names():
         series = {f"{ranks} ranks": bubble(name, ranks) for ranks in (2, 4, 8)}
         series["4, measured"] = [(count, 100 - 300 * count / makespan) for count, makespan in measured(name).items()]
-        made[f"schedules/{name}.md"] = page(name)
+        made[f"schedules/{name}.md"] = page(name, opened(name) if has_playground else "")
         made[f"schedules/{name}.svg"] = timeline_picture(name, 4, 8)
         made[f"schedules/{name}-bubble.svg"] = svg(curves(f"{name}: idle share of the step, in percent", series, *AXES))
     return made
@@ -52,8 +53,15 @@ def measured(name: str) -> dict[int, float]:
     return {int(count): makespan for count, makespan in json.loads(RESULTS.read_text(encoding="utf-8"))[name].items()}
 
 
-def page(name: str) -> str:
-    """One schedule."""
+def opened(name: str) -> str:
+    """A link that opens what the picture shows in the playground, at the same costs."""
+    share = 4 / build(name, 4, 8).stages
+    costs = json.dumps(dict.fromkeys(("forward", "backward_input", "backward_weight"), share))
+    return playground.link("schedules/", "Open it in the playground", schedule=name, ranks=4, microbatches=8, costs=costs)
+
+
+def page(name: str, link: str) -> str:
+    """One schedule; `link` opens it in the playground, if there is one."""
     family = FAMILIES[name]
     rows = []
     for count in COUNTS:
@@ -67,6 +75,8 @@ def page(name: str) -> str:
 {family.summary}.
 
 ![{name} over four ranks with eight microbatches: a row for each rank, time runs to the right]({name}.svg)
+
+{link}
 
 | stages on a rank | idle time of a rank | microbatches in flight on rank r |
 |---|---|---|

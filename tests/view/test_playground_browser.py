@@ -1,0 +1,69 @@
+"""The playground in a browser. Needs Chromium and its driver, and npm to bring Pyodide once; skipped where they are not."""
+
+import json
+import threading
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from browsing import NEEDS_CHROMIUM, browser  # noqa: F401
+from test_playground import FUNCTION, playground, pyodide
+
+from penstock.view.studio.answers import answer
+
+ROOT = Path(__file__).parents[2]
+pytestmark = NEEDS_CHROMIUM
+
+
+class Files(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def home(tmp_path):
+    """The address of a playground, served as any server of files does."""
+    try:
+        playground.build(tmp_path / "playground", ROOT / "build")
+    except pyodide.Missing as missing:
+        pytest.skip(str(missing))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=tmp_path)) as serving:
+        thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}/playground/"
+        serving.shutdown()
+        thread.join()
+
+
+def test_python_in_the_browser_answers_as_the_studio_does(browser, home):  # noqa: F811
+    def told(name, text):
+        deadline = time.monotonic() + 300  # Python is compiled before it starts
+        while not (found := browser.find_element("id", name).get_attribute("textContent")).startswith(text):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+
+    def write(text):
+        browser.execute_script("document.getElementById('source').value = arguments[0]", text)
+        browser.find_element("id", "show-written").click()
+
+    browser.get_log("performance")
+    browser.get(f"{home}?schedule=zb-v&ranks=16&microbatches=64#written")
+    expected = answer({"schedule": "zb-v", "ranks": 16, "microbatches": 64})
+    told("proof", expected["proof"]["text"])
+    assert browser.execute_script("return studio.answer.timeline.makespan") == expected["timeline"]["makespan"]
+    told("python", "Python runs in this browser (12.")
+    circle = "0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n"
+    write(circle)
+    told("proof", answer({"csv": circle, "file": "your table"})["proof"]["text"])
+    told("proof", "your table deadlocks: rank 0 waits for ")
+    write(FUNCTION)
+    told("proof", "proved: your schedule over 16 ranks")
+    write("def schedule(rank, ranks, microbatches):\n    yield '0Z0'")
+    told("problem", "your schedule: ")
+    assert browser.get_log("browser") == []
+    messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
+    asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    assert asked
+    assert all(url.startswith((home, "data:")) for url in asked), asked

@@ -33,7 +33,7 @@ def build(folder: Path, kept: Path) -> None:
     for name in OTHERS:
         shutil.copy(HERE / name, folder)
     pack(folder / "penstock.zip")
-    fetched = [folder / "penstock.zip", *(path for path in (folder / "pyodide").iterdir() if path.suffix != ".mjs")]
+    fetched = [folder / "penstock.zip", *(folder / "pyodide" / name for name in pyodide.FETCHED)]
     (folder / "index.html").write_text(_page(sum(path.stat().st_size for path in fetched)), encoding="utf-8")
 
 

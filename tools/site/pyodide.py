@@ -12,7 +12,8 @@ from pathlib import Path
 
 VERSION = "314.0.7"  # runs Python 3.14
 SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
-FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
+FETCHED = ("pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")  # by the program in the first two of these:
+FILES = ("pyodide.mjs", "pyodide.asm.mjs", "package.json", *FETCHED)  # the third says whose it is, and its licence
 PATIENCE = 120.0  # seconds
 
 

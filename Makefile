@@ -56,9 +56,12 @@ $(VENV)/docs: $(VENV)/ready
 	touch $@
 
 # Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py.
-nccl: $(VENV)/ready
+NCCL_TESTS := tests/engine/test_faults.py tests/mesh/test_mesh.py tests/comms/test_collectives.py
+nccl: $(VENV)/ready nccl-lazy nccl-eager
 	$(PYTEST) -m nccl tests/nccl
-	$(PYTEST) --over-nccl -m "not (fresh or timed)" -k "not system_refuses" tests/engine/test_faults.py tests/mesh/test_mesh.py tests/comms/test_collectives.py
+
+nccl-%:
+	$(PYTEST) --over-nccl $* -m "not (fresh or timed)" -k "not system_refuses" $(NCCL_TESTS)
 
 # Every supported release of torch and Python: docs/reference/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
 matrix: $(VENV)/ready

@@ -272,7 +272,7 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
     return [group._get_backend(device) for device in group._device_types]
 
 
-def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The one of them for `device`, which an operation that starts at once asks without going through `dist`."""
     return group._get_backend(device)
 

@@ -17,14 +17,15 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--over-nccl", action="store_true", help="have ranks use communicators with NCCL's manners (nccl_like.py)")
+    told = "have ranks use communicators with NCCL's manners (nccl_like.py): lazy, eager or ahead"
+    parser.addoption("--over-nccl", metavar="MANNERS", help=told)
 
 
 def pytest_configure(config):
-    if config.getoption("--over-nccl"):
+    if manners := config.getoption("--over-nccl"):
         from nccl_like import over_nccl
 
         import penstock as ps
 
         launch = ps.launch
-        ps.launch = lambda function, ranks, *args, **how: launch(over_nccl, ranks, function, *args, **how)
+        ps.launch = lambda function, ranks, *args, **how: launch(over_nccl, ranks, manners, function, *args, **how)

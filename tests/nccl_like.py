@@ -1,19 +1,24 @@
 """A communicator with NCCL's manners for CPU tensors, over Gloo: what a pipeline over NCCL does, seen without a GPU.
 
 It is put in the place of NCCL by `install()`, in a rank; `make nccl` has it in all ranks that tests launch (`--over-nccl`). On
-the CPU, which computes as it is told, the thread that computes is the compute stream. Of NCCL, as torch has it, it keeps:
+the CPU, which computes as it is told, the thread that computes is the compute stream; `ahead`, a device that lags behind its
+host has one of its own (lagging.py). Of NCCL, as torch has it, it keeps:
 
 * A communicator is made at its first use, each direction of a pair connected at its own: that blocks the host until the other
-  side comes, and cannot be interrupted. (`LIKE_LAZY=0`: nothing of this.)
-* The operations of a communicator run one after the other; a send ends when it has met its receive.
+  side comes, and cannot be interrupted. (`eager`: all are connected from the start.)
+* An operation begins when the compute stream has come to where it was told. The operations of a communicator run one after the
+  other; a send ends when it has met its receive.
 * It refuses dtypes that NCCL does not know, and tensors that are not contiguous.
 * What is sent is read when it meets its receive. A tensor that is gone or was changed by then arrives as POISON.
 * What is received is POISON until the compute stream has waited for it.
 * `wait()` makes the compute stream wait and tells nothing: not of a lost rank, not of time, not that the group was aborted -
-  then it ends, and what was to be received is POISON.
+  then it ends, and what was to be received is what was there before.
 * `abort()` wakes its own rank only; `shutdown()` waits for what is still running.
 * A watchdog ends the process when an operation takes longer than the timeout, or the peer's process has died, unless
   TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
+
+Not modelled: what operations that run at once take from each other and from the compute (processors, memory, links), and that
+NCCL's own kernels wait for each other, which could hang where several of them share a device that has no room for all.
 """
 
 import atexit
@@ -21,6 +26,7 @@ import functools
 import itertools
 import os
 import queue
+import random
 import threading
 import time
 import weakref
@@ -31,6 +37,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lagging import POISON, compute, put
+from lagging import install as lag
 from torch import Tensor
 
 import penstock as ps
@@ -39,31 +47,37 @@ from penstock.comms import groups, topology
 from penstock.comms.breaking import break_off_backend
 from penstock.comms.starting.gpus import settle_nccl
 
-POISON = 0xFF  # every byte: NaN as a float, -1 as a whole number
+MANNERS = ("lazy", "eager", "ahead")  # connected at first use, or from the start; the first, and the host ahead of its device
 KNOWN = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
 ASKING, SENDING = 7, 8  # tags of the messages below
 LONG = timedelta(minutes=30)
+LATE = 0.002  # seconds, at most, that an operation takes to begin where devices lag
 
 closed: list[int] = []  # the numbers of groups that were shut down, in that order
 _numbers = itertools.count()
 _open: "weakref.WeakSet[NcclLike]" = weakref.WeakSet()
+_manners = "lazy"
 
 
-def install() -> None:
+def install(manners: str = "lazy") -> None:
     """From now on whatever this rank would do by NCCL, had each rank a GPU of its own, it does by groups of this kind."""
+    global _manners
+    _manners = manners
+    if manners == "ahead":
+        lag()
     join = topology._join
     topology._join = lambda backend, timeout, device: replace(join("gloo", timeout, "cpu"), backend="nccl")
     groups.new_nccl = NcclLike
-    torch_private.backend_for = functools.cache(_of_torchs)
+    torch_private.backend_of = functools.cache(_of_torchs)
     settle_nccl()
     threading.Thread(target=_watchdog, daemon=True).start()
 
 
-def over_nccl(function: Any, *args: Any) -> Any:
+def over_nccl(manners: str, function: Any, *args: Any) -> Any:
     """What ranks are launched with, in the place of `function`."""
-    install()
+    install(manners)
     return function(*args)
 
 
@@ -75,20 +89,41 @@ def _of_torchs(group: dist.ProcessGroup, device: torch.device) -> "NcclLike":
 class Work:
     """An operation: not begun, running or done."""
 
-    def __init__(self, group: "NcclLike", into: Tensor | None = None, data: Tensor | None = None) -> None:
-        self.group, self.into, self.data = group, into, data
-        self.posted, self.done = time.monotonic(), threading.Event()
+    def __init__(self, group: "NcclLike", tensor: Tensor, receives: bool) -> None:
+        self.group, self.receives = group, receives
+        self.kept = (lambda: tensor) if receives else weakref.ref(tensor)  # what is sent must be kept by the sender
+        self.size, self.posted = tensor.numel() * tensor.itemsize, time.monotonic()
+        self.begun, self.done = threading.Event(), threading.Event()
+        self.data = self.before = torch.empty(0, dtype=torch.uint8)  # what travels; what was in a buffer before
+        self.digest = 0
+
+    def begin(self) -> None:
+        """The compute stream has come to it."""
+        tensor = self.kept()
+        if tensor is not None and self.receives:
+            self.before, self.data = _bytes(tensor).clone(), torch.empty(self.size, dtype=torch.uint8)
+            _bytes(tensor).fill_(POISON)
+        elif tensor is not None:
+            self.digest = _digest(tensor)
+        self.begun.set()
 
     def is_completed(self) -> bool:
         return self.done.is_set() or self.group.aborted.is_set()
 
     def wait(self) -> bool:
-        while not self.done.wait(0.005):
-            if self.group.aborted.is_set():
-                return True
-        if self.into is not None and self.data is not None:
-            self.into.copy_(self.data)
+        compute().do(self.arrive, self.kept())  # whose memory is used again behind that only
         return True
+
+    def arrive(self, tensor: Tensor | None) -> None:
+        """The compute stream waits for it."""
+        self.end()
+        if self.receives and tensor is not None:
+            _bytes(tensor).copy_(self.data if self.done.is_set() else self.before)
+
+    def end(self) -> None:
+        """Until it is done, or nothing comes of it."""
+        while not self.done.wait(0.005) and not self.group.aborted.is_set():
+            pass
 
 
 class NcclLike:
@@ -108,27 +143,24 @@ class NcclLike:
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = self._checked(tensors)
         self._meet(peer, f"{self.rank}-{peer}")
-        digest, kept = _digest(tensor), weakref.ref(tensor)
-        return self._post(self._pair(peer), Work(self), self._send, peer, kept, digest, tensor.numel() * tensor.itemsize)
+        return self._post(self._pair(peer), Work(self, tensor, receives=False), self._send, peer)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = self._checked(tensors)
         self._meet(peer, f"{peer}-{self.rank}")
-        into = _bytes(tensor)
-        into.fill_(POISON)
-        work = Work(self, tensor, torch.empty_like(tensor))
-        return self._post(self._pair(peer), work, self._receive, peer, _bytes(work.data))
+        put(tensor)
+        return self._post(self._pair(peer), Work(self, tensor, receives=True), self._receive, peer)
 
-    def _send(self, peer: int, kept: Any, digest: int, size: int) -> None:
+    def _send(self, work: Work, peer: int) -> None:
         self.gloo.recv([torch.zeros(1)], peer, ASKING).wait()
-        tensor = kept()
-        intact = tensor is not None and _digest(tensor) == digest
-        data = _bytes(tensor).clone() if intact else torch.full((size,), POISON, dtype=torch.uint8)
+        tensor = work.kept()
+        intact = tensor is not None and _digest(tensor) == work.digest
+        data = _bytes(tensor).clone() if intact else torch.full((work.size,), POISON, dtype=torch.uint8)
         self.gloo.send([data], peer, SENDING).wait()
 
-    def _receive(self, peer: int, data: Tensor) -> None:
+    def _receive(self, work: Work, peer: int) -> None:
         asked = self.gloo.send([torch.ones(1)], peer, ASKING)
-        self.gloo.recv([data], peer, SENDING).wait()
+        self.gloo.recv([work.data], peer, SENDING).wait()
         asked.wait()
 
     def _pair(self, peer: int) -> str:
@@ -150,7 +182,7 @@ class NcclLike:
 
     def _come(self, what: str, peers: list[int]) -> None:
         """At the first use of `what`: on the host, until the `peers` come to it too."""
-        if what in self.met or os.environ.get("LIKE_LAZY") == "0":
+        if what in self.met or _manners == "eager":
             return
         self.met.add(what)
         self.store.set(f"{what}/{self.rank}", "here")
@@ -166,13 +198,17 @@ class NcclLike:
             threading.Thread(target=self._run, args=(self.streams[stream],), daemon=True).start()
         self.outstanding.append(work)
         self.streams[stream].put((work, do, args))
+        compute().do(work.begin)
         return work
 
     def _run(self, stream: "queue.SimpleQueue[Any]") -> None:
         while (posted := stream.get()) is not None:
             work, do, args = posted
+            work.begun.wait()
+            if _manners == "ahead":
+                time.sleep(LATE * random.random())
             try:
-                do(*args)
+                do(work, *args)
             except RuntimeError:  # the peer has aborted or died
                 if not self.aborted.is_set() and _handles_errors():
                     _end(f"rank {self.rank}'s watchdog found a remote error")
@@ -185,12 +221,9 @@ class NcclLike:
         tensors = [each for arg in args for each in (arg if isinstance(arg, list) else [arg]) if isinstance(each, Tensor)]
         self._checked(tensors)
         self._come("all", [rank for rank in range(self.size) if rank != self.rank])
-        copies = {id(tensor): tensor.clone() for tensor in tensors}
-        copied = [
-            [copies[id(each)] for each in arg] if isinstance(arg, list) else copies.get(id(arg), arg) for arg in args
-        ]  # fmt: skip
-        work = _Together(self, tensors, copies)
-        return self._post("all", work, lambda: getattr(self.gloo, name)(*copied).wait())
+        work = _Together(self, tensors)
+        on_copies = [[work.copy_of(each) for each in arg] if isinstance(arg, list) else work.copy_of(arg) for arg in args]
+        return self._post("all", work, lambda _: getattr(self.gloo, name)(*on_copies).wait())
 
     def __getattr__(self, name: str) -> Any:
         if name not in (
@@ -205,7 +238,7 @@ class NcclLike:
 
     def shutdown(self) -> None:
         for work in list(self.outstanding):
-            work.wait()
+            work.end()
         for stream in self.streams.values():
             stream.put(None)
         closed.append(self.number)
@@ -213,15 +246,24 @@ class NcclLike:
 
 
 class _Together(Work):
-    def __init__(self, group: NcclLike, tensors: list[Tensor], copies: dict[int, Tensor]) -> None:
-        super().__init__(group)
-        self.tensors, self.copies = tensors, copies
+    """A collective, on copies of its tensors."""
 
-    def wait(self) -> bool:
-        super().wait()
-        for tensor in self.tensors:
-            tensor.copy_(self.copies[id(tensor)]) if self.done.is_set() else _bytes(tensor).fill_(POISON)
-        return True
+    def __init__(self, group: NcclLike, tensors: list[Tensor]) -> None:
+        super().__init__(group, tensors[0], receives=True)
+        self.copies = {id(tensor): (tensor, torch.empty_like(tensor)) for tensor in tensors}
+
+    def copy_of(self, arg: Any) -> Any:
+        return self.copies[id(arg)][1] if id(arg) in self.copies else arg
+
+    def begin(self) -> None:
+        for tensor, copy in self.copies.values():
+            copy.copy_(tensor)
+        self.begun.set()
+
+    def arrive(self, tensor: Tensor | None) -> None:
+        self.end()
+        for tensor, copy in self.copies.values():
+            tensor.copy_(copy) if self.done.is_set() else _bytes(tensor).fill_(POISON)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

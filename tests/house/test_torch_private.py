@@ -408,7 +408,7 @@ def test_the_backends_and_the_store_of_torchs_own_group_are_found():
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         world = dist.group.WORLD
-        backend = torch_private.backend_for(world, torch.device("cpu"))
+        backend = torch_private.backend_of(world, torch.device("cpu"))
         assert backend.name() == "gloo"
         assert any(each is backend for each in torch_private.backends_of(world))
         assert "cpu" in torch_private.device_types(world)

@@ -3,14 +3,16 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
 
+import lagging
 import nccl_like
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_like import install
+from nccl_like import MANNERS, install
 from patience import within
 from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
@@ -84,9 +86,9 @@ def test_lines_along_a_pipeline_are_opened_in_four_turns_however_long_it_is(rank
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
 
-def rank_schedules(kind, microbatches, names):
+def rank_schedules(manners, kind, microbatches, names):
     """Two steps with each schedule, without an optimizer between."""
-    install()
+    install(manners)
     model, loss_fn = make(kind, depth=DEPTH)
     results = {}
     for name in names:
@@ -98,8 +100,8 @@ def rank_schedules(kind, microbatches, names):
     return results
 
 
-def assert_bits_of_one_process(ranks, kind, microbatches, names):
-    everyone = ps.launch(rank_schedules, ranks, kind, microbatches, names)
+def assert_bits_of_one_process(manners, ranks, kind, microbatches, names):
+    everyone = ps.launch(rank_schedules, ranks, manners, kind, microbatches, names)
     model, loss_fn = make(kind, depth=DEPTH)
     losses = [accumulate(model, loss_fn, data(kind, 2 * microbatches + 1, seed), microbatches) for seed in (3, 4)]
     for name in names:
@@ -110,17 +112,18 @@ def assert_bits_of_one_process(ranks, kind, microbatches, names):
 
 @pytest.mark.ranks
 def test_interleaved_zb_whose_ranks_all_send_first_does_not_wait_on_the_host_for_ever():
-    assert_bits_of_one_process(4, "mlp", 8, ["interleaved-zb", "1f1b"])
+    assert_bits_of_one_process("lazy", 4, "mlp", 8, ["interleaved-zb", "1f1b"])
 
 
 @pytest.mark.nccl
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("manners", MANNERS)
 @pytest.mark.parametrize("ranks", range(2, 9))
-def test_every_schedule_has_the_bits_of_one_process(ranks):
+def test_every_schedule_has_the_bits_of_one_process(ranks, manners):
     for microbatches in (1, ranks, 2 * ranks + 1):
-        assert_bits_of_one_process(ranks, "mlp", microbatches, ps.schedule.names())
+        assert_bits_of_one_process(manners, ranks, "mlp", microbatches, ps.schedule.names())
     for kind in ("gpt", "mixed"):
-        assert_bits_of_one_process(ranks, kind, ranks + 1, ps.schedule.names())
+        assert_bits_of_one_process(manners, ranks, kind, ranks + 1, ps.schedule.names())
 
 
 # ---- what travels ---------------------------------------------------------------------------------------------------
@@ -194,10 +197,12 @@ def test_tensors_of_all_dtypes_travel_and_groups_are_closed_in_the_order_they_we
 class Faulty(nn.Module):
     """Passes its input on, until it is told to fail."""
 
-    fault = None
+    fault = late = None
+    count = 0
 
     def forward(self, hidden):
-        if self.fault == "raises":
+        self.count = self.count + 1 if self.late else 0
+        if self.fault == "raises" or self.count == 3:
             raise ValueError("boom")
         if self.fault == "assert":
             raise torch.AcceleratorError("CUDA error: device-side assert triggered")
@@ -216,9 +221,9 @@ def faulty():
 BATCH = torch.ones(4, 4), torch.zeros(4, 4)
 
 
-def rank_fails(*faults, timeout=60.0):
+def rank_fails(manners, *faults, timeout=60.0):
     """Steps on three ranks, each with a fault on rank 1: what is raised, how long it takes, the loss of the step without."""
-    install()
+    install(manners)
     ps.comms.init_distributed(timeout=timeout)
     model, loss_fn = faulty()
     pipe = ps.Pipeline(model, loss_fn, "1f1b", 4, cuts=["1", "3"])
@@ -236,12 +241,15 @@ def rank_fails(*faults, timeout=60.0):
 
 
 @pytest.mark.ranks
-def test_an_error_ends_the_step_on_all_ranks_the_next_works_and_a_device_assert_is_a_lost_rank():
+@pytest.mark.parametrize("manners", ["lazy", pytest.param("eager", marks=pytest.mark.nccl), "ahead"])
+def test_an_error_ends_the_step_on_all_ranks_the_next_works_and_a_device_assert_is_a_lost_rank(manners):
     model, loss_fn = faulty()
     loss = accumulate(model, loss_fn, BATCH, 4)
     raised = ("StageError", "rank 1, stage 1, action 1F0, microbatch 0: ValueError: boom")
     broken = "rank 1 has lost its GPU: AcceleratorError: CUDA error: device-side assert triggered"
-    for first, (*boom, soon), second, (*lost, as_soon), (*after, _) in ps.launch(rank_fails, 3, "raises", None, "assert", None):
+    for first, (*boom, soon), second, (*lost, as_soon), (*after, _) in ps.launch(
+        rank_fails, 3, manners, "raises", None, "assert", None
+    ):
         assert torch.equal(first, loss)
         assert torch.equal(second, loss)
         assert tuple(boom) == raised
@@ -252,10 +260,42 @@ def test_an_error_ends_the_step_on_all_ranks_the_next_works_and_a_device_assert_
         assert within(as_soon, SOON)
 
 
+def looking_up():
+    """A first stage that fails at its third microbatch, and a second one that looks up what the first one tells."""
+    torch.manual_seed(3)
+    return nn.Sequential(Faulty(), nn.Embedding(3, 4), nn.Linear(4, 2)), nn.functional.cross_entropy
+
+
+def rank_looks_up():
+    install("ahead")
+    model, loss_fn = looking_up()
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", 4, cuts=["1"])
+    told = []
+    for late in (None, "raises", None):
+        model[0].late = late
+        try:
+            told.append(pipe.step(TOKENS, target=TOKENS % 2))
+        except ps.PenstockError as error:
+            told.append(str(error))
+    return told
+
+
+TOKENS = torch.tensor([2, 0, 1, 2])
+
+
+@pytest.mark.ranks
+def test_what_never_came_is_not_looked_up_by_a_device_that_would_break():
+    loss = accumulate(*looking_up(), (TOKENS, TOKENS % 2), 4)
+    for first, error, after in ps.launch(rank_looks_up, 2):
+        assert error == "rank 0, stage 0, action 0F2, microbatch 2: ValueError: boom"
+        assert torch.equal(first, loss)
+        assert torch.equal(after, loss)
+
+
 def rank_loses_another(how):
     """Rank 1 dies while others wait for it, in several ways."""
     if how == "step":
-        *_, (kind, text, seconds) = rank_fails("dies")
+        *_, (kind, text, seconds) = rank_fails("lazy", "dies")
         raise AssertionError(f"{kind} after {seconds}: {text}") if not within(seconds, SOON) else ps.LostRankError(text)
     install()
     if ps.comms.init_distributed(timeout=60).rank == 1:
@@ -282,32 +322,35 @@ def test_a_rank_that_lives_and_does_not_go_on_is_given_up_at_the_timeout():
 
 
 def _rank_waits_in_vain():
-    *_, told = rank_fails("hangs", timeout=3.0)
+    *_, told = rank_fails("lazy", "hangs", timeout=3.0)
     raise ps.LostRankError(told[1])
 
 
 # ---- the communicator itself ----------------------------------------------------------------------------------------
 
 
-def rank_breaks_rules():
+def rank_breaks_rules(manners):
     """What arrives where a tensor is used too early, changed too early, or let go too early; what is refused."""
+    install(manners)
     joined = ps.comms.init_distributed()
     group = nccl_like.NcclLike(dist.PrefixStore("rules", joined.store), joined.rank, 2, timedelta(seconds=60))
-    if joined.rank == 0:
-        changed, gone, kept = torch.ones(3), torch.ones(3), torch.ones(3)
-        works = [group.send([each], 1, 0) for each in (changed, gone, kept)]
-        changed.add_(1)
-        del gone
-        works[-1].wait()
-        return None
-    arrived = []
-    for _ in range(3):
-        time.sleep(0.1)
-        buffer = torch.zeros(3)
-        work = group.recv([buffer], 0, 0)
-        early = buffer.isnan().all().item()
-        work.wait()
-        arrived.append((early, buffer.tolist()))
+    layer = nn.Linear(3, 1)
+    with lagging.ahead(lagging.Stream(), [layer]) if manners == "ahead" else nullcontext(), torch.no_grad():
+        if joined.rank == 0:
+            changed, gone, kept = (layer.weight[0] * 0 + 1 for _ in range(3))
+            works = [group.send([each], 1, 0) for each in (changed, gone, kept)]
+            changed.add_(1)
+            del gone
+            works[-1].wait()
+            return None
+        arrived = []
+        for _ in range(3):
+            time.sleep(0.1)
+            buffer = torch.zeros(3)
+            work = group.recv([buffer], 0, 0)
+            early = buffer.isnan().all().item()
+            work.wait()
+            arrived.append((early, buffer.tolist()))
     for refused in (torch.ones(2, dtype=torch.int16), torch.ones(2, 3).t()):
         with pytest.raises((TypeError, ValueError)):
             group.send([refused], 0, 0)
@@ -315,6 +358,7 @@ def rank_breaks_rules():
 
 
 @pytest.mark.nccl
-def test_what_breaks_nccls_rules_is_seen():
+@pytest.mark.parametrize("manners", MANNERS)
+def test_what_breaks_nccls_rules_is_seen(manners):
     nan = [float("nan")] * 3
-    assert ps.launch(rank_breaks_rules, 2)[1] == str([(True, nan), (True, nan), (True, [1.0] * 3)])
+    assert ps.launch(rank_breaks_rules, 2, manners)[1] == str([(True, nan), (True, nan), (True, [1.0] * 3)])

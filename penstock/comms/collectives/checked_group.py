@@ -86,7 +86,7 @@ class CheckedGroup:
     def _connect(self, groups: Groups) -> None:
         self._gloo = self._backend = groups.everyone
         if self.topology.backend == "nccl":
-            self._backend = torch_private.backend_for(self._theirs, self.topology.device)
+            self._backend = torch_private.backend_of(self._theirs, self.topology.device)
         else:
             memory = shared_memory(self._gloo, self.rank, lambda: CallBoard.bytes(self.size))
             self._board = board = None if memory is None else CallBoard(memory, self.rank, self.size)

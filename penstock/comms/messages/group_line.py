@@ -48,8 +48,13 @@ class GroupReceiver:
         return data
 
     def post(self, spec: TensorSpec) -> tuple[Tensor, Any]:
-        """Post the receive of a tensor of `spec`."""
+        """Post the receive of a tensor of `spec`.
+
+        Where a rank fails, a GPU goes on with what never came, and breaks if it is to look up what is no index: 0 is one.
+        """
         buffer = wire.empty(spec, self.carrier)
+        if self._data is not self._gloo and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+            buffer.zero_()
         return buffer, self._data.recv([as_bytes(wire.memory(buffer, spec))], SOURCE, 0) if spec.bytes else None
 
     def wait(self, posted: Any, spec: TensorSpec) -> Tensor:

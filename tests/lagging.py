@@ -5,8 +5,9 @@ moment after it was told, in order. Tensors of the device are a pipeline's param
 of them. The host waits for the stream where it asks for a value, and nowhere else; `waits` has these places. Where an operation
 fails in the stream, the device is broken, as after an assertion in a kernel.
 
-Not so on a GPU: what draws random numbers, what torch has no shapes for, and torch's own collectives here wait for the stream;
-memory that was let go is kept until the stream has done with it, so that reuse of it is seen for sends only (nccl_like.py).
+Not so on a GPU: what draws random numbers, what torch has no shapes for, and what torch itself does for replicas wait for the
+stream here; so does an optimizer. Memory that was let go is kept until the stream has done with it: that it is used again too
+early is seen for sends only (nccl_like.py).
 """
 
 import queue
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import penstock
 from penstock.engine import step
 from penstock.engine.clock import DeviceClock
+from penstock.mesh import fsdp
 from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import local
 
@@ -260,9 +262,21 @@ class Clock(DeviceClock):
             super().__init__(*args)
 
 
+def _settled(function: Any) -> Any:
+    """`function`, which is no operation, done when the stream is."""
+
+    def settled(*args: Any) -> Any:
+        compute().synchronize()
+        return function(*args)
+
+    return settled
+
+
 def install() -> None:
     """From now on pipelines of this rank run on such a device."""
-    stream, run, write = Stream(), Pipeline._run, Pipeline.generate
+    torch.UntypedStorage.resize_ = _settled(torch.UntypedStorage.resize_)
+    fsdp._beside.submit = _settled(fsdp._beside.submit)
+    stream = Stream()
 
     def within(method: Any) -> Any:
         def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,5 +285,6 @@ def install() -> None:
 
         return inside
 
-    Pipeline._run, Pipeline.generate = within(run), within(write)
+    for name in ("_run", "generate", "clip_grad_norm_"):
+        setattr(Pipeline, name, within(getattr(Pipeline, name)))
     step.clock_for = Clock

@@ -6,6 +6,8 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import lagging
 import nccl_like
@@ -19,10 +21,13 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms import topology
-from penstock.comms.messages.channels import in_rounds
+from penstock.comms.messages import channels
+from penstock.comms.messages.channels import Channels, in_rounds
 from penstock.comms.starting import gpus
+from penstock.comms.topology import Topology
 
 SOON = 5.0  # seconds in which a fault is over on every rank
+FOR_THE_LOSS = {"engine/report.py weighted_sum"}  # where a host that runs ahead waits in a step, on the last stage's rank
 DEPTH = 15  # layers enough for 8 ranks with 2 stages each
 
 # ---- which backend, and in which order lines are opened -------------------------------------------------------------
@@ -58,11 +63,31 @@ def test_all_ranks_choose_the_same_backend_by_what_they_tell_each_other(told, ba
     assert ps.launch(rank_of_gpus, 2, told) == [(backend, [carriers])] * 2
 
 
-def test_what_the_user_has_told_nccl_stays(monkeypatch):
+@pytest.mark.parametrize("told", [None, "2"])
+def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_has_not(told, monkeypatch):
     for name in gpus.NCCL_SETTINGS:
-        monkeypatch.setenv(name, "2")
-    gpus.settle_nccl()
-    assert {os.environ[name] for name in gpus.NCCL_SETTINGS} == {"2"}
+        monkeypatch.delenv(name, raising=False) if told is None else monkeypatch.setenv(name, told)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    driver = {
+        "is_available": True,
+        "device_count": 2,
+        "set_device": None,
+        "get_device_properties": SimpleNamespace(uuid="GPU-a"),
+    }
+    for name, answer in driver.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    joined = topology._join(None, None, None)
+    assert (joined.backend, joined.device, gpus.gpu_of(joined.device)) == ("nccl", torch.device("cuda", 0), "GPU-a")
+    assert {name: os.environ[name] for name in gpus.NCCL_SETTINGS} == {
+        name: told or value for name, value in gpus.NCCL_SETTINGS.items()
+    }
+
+
+def test_what_is_told_to_nccl_is_on_its_page():
+    page = (Path(__file__).parents[2] / "docs/howto/gpu.md").read_text()
+    for name, value in gpus.NCCL_SETTINGS.items():
+        assert f"| `{name}` | `{value}` |" in page
 
 
 def rounds_of(channels):
@@ -83,6 +108,18 @@ def test_lines_along_a_pipeline_are_opened_in_four_turns_however_long_it_is(rank
         assert rounds_of(sorted(neighbours)) > ranks  # one after the other
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_opens_its_lines_in_these_rounds(rank, monkeypatch):
+    opened = []
+    for end in ("sending_line", "receiving_line"):
+        monkeypatch.setattr(channels, end, lambda groups, name, *_: opened.append(name))
+    nothing = SimpleNamespace(wait=lambda: None)
+    joined, everyone = Topology(rank, 4), SimpleNamespace(barrier=lambda: nothing)
+    program = SimpleNamespace(channels=[(a, b) for a in range(4) for b in (a - 1, a + 1) if 0 <= b < 4])
+    Channels(program, joined, SimpleNamespace(topology=joined, everyone=everyone))
+    assert opened == [f"{a}-{b}" for a, b in in_rounds(program.channels) if rank in (a, b)]
+
+
 # ---- schedules ------------------------------------------------------------------------------------------------------
 
 
@@ -94,8 +131,9 @@ def rank_schedules(manners, kind, microbatches, names):
     for name in names:
         pipe = ps.Pipeline(model, loss_fn, name, microbatches, seed=None)
         batches = [data(kind, 2 * microbatches + 1, seed) for seed in (3, 4)]
+        lagging.waits.clear()
         losses = [pipe.step(inputs, target=target) for inputs, target in batches]
-        results[name] = losses, gradients(pipe.named_parameters())
+        results[name] = losses, gradients(pipe.named_parameters()), list(lagging.waits)
         model.zero_grad()
     return results
 
@@ -107,12 +145,18 @@ def assert_bits_of_one_process(manners, ranks, kind, microbatches, names):
     for name in names:
         for rank in everyone:
             assert all(map(torch.equal, rank[name][0], losses)), name
+            assert {place.partition(":")[0] for place in rank[name][2]} <= FOR_THE_LOSS, name
         assert_same(merged([rank[name][1] for rank in everyone]), gradients(model.named_parameters()))
 
 
 @pytest.mark.ranks
 def test_interleaved_zb_whose_ranks_all_send_first_does_not_wait_on_the_host_for_ever():
     assert_bits_of_one_process("lazy", 4, "mlp", 8, ["interleaved-zb", "1f1b"])
+
+
+@pytest.mark.ranks
+def test_a_host_that_runs_ahead_of_its_device_has_the_bits_of_one_process_and_waits_for_the_loss_alone():
+    assert_bits_of_one_process("ahead", 2, "gpt", 3, ["1f1b", "zb-v"])
 
 
 @pytest.mark.nccl
@@ -124,6 +168,33 @@ def test_every_schedule_has_the_bits_of_one_process(ranks, manners):
         assert_bits_of_one_process(manners, ranks, "mlp", microbatches, ps.schedule.names())
     for kind in ("gpt", "mixed"):
         assert_bits_of_one_process(manners, ranks, kind, ranks + 1, ps.schedule.names())
+
+
+def rank_replicas(way):
+    """Steps of two pipelines, without and with autocast, and clipped gradients: where the host waited in each."""
+    install("ahead")
+    model, loss_fn = make("gpt", dropout=0.1)
+    mesh = ps.comms.init_mesh(pp=2, dp=2)
+    pipe = ps.Pipeline(model, loss_fn, "zb-h1", 4, mesh=mesh, data_parallel=way)
+    found = []
+    for casts in (False, True, True):
+        inputs, target = (each.chunk(2)[pipe.position.replica] for each in data("gpt", 8))
+        lagging.waits.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            loss = pipe.step(inputs, target=target)
+        found.append({place.partition(":")[0] for place in lagging.waits})
+    lagging.waits.clear()
+    norm = pipe.clip_grad_norm_(1.0)
+    return found, lagging.waits, loss.isfinite().item() and norm.isfinite().item()
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_hosts_of_replicas_that_run_ahead_wait_for_the_loss_alone_and_once_to_clip(way):
+    for found, clipping, finite in ps.launch(rank_replicas, 4, way):
+        assert all(each <= FOR_THE_LOSS for each in found)
+        assert [place.partition(":")[0] for place in clipping] == ["stage/parameters.py _norms"]
+        assert finite
 
 
 # ---- what travels ---------------------------------------------------------------------------------------------------
@@ -205,7 +276,9 @@ class Faulty(nn.Module):
         if self.fault == "raises" or self.count == 3:
             raise ValueError("boom")
         if self.fault == "assert":
-            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+            raise torch.AcceleratorError(lagging.BROKEN)
+        if self.fault == "index":
+            return hidden + hidden[torch.tensor([9])]  # on a device that lags the host does not see it
         if self.fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "hangs":

@@ -126,11 +126,12 @@ def run(
     """Run a command on each host at once; what each came to. Raises HostsError if one takes longer than `timeout` seconds."""
     with tempfile.TemporaryDirectory(prefix="penstock-hosts-") as folder:
         begin, outputs, running = time.monotonic(), [], []
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})}  # for what a script imports
         for host, command in zip(on, commands, strict=True):
             outputs.append(Path(folder) / host.name)
             with outputs[-1].open("w") as output:
                 command = host.within(*command)
-                each = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})})
+                each = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
                 running.append(each)
         seconds: dict[int, float] = {}
         while len(seconds) < len(running) and time.monotonic() - begin < timeout:

@@ -38,7 +38,9 @@ class Plan:
     (model, args, loss_fn, target), to count the loss too. Each layer is measured here. Or transformers:CONFIG.json, a model of
     transformers, which needs no device: its layers are estimated for --speed and --tokens."""
     ranks: int = 4
-    """P: the most processes the model is cut over."""
+    """P: the most processes the model is cut over; with --dp those of all replicas."""
+    dp: str = "1"
+    """Replicas of the pipeline, which share ranks and rows; or numbers to choose from: 1,2,4."""
     memory: str = "1TB"
     """Of each rank, for parameters, gradients, optimizer state, activations and messages: 2GB, 500MB."""
     batch: int = 64
@@ -113,12 +115,13 @@ class Plan:
     def _planned(
         self, layers: Layers, memory: float, effort: Any, progress: Callable[..., object] | None = None
     ) -> list[Planned]:
-        counts = self.microbatches and [int(each) for each in numbers("--microbatches", self.microbatches)]
+        counts = self.microbatches and list(map(int, numbers("--microbatches", self.microbatches)))
         return plan(
             layers,
             self.ranks,
             memory,
             batch=self.batch,
+            dp=list(map(int, numbers("--dp", self.dp))),
             microbatches=counts or None,
             schedules=self.schedules.split(",") if self.schedules else None,
             effort=effort,
@@ -201,7 +204,7 @@ def table(plans: Sequence[Planned], limit: float) -> str:
                 f"{again} of {each.schedule.stages}",
                 str(each.microbatches),
                 each.schedule.name,
-                str(each.ranks),
+                f"{each.ranks}{f' x {each.dp}' if each.dp > 1 else ''}",
                 ", ".join(each.cuts) if len(each.cuts) < 8 else f"{', '.join(each.cuts[:3])}, .. {each.cuts[-1]}",
             )
         )

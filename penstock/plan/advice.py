@@ -24,12 +24,9 @@ def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> s
     return f"{told}. What fits: {'; '.join([*fitting, f'{bytes_told(needed)} for each rank'])}"
 
 
-_UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1.0, "": 1.0}
-
-
 def bytes_of(text: str) -> float:
-    """The bytes that `text` says, `2GB` for instance. Raises PenstockError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([TGMK]?B|)\s*", text.upper())
+    """The bytes that `text` says, `2GB`, `2GiB` or `2e9` for instance. Raises PenstockError for anything else."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:E\d+)?)\s*(?:(?:([TGMK])(I?))?B)?\s*", text.upper())
     if found is None or not float(found[1]):
         raise PenstockError(f"{text!r} is no amount of memory: write it as 2GB, 500MB")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")

@@ -31,16 +31,19 @@ def least(
     return max((work + fill) / sum(used), work / (cores * used[0]), max(alone) / used[0])
 
 
-def why(layers: Sequence[Layer], timeline: Timeline, microbatches: int, again: float) -> str:
+def why(layers: Sequence[Layer], timeline: Timeline, microbatches: int, again: float, reduced: float = 0.0) -> str:
     """In a sentence, what costs the step most of what it takes more than evenly shared work would.
 
-    `timeline` is the planned step; `again` are the seconds of recomputation in it.
+    `timeline` is the planned step; `again` are the seconds of recomputation in it, `reduced` those after it in which replicas
+    sum their gradients.
     """
-    busy, step = timeline.busy, timeline.makespan
+    busy, step = timeline.busy, timeline.makespan + reduced
     work = microbatches * sum(layer.seconds for layer in layers)
-    uneven, waiting = max(busy) - sum(busy) / len(busy), step - max(busy)
-    if max(again / len(busy), uneven, waiting) < step / 100:
+    uneven, waiting = max(busy) - sum(busy) / len(busy), timeline.makespan - max(busy)
+    if max(again / len(busy), uneven, waiting, reduced) < step / 100:
         return "all ranks work all the time"
+    if reduced > max(again / len(busy), uneven, waiting):
+        return f"for {reduced / step:.0%} of the step the replicas sum their gradients: fewer replicas have less to sum"
     if waiting >= max(again / len(busy), uneven):
         told = f"the busiest rank waits for {waiting / step:.0%} of the step, while the pipeline fills and drains"
         return f"{told}: more microbatches, or memory for more of them in flight, would shorten that"

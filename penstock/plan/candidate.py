@@ -23,6 +23,11 @@ class Terms(NamedTuple):
     action: float = 0.0  # seconds of the engine for each action, besides its layers
     cores: float = float("inf")  # how many ranks can compute at once
     speeds: tuple[float, ...] = ()  # of every rank: 0.5 takes twice as long as the layers say; none: all take as long
+    dp: int = 1  # replicas of the pipeline
+
+    def reduced(self, parameters: float) -> float:
+        """Seconds in which the replicas sum so many bytes of gradients, in a ring."""
+        return 2 * (self.dp - 1) * (self.send + parameters / self.dp / self.bandwidth)
 
     def first(self, ranks: int) -> "Terms":
         """For so many of the ranks."""
@@ -52,7 +57,8 @@ def _key(candidate: Candidate) -> tuple[float, float]:
     return candidate.over, candidate.seconds
 
 
-PATIENCE, AWAY = 2, 3  # how often a descent begins again without finding better; from so many steps away
+PATIENCE, AWAY = 6, 3  # how often a descent begins again without finding better; from so many steps away
+OVERHEAD = 200  # actions: what a candidate costs besides, in the time of so many
 
 
 class Cutting:
@@ -60,6 +66,7 @@ class Cutting:
 
     def __init__(self, line: Line, table: TimedTable, terms: Terms) -> None:
         self.line, self.table, self.terms = line, table, terms
+        self.spent = 0  # actions that were timed
         self._known: dict[tuple[int, ...], list[Choice]] = {}
 
     def alike(self, starts: Starts, recompute: Recompute) -> Candidate:
@@ -71,8 +78,11 @@ class Cutting:
             choices.append(self._choice(rank, mine, ways, sum(self.always(rank, mine))))
         return self._candidate(starts, (), choices)
 
-    def at(self, starts: Starts, passed: tuple[int, ...] = ()) -> Candidate:
-        """The cut into stages that begin so. On every rank the cheapest choice that fits, after so many `passed` over."""
+    def at(self, starts: Starts, passed: tuple[int, ...] = (), worse: Candidate | None = None) -> Candidate:
+        """The cut into stages that begin so. On every rank the cheapest choice that fits, after so many `passed` over.
+
+        If it is no better than one that is `worse`, its seconds may be too few, but not fewer than that one's.
+        """
         stages, ends = self.stages(starts), (*starts[1:], len(self.line.layers))
         passed = passed or (0,) * len(self.table.homes)
         choices = []
@@ -81,13 +91,29 @@ class Cutting:
             if key not in self._known:
                 self._known[key] = self._choices(rank, [stages[stage] for stage in home])
             choices.append(self._known[key][min(passed[rank], len(self._known[key]) - 1)])
-        return self._candidate(starts, passed, choices)
+        return self._candidate(starts, passed, choices, worse)
 
-    def _candidate(self, starts: Starts, passed: tuple[int, ...], choices: Sequence[Choice]) -> Candidate:
-        stages = self.stages(starts)
+    def _candidate(
+        self, starts: Starts, passed: tuple[int, ...], choices: Sequence[Choice], worse: Candidate | None = None
+    ) -> Candidate:
+        stages, over = self.stages(starts), math.hypot(*(choice.over for choice in choices))
         costs = [cost for times in self._times(stages, choices) for cost in times]
-        seconds = self.table.seconds(costs, self._lags(stages), self.terms.cores)
-        return Candidate(math.hypot(*(choice.over for choice in choices)), seconds, starts, passed, tuple(choices))
+        reduced = self.reduced(stages)
+        candidate = Candidate(over, self.table.least(costs) + reduced, starts, passed, tuple(choices))
+        self.spent += OVERHEAD
+        if worse is not None and _key(candidate) >= _key(worse):
+            return candidate
+        self.spent += len(self.table.lines)
+        return candidate._replace(seconds=self.table.seconds(costs, self._lags(stages), self.terms.cores) + reduced)
+
+    def key(self, candidate: Candidate) -> float:
+        """Seconds; what does not fit counts as longer, and may yet come to fit."""
+        return candidate.seconds * (1 + 4 * candidate.over / sum(self.terms.limits))
+
+    def reduced(self, stages: Sequence[StageCost]) -> float:
+        """Seconds in which the replicas sum their gradients, after the step."""
+        parameters = (sum(stages[stage].parameters for stage in home) for home in self.table.homes)
+        return self.terms.reduced(max(parameters))
 
     def stages(self, starts: Starts) -> list[StageCost]:
         """What the stages cost that begin so."""
@@ -160,17 +186,17 @@ class Cutting:
             for rank, (home, choice) in enumerate(zip(self.table.homes, candidate.choices, strict=True))
         ]
 
-    def descended(self, candidate: Candidate, tries: int, random: Random) -> Candidate:
-        """The best that is found from `candidate` in so many tries: every step moves layers, or takes another choice.
+    def descended(self, candidate: Candidate, actions: int, random: Random) -> Candidate:
+        """The best that is found from `candidate` while so many actions are timed.
 
-        Where no such step is better it goes on from a few steps away, until that has been of no use several times.
+        Every step moves layers, or takes another choice. Where none is better it goes on from a few steps away, until that has
+        been of no use several times.
         """
-        best, useless = candidate, 0
-        while tries > 0 and useless < PATIENCE:
+        best, useless, enough = candidate, 0, self.spent + actions
+        while self.spent < enough and useless < PATIENCE:
             for starts, passed in self._moves(candidate, random):
-                tried = self.at(starts, passed)
-                tries -= 1
-                if _key(tried) < _key(candidate) or tries <= 0:
+                tried = self.at(starts, passed, candidate)
+                if _key(tried) < _key(candidate) or self.spent >= enough:
                     candidate = min(tried, candidate, key=_key)
                     break
             else:

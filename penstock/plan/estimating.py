@@ -39,8 +39,9 @@ def estimate(
         layers = ps.plan.estimate(model, (torch.zeros(1, 64, dtype=torch.long),), speed=100e12)
     """
     whole = Whole(model, None, example_args, example_kwargs)
-    units = recorded(whole, (tuple(example_args), dict(example_kwargs or {}), target), loss_fn)
-    return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units]))
+    example = tuple(example_args), dict(example_kwargs or {}), target
+    units = recorded(whole, example, loss_fn)
+    return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units], example))
 
 
 def _estimated(unit: Unit, speed: float) -> Layer:

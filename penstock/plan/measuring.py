@@ -1,23 +1,27 @@
 """Layers measured: each runs alone, as the engine would run it as a stage, on the inputs of a real forward."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.comms.topology import CPU
 from penstock.engine.memory import Memory, MemoryMeasurement
-from penstock.partition import Whole
-from penstock.partition.unit_times import Unit, place_of, real, record, stand_ins
+from penstock.partition import Whole, run
+from penstock.partition.graph_stage import GraphStage
+from penstock.partition.materialise import is_meta
+from penstock.partition.unit_times import Unit, device_of, place_of, real, record, stand_ins
 from penstock.plan.layers import Layer, Layers, Sample
 from penstock.randomness import aside
 from penstock.schedule import Action, Kind, Size
 from penstock.stage import microbatch
 from penstock.stage.stage import Stage
-from penstock.torch_private import gradient_hooks, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from penstock.torch_private import as_exported, gradient_hooks, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 ROUNDS, SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
 FEWER = 4  # the second sample has one row for so many of the first
@@ -55,8 +59,10 @@ def measure(
     rows = microbatch.rows(example) or 1
     samples = []
     for count in sorted({max(1, rows // FEWER), rows}):
-        units = recorded(whole, microbatch.split(example, [count, rows - count])[0] if count < rows else example, loss_fn)
-        samples.append(Sample(count, tuple(_layers(whole, units, device, rounds, seconds))))
+        part = microbatch.split(example, [count, rows - count])[0] if count < rows else example
+        units = recorded(whole, part, loss_fn)
+        layers = in_order(whole, units, _layers(units, device, rounds, seconds), part)
+        samples.append(Sample(count, tuple(layers)))
     return Layers(tuple(samples))
 
 
@@ -89,7 +95,7 @@ def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any
     return record(model, {**{name: module for module, name in first.items()}, "": model.loss}, example)
 
 
-def _layers(whole: Whole, units: Sequence[Unit], device: torch.device | None, rounds: int, seconds: float) -> list[Layer]:
+def _layers(units: Sequence[Unit], device: torch.device | None, rounds: int, seconds: float) -> list[Layer]:
     times: list[list[Times]] = [[] for _ in units]
     until = perf_counter() + seconds
     while len(times[0]) < rounds or perf_counter() < until:
@@ -99,15 +105,44 @@ def _layers(whole: Whole, units: Sequence[Unit], device: torch.device | None, ro
     for unit, each in zip(units, times, strict=True):
         fastest = [min(column) for column in zip(*each, strict=True)]
         found.append(Layer._make((unit.name, *fastest, *_alone(unit, device, _bytes))))
-    return in_order(whole, units, found)
+    return found
 
 
-def in_order(whole: Whole, units: Sequence[Unit], found: Sequence[Layer]) -> list[Layer]:
+def in_order(whole: Whole, units: Sequence[Unit], found: Sequence[Layer], example: tuple[Any, ...]) -> list[Layer]:
     """What was `found` of the units as the layers of the model, the last one with the loss. A unit may be several of them."""
     of_unit = {unit.module: layer for unit, layer in zip(units, found, strict=True)}
     *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
     sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
-    return [*layers, Layer._make((last.name, *sums))._replace(output=last.output)]
+    layers += [Layer._make((last.name, *sums))._replace(output=last.output)]
+    for border, size in _carried(whole, example).items():
+        layers[border] = layers[border]._replace(output=size)
+    return layers
+
+
+def _carried(whole: Whole, example: tuple[Any, ...]) -> dict[int, float]:
+    """Bytes over the border behind each layer, with what flies past it to a later one; none where layers are a chain."""
+    stages, carried = whole.cut(whole.order[1:]), defaultdict[int, float](float)
+    if not all(isinstance(stage, GraphStage) for stage in stages):
+        return carried
+
+    def count(number: int, stage: nn.Module, _: Any, output: Any) -> None:
+        takers = cast(GraphStage, stage).penstock.takers
+        for taker, message in zip(takers, output if len(takers) > 1 else (output,), strict=False):
+            for border in range(number, taker):
+                carried[border] += sum(each.nbytes for each in tree_leaves(message) if isinstance(each, Tensor))
+
+    for number, stage in enumerate(stages):
+        stage.register_forward_hook(partial(count, number))
+    meta = is_meta(whole.model)
+    args, kwargs, _ = tree_map_only(Tensor, lambda tensor: tensor.to("meta") if meta else tensor, example)
+    with (
+        stand_ins(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
+        as_exported() if meta else nullcontext(),
+        aside(device_of(whole.model)),
+        torch.no_grad(),
+    ):
+        run(stages, *args, **kwargs)
+    return carried
 
 
 class Alone(nn.Module):

@@ -1,5 +1,6 @@
 """The search for a plan: every family on balanced cuts first, the best of them on better cuts, then tables made for those."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -8,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.partition.balance import starts as balanced
-from penstock.plan.advice import nothing_fits
+from penstock.plan.advice import bytes_of, nothing_fits
 from penstock.plan.bounds import least, why
 from penstock.plan.candidate import Candidate, Cutting, Starts, Terms
 from penstock.plan.layers import Layer, Layers, as_layers
@@ -20,10 +21,9 @@ from penstock.schedule.catalog import FAMILIES
 
 Effort = Literal["quick", "normal", "long"]
 SHOWN = 5  # plans
-STEPS = ((24, 30_000), (8, 150_000), (SHOWN, 500_000))  # so many ways go on, each with cuts that cost so many actions to time
+STEPS = ((24, 60_000), (8, 300_000), (2, 1_200_000))  # so many ways get better cuts, which cost so many actions to time
 PARTS = 0.25, 0.5, 0.75, 1.0  # that bytes have in first cuts, where memory is short
 LARGEST = 50_000  # actions of a table that is tried, with several stages on a rank
-OVERHEAD = 200  # actions: what a try costs besides, in the time of so many
 INTERLEAVED = (2, 3, 4)  # stages on a rank that are tried for a family that leaves them open
 NORMAL = ("quick", 3), ("normal", 1)
 TABLES = {"quick": (), "normal": NORMAL, "long": (*NORMAL, ("long", 1))}  # with which effort, for how many of the best ways
@@ -49,18 +49,46 @@ class Way(NamedTuple):
 
     def descended(self, actions: int, random: Random) -> "Way":
         """With a better cut, if one is found while so many actions are timed."""
-        tries = 1 + actions // (OVERHEAD + len(self.cutting.table.lines))
-        return self._replace(best=self.cutting.descended(self.best, tries, random))
+        return self._replace(best=self.cutting.descended(self.best, actions, random))
+
+    def with_cut_of(self, others: Sequence["Way"]) -> "Way":
+        """With the cut of another table that has as many stages, where that is better."""
+        cuts = {way.best.starts for way in others if len(way.best.starts) == len(self.best.starts)}
+        found = [self.best, *map(self.cutting.at, cuts - {self.best.starts})]
+        return self._replace(best=min(found, key=lambda each: (each.over, each.seconds)))
+
+
+class Task(NamedTuple):
+    """What one replica of the pipeline is planned for."""
+
+    layers: Layers
+    rows: int  # of a step
+    counts: Sequence[int]  # into how many microbatches they may be split
+    terms: Terms
+
+    @property
+    def ranks(self) -> int:
+        """The most there are."""
+        return len(self.terms.limits)
+
+    def line(self, microbatches: int) -> Line:
+        """The layers at so many microbatches: the time of the usual one, the bytes of the one with the most rows."""
+        usual, largest = self.layers.at(self.rows / microbatches), self.layers.at(-(-self.rows // microbatches))
+        sizes = ("activation", "keep", "output")
+        return Line(
+            [one._replace(**{name: getattr(most, name) for name in sizes}) for one, most in zip(usual, largest, strict=True)]
+        )
 
 
 def plan(
     layers: Layers | Sequence[Layer],
     ranks: int,
-    memory: float | Sequence[float],
+    memory: float | str | Sequence[float],
     *,
     batch: int,
+    dp: int | Sequence[int] = 1,
     microbatches: int | Sequence[int] | None = None,
-    schedules: Sequence[str] | None = None,
+    schedules: str | Sequence[str] | None = None,
     effort: Effort = "normal",
     seed: int = 0,
     optimizer: float = ADAM,
@@ -76,14 +104,16 @@ def plan(
 
     `layers`: from `measure`, or `Layer`s, which then say what they cost for one row.
     `ranks`: the most there are; fewer are used where that is faster.
-    `memory`: bytes of each rank, for parameters, gradients, optimizer state, activations and messages; or one for each.
-    `batch`: rows of a step. `microbatches`: into how many they may be split, by default any number that divides them.
+    `memory`: bytes of each rank, or a text like "2GB", for parameters, gradients, optimizer state, activations and messages;
+    or one number for each rank of a pipeline.
+    `batch`: rows of a step. `dp`: how many replicas of the pipeline share ranks and rows; or several numbers to choose from.
+    `microbatches`: into how many the rows of a replica may be split, by default any number that divides them.
     `schedules`: names of families, by default all, and tables that are made for the model.
     `effort`: `quick` tries families only, `normal` and `long` search for tables too. The same `seed` gives the same plans.
     `optimizer`: bytes of its state for each byte of parameters; by default Adam's.
     `send`, `bandwidth`: seconds that a message takes, and bytes a second; `action`: seconds of the engine for each action.
     `cores`: how many ranks can compute at once, where they share a machine that has fewer.
-    `speeds`: of each rank, if they differ: 0.5 for one that takes twice as long as the layers say.
+    `speeds`: of each rank of a pipeline, if they differ: 0.5 for one that takes twice as long as the layers say.
     `fewer`: whether fewer ranks may be used than there are.
     `progress`: told which table is searched for, the share of that which is done, and the seconds of its step so far. If it
     returns something true, the search ends with what it has, as on Ctrl-C.
@@ -93,48 +123,82 @@ def plan(
         plans = plan(measure(model, (tokens,)), ranks=4, memory=2e9, batch=64, effort="quick")
         print(plans[0])
     """
-    layers = as_layers(layers)
-    limits = tuple(map(float, memory)) if isinstance(memory, Sequence) else (float(memory),) * ranks
-    _check(ranks, limits, tuple(speeds), batch, effort)
-    terms, random = Terms(limits, optimizer, send, bandwidth, action, cores, tuple(speeds)), Random(seed)
-    counts = _counts(microbatches, batch, ranks)
-    lines = {count: Line(layers.at(batch / count)) for count in counts}
-    ways = _families(lines, ranks, terms, _names(schedules), random, fewer)
+    _check(ranks, batch, effort)
+    tasks = [
+        Task(
+            as_layers(layers),
+            batch // replicas,
+            _counts(microbatches, batch // replicas, ranks // replicas),
+            Terms(
+                _limits(memory, ranks // replicas),
+                optimizer,
+                send,
+                bandwidth,
+                action,
+                cores / replicas,
+                _speeds(speeds, ranks // replicas),
+                replicas,
+            ),
+        )
+        for replicas in _replicas(dp, ranks, batch)
+    ]
+    names, random = _names(schedules), Random(seed)
+    ways = sorted((way for task in tasks for way in _families(task, names, random, fewer)), key=lambda way: way.rank)
     if ways[0].best.over:
-        raise PenstockError(nothing_fits(ways[0].cutting, ways[0].best, _fitting(layers, ranks, terms, batch, counts)))
+        [task] = [task for task in tasks if task.terms.dp == ways[0].cutting.terms.dp]
+        raise PenstockError(nothing_fits(ways[0].cutting, ways[0].best, _fitting(task)))
     if schedules is None:
         with suppress(KeyboardInterrupt):
             for each, many in TABLES[effort]:
                 ways = _searched(ways, each, many, seed, random, progress)
-    return [_plan(way, batch, layers.names) for way in ways if not way.best.over][:SHOWN]
+    return [_plan(way, batch, tasks[0].layers.names) for way in ways if not way.best.over][:SHOWN]
 
 
-def _check(ranks: int, limits: Sequence[float], speeds: Sequence[float], batch: int, effort: str) -> None:
+def _check(ranks: int, batch: int, effort: str) -> None:
     """Raises PenstockError for what cannot be planned for."""
     if ranks < 1 or batch < 1:
         raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, not {ranks} and {batch}")
-    if len(limits) != ranks or not min(limits) > 0:
-        raise PenstockError(f"memory is {list(limits)} for {ranks} ranks: give bytes above 0, once or for each rank")
-    if speeds and (len(speeds) != ranks or not min(speeds) > 0):
-        raise PenstockError(f"speeds are {list(speeds)} for {ranks} ranks: give a number above 0 for each rank")
     if effort not in TABLES:
         raise PenstockError(f"effort={effort!r}: use {', '.join(TABLES)}")
 
 
-def _names(schedules: Sequence[str] | None) -> list[str]:
-    names = [name for name in FAMILIES if name != "naive"] if schedules is None else list(schedules)
+def _limits(memory: float | str | Sequence[float], ranks: int) -> tuple[float, ...]:
+    given = bytes_of(memory) if isinstance(memory, str) else memory
+    limits = tuple(map(float, given)) if isinstance(given, Sequence) else (float(given),) * ranks
+    if len(limits) != ranks or not min(limits) > 0:
+        raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
+    return limits
+
+
+def _speeds(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
+    if speeds and (len(speeds) != ranks or not min(speeds) > 0):
+        raise PenstockError(f"speeds are {list(speeds)} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
+    return tuple(speeds)
+
+
+def _replicas(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
+    """Numbers of replicas that are tried: of those asked for the ones that divide both."""
+    asked = [dp] if isinstance(dp, int) else list(dp)
+    if not (found := [each for each in asked if each > 0 and ranks % each == 0 and batch % each == 0]):
+        most = math.gcd(ranks, batch)
+        raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {most}")
+    return found
+
+
+def _names(schedules: str | Sequence[str] | None) -> list[str]:
+    names = [schedules] if isinstance(schedules, str) else schedules or [name for name in FAMILIES if name != "naive"]
     if unknown := [name for name in names if name not in FAMILIES]:
         raise PenstockError(f"there is no schedule {unknown[0]!r}: choose from {', '.join(FAMILIES)}")
-    return names
+    return list(names)
 
 
-def _counts(microbatches: int | Sequence[int] | None, batch: int, ranks: int) -> list[int]:
+def _counts(microbatches: int | Sequence[int] | None, rows: int, ranks: int) -> list[int]:
     """Numbers of microbatches that are tried."""
-    if microbatches is None:
-        return [count for count in range(max(1, min(batch, ranks) // 4), min(batch, 8 * ranks) + 1) if batch % count == 0]
+    if not microbatches and microbatches != 0:
+        return [count for count in range(max(1, min(rows, ranks) // 4), min(rows, 8 * ranks) + 1) if rows % count == 0]
     counts = [microbatches] if isinstance(microbatches, int) else sorted(set(microbatches))
-    if wrong := [count for count in counts if not 1 <= count <= batch]:
-        raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
+    if wrong := [count for count in counts if not 1 <= count <= rows]:
+        raise PenstockError(f"{rows} rows cannot be split into {wrong[0]} microbatches: use 1 to {rows}")
     return counts
 
 
@@ -153,13 +217,14 @@ def tables(names: Sequence[str], ranks: int, microbatches: int, most: int) -> It
 
 
 def _families(
-    lines: dict[int, Line], ranks: int, terms: Terms, names: Sequence[str], random: Random, fewer: bool = True
+    task: Task, names: Sequence[str], random: Random, fewer: bool = True, steps: Sequence[tuple[int, int]] = STEPS
 ) -> list[Way]:
     """The best families with the best cuts, of any number of ranks that may be as fast as all."""
     ways: list[Way] = []
-    most = min(ranks, len(next(iter(lines.values())).layers))
-    for used in range(most, 0, -max(1, most // 8)) if fewer else [ranks]:
-        here = terms.first(used)
+    lines = {count: task.line(count) for count in task.counts}
+    most = min(task.ranks, len(task.layers.names))
+    for used in range(most, 0, -max(1, most // 8)) if fewer else [task.ranks]:
+        here = task.terms.first(used)
         counts = lines if used == most or not ways or ways[0].best.over else [ways[0].cutting.table.microbatches]
         for count in counts:
             line = lines[count]
@@ -169,8 +234,9 @@ def _families(
         ways = sorted(ways, key=lambda way: way.key)[: STEPS[0][0]]
     if not ways:
         raise PenstockError(f"{', '.join(names)}: all have more stages than the {most} layers, or are too large")
-    for number, actions in STEPS:
-        ways = sorted([way.descended(actions, random) for way in ways[:number]], key=lambda way: way.key)
+    for number, actions in steps:
+        ways[:number] = [way.with_cut_of(ways[:number]).descended(actions, random) for way in ways[:number]]
+        ways.sort(key=lambda way: way.key)
     return sorted(ways, key=lambda way: way.rank)
 
 
@@ -192,34 +258,44 @@ def _even(line: Line, ranks: int, terms: Terms, stages: int, part: float) -> Sta
     return tuple(balanced(costs, stages))
 
 
-def _fitting(layers: Layers, ranks: int, terms: Terms, batch: int, counts: Sequence[int]) -> Iterator[str]:
+def _fitting(task: Task) -> Iterator[str]:
     """What would fit, each change alone: the nearest number of microbatches above those tried, and of ranks."""
-    names, random = ("1f1b", "zb-h1", "v-min"), Random(0)
-    for count in (count for count in range(max(counts) + 1, batch + 1) if batch % count == 0):
-        if not _families({count: Line(layers.at(batch / count))}, ranks, terms, names, random)[0].best.over:
-            yield f"{count} microbatches, of {batch // count} rows"
+    names, random, ranks = ("1f1b", "zb-h1", "v-min"), Random(0), task.ranks
+    for count in (count for count in range(max(task.counts) + 1, task.rows + 1) if task.rows % count == 0):
+        if not _families(task._replace(counts=[count]), names, random, steps=STEPS[:2])[0].best.over:
+            yield f"{count} microbatches, of {task.rows // count} rows"
             break
-    lines = {count: Line(layers.at(batch / count)) for count in counts}
-    for more in range(ranks + 1, min(2 * ranks, len(layers.names)) + 1):
-        wider = terms._replace(limits=terms.limits + (max(terms.limits),) * (more - ranks), speeds=())
-        if not _families(lines, more, wider, names, random)[0].best.over:
+    for more in range(ranks + 1, min(2 * ranks, len(task.layers.names)) + 1):
+        limits = task.terms.limits + (max(task.terms.limits),) * (more - ranks)
+        wider = task._replace(terms=task.terms._replace(limits=limits, speeds=()))
+        if not _families(wider, names, random, steps=STEPS[:2])[0].best.over:
             yield f"{more} ranks"
             break
 
 
 def _plan(way: Way, batch: int, names: Sequence[str]) -> Plan:
     cutting, best, table = way.cutting, way.best, way.cutting.table.schedule
-    terms, ways = cutting.terms, cutting.ways(best.choices)
-    costs, line = cutting.costs(best), cutting.line
-    timeline = simulate(table, costs)
-    seconds = timeline.makespan if terms.cores >= table.ranks else best.seconds
-    bound = least(line.layers, table.ranks, table.microbatches, terms.cores, terms.speeds)
+    terms, ways, stages = cutting.terms, cutting.ways(best.choices), cutting.stages(best.starts)
+    costs, layers = cutting.costs(best), cutting.line.layers
+    timeline, reduced = simulate(table, costs), cutting.reduced(stages)
+    seconds = timeline.makespan + reduced if terms.cores >= table.ranks else best.seconds
+    shared = terms.reduced(sum(layer.parameters for layer in layers) / table.ranks)
+    bound = least(layers, table.ranks, table.microbatches, terms.cores, terms.speeds) + shared
     peaks = [held + more for held, more in zip(timeline.peak_memory, cutting.reserved(best), strict=True)]
-    cuts = tuple(names[start] for start in best.starts[1:])
     again = table.microbatches * sum(each.seconds for each in ways)
-    reason = why(line.layers, timeline, table.microbatches, again)
-    recompute = tuple(each.recompute for each in ways)
-    return Plan(table, cuts, recompute, table.microbatches, seconds, bound, tuple(peaks), reason, costs, batch)
+    return Plan(
+        table,
+        cuts=tuple(names[start] for start in best.starts[1:]),
+        recompute=tuple(each.recompute for each in ways),
+        microbatches=table.microbatches,
+        seconds=seconds,
+        bound=bound,
+        peak_memory=tuple(peaks),
+        why=why(layers, timeline, table.microbatches, again, reduced),
+        costs=costs,
+        batch=batch,
+        dp=terms.dp,
+    )
 
 
 def _searched(ways: Sequence[Way], effort: str, many: int, seed: int, random: Random, progress: Progress | None) -> list[Way]:

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.plan.stages import Recompute
 from penstock.plan.timing import KINDS, TimedTable
-from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
+from penstock.schedule import Costs, Kind, Measurement, Schedule, Timeline, from_rows, simulate, verify
 from penstock.schedule.timing.explanation import bytes_told
 
 FORMAT = "penstock plan 1"
@@ -35,7 +35,8 @@ class Plan:
     peak_memory: tuple[float, ...]
     why: str
     costs: Costs  # of its stages, for `simulate`
-    batch: int  # rows
+    batch: int  # rows, of all replicas
+    dp: int = 1  # replicas; the rest is said of each
 
     @property
     def ranks(self) -> int:
@@ -47,12 +48,24 @@ class Plan:
         """The planned step, without optimizer."""
         return replace(simulate(self.schedule, self.costs), memory_unit="bytes")
 
+    @property
+    def measurement(self) -> Measurement:
+        """What its stages are planned to cost, as if it had been measured: to predict other tables by."""
+        stages = self.schedule.stages
+        table, free = self.costs.table(stages), dict.fromkeys(Kind, (0.0,) * stages)
+        sends = tuple(map(sum, self.costs.borders(stages)))
+        work = tuple(map(sum, zip(table[Kind.F], table[Kind.B], strict=True)))
+        layers = work if all(work) else ()
+        times = {kind: tuple(times) for kind, times in table.items()}
+        return Measurement(self.schedule, times, free, sends, layers=layers, sizes=self.costs.sizes(stages))
+
     def __str__(self) -> str:
         """In a few lines."""
         again = [f"stage {stage} ({way})" for stage, way in enumerate(self.recompute) if way]
         above = self.seconds / self.bound - 1
         return (
-            f"{self.schedule.name} on {self.ranks} ranks, {self.microbatches} microbatches: "
+            f"{self.schedule.name} on {self.ranks} ranks{f', {self.dp} replicas' if self.dp > 1 else ''}, "
+            f"{self.microbatches} microbatches: "
             f"{1e3 * self.seconds:.4g} ms a step, {above:.1%} above what none can be below\n"
             f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(again) or 'nothing'}\n"
             f"at the fullest {', '.join(map(bytes_told, self.peak_memory))}\n"
@@ -78,7 +91,7 @@ def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) 
     return median(drawn), max(drawn)
 
 
-_PLAIN = ("batch", "microbatches", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")
+_PLAIN = ("batch", "dp", "microbatches", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")
 
 
 def is_plan(path: str | PathLike[str]) -> bool:
@@ -93,16 +106,23 @@ def is_plan(path: str | PathLike[str]) -> bool:
 def load(path: str | PathLike[str]) -> Plan:
     """Read what `Plan.save` wrote, and prove its table. Raises PenstockError for anything else."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
-            raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
-        plan = _plan(data)
+        return read(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise PenstockError(f"cannot read a plan from {path}: {error.strerror}") from error
+    except UnicodeError as error:
+        raise PenstockError(f"{path} is no plan of `penstock plan`: {error}") from error
+
+
+def read(text: str, name: str) -> Plan:
+    """The plan in the `text` of a file called `name`. Raises PenstockError for anything else."""
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
+        return _plan(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
-        raise PenstockError(f"{path} is no plan of `penstock plan`: {why}") from error
-    return plan
+        raise PenstockError(f"{name} is no plan of `penstock plan`: {why}") from error
 
 
 def _plan(data: dict[str, Any]) -> Plan:
@@ -128,4 +148,5 @@ def _plan(data: dict[str, Any]) -> Plan:
         str(data["why"]),
         costs,
         int(data["batch"]),
+        int(data.get("dp", 1)),
     )

@@ -7,6 +7,7 @@ thousands of cuts that are tried on one table.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from random import Random
 
 from penstock.schedule import Action, Kind, Schedule, simulate
@@ -27,6 +28,21 @@ class TimedTable:
         self.homes = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
         self.lines = _lines(self.schedule)
         self.counts = [_counts(row, home) for row, home in zip(schedule.actions, self.homes, strict=True)]
+        self._work = [(sorted({self._code(action) for action in row}), row[-1]) for row in schedule.actions]
+
+    def _code(self, action: Action) -> int:
+        return KINDS.index(action.kind) * len(self.placement) + action.stage
+
+    def least(self, costs: Sequence[float]) -> float:
+        """What `seconds` are not below: the work of a rank, what comes before its first action, and what after its last one."""
+        stages = len(self.placement)
+        forwards, inputs = ([0.0, *accumulate(costs[first : first + stages])] for first in (0, 2 * stages))
+        return max(
+            forwards[home[0]]
+            + self.microbatches * sum([costs[code] for code in codes])
+            + (0.0 if last.kind is Kind.W else inputs[last.stage])
+            for home, (codes, last) in zip(self.homes, self._work, strict=True)
+        )
 
     def shaken(self, costs: Sequence[float], lags: Sequence[float], share: float, random: Random) -> float:
         """The makespan where every action takes up to `share` more or less."""

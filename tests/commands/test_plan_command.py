@@ -86,7 +86,10 @@ def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
     assert Schedule.from_csv(tmp_path / "found.csv").stages == 8
 
 
-@pytest.mark.parametrize(("text", "size"), [("2GB", 2e9), ("500 mb", 5e8), ("1.5T", None), ("0MB", None), ("lots", None)])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GB", 2e9), ("500 mb", 5e8), ("2GiB", 2**31), ("2e9", 2e9), ("1.5T", None), ("0MB", None), ("lots", None)],
+)
 def test_memory_is_written_with_a_unit(text, size):
     if size is None:
         with pytest.raises(PenstockError, match="write it as 2GB"):

@@ -78,8 +78,9 @@ def test_fewer_ranks_are_used_where_that_is_faster():
 
 def test_ranks_that_share_cores_take_no_less_than_their_work_does():
     work = 16 * 16 * 0.006
-    assert quick(cores=2)[0].seconds >= work / 2
-    assert quick()[0].seconds < work / 3
+    counts = [4, 16]
+    assert quick(cores=2, microbatches=counts)[0].seconds >= work / 2
+    assert quick(microbatches=counts)[0].seconds < work / 3
 
 
 def test_a_rank_that_is_slow_gets_fewer_layers():
@@ -133,11 +134,44 @@ def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
         ({"memory": -1}, "above 0"),
         ({"microbatches": 17}, "use 1 to 16"),
         ({"schedules": ["1f2b"]}, "no schedule '1f2b'"),
+        ({"schedules": "1f2b"}, "no schedule '1f2b'"),
+        ({"memory": "2 lumps"}, "write it as 2GB"),
+        ({"memory": 0}, "above 0"),
+        ({"batch": 0}, "1 row or more"),
+        ({"microbatches": 0}, "use 1 to 16"),
+        ({"dp": 3}, "such as 4"),
+        ({"ranks": 32, "fewer": False}, "more stages than the 16 layers"),
     ],
 )
 def test_what_cannot_be_planned_for_is_told(wrong, told):
     with pytest.raises(PenstockError, match=told):
         quick(**wrong)
+
+
+def test_replicas_share_ranks_and_rows_and_sum_what_their_parameters_are():
+    options = {"schedules": "1f1b", "fewer": False, "microbatches": 4}
+    one, two, four = (quick(dp=dp, bandwidth=1e9, **options)[0] for dp in (1, 2, 4))
+    assert (one.dp, one.ranks, two.dp, two.ranks) == (1, 4, 2, 2)
+    summed = 2 * (2 - 1) / 2 * 8 * MB / 1e9  # a ring of two: half of the 8 layers' gradients there, half back
+    assert two.seconds == pytest.approx(two.timeline.makespan + summed)
+    assert two.bound <= two.seconds
+    best = quick(dp=[1, 2, 4], bandwidth=1e9, **options)[0]
+    assert best == min(one, two, four, key=lambda each: each.seconds) == four  # no pipeline, no bubble
+    assert "on 1 ranks, 4 replicas" in str(best)
+    assert "the replicas sum their gradients" in quick(dp=4, bandwidth=1e7, **options)[0].why
+
+
+def test_memory_is_that_of_the_largest_microbatch():
+    even, uneven = (quick(batch=batch, microbatches=4, schedules="1f1b", fewer=False)[0] for batch in (8, 5))
+    assert uneven.costs.act == even.costs.act  # of 2, 1, 1, 1 rows
+    assert uneven.seconds < even.seconds
+
+
+def test_a_plans_stages_predict_its_own_step_and_other_tables():
+    found = quick(send=0.001, bandwidth=1e9, schedules="1f1b", microbatches=8)[0]
+    assert found.measurement.predict(found.schedule).makespan == pytest.approx(found.timeline.makespan)
+    other = build("gpipe", 4, 8)
+    assert found.measurement.predict(other).makespan == pytest.approx(simulate(other, found.costs).makespan)
 
 
 def test_schedules_that_need_more_stages_than_there_are_layers_are_told():
@@ -177,7 +211,7 @@ def test_the_fullest_that_a_table_makes_its_ranks_is_what_the_simulator_says(nam
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path):
-    found = quick(memory=100 * MB, send=0.001)[0]
+    found = quick(memory="100MB", ranks=8, dp=2, send=0.001)[0]
     found.save(tmp_path / "plan.json")
     again = load(tmp_path / "plan.json")
     assert again == replace(found, costs=again.costs)

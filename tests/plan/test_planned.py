@@ -67,6 +67,34 @@ def test_what_layers_cost_is_measured(clock):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Translator(nn.Module):
+    """An encoder whose output every layer of the decoder looks at."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+        self.decoder = nn.ModuleList([nn.Bilinear(4, 16, 4) for _ in range(2)])
+
+    def forward(self, source, target):
+        for layer in self.encoder:
+            source = layer(source)
+        for layer in self.decoder:
+            target = layer(target, source)
+        return target
+
+
+def test_a_border_carries_what_flies_past_it_as_well():
+    example = torch.randn(4, 16), torch.randn(4, 4)
+    source, target = 4 * 16 * 4, 4 * 4 * 4  # bytes
+    both = [source + target, source + target, source + target, target]
+    for rows, times in ((4, 1), (1, 0.25)):
+        found = measure(Translator(), example, seconds=0).at(rows)
+        assert [layer.output for layer in found] == [times * each for each in both]
+    with torch.device("meta"):
+        model = Translator()
+    assert [layer.output for layer in estimate(model, example, speed=1e9).at(1)] == both
+
+
 def test_the_loss_counts_to_the_last_layer(clock):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 

@@ -251,7 +251,7 @@ def _explained(setup: Setup, timelines: list[Timeline]) -> str:
         list(write([record], html=folder / "timeline.html"))
     told = record.explanation
     many = crowding(timelines[0].ranks, cores()) if config.device != "cuda" else ""
-    better = advice(config, folder, balance, measured) if folder is not None and balance else ""
+    better = advice(config, folder, balance, setup.parameters, measured) if folder is not None and balance else ""
     return f"{told.verdict_told}\n{told}{better}{many}" if told else ""
 
 

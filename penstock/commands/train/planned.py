@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,8 @@ def with_plan(config: TrainConfig) -> tuple[TrainConfig, Plan | None]:
 
 
 def _as_planned(config: TrainConfig, chosen: Plan) -> TrainConfig:
-    return replace(config, ranks=chosen.ranks, microbatches=chosen.microbatches, schedule=chosen.schedule.name)
+    dp = chosen.dp if chosen.dp > 1 else config.dp  # a plan for one replica is a plan for each of several
+    return replace(config, ranks=chosen.ranks, dp=dp, microbatches=chosen.microbatches, schedule=chosen.schedule.name)
 
 
 def _made(config: TrainConfig) -> list[Plan]:
@@ -55,18 +56,21 @@ def _made(config: TrainConfig) -> list[Plan]:
         plan,
         layers,
         memory=limit,
-        batch=config.batch // config.dp,
+        batch=config.batch // config.dp * config.dp,
+        dp=config.dp,
         effort="quick",
         send=beside.send,
         bandwidth=beside.bandwidth,
         action=beside.action,
-        cores=at_once / config.dp,
+        cores=at_once,
     )
-    plans = planned(ranks=config.ranks)[:1]
+    plans = planned(ranks=config.ranks * config.dp)[:1]
     with suppress(PenstockError):  # it does not fit on fewer ranks; what was typed does not fit, or is no family
         if plans[0].ranks * config.dp > at_once:
-            plans += planned(ranks=max(1, at_once // config.dp))[:1]
-        plans += planned(ranks=config.ranks, schedules=[config.schedule], microbatches=config.microbatches, fewer=False)[:1]
+            plans += planned(ranks=max(1, at_once // config.dp) * config.dp)[:1]
+        plans += planned(
+            ranks=config.ranks * config.dp, schedules=[config.schedule], microbatches=config.microbatches, fewer=False
+        )[:1]
     return plans
 
 
@@ -133,10 +137,12 @@ def against_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str:
     return "\n".join(lines)
 
 
-def advice(config: TrainConfig, folder: Path, balance: Balance, measured: Measurement) -> str:
-    """What is planned at a run's own costs, in the memory it has; they are kept in its `folder`, for `penstock plan`."""
-    model, batch = task(config)[1], config.batch // config.dp
-    sizes = [sum(each.nbytes for each in model.get_submodule(name).parameters()) for name in balance.names]
+def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapping[str, float], measured: Measurement) -> str:
+    """What is planned at a run's own costs, in the memory it has; they are kept in its `folder`, for `penstock plan`.
+
+    `parameters`: bytes of each layer.
+    """
+    batch, sizes = config.batch // config.dp, [parameters[name] for name in balance.names]
     layers = of_run(measured, balance, sizes, -(-batch // config.microbatches))
     layers.save(folder / COSTS)
     if config.ranks * config.dp > cores() and config.device != "cuda":

@@ -35,6 +35,7 @@ class Setup:
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
     rate: torch.optim.lr_scheduler.LRScheduler
+    parameters: dict[str, int]  # bytes, of every layer of the uncut model
 
     @property
     def speaks(self) -> bool:
@@ -67,10 +68,11 @@ def prepared(config: TrainConfig, folder: Path | None) -> Setup:
     topology = comms.current_topology()
     torch.manual_seed(config.seed)
     source, model, loss_fn = task(config)
+    sizes = {name: sum(each.nbytes for each in layer.parameters()) for name, layer in model.named_children()}
     pipe = _cut(config, topology, source, model, loss_fn)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    return Setup(config, topology, *_of_rank_0(folder), source, pipe, optimizer, rate)
+    return Setup(config, topology, *_of_rank_0(folder), source, pipe, optimizer, rate, sizes)
 
 
 def task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, Loss]:

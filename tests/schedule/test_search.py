@@ -1,7 +1,11 @@
 """A searched table is proved, timed, within its limit, the same each time, and never longer than a published one."""
 
+import itertools
+import os
 import random
+import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +15,10 @@ from random_tables import some_skips, whole_numbers
 from penstock.schedule import Costs, Found, ScheduleError, build, search, simulate, verify
 from penstock.schedule.searching import annealing
 from penstock.schedule.searching import search as searching
-from penstock.schedule.searching.machine import Machine
-from penstock.schedule.searching.moves import Moved
-from penstock.schedule.searching.position import INFINITE, Position
+from penstock.schedule.searching.machine import INFINITE, Machine
+from penstock.schedule.searching.moves import Moved, moved
+from penstock.schedule.searching.pairs import paired
+from penstock.schedule.searching.position import Position
 from penstock.schedule.searching.starts import families, in_groups
 from penstock.schedule.searching.wheel import turning, unrolled
 
@@ -107,9 +112,31 @@ def test_a_search_ends_where_it_is_proven_that_there_is_nothing_shorter():
     assert max(told) < 0.1
 
 
-def test_the_same_seed_gives_the_same_table():
+def test_the_same_seed_gives_the_same_table_in_any_process():
     first, second = (search(COSTS, V, 4, limit=1.5, effort="quick", seed=7, progress=soon) for _ in range(2))
     assert first == second
+    program = """
+from penstock.schedule import Costs, search
+costs = Costs(forward=30, backward_input=40, backward_weight=20, act=0.5)
+found = search(costs, (0, 1, 2, 2, 1, 0), 4, 1.5, "quick", 7, progress=lambda done, makespan: done > 0.05)
+print(found.schedule.digest())
+"""
+    other = os.environ | {"PYTHONHASHSEED": "1"}
+    told = subprocess.run([sys.executable, "-c", program], env=other, capture_output=True, check=True, text=True)
+    assert told.stdout.strip() == first.schedule.digest()
+
+
+def test_what_can_run_in_one_order_only_is_not_moved():
+    machine = Machine(COSTS, (0, 1, 1, 0), 2, [INFINITE] * 2)
+    first, second = machine.rows(build("zb-v", 2, 2))
+    for row in (first, second):
+        for index, places in itertools.product(range(len(row)), (-6, -1, 1, 6)):
+            new = moved(machine, row, index, places, 2).row
+            assert sorted(new) == sorted(row)
+            for microbatch in (0, 1):  # F of the earlier stage, F of the later one, its I, the other I
+                chain = [action for action in row if action % 2 == microbatch and action < machine.first_weight]
+                assert [action for action in new if action in chain] == chain
+                assert all(new.index(action) < new.index(action + machine.first_back) for action in chain[2:])
 
 
 def test_tables_for_many_microbatches_grow_from_those_for_few():
@@ -190,9 +217,28 @@ def test_without_or_tools_one_sentence_says_what_to_install(monkeypatch):
         search(COSTS, V, 4, effort="optimal")
 
 
+def test_forwards_and_backwards_that_overlap_become_pairs():
+    costs, placement = Costs(3, 4, 3, overlap=0.2), (0, 1, 1, 0)
+    found = search(costs, placement, 4, 3, "quick", progress=soon).schedule
+    plain = replace(found, overlaps=frozenset())
+    table = paired(plain, lambda table: simulate(table, costs).makespan, 100)
+    verify(table)
+    assert table.overlaps
+    assert simulate(table, costs).makespan < simulate(plain, costs).makespan
+
+
 def test_or_tools_is_not_asked_about_pairs():
     with pytest.raises(ScheduleError, match=r"knows no pairs that overlap: use 'long', or overlap=0 and not 0\.5"):
         search(Costs(overlap=0.5), V, 4, effort="optimal")
+
+
+def test_ctrl_c_before_there_is_any_table_gives_one_microbatch_after_the_other(monkeypatch):
+    def pressed(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(searching, "_search", pressed)
+    found = search(COSTS, (0, 1, 0, 1, 1), 3, limit=1.5, effort="long")
+    assert (found.makespan, found.family) == (3 * 5 * 90, None)
 
 
 def test_ctrl_c_gives_the_best_so_far():
@@ -210,7 +256,12 @@ def test_ctrl_c_gives_the_best_so_far():
         ({"limit": float("nan")}, "no table keeps the limit"),
         ({"placement": (0, 2)}, "is none: give the rank of every stage"),
         ({"placement": ()}, "is none: give the rank of every stage"),
+        ({"limit": "2"}, "limit='2': give one number, or one for each rank"),
+        ({"placement": 3}, "is none: give the rank of every stage"),
         ({"microbatches": 0}, "microbatches=0: use a whole number"),
+        ({"seed": None}, "seed=None: use a whole number"),
+        ({"costs": None}, "costs=None are none"),
+        ({"costs": Costs(overlap=2)}, "overlap is 2: give the share"),
         ({"effort": "huge"}, "effort='huge': use quick, normal, long"),
         ({"costs": Costs(forward=[1, 2])}, "forward has 2 costs for 6 stages"),
         ({"costs": Costs(forward=-1)}, "a cost is a time, 0 or more"),

@@ -9,6 +9,7 @@
 `wheel`      rows that do the same for every microbatch
 `growing`    rows for many microbatches from those for few
 `bounds`     what no table can be shorter than
+`pairs`      forwards and backwards that overlap
 `proving`    small pipelines to the end, by OR-Tools
 `search`     all of it together, and what is found
 """

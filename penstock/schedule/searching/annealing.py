@@ -2,17 +2,17 @@
 
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable
 
-from penstock.schedule.searching.machine import Machine
-from penstock.schedule.searching.moves import Moved, earlier, later
+from penstock.schedule.searching.machine import INFINITE, Machine
+from penstock.schedule.searching.moves import Moved, moved
 from penstock.schedule.searching.position import Position
 
-FAR = 6  # places that an action moves at most
+FAR, LONG = 6, 3.0  # places that an action moves at most; and how far several stages do, in times of a typical action
 LOOSEN, ACROSS = 0.03, 0.15  # the share of moves of a rank's slack, and of those on several stages
 FOCUS = 0.5  # the share of moves, of the others, that begin on the critical chain: no step gets shorter without one
 SOON = 512  # moves between two reports
-Move = Callable[[Machine, list[int], int, int, int], Moved]
 Report = Callable[[int, Position], None]  # steps since the last report, and where the annealing stands
 
 
@@ -62,29 +62,30 @@ def _on_one_rank(position: Position, dice: random.Random) -> dict[int, Moved]:
         rank = int(dice.random() * machine.ranks)
         index = int(dice.random() * len(position.rows[rank]))
     row = position.rows[rank]
-    move, places, actions = _how(machine, dice)
-    moved = move(machine, row, index, places, actions)
-    return {rank: moved} if moved.first < len(row) else {}
+    places = 1 + int(dice.random() * FAR)
+    new = moved(machine, row, index, places if dice.random() < 0.5 else -places, _how_many(machine, dice))
+    return {rank: new} if new.first < len(row) else {}
 
 
 def _on_stages(position: Position, dice: random.Random) -> dict[int, Moved]:
-    """The F or I of a microbatch, or of some or all that follow it, on 2 to 5 stages in a row."""
+    """The F or I of a microbatch on some stages in a row, and of some or all that follow it, all moved by the same time."""
     machine, changed = position.machine, dict[int, Moved]()
     first, microbatch = int(dice.random() * machine.stages), int(dice.random() * machine.microbatches)
-    stages = range(first, min(machine.stages, first + 2 + int(dice.random() * 4)))
+    stages = range(first, min(machine.stages, first + 2 + int(dice.random() * (machine.stages - 1))))
     kind = machine.stages if dice.random() < 0.5 else 0
-    move, places, actions = _how(machine, dice)
+    shift, actions = (2 * dice.random() - 1) * LONG * machine.typical, _how_many(machine, dice)
     for stage in stages:
-        rank = machine.placement[stage]
+        rank, action = machine.placement[stage], (kind + stage) * machine.microbatches + microbatch
+        trace, index = position.trace[rank], position.rows[rank].index(action)
+        places = bisect_right(trace, (trace[index + 1][0] + shift, INFINITE)) - 2 - index
         row, before = changed.get(rank, Moved(position.rows[rank], len(machine.cost)))
-        moved = move(machine, row, row.index((kind + stage) * machine.microbatches + microbatch), places, actions)
-        if moved.first < len(row):
-            changed[rank] = Moved(moved.row, min(before, moved.first))
+        new = moved(machine, row, row.index(action), places, actions)
+        if new.first < len(row):
+            changed[rank] = Moved(new.row, min(before, new.first))
     return changed
 
 
-def _how(machine: Machine, dice: random.Random) -> tuple[Move, int, int]:
-    """Which way, how many places, and how many actions of a code."""
+def _how_many(machine: Machine, dice: random.Random) -> int:
+    """How many actions of a code move: one, some, or all that there are."""
     some = dice.random()
-    actions = 1 if some < 0.6 else 2 + int(dice.random() * 7) if some < 0.85 else machine.microbatches
-    return earlier if dice.random() < 0.5 else later, 1 + int(dice.random() * FAR), actions
+    return 1 if some < 0.6 else 2 + int(dice.random() * 7) if some < 0.85 else machine.microbatches

@@ -4,8 +4,7 @@ import heapq
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import Machine
-from penstock.schedule.searching.position import INFINITE
+from penstock.schedule.searching.machine import INFINITE, Machine
 from penstock.schedule.table import Kind
 
 
@@ -31,7 +30,7 @@ def bound(machine: Machine) -> Bound:
 def heads_and_tails(machine: Machine) -> tuple[list[float], list[float]]:
     """How long it takes at least from the begin to every action, and from its end to the end of the step."""
     cheapest = _cheapest(machine)
-    return _earliest(cheapest), _latest(cheapest)
+    return _earliest(cheapest), cheapest.tails
 
 
 def _cheapest(machine: Machine) -> Machine:
@@ -55,7 +54,7 @@ def _earliest(machine: Machine) -> list[float]:
     """When every action can start at best, if only its chain and the microbatches before it are counted."""
     heads = [0.0] * len(machine.cost)
     count, there = machine.microbatches, list(machine.there)
-    for code in order(machine):
+    for code in machine.order():
         free = 0.0
         for action in range(code * count, (code + 1) * count):
             weight = action >= machine.first_weight
@@ -70,31 +69,6 @@ def _earliest(machine: Machine) -> list[float]:
             for send in machine.sends[action]:
                 there[send.slot] = free + send.transmission + send.latency
     return heads
-
-
-def _latest(machine: Machine) -> list[float]:
-    """How long it takes at least from the end of every action to the end of the step."""
-    tails = [0.0] * len(machine.cost)
-    count = machine.microbatches
-    for code in reversed(order(machine)):
-        follows = 0.0
-        for action in reversed(range(code * count, (code + 1) * count)):
-            ways = [follows]
-            for send in machine.sends[action]:
-                taker = machine.taker[send.slot]
-                ways.append(send.transmission + send.latency + machine.cost[taker] + tails[taker])
-            weight = action + machine.first_back
-            if action >= machine.first_back and weight < len(machine.cost):
-                ways.append(machine.cost[weight] + tails[weight])
-            tails[action] = max(ways)
-            follows = tails[action] + machine.cost[action]
-    return tails
-
-
-def order(machine: Machine) -> list[int]:
-    """The codes, each behind those that it needs."""
-    stages = machine.stages
-    return [*range(stages), *reversed(range(stages, 2 * stages)), *range(2 * stages, len(machine.times))]
 
 
 def _one_rank(machine: Machine, rank: int, heads: list[float], tails: list[float]) -> float:
@@ -132,4 +106,4 @@ def _memory(machine: Machine, rank: int, heads: list[float]) -> float:
             area += count * machine.sizes[stage].keep * machine.times[weight]
     limit = machine.limits[rank]
     begin = min(heads[stage * count] for stage in machine.stages_of[rank])
-    return begin + area / limit if 0 < limit < float("inf") else 0.0
+    return begin + area / limit if 0 < limit < INFINITE else 0.0

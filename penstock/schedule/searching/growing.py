@@ -53,7 +53,7 @@ def _windows(few: Position, rank: int, codes: list[int], period: int) -> Iterato
     width = period * len(set(codes))
     for at in range(len(codes) - width + 1):
         if set(Counter(codes[at : at + width]).values()) == {period}:
-            yield few.trace[rank][at][0], at
+            yield few.trace[rank][at + 1][0], at
 
 
 def _repeated(machine: Machine, codes: list[int], at: int, period: int, copies: int) -> list[int]:

@@ -6,6 +6,7 @@ Microbatches are alike, so no other order of them is needed than 0, 1, 2, ..: th
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from penstock.schedule.table import Action, Kind, Table, takers
 from penstock.schedule.timing.simulate import Costs
 
 Rows = list[list[int]]  # rank -> the numbers of its actions, in order
+INFINITE = float("inf")
 TOLERANCE = 1e-9  # relative: memories that differ by less are the same
 
 
@@ -47,6 +49,10 @@ class Machine:
         self.typical = sum(self.times) / len(self.times)
         self.cost = self._of_actions(self.times)
         self.change = self._of_actions([size.change(kind) for kind in self.kinds for size in self.sizes])
+        signs = (1, -1, 0)[: len(self.kinds)]
+        self.net = self._of_actions(
+            [sign * size.act for sign in signs for size in self.sizes]
+        )  # with every W that can run done
         self.work = [
             microbatches * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.stages] == rank)
             for rank in range(self.ranks)
@@ -101,6 +107,29 @@ class Machine:
                     own = there[0] == there[1]
                     yield base + stage, base + taker, Send(0, None, 0.0, 0.0) if own else Send(0, there, *border)
         yield stages - 1, 2 * stages - 1, Send(0, None, 0.0, 0.0)
+
+    def order(self) -> list[int]:
+        """The codes, each behind those that it needs."""
+        stages = self.stages
+        return [*range(stages), *reversed(range(stages, 2 * stages)), *range(2 * stages, len(self.times))]
+
+    @cached_property
+    def tails(self) -> list[float]:
+        """How long it takes at least from the end of every action to the end of the step."""
+        tails, count = [0.0] * len(self.cost), self.microbatches
+        for code in reversed(self.order()):
+            follows = 0.0
+            for action in reversed(range(code * count, (code + 1) * count)):
+                ways = [follows]
+                for send in self.sends[action]:
+                    taker = self.taker[send.slot]
+                    ways.append(send.transmission + send.latency + self.cost[taker] + tails[taker])
+                weight = action + self.first_back
+                if action >= self.first_back and weight < len(self.cost):
+                    ways.append(self.cost[weight] + tails[weight])
+                tails[action] = max(ways)
+                follows = tails[action] + self.cost[action]
+        return tails
 
     def without_weights(self, rows: Rows) -> Rows:
         """`rows` without their W."""

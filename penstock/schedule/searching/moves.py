@@ -1,4 +1,4 @@
-"""Rows with actions moved past others; actions of one code, and those of one stage and microbatch, stay in order."""
+"""Rows with actions moved past others. What can only run in one order stays in it."""
 
 from typing import NamedTuple
 
@@ -12,35 +12,25 @@ class Moved(NamedTuple):
     first: int
 
 
-def earlier(machine: Machine, row: list[int], index: int, places: int, actions: int) -> Moved:
-    """The action at `index` and those after it of its code, `actions` in all, each up to `places` earlier."""
-    count, apart = machine.microbatches, machine.first_back
-    new, first = row[:], len(row)
+def moved(machine: Machine, row: list[int], index: int, places: int, actions: int) -> Moved:
+    """The action at `index` and those after it of its code, `actions` in all, up to `places` later, or -`places` earlier."""
+    count, new, first = machine.microbatches, row[:], len(row)
+    step = 1 if places > 0 else -1
     code = row[index] // count
-    for action in range(row[index], min(row[index] + actions, (code + 1) * count)):
-        index = at = new.index(action, index)
-        least, needed = max(0, index - places), action - apart
-        while at > least and new[at - 1] != needed and new[at - 1] // count != code:
-            at -= 1
-        if at < index:
-            del new[index]
-            new.insert(at, action)
-            first = min(first, at)
-    return Moved(new, first)
-
-
-def later(machine: Machine, row: list[int], index: int, places: int, actions: int) -> Moved:
-    """The action at `index` and those after it of its code, `actions` in all, each up to `places` later."""
-    count, apart = machine.microbatches, machine.first_back
-    new, first = row[:], len(row)
-    code = row[index] // count
-    for action in reversed(range(row[index], min(row[index] + actions, (code + 1) * count))):
+    for action in range(row[index], min(row[index] + actions, (code + 1) * count))[::-step]:
         here = at = new.index(action, index)
-        most, needing = min(len(new) - 1, here + places), action + apart
-        while at < most and new[at + 1] != needing and new[at + 1] // count != code:
-            at += 1
-        if at > here:
-            del new[here]
-            new.insert(at, action)
-            first = here
+        last = max(0, min(here + places, len(new) - 1))
+        while at != last and not _in_order(machine, new[at + step], action):
+            at += step
+        if at != here:
+            new.insert(at, new.pop(here))
+            first = min(first, here, at)
     return Moved(new, first)
+
+
+def _in_order(machine: Machine, one: int, other: int) -> bool:
+    """Whether two actions of a rank are of one code, or of one microbatch and need each other, if only by other ranks."""
+    count, first_weight = machine.microbatches, machine.first_weight
+    if (one - other) % count:
+        return one // count == other // count
+    return (one < first_weight and other < first_weight) or abs(one - other) == machine.first_back

@@ -1,25 +1,24 @@
 """Where a search stands: rows, and when everything in them runs; changed one row at a time.
 
-This is the loop that a search spends its time in, hence long functions of plain lists. Three things make it short:
+This is the loop that a search spends its time in, hence a long function of plain lists. Three things make it short:
 
 * Only what can change is run again: what begins after the end of the last action before the change.
-* It gives up as soon as a rank has idled so long that the step cannot end in time.
+* It gives up as soon as the step cannot end in time: by what a rank has idled, or by the chain behind an action.
 * The rows may leave out W. Then a W, the oldest, runs where it ends before the next F or I can start (plus the `slack` of its
   rank), where memory is full, and at the end.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import TOLERANCE, Machine, Rows
+from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Rows
 from penstock.schedule.searching.moves import Moved
 
-INFINITE = float("inf")
-ATTEMPT = 30  # steps that an attempt counts for, beside the actions that it runs
+ATTEMPT, REPAIR, LOOK = 30, 20, 5  # steps that count for an attempt, a repair, and a look at a row, beside the actions that run
 
-Trace = list[tuple[float, float, float, int, int]]  # after every action of a row: time, memory, least end, W and I done
-_NOTHING = (0.0, 0.0, 0.0, 0, 0)
+Trace = list[tuple[float, float, float, int, int]]  # before a row and after each action: time, memory, least end, W and I done
 Slots = list[float]  # when what is needed is there; -1: not yet; -2 - r: not yet, and rank r waits for it
 
 
@@ -35,7 +34,7 @@ class _Tried(NamedTuple):
     """What follows from an attempt, if it is accepted."""
 
     rows: Rows
-    backs: Rows  # the W that the rows leave out, in order
+    put_off: Rows
     there: Slots
     begin: list[int]
     traces: list[Trace]
@@ -47,14 +46,13 @@ class Position:
 
     def __init__(self, machine: Machine, rows: Rows, slack: list[float] | None = None) -> None:
         self.machine, self.steps = machine, 0  # actions run so far
-
         self.go_to(State(INFINITE, rows, slack))
 
     def go_to(self, state: State) -> None:
         """Stand where `state` is."""
         self.rows, self.slack = state.rows[:], state.slack and state.slack[:]
-        self.backs: Rows = [[] for _ in self.rows]
-        self.trace: list[Trace] = [[] for _ in self.rows]
+        self.put_off: Rows = [self._weights(row) for row in self.rows]
+        self.trace: list[Trace] = [[(0.0, 0.0, work, 0, 0)] for work in self.machine.work]
         self.there, self.makespan = self.machine.there, INFINITE
         if self.attempt({}, INFINITE) < INFINITE:
             self.accept()
@@ -65,16 +63,19 @@ class Position:
 
     def attempt(self, changed: Mapping[int, Moved], most: float) -> float:
         """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run."""
+        net = self.machine.net if self.slack else self.machine.change
+        for rank, (row, _) in changed.items():
+            self.steps += LOOK
+            if max(accumulate(map(net.__getitem__, row))) > self.machine.limits[rank]:
+                return INFINITE
         traces: list[Trace] = [[] for _ in self.rows]
-        self.repairs = 0
         end = self._run(changed, most, traces)
-        self.steps += ATTEMPT + sum(map(len, traces)) + self.repairs
-
+        self.steps += ATTEMPT + sum(map(len, traces))
         return end
 
     def accept(self) -> None:
         """Go on from what was attempted last."""
-        self.rows, self.backs, self.there, begin, traces, self.ends = self.tried
+        self.rows, self.put_off, self.there, begin, traces, self.ends = self.tried
         self.makespan, self.chain = max(self.ends), list[tuple[int, int]]()
         for trace, here, new in zip(self.trace, begin, traces, strict=True):
             trace[here:] = new
@@ -95,9 +96,9 @@ class Position:
         while index >= 0:
             yield rank, index
             action = self.rows[rank][index]
-            time, _, _, done, _ = self.trace[rank][index]
-            free, _, _, before, _ = self.trace[rank][index - 1] if index else _NOTHING
-            for weight in self.backs[rank][before:done]:
+            free, _, _, before, _ = self.trace[rank][index]
+            time, _, _, done, _ = self.trace[rank][index + 1]
+            for weight in self.put_off[rank][before:done]:
                 free += cost[weight]
             index -= 1
             if time - cost[action] > free * (1 + TOLERANCE):  # the rank was idle before it
@@ -120,62 +121,54 @@ class Position:
     def whole_rows(self) -> Rows:
         """The rows with every W in its place."""
         rows: Rows = []
-        for row, back, trace in zip(self.rows, self.backs, self.trace, strict=True):
+        for row, put_off, trace in zip(self.rows, self.put_off, self.trace, strict=True):
             full, last = list[int](), 0
-            for action, (_, _, _, done, _) in zip(row, trace, strict=True):
-                full += [*back[last:done], action]
+            for action, (_, _, _, done, _) in zip(row, trace[1:], strict=True):
+                full += [*put_off[last:done], action]
                 last = done
-            rows.append(full + back[last:])
+            rows.append(full + put_off[last:])
         return rows
 
-    def _run(self, changed: Mapping[int, Moved], most: float, traces: list[Trace]) -> float:
-        """One loop over all actions from `first` on: what they leave behind goes into `traces` and `tried`."""
+    def _weights(self, row: list[int]) -> list[int]:
+        """The W that `row` leaves out, in order."""
         machine = self.machine
-        ranks, work, limits, plain = range(machine.ranks), machine.work, machine.limits, machine.plain
-        cost, change, slots, latency = machine.cost, machine.change, machine.slot, machine.latency
-        first_weight, sends, also_needs = machine.first_weight, machine.sends, machine.also_needs
+        apart, leaves = machine.first_back, self.slack and not machine.whole
+        return [action + apart for action in row if action >= apart] if leaves else []
+
+    def _run(self, changed: Mapping[int, Moved], most: float, traces: list[Trace]) -> float:
+        """One loop over all actions from where something changes: what they leave behind goes into `traces` and `tried`."""
+        machine = self.machine
+        limits, plain, cost, change, tails = machine.limits, machine.plain, machine.cost, machine.change, machine.tails
+        slots, latency, sends, also_needs = machine.slot, machine.latency, machine.sends, machine.also_needs
         splits = machine.first_back if self.slack and not machine.whole else len(cost)
-        to_weight = first_weight - machine.first_back
-        since = -1.0
-        if machine.waits:
-            since = min([self.trace[rank][first - 1][0] if first else -1.0 for rank, (_, first) in changed.items()] or [-1.0])
-        rows, backs, there = self.rows[:], list[list[int]](), self.there[:]
+        since = min([self.trace[rank][first][0] for rank, (_, first) in changed.items()] or [0.0]) if machine.waits else 0.0
+        rows, put_off, there = self.rows[:], self.put_off[:], self.there[:] if plain else machine.there[:]
         channels: dict[tuple[int, int], float] = {}
-        at, states = [], []
-        for r in ranks:
-            trace = self.trace[r]
-            here = bisect_left(trace, (since,))
-            if r in changed and changed[r].first < here:
-                here = changed[r].first
-            at.append(here)
-            states.append(trace[here - 1] if here else (0.0, 0.0, work[r], 0, 0))
-            backs.append(self.backs[r][: states[r][4]])
+        begin = list[int]()
+        for rank, trace in enumerate(self.trace):
+            here = bisect_left(trace, (since,), 1) - 1
+            if rank in changed and changed[rank].first < here:
+                here = changed[rank].first
+            begin.append(here)
+            traces[rank].append(trace[here])
             if plain:
-                for action in rows[r][here:]:
+                for action in rows[rank][here:]:
                     there[slots[action]] = -1.0
-        if not plain:
-            there = machine.there[:]
         for rank, (row, _) in changed.items():
-            rows[rank] = row
-        slacks = self.slack or [0.0] * machine.ranks
-        begin = at[:]
-        ready, ends, running = list(ranks), [0.0] * machine.ranks, machine.ranks
-        while running:
+            rows[rank], put_off[rank] = row, self._weights(row)
+        slacks, ends = self.slack or [0.0] * machine.ranks, [0.0] * machine.ranks
+        ready, unfinished = list(range(machine.ranks)), set(range(machine.ranks))
+        while unfinished:
             if not ready:
-                stuck = self._let_another_go_first(rows, backs, at, states, there)
-                if stuck < 0:
+                stuck = self._let_another_go_first(rows, put_off, begin, traces, there)
+                if stuck < 0 or (changed and rows == self.rows):
                     return INFINITE
                 ready.append(stuck)
             r = ready.pop()
-            row, index, back, trace, limit = rows[r], at[r], backs[r], traces[r], limits[r]
-            slack = slacks[r]
-            time, held, bound, done, made = states[r]
+            trace, weights, limit, slack = traces[r], put_off[r], limits[r], slacks[r]
+            time, held, least, done, made = trace[-1]
             put = trace.append
-            count = len(row)
-            if index > count:
-                continue
-            while index < count:
-                action = row[index]
+            for action in rows[r][begin[r] + len(trace) - 1 :]:
                 when = there[action]
                 if when < 0.0:
                     there[action] = -2.0 - r
@@ -188,27 +181,26 @@ class Position:
                     when = max(when, max(there[slot] for slot in also_needs[action]))
                 held_then = held + change[action]
                 while done < made:
-                    weight = back[done]
+                    weight = weights[done]
                     if time + cost[weight] > when + slack and held_then <= limit:
                         break
                     time += cost[weight]
-                    held += change[weight]
                     held_then += change[weight]
                     done += 1
                 if held_then > limit:
                     break
                 held = held_then
                 if when > time:
-                    bound += when - time
-                    if bound > most:
+                    least += when - time
+                    if least > most:
                         return INFINITE
                     time = when
                 time += cost[action]
+                if time + tails[action] > most:
+                    return INFINITE
                 if action >= splits:
-                    back.append(action + to_weight)
                     made += 1
-                put((time, held, bound, done, made))
-                index += 1
+                put((time, held, least, done, made))
                 if plain:
                     slot = slots[action]
                     woken = there[slot]
@@ -225,33 +217,28 @@ class Position:
                         if woken < -1.5:
                             ready.append(int(-2.0 - woken))
             else:
-                running -= 1
-                index += 1
-                while done < made:
-                    time += cost[back[done]]
-                    done += 1
+                unfinished.discard(r)
+                for weight in weights[done:]:
+                    time += cost[weight]
                 ends[r] = time
                 if time > most:
                     return INFINITE
-            at[r] = index
-            states[r] = time, held, bound, done, made
-        self.tried = _Tried(rows, backs, there, begin, traces, ends)
+        self.tried = _Tried(rows, put_off, there, begin, traces, ends)
         return max(ends)
 
-    def _let_another_go_first(
-        self, rows: Rows, backs: Rows, at: list[int], states: list[tuple[float, float, float, int, int]], there: Slots
-    ) -> int:
+    def _let_another_go_first(self, rows: Rows, put_off: Rows, begin: list[int], traces: list[Trace], there: Slots) -> int:
         """Where no rank can go on: the action that can begin first, of those later in a row, comes next; returns its rank.
 
         A rank is stuck if its next F does not fit, or if ranks wait for each other in a circle. -1: nothing can begin.
         """
-        self.repairs += 20
+        self.steps += REPAIR
         machine, best = self.machine, (INFINITE, False, 0, 0)
         count, change, back = machine.microbatches, machine.change, machine.first_back
         for rank, row in enumerate(rows):
-            time, held, _, done, made = states[rank]
-            seen = set[int]()
-            for index in range(at[rank], len(row)):
+            time, held, _, done, made = traces[rank][-1]
+            freed = sum(change[each] for each in put_off[rank][done:made])
+            first, seen = begin[rank] + len(traces[rank]) - 1, set[int]()
+            for index in range(first, len(row)):
                 action = row[index]
                 code = action // count
                 if code in seen:
@@ -260,24 +247,21 @@ class Position:
                     break
                 seen.add(code)
                 when = there[action]
-                if when < 0.0 or any(there[slot] < 0.0 for slot in machine.also_needs[action]):
+                if index == first or when < 0.0 or any(there[slot] < 0.0 for slot in machine.also_needs[action]):
+                    continue  # the first is what does not fit
+                if action >= machine.first_weight and action - back in row[first:index]:
                     continue
-                if action >= machine.first_weight and action - back in row[at[rank] : index]:
+                later = machine.later[code] if action < back else 0.0
+                if change[action] > 0.0 and held + freed + change[action] + later > machine.limits[rank]:
                     continue
-                if index == at[rank]:  # it is what does not fit
-                    continue
-                if change[action] > 0.0:
-                    freed = sum(change[each] for each in backs[rank][done:made])
-                    later = machine.later[code] if action < back else 0.0
-                    if held + freed + change[action] + later > machine.limits[rank]:
-                        continue
-                if (key := (max(when, time), action < back, rank, index)) < best:
-                    best = key
+                best = min(best, (max(when, time), action < back, rank, index))
         when, _, rank, index = best
         if when == INFINITE:
             return -1
+        first = begin[rank] + len(traces[rank]) - 1
         row = rows[rank] = rows[rank][:]
-        if there[row[at[rank]]] < -1.5:
-            there[row[at[rank]]] = -1.0
-        row.insert(at[rank], row.pop(index))
+        if there[row[first]] < -1.5:
+            there[row[first]] = -1.0
+        row.insert(first, row.pop(index))
+        put_off[rank] = self._weights(row)
         return rank

@@ -187,7 +187,7 @@ class _Problem:
         """The actions of every rank in the order in which they start."""
         machine, count = self.machine, self.machine.microbatches
         placed: list[list[tuple[int, int, Action]]] = [[] for _ in range(machine.ranks)]
-        for code in bounds.order(machine):
+        for code in machine.order():
             kind, stage = machine.kinds[code // machine.stages], code % machine.stages
             for m in range(count):
                 action = code * count + m

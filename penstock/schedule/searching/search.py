@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.searching import growing, proving, starts, wheel
+from penstock.schedule.searching import growing, pairs, proving, starts, wheel
 from penstock.schedule.searching.annealing import Report, anneal
 from penstock.schedule.searching.bounds import Bound, bound
-from penstock.schedule.searching.limits import checked_limits, checked_placement
-from penstock.schedule.searching.machine import TOLERANCE, Machine, Rows
-from penstock.schedule.searching.position import INFINITE, Position, State
+from penstock.schedule.searching.limits import check_whole, checked_limits, checked_placement
+from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Rows
+from penstock.schedule.searching.position import Position, State
 from penstock.schedule.table import Kind, Table, must_be_table
 from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.transform import with_full_backwards
@@ -55,7 +55,7 @@ def search(
 ) -> Found:
     """The table with the shortest step, within a limit on memory, that was found for these costs.
 
-    `costs`: of the stages of `placement`, as for `simulate`. Pairs of actions that overlap are not searched for.
+    `costs`: of the stages of `placement`, as for `simulate`. Where pairs overlap, the best table gets some.
     `placement`: the rank of every stage.
     `microbatches`: M, into how many a batch is split.
     `limit`: the most that the activations of a rank may take at once (`Timeline.peak_memory`), in the unit of `costs.act`:
@@ -73,13 +73,17 @@ def search(
         found = search(Costs(3, 4, 2), placement=(0, 1, 2, 2, 1, 0), microbatches=8, limit=4, effort="quick")
         found.makespan, found.bound, found.family_makespan
     """
-    if effort not in EFFORTS:
+    if not isinstance(effort, str) or effort not in EFFORTS:
         raise ScheduleError(f"effort={effort!r}: use {', '.join(EFFORTS)}")
-    if effort == "optimal":
-        proving.check(costs)
-    placement = checked_placement(placement, microbatches)
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"costs={costs!r} are none: Costs(forward=.., backward_input=.., backward_weight=..) makes some")
+    check_whole("microbatches", microbatches, 1)
+    check_whole("seed", seed, -INFINITE)
+    placement = checked_placement(placement)
     limits = checked_limits(limit, costs, placement)
     _check_start(start, placement, microbatches)
+    if effort == "optimal":
+        proving.check(costs)
     machines = [Machine(costs, placement, microbatches, limits, whole) for whole in _forms(costs, len(placement))]
     best = _Best(machines[0], start, EFFORTS[effort], progress)
     dice = random.Random(seed)
@@ -122,8 +126,11 @@ class _Best:
         self.searched: tuple[Machine, Rows] | None = None  # None: one of the tables
 
     def _time(self, table: Table) -> float:
-        """The makespan of `table`, infinite if it does not keep the limit."""
-        timeline = simulate(table, self.machine.costs)
+        """The makespan of `table`, infinite if it does not keep the limit, or stops."""
+        try:
+            timeline = simulate(table, self.machine.costs)
+        except ScheduleError:  # pairs that wait for each other in a circle
+            return INFINITE
         fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, self.machine.limits, strict=True))
         return timeline.makespan if fits else INFINITE
 
@@ -149,12 +156,15 @@ class _Best:
             self.bound = Bound(least, "OR-Tools ruled out anything shorter")
 
     def found(self) -> Found:
-        """What is told of it."""
-        tables = list(self.tables)
+        """What is told of it; stopped before there was any table, one microbatch after the other."""
+        plain = Machine(self.machine.costs, self.machine.placement, self.machine.microbatches, self.machine.limits, whole=True)
+        tables = [*self.tables, plain.table(starts.in_groups(plain, 1), "sequential")]
         if self.searched:
             machine, rows = self.searched
             table = machine.table(rows)
-            tables = [table, with_full_backwards(table), *tables]
+            halves = [table, with_full_backwards(table)]
+            tries = int(PAIRS * self.work / len(machine.cost)) if machine.costs.overlap else 0
+            tables = [*(pairs.paired(each, self._time, tries) for each in halves), *tables]
         time, at = min((self._time(table), index) for index, table in enumerate(tables))
         verify(tables[at], skips=list(self.machine.costs.skips))
         best = Schedule(*(getattr(tables[at], each.name) for each in fields(Table)))
@@ -165,11 +175,13 @@ class _Best:
 
 
 ROUNDS = (  # how many are annealed, the share of the work for all, how hot one after the other
-    (9, 0.45, (0.3, 1.0, 2.0)),
-    (3, 0.25, (0.5,)),
-    (1, 0.1, (0.3,)),
+    (24, 0.3, (0.1, 0.3)),
+    (8, 0.2, (0.3,)),
+    (3, 0.2, (0.3,)),
+    (1, 0.1, (0.2,)),
 )
 WHEELS, TURNED, A_CODE = 0.08, 4, 3  # the share of the work for wheels, how many searches for one, what a code on it counts for
+PAIRS = 0.05  # the work beside it for pairs, if any overlap: so many actions are timed
 LAST = 0.2  # the share of the work for the best, with every W in its place
 
 
@@ -195,12 +207,12 @@ def _annealed(machine: Machine, begins: list[Rows], work: float, dice: random.Ra
 
     None: no start keeps the limit.
     """
-    starting = dict[float, State]()
+    starting = dict[str, State]()
     for rows in begins:
         position = Position(machine, machine.without_weights(rows), [0.0] * machine.ranks)
         report(position.steps, position)
         if position.makespan < INFINITE:
-            starting.setdefault(position.makespan, position.state())  # many are alike
+            starting.setdefault(str(position.rows), position.state())  # some are alike
     if not starting:
         return None
     states = list(starting.values())

@@ -11,9 +11,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from penstock.schedule.searching.bounds import order
-from penstock.schedule.searching.machine import TOLERANCE, Machine, Rows
-from penstock.schedule.searching.position import INFINITE
+from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Rows
 
 LOOSE, SHRINK = 2.0, 0.985  # the first period, in those of a rank that never idles; each further one, in those before it
 KEPT = 4  # of the shortest periods
@@ -54,7 +52,7 @@ def _placed(machine: Machine, period: float, waits: list[float]) -> list[float]:
     """When every code begins for microbatch 0: after its wait, where its rank is free in every period. Empty: it is not."""
     count, there, starts = machine.microbatches, machine.there[:], [0.0] * len(machine.times)
     taken: list[list[tuple[float, float]]] = [[] for _ in range(machine.ranks)]
-    for code in order(machine):
+    for code in machine.order():
         action, length = code * count, machine.times[code]
         ready = max([there[action], *(there[slot] for slot in machine.also_needs[action])])
         if action >= machine.first_weight:

@@ -47,8 +47,11 @@ class Costs:
     def table(self, stages: int) -> dict[Kind, list[float]]:
         """Kind -> cost of every stage.
 
-        Raises ScheduleError if a sequence does not have one cost for each stage, or a cost is negative or no finite number.
+        Raises ScheduleError if a sequence does not have one cost for each stage, a cost is negative or no finite number, or
+        `overlap` is no share.
         """
+        if not 0 <= self.overlap <= 1:
+            raise ScheduleError(f"overlap is {self.overlap}: give the share of the shorter action that is hidden, 0 to 1")
         forward = _costs("forward", self.forward, stages)
         inputs = _costs("backward_input", self.backward_input, stages)
         weights = _costs("backward_weight", self.backward_weight, stages)
@@ -130,8 +133,6 @@ def until_it_stops(schedule: Table, costs: Costs = Costs()) -> Timeline:
     """
     must_be_table(schedule)
     _check_places(schedule)
-    if not 0 <= costs.overlap <= 1:
-        raise ScheduleError(f"overlap is {costs.overlap}: give the share of the shorter action that is hidden, 0 to 1")
     machine = _Machine(schedule, costs)
     with collector_paused():
         machine.run()

@@ -5,7 +5,7 @@ the CPU, which computes as it is told, the thread that computes is the compute s
 host has one of its own (lagging.py). Of NCCL, as torch has it, it keeps:
 
 * A communicator is made at its first use, each direction of a pair connected at its own: that blocks the host until the other
-  side comes, and cannot be interrupted. (`eager`: all are connected from the start.)
+  side comes, and cannot be interrupted. (`eager`: all are made, and connected, with their group.)
 * An operation begins when the compute stream has come to where it was told. The operations of a communicator run one after the
   other; a send ends when it has met its receive.
 * It refuses dtypes that NCCL does not know, and tensors that are not contiguous.
@@ -22,7 +22,6 @@ NCCL's own kernels wait for each other, which could hang where several of them s
 """
 
 import atexit
-import functools
 import itertools
 import os
 import queue
@@ -31,6 +30,7 @@ import threading
 import time
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -41,7 +41,6 @@ from lagging import POISON, compute, put
 from lagging import install as lag
 from torch import Tensor
 
-import penstock as ps
 from penstock import torch_private
 from penstock.comms import groups, topology
 from penstock.comms.breaking import break_off_backend
@@ -58,6 +57,7 @@ LATE = 0.002  # seconds, at most, that an operation takes to begin where devices
 closed: list[int] = []  # the numbers of groups that were shut down, in that order
 _numbers = itertools.count()
 _open: "weakref.WeakSet[NcclLike]" = weakref.WeakSet()
+_of_torchs: dict[Any, "NcclLike"] = {}
 _manners = "lazy"
 
 
@@ -68,9 +68,9 @@ def install(manners: str = "lazy") -> None:
     if manners == "ahead":
         lag()
     join = topology._join
-    topology._join = lambda backend, timeout, device: replace(join("gloo", timeout, "cpu"), backend="nccl")
+    topology._join = lambda backend, timeout, device: _joined(join("gloo", timeout, "cpu"))
     groups.new_nccl = NcclLike
-    torch_private.backend_of = functools.cache(_of_torchs)
+    torch_private.backend_of = lambda group, device: _of(group, topology.current_topology())
     settle_nccl()
     threading.Thread(target=_watchdog, daemon=True).start()
 
@@ -81,9 +81,20 @@ def over_nccl(manners: str, function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-def _of_torchs(group: dist.ProcessGroup, device: torch.device) -> "NcclLike":
-    joined = ps.comms.init_distributed()
-    return NcclLike(dist.PrefixStore(f"of-{group.group_name}", joined.store), group.rank(), group.size(), joined.timeout)
+def _joined(joined: topology.Topology) -> topology.Topology:
+    """A topology of NCCL's; `eager`, torch connects the group of all ranks when it is made."""
+    joined = replace(joined, backend="nccl")
+    if _manners == "eager" and joined.world_size > 1:
+        _of(dist.group.WORLD, joined)
+    return joined
+
+
+def _of(group: Any, joined: topology.Topology) -> "NcclLike":
+    """What carries the messages of torch's `group`."""
+    if group not in _of_torchs:
+        store = dist.PrefixStore(f"of-{group.group_name}", joined.store)
+        _of_torchs[group] = NcclLike(store, group.rank(), group.size(), joined.timeout)
+    return _of_torchs[group]
 
 
 class Work:
@@ -131,40 +142,40 @@ class NcclLike:
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        options = torch_private.gloo_options([groups._gloo_device()], LONG)
-        self.gloo = dist.ProcessGroupGloo(dist.PrefixStore("like", store), rank, size, options)
         self.aborted, self.outstanding, self.streams = threading.Event(), list[Work](), dict[str, queue.SimpleQueue[Any]]()
-        self.met, self.number = set[str](), next(_numbers)
+        self.met, self.gloo, self.number = set[str](), dict[str, Any](), next(_numbers)
         _open.add(self)
+        if _manners == "eager":
+            for one, other in itertools.combinations(range(size), 2):
+                if rank in (one, other):
+                    self._meet(one + other - rank)
+            self._come("all", range(size))
 
     def name(self) -> str:
         return "nccl"
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = self._checked(tensors)
-        self._meet(peer, f"{self.rank}-{peer}")
-        return self._post(self._pair(peer), Work(self, tensor, receives=False), self._send, peer)
+        pair = self._meet(peer, f"{self.rank}-{peer}")
+        return self._post(pair, Work(self, tensor, receives=False), self._send, self.gloo[pair], int(peer > self.rank))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = self._checked(tensors)
-        self._meet(peer, f"{peer}-{self.rank}")
+        pair = self._meet(peer, f"{peer}-{self.rank}")
         put(tensor)
-        return self._post(self._pair(peer), Work(self, tensor, receives=True), self._receive, peer)
+        return self._post(pair, Work(self, tensor, receives=True), self._receive, self.gloo[pair], int(peer > self.rank))
 
-    def _send(self, work: Work, peer: int) -> None:
-        self.gloo.recv([torch.zeros(1)], peer, ASKING).wait()
+    def _send(self, work: Work, gloo: Any, peer: int) -> None:
+        gloo.recv([torch.zeros(1)], peer, ASKING).wait()
         tensor = work.kept()
         intact = tensor is not None and _digest(tensor) == work.digest
         data = _bytes(tensor).clone() if intact else torch.full((work.size,), POISON, dtype=torch.uint8)
-        self.gloo.send([data], peer, SENDING).wait()
+        gloo.send([data], peer, SENDING).wait()
 
-    def _receive(self, work: Work, peer: int) -> None:
-        asked = self.gloo.send([torch.ones(1)], peer, ASKING)
-        self.gloo.recv([work.data], peer, SENDING).wait()
+    def _receive(self, work: Work, gloo: Any, peer: int) -> None:
+        asked = gloo.send([torch.ones(1)], peer, ASKING)
+        gloo.recv([work.data], peer, SENDING).wait()
         asked.wait()
-
-    def _pair(self, peer: int) -> str:
-        return f"{min(peer, self.rank)}:{max(peer, self.rank)}"
 
     def _checked(self, tensors: list[Tensor]) -> list[Tensor]:
         for tensor in tensors:
@@ -176,21 +187,30 @@ class NcclLike:
             raise dist.DistBackendError("NCCL communicator was aborted")
         return tensors
 
-    def _meet(self, peer: int, direction: str) -> None:
-        for what in (self._pair(peer), direction):
-            self._come(what, [peer])
+    def _meet(self, peer: int, *directions: str) -> str:
+        """At the first use of a pair, and of each direction between its ranks: until the other comes; the pair's name."""
+        pair = sorted((self.rank, peer))
+        for what in (name := ":".join(map(str, pair)), *directions):
+            self._come(what, pair)
+        return name
 
-    def _come(self, what: str, peers: list[int]) -> None:
-        """At the first use of `what`: on the host, until the `peers` come to it too."""
-        if what in self.met or _manners == "eager":
+    def _come(self, what: str, ranks: Sequence[int]) -> None:
+        """At the first use of `what`: on the host, until all of the `ranks` come to it."""
+        if what in self.met or (_manners == "eager" and "-" in what):
             return
         self.met.add(what)
         self.store.set(f"{what}/{self.rank}", "here")
         until = time.monotonic() + self.timeout.total_seconds()
-        while not self.store.check([f"{what}/{peer}" for peer in peers]):
+        while not self.store.check([f"{what}/{rank}" for rank in ranks]):
             if time.monotonic() > until:
                 _end(f"rank {self.rank} hangs on the host in the first use of {what}")
             time.sleep(0.001)
+        if "-" not in what:  # no direction of a pair
+            store, options = (
+                dist.PrefixStore(f"like-{what}", self.store),
+                torch_private.gloo_options([groups._gloo_device()], LONG),
+            )
+            self.gloo[what] = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options)
 
     def _post(self, stream: str, work: Work, do: Any, *args: Any) -> Work:
         if stream not in self.streams:
@@ -220,10 +240,10 @@ class NcclLike:
         """A collective of all ranks, on copies: what it makes is there once it was waited for."""
         tensors = [each for arg in args for each in (arg if isinstance(arg, list) else [arg]) if isinstance(each, Tensor)]
         self._checked(tensors)
-        self._come("all", [rank for rank in range(self.size) if rank != self.rank])
+        self._come("all", range(self.size))
         work = _Together(self, tensors)
         on_copies = [[work.copy_of(each) for each in arg] if isinstance(arg, list) else work.copy_of(arg) for arg in args]
-        return self._post("all", work, lambda _: getattr(self.gloo, name)(*on_copies).wait())
+        return self._post("all", work, lambda _: getattr(self.gloo["all"], name)(*on_copies).wait())
 
     def __getattr__(self, name: str) -> Any:
         if name not in (
@@ -234,7 +254,8 @@ class NcclLike:
 
     def abort(self) -> None:
         self.aborted.set()
-        break_off_backend(self.gloo)
+        for gloo in list(self.gloo.values()):
+            break_off_backend(gloo)
 
     def shutdown(self) -> None:
         for work in list(self.outstanding):

@@ -407,18 +407,21 @@ def rank_breaks_rules(manners):
     install(manners)
     joined = ps.comms.init_distributed()
     group = nccl_like.NcclLike(dist.PrefixStore("rules", joined.store), joined.rank, 2, timedelta(seconds=60))
-    layer = nn.Linear(3, 1)
+    layer, byte = nn.Linear(3, 1), torch.zeros(1)
+    (group.send([byte], 1, 0) if joined.rank == 0 else group.recv([byte], 0, 0)).wait()  # connects them
     with lagging.ahead(lagging.Stream(), [layer]) if manners == "ahead" else nullcontext(), torch.no_grad():
         if joined.rank == 0:
             changed, gone, kept = (layer.weight[0] * 0 + 1 for _ in range(3))
             works = [group.send([each], 1, 0) for each in (changed, gone, kept)]
             changed.add_(1)
             del gone
+            lagging.compute().synchronize()
+            joined.store.set("told", "")
             works[-1].wait()
             return None
+        joined.store.wait(["told"])
         arrived = []
         for _ in range(3):
-            time.sleep(0.1)
             buffer = torch.zeros(3)
             work = group.recv([buffer], 0, 0)
             early = buffer.isnan().all().item()

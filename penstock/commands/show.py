@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
+from typing import Any, Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
 
 import tyro
 
@@ -12,11 +12,13 @@ from penstock.errors import PenstockError
 from penstock.plan import is_plan
 from penstock.plan import load as load_plan
 from penstock.schedule import Costs, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
+from penstock.schedule.table import collector_paused
 from penstock.view.differences import differences
 from penstock.view.files import write, writing
 from penstock.view.record import Record, load
 from penstock.view.terminal import colors, draw, summary, terminal_width
 
+WORK = ("model", "batch", "layers", "width", "context")  # of a run's options: what makes its steps longer
 _LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
 
 
@@ -116,9 +118,10 @@ class Show(Simulated):
 
     def run(self) -> None:
         """Build, prove, time, draw - or read and draw."""
-        record = self._recorded() if is_recorded(self.schedule) else self._simulated()
-        for path in write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._also()):
-            print(f"wrote {path}")
+        with collector_paused():  # millions of actions, if so many are asked for
+            record = self._recorded() if is_recorded(self.schedule) else self._simulated()
+            for path in write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._also()):
+                print(f"wrote {path}")
 
     def _also(self) -> list[str]:
         return [name for name in ("memory", "path", "arrows") if getattr(self, name)]
@@ -141,7 +144,7 @@ class Show(Simulated):
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
         record = recorded(self.schedule)
-        drawn = {f"{record.name}, {record.label}": record.steps[-1]} | ({"planned": record.planned} if record.planned else {})
+        drawn = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in drawn.items():
             print(label)
             print(draw(timeline, terminal_width(), colors(), list(drawn.values())))
@@ -167,11 +170,12 @@ class Compare(Simulated):
 
     def run(self) -> None:
         """Draw both, then the numbers."""
-        records = [self._record(source) for source in (self.first, self.second)]
-        told = differences(*records)
+        sources = (self.first, self.second)
+        records = [self._record(source) for source in sources]
+        told = differences(records[0], records[1], [_done(source) for source in sources])
         for record in records:
             print(record.name)
-            print(draw(record.steps[-1], terminal_width(), colors(), [each.steps[-1] for each in records]))
+            print(draw(record.usual, terminal_width(), colors(), [each.usual for each in records]))
         print(told)
         for path in write(records, self.html):
             print(f"wrote {path}")
@@ -181,3 +185,12 @@ class Compare(Simulated):
             return recorded(source)
         schedule, _ = self.proved(source)
         return Record((self.timed(schedule, schedule.stages / schedule.ranks),))
+
+
+def _done(source: str) -> dict[str, Any]:
+    """What the run in the folder `source` trained, and on how many rows; nothing where that is not known."""
+    if not (Path(source) / "run.json").is_file():
+        return {}
+    from penstock.commands.train.config import saved_options  # the train command's, which most that is shown has no need of
+
+    return {name: value for name, value in saved_options(Path(source), source).items() if name in WORK}

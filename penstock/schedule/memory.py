@@ -1,6 +1,6 @@
 """What activations take: held from their forward to the end of their backward."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
@@ -19,6 +19,7 @@ class Size(NamedTuple):
         return -self.act if kind is Kind.B else self.keep - self.act if kind is Kind.I else -self.keep
 
 
+FEW = 16  # ranks, of which each one's amount is told
 Row = Iterable[Action | tuple[Action, ...]]  # of one rank; a place is an action, or the two of a pair
 
 
@@ -42,3 +43,11 @@ def frees(action: Action) -> bool:
 def peaks_in_flight(rows: Iterable[Row]) -> tuple[int, ...]:
     """For every rank, the most (stage, microbatch) activations held at once: F takes one up, B or W lets it go."""
     return tuple(int(max((held for _, held in held_after(row)), default=0)) for row in rows)
+
+
+def of_ranks(amounts: Sequence[float], told: Callable[[float], str] = "{:g}".format) -> str:
+    """One amount for each rank, as people read them: `4/3/2/1`; of many ranks what all have, or from where to where it goes."""
+    if len(amounts) <= FEW:
+        return "/".join(map(told, amounts))
+    least, most = min(amounts), max(amounts)
+    return f"{told(most)} on every rank" if least == most else f"{told(least)} to {told(most)} on {len(amounts)} ranks"

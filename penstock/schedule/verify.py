@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import ScheduleError
 from penstock.schedule.complete import check_table
-from penstock.schedule.memory import peaks_in_flight
+from penstock.schedule.memory import of_ranks, peaks_in_flight
 from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, checked_skips, lower
 from penstock.schedule.table import (
     Action,
@@ -66,7 +66,7 @@ class Proof:
         return (
             f"proved: {self.name} over {self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches: "
             f"{self.actions} actions complete, {self.transfers} transfers without a circle ({how}), "
-            f"in flight {'/'.join(map(str, self.peak_in_flight))}"
+            f"in flight {of_ranks(self.peak_in_flight)}"
         )
 
 

@@ -1,5 +1,7 @@
 """Two timelines in numbers, side by side."""
 
+from collections.abc import Mapping, Sequence
+
 from penstock.errors import PenstockError
 from penstock.schedule import Timeline
 from penstock.view.record import Record
@@ -8,20 +10,23 @@ from penstock.view.terminal import held, told, told_causes
 MOST = 20  # characters of a name
 
 
-def differences(first: Record, second: Record) -> str:
-    """Two records in numbers, side by side, and what the second has more or less.
+def differences(first: Record, second: Record, did: Sequence[Mapping[str, object]] = ({}, {})) -> str:
+    """Two records in numbers, side by side, and what the second has more or less; a warning where their work was not the same.
+
+    `did`: what else each is known to have done, by name: its model, its batch.
 
     Raises PenstockError where one is in seconds and the other is not.
     """
     if first.unit != second.unit:
         told_of = (f"{each.name} is {'measured, in seconds' if each.unit else 'simulated'}" for each in (first, second))
         raise PenstockError(f"{', and '.join(told_of)}: compare two runs, or two schedules")
-    one, other = first.steps[-1], second.steps[-1]
+    one, other = first.usual, second.usual
     unlike = [
         f"{what} ({a} and {b})"
         for what, a, b in (
             ("ranks", one.ranks, other.ranks),
             ("microbatches", _microbatches(one), _microbatches(other)),
+            *((name, did[0][name], did[1][name]) for name in did[0] if name in did[1]),
         )
         if a != b
     ]

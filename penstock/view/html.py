@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 from string import Template
+from typing import Any
 
 from penstock.view.record import Data, Record
 from penstock.view.sums import is_huge, sums_data
@@ -44,10 +45,37 @@ def page(records: Sequence[Record], embed: bool = False) -> str:
 
 def _data(record: Record) -> Data:
     """The record as JSON; of a huge step, which no page could show action by action, the sums."""
-    if not is_huge(record.steps[-1]):
-        return record.data()
-    step = {"label": record.label, "timeline": sums_data(record.steps[-1])}
-    return {"name": record.name, "unit": record.unit, "planned": None, "steps": [step], "verdict": None}
+    if not is_huge(record.usual):
+        return packed(record.data())
+    step = {"label": record.label, "timeline": sums_data(record.usual)}
+    return {"name": record.name, "unit": record.unit, "planned": None, "steps": [step], "usual": 0, "verdict": None}
+
+
+def packed(data: Any) -> Any:
+    """`data` with the events of each rank as columns: a third of the text, and read as much faster."""
+    if isinstance(data, list | tuple):
+        return [packed(each) for each in data]
+    if not isinstance(data, dict):
+        return data
+    return {name: _columns(value) if name == "events" else packed(value) for name, value in data.items()}
+
+
+def _columns(events: list[Data]) -> Data:
+    """One text or list for each thing that events have; messages, of all events in a row, and how many each event received."""
+    receives = [event.get("receives", []) for event in events]
+    froms = [[message["action"] for message in each] for each in receives]
+    return {
+        "actions": " ".join(event["action"] for event in events),
+        **{what: [event[what] for event in events] for what in ("start", "end", "held")},
+        "sent": [event["sent"] for event in events if "sent" in event],  # of every event, or of none
+        "waited": [event.get("waited", 0) for event in events],
+        "waited_for": [
+            each.index(event["waited_for"]) if "waited_for" in event else -1 for event, each in zip(events, froms, strict=True)
+        ],
+        "messages": [len(each) for each in receives],
+        "from": " ".join(name for each in froms for name in each),
+        "arrived": [message["arrived"] for each in receives for message in each],
+    }
 
 
 def _part(name: str) -> str:

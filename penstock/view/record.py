@@ -1,7 +1,7 @@
 """A timeline as plain data: the one form that is kept in a file and that every picture is drawn from.
 
     {"format": "penstock timeline 1", "name": "1f1b", "unit": "s", "layers": [],
-     "planned": TIMELINE or null, "steps": [{"label": "step 7", "timeline": TIMELINE}, ..],
+     "planned": TIMELINE or null, "steps": [{"label": "step 7", "timeline": TIMELINE}, ..], "usual": 0,
      "verdict": null or {"text": "rank 1 is slow: ..", "findings": [{"about": "straggler", "text": "rank 1 is slow: ..",
                  "gain": 0.1, "rank": 1, "name": "1f1b, predicted", "timeline": TIMELINE}, ..]}}
 
@@ -12,10 +12,11 @@ A TIMELINE counts from its first start, and says of every rank what it ran, why 
                             "receives": [{"action": "0F0", "rank": 0, "arrived": 1}]}, ..],
                 "idle": [[0, 1, "fill"], ..], "memory": [[1, 1], ..]}, ..]}
 
-`waited` is how long the rank was idle before the event, `waited_for` what came last of what it needed from other ranks,
-`held` what its activations take once it has ended, in `memory_unit`: "bytes", or "" for activations. Measured events say
-when what they made was `sent`; `between` is how long each rank was out of the pipeline before the step. What follows from
-the events is worked out again when a file is read, and so is the verdict on a run: what would make its steps shorter.
+`usual` is the place of the step that stands for all, the middle one by its length. `waited` is how long the rank was idle
+before the event, `waited_for` what came last of what it needed from other ranks, `held` what its activations take once it
+has ended, in `memory_unit`: "bytes", or "" for activations. Measured events say when what they made was `sent`; `between`
+is how long each rank was out of the pipeline before the step. What follows from the events is worked out again when a file
+is read, and so is the verdict on a run: what would make its steps shorter.
 """
 
 import json
@@ -58,18 +59,25 @@ class Record:
 
     @property
     def label(self) -> str:
-        """What the last step is called."""
-        return self._labels()[-1]
+        """What the usual step is called."""
+        return self._labels()[self._usual]
+
+    @property
+    def usual(self) -> Timeline:
+        """The step that stands for all, the middle one by its length: it is drawn, told and explained."""
+        return self.steps[self._usual]
+
+    @cached_property
+    def _usual(self) -> int:
+        return sorted(range(len(self.steps)), key=lambda place: self.steps[place].makespan)[len(self.steps) // 2]
 
     @cached_property
     def explanation(self) -> Explanation | None:
         """The usual step of a run, explained at the costs of all its steps; None for what was not measured, or not trained."""
-        steps = [step for step in self.steps if isinstance(step, MeasuredTimeline)]
-        if self.unit != "s" or not steps:
+        if self.unit != "s" or not isinstance(self.usual, MeasuredTimeline):
             return None
-        usual = sorted(steps, key=lambda step: step.makespan)[len(steps) // 2]
         try:
-            return usual.explain(Measurement.of(*steps, layers=self.layers))
+            return self.usual.explain(Measurement.of(*self.steps, layers=self.layers))
         except ScheduleError:
             return None
 
@@ -88,6 +96,7 @@ class Record:
                 {"label": label, "timeline": timeline_data(step)}
                 for label, step in zip(self._labels(), self.steps, strict=True)
             ],
+            "usual": self._usual,
             "verdict": None if self.explanation is None else verdict_data(self.explanation),
         }
 

@@ -4,9 +4,11 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 
 from penstock.schedule import Event, Kind, Timeline
+from penstock.schedule.memory import of_ranks
 from penstock.schedule.timing.causes import Cause
 from penstock.schedule.timing.explanation import bytes_told
 
@@ -21,12 +23,14 @@ COLOR = {
 RESET = "\033[0m"
 IDLE = "."
 SLACK = 1e-9  # of a column: rounding is no idle time
+MOST = 64  # ranks that are drawn
 
 
 def draw(timeline: Timeline, width: int = 80, color: bool = False, beside: Sequence[Timeline] = ()) -> str:
     """`timeline` in at most `width` columns: each action its kind and microbatch as far as there is room, idle time dots.
 
-    Where there is no room for each action, a column shows what took most of its time.
+    Where there is no room for each action, a column shows what took most of its time. Of more than
+    64 ranks one in so many is drawn, and a last line says so.
 
     Where a rank has several stages, the stage stands in front: `2F3`. An overlapped pair is one block in braces, `{F3B1}`,
     or `&` where there is no room. With `color`, ANSI colours tell the kinds apart. It has the scale at which those `beside`
@@ -38,10 +42,12 @@ def draw(timeline: Timeline, width: int = 80, color: bool = False, beside: Seque
     scale = _scale(together, columns)
     columns = round(scale * timeline.makespan)
     several = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
-    lines = []
-    for rank in range(timeline.ranks):
+    lines, every = [], math.ceil(timeline.ranks / MOST)
+    for rank in range(0, timeline.ranks, every):
         blocks = "".join(_blocks(timeline, rank, scale, columns, several, color))
         lines.append(f"rank {rank}".ljust(label - 1) + "|" + blocks)
+    if every > 1:
+        lines.append(f"one in {every} of the {timeline.ranks} ranks is drawn")
     return "\n".join(lines)
 
 
@@ -119,8 +125,8 @@ def summary(timeline: Timeline, unit: str = "") -> str:
     Idle counts the time of all ranks, the bubble that of the busiest one: where they differ that is said.
     `unit` is that of time: `s`, or none where it is whatever the costs were in.
     """
-    flights = _of_ranks([str(peak) for peak in timeline.peak_in_flight])
-    peaks = _of_ranks([held(peak, timeline.memory_unit) for peak in timeline.peak_memory])
+    flights = of_ranks(timeline.peak_in_flight)
+    peaks = of_ranks(timeline.peak_memory, partial(held, unit=timeline.memory_unit))
     idle, busiest = timeline.idle_share, "" if same_share(timeline) else " (the bubble is that of the busiest rank alone)"
     memory = f", which take {peaks}" if timeline.memory_unit else ""
     causes = ", ".join(f"{cause} {share:.1%}" for cause, share in told_causes(timeline).items())
@@ -135,13 +141,6 @@ def summary(timeline: Timeline, unit: str = "") -> str:
 def same_share(timeline: Timeline) -> bool:
     """Whether all ranks are idle for the same share of the step, so that the bubble and idle are one number."""
     return abs(timeline.bubble - timeline.idle_share) < 5e-4
-
-
-def _of_ranks(values: Sequence[str]) -> str:
-    """One value a rank: the one that all have if there are many, else from where to where they lie."""
-    if len(values) <= 16:
-        return "/".join(values)
-    return f"{values[0]} on every rank" if len(set(values)) == 1 else f"{values[0]}/../{values[-1]} on {len(values)} ranks"
 
 
 def told_causes(timeline: Timeline) -> dict[Cause, float]:

@@ -11,6 +11,7 @@ from patience import patience
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from test_colors import contrast
 from timelines import COSTS, measured
 
 from penstock.schedule import Costs, Size, Timeline, build, simulate
@@ -18,6 +19,7 @@ from penstock.view.html import page
 from penstock.view.record import Record
 
 pytestmark = NEEDS_CHROMIUM
+PAINT = "return paintOf(page.charts[0].record.timeline.blocks.get(arguments[0]), page.options.hued)"
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +164,10 @@ def test_the_slider_goes_through_the_steps(visit):
     slider = browser.find_element(By.ID, "step-0")
     makespan = lambda: browser.find_element(By.CSS_SELECTOR, ".figures dd").text  # noqa: E731
     before = makespan()
+    assert browser.find_element(By.TAG_NAME, "output").text == "step 1"  # the middle one by its length
+    slider.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert browser.find_element(By.TAG_NAME, "output").text == "step 3"
-    slider.send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
-    assert browser.find_element(By.TAG_NAME, "output").text == "step 1"
-    assert slider.get_attribute("aria-valuetext") == "step 1"
+    assert slider.get_attribute("aria-valuetext") == "step 3"
     assert makespan() != before
 
 
@@ -195,10 +197,27 @@ def test_lanes_can_be_left_out_and_the_theme_changed(visit):
     assert all(one != other for one, other in zip(light, color(), strict=True))
 
 
+def test_microbatches_may_have_a_hue_and_the_kinds_stay_as_light_as_they_were(visit):
+    browser = visit("planned.html")
+    paints = lambda *actions: [browser.execute_script(PAINT, action) for action in actions]  # noqa: E731
+    assert paints("1F1", "1F2", "1B1") == ["F", "F", "B"]
+    browser.find_element(By.ID, "show-hued").click()
+    drawn(browser)
+    assert paints("1F1", "1F2", "1B1") == ["F 1", "F 2", "B 1"]
+    assert "microbatches, each in its hue" in browser.find_element(By.CSS_SELECTOR, ".legend").text
+    hues = browser.execute_script("return Object.entries(page.parts)")
+    letters = {"F": "#0b0f16", "B": "#ffffff", "I": "#ffffff", "W": "#0b0f16"}
+    colors = {paint: "#{:02x}{:02x}{:02x}".format(*color) for paint, color in hues if paint[0] in letters and " " in paint}
+    assert len(set(colors.values())) == 4 * 12
+    for paint, color in colors.items():
+        assert contrast(color, letters[paint[0]]) >= 4.5, paint
+
+
 def test_two_records_share_one_time_axis_and_their_differences_are_listed(visit):
     browser = visit("compare.html")
     assert [heading.text for heading in browser.find_elements(By.TAG_NAME, "h2")] == ["1f1b", "zb-h1"]
     rows = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "tbody tr")]
+    assert "These differ" not in browser.find_element(By.ID, "page").text
     assert rows[:3] == ["makespan 33 27 −18.2 %", "bubble 27.3 % 11.1 % −16.2 points", "memory, most on a rank 4 4 same"]
     browser.execute_script("page.zoom(0.5)")
     drawn(browser)

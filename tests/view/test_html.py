@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,7 +12,7 @@ from timelines import COSTS, measured, two_ranks
 
 from penstock.schedule import Costs, Timeline, build, simulate
 from penstock.view import sums
-from penstock.view.html import page
+from penstock.view.html import packed, page
 from penstock.view.record import Record
 
 EMPTY = {"meta", "link"}  # elements without an end
@@ -36,6 +37,34 @@ class Outline(HTMLParser):
 
     def handle_data(self, data):
         self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+def unpacked(data):
+    """What a page says of a record, its columns of events one by one again."""
+    if isinstance(data, list):
+        return [unpacked(each) for each in data]
+    if not isinstance(data, dict):
+        return data
+    if "ranks" not in data:
+        return {name: unpacked(value) for name, value in data.items()}
+    homes = {name: rank for rank, row in enumerate(data["ranks"]) for name in row["events"]["actions"].split()}
+    return data | {"ranks": [row | {"events": list(events_of(row["events"], homes))} for row in data["ranks"]]}
+
+
+def events_of(columns, homes):
+    came = zip(columns["from"].split(), columns["arrived"], strict=True)
+    for place, action in enumerate(columns["actions"].split()):
+        event = {"action": action, **{what: columns[what][place] for what in ("start", "end", "held")}}
+        receives = [next(came) for _ in range(columns["messages"][place])]
+        if columns["sent"]:
+            event["sent"] = columns["sent"][place]
+        if columns["waited"][place]:
+            event["waited"] = columns["waited"][place]
+        if columns["waited_for"][place] >= 0:
+            event["waited_for"] = receives[columns["waited_for"][place]][0]
+        if receives:
+            event["receives"] = [{"action": name, "rank": homes[name], "arrived": when} for name, when in receives]
+        yield event
 
 
 def test_the_page_is_one_well_formed_file_that_points_nowhere():
@@ -65,8 +94,17 @@ def test_the_records_are_in_it_whole_and_cannot_break_out():
     text = page([record])
     outline = Outline(text)
     assert text.count("<script") == 2
-    assert json.loads(outline.texts["script"][0]) == json.loads(json.dumps([record.data()]))
+    assert unpacked(json.loads(outline.texts["script"][0])) == json.loads(json.dumps([record.data()]))
     assert "".join(outline.texts["h1"]) == name
+
+
+def test_columns_of_events_say_what_the_events_say():
+    for name in ("1f1b", "zb-v", "dualpipe-v"):
+        step = measured(build(name, ranks=4, microbatches=8), 1)
+        sent = replace(step, rows=tuple(tuple(event._replace(sent=event.end + 1e-4) for event in row) for row in step.rows))
+        for timeline in (step, sent):
+            data = json.loads(json.dumps(Record((timeline,), None, "s").data()))
+            assert unpacked(json.loads(json.dumps(packed(data)))) == data
 
 
 def test_the_same_records_make_the_same_text():

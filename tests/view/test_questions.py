@@ -14,7 +14,8 @@ from timelines import COSTS, measured
 
 from penstock.schedule import Costs, build, simulate
 from penstock.view.html import page
-from penstock.view.record import Record, load, save
+from penstock.view.record import Record, load, read, save
+from penstock.view.studio.answers import answer
 from penstock.view.terminal import summary
 
 pytestmark = NEEDS_CHROMIUM
@@ -208,10 +209,11 @@ def test_the_critical_path_is_unrolled_below_and_told_in_sums(visit, run):
     assert "Its actions are on rank 1 " in told
 
 
-@pytest.mark.parametrize("slow", [0, 1, None])
-def test_idle_and_bubble_have_one_value_and_one_name_on_page_terminal_and_in_json(visit, folder, slow):
-    step = measured(build("1f1b", ranks=4, microbatches=4), 1, slow=slow)
-    record = Record((step,), None, "s")
+@pytest.mark.parametrize(("name", "slow"), [("1f1b", 0), ("1f1b", 1), ("1f1b", None), ("zb-v", None)])
+def test_idle_and_bubble_have_one_value_and_one_name_wherever_they_are_told(visit, folder, name, slow):
+    step = measured(build(name, ranks=4, microbatches=4), 1, slow=slow)
+    text = json.dumps(Record((step,), None, "s").data())
+    record = read(text, "a run")
     (folder / "words.html").write_text(page([record]))
     data, told = record.data()["steps"][0]["timeline"], summary(step, "s")
     browser = visit("words.html")
@@ -222,6 +224,13 @@ def test_idle_and_bubble_have_one_value_and_one_name_on_page_terminal_and_in_jso
     assert f"idle {data['idle_share']:.1%}" in told
     assert f"bubble {data['bubble']:.1%}" in told
     assert browser.find_element(By.CSS_SELECTOR, ".shares h3").text.endswith(f"idle {shown[cards[1][0]]}")
+    assert answer({"run": text})["measured"]["steps"][0]["timeline"]["idle_share"] == data["idle_share"]
+    closing, legend = str(record.explanation), browser.find_element(By.CSS_SELECTOR, ".legend").text
+    assert f"  idle   {data['idle_share']:6.1%}  " in closing
+    for cause, share in data["causes"].items():
+        assert share == 0 or f"{cause} {share:.1%}" in closing
+        assert share == 0 or f"idle by {cause}{100 * share:.1f} %" in legend.replace("\n", "")
+        assert share == 0 or f"{cause} {share:.1%}" in told
 
 
 # ---- what if

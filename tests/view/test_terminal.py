@@ -1,12 +1,13 @@
 """Pictures of timelines as text."""
 
+import random
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule import Costs, build, names, simulate
+from penstock.schedule import Action, Costs, Event, Kind, Timeline, build, names, simulate
 from penstock.view.terminal import COLOR, _kind, _scale, draw, summary
 
 SHOWS = {color: "pair" if kind is None else kind.value for kind, color in COLOR.items()}
@@ -18,18 +19,38 @@ def kinds(row):
         yield from [SHOWS[color]] * len(text + gap) if color else ["idle"]
 
 
+def simulated(name, ranks, microbatches, *costs):
+    return simulate(build(name, ranks, microbatches), Costs(*costs, send=0.3))
+
+
+def at_random(seed):
+    """Ranks with any actions, any of them in pairs, with any idle time between them."""
+    dice, rows, overlaps = random.Random(seed), [], set()
+    for rank in range(dice.randint(1, 4)):
+        row, time = [], dice.choice([0, 5])
+        for _ in range(dice.randint(rank == 0, 40)):
+            begin = time + dice.choice([0, 0, 0.2, 3])
+            time = begin + dice.choice([0.05, 1, dice.random(), 8])
+            pair = [Action(dice.choice(list(Kind)), rank, len(row) + half) for half in range(dice.choice([1, 1, 2]))]
+            row += [Event(rank, action, begin, time) for action in pair]
+            overlaps |= {tuple(pair)} if len(pair) == 2 else set()
+        rows.append(tuple(row))
+    return Timeline("at random", tuple(rows), overlaps=frozenset(overlaps))
+
+
 TIMES = st.floats(0.1, 3).map(lambda time: round(time, 2))
+STEPS = st.builds(simulated, st.sampled_from(names()), st.integers(1, 6), st.integers(1, 20), TIMES, TIMES, TIMES)
+STEPS |= st.integers(0, 10**6).map(at_random)
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(names()), st.integers(1, 6), st.integers(1, 20), TIMES, TIMES, TIMES, st.integers(30, 200))
-def test_each_character_shows_what_took_most_of_its_time(name, ranks, microbatches, forward, inputs, weights, width):
-    timeline = simulate(build(name, ranks, microbatches), Costs(forward, inputs, weights, send=0.3))
+@given(STEPS, st.integers(30, 200))
+def test_each_character_shows_what_took_most_of_its_time(timeline, width):
     for rank, line in enumerate(draw(timeline, width, color=True).splitlines()):
         row = list(kinds(line.partition("|")[2]))
         slot = 1 / _scale((timeline,), width - len("rank 0 |"))
         for column, shown in enumerate(row):
-            begin, end = column * slot, (column + 1) * slot
+            begin, end = (timeline.start + place * slot for place in (column, column + 1))
             times = {"idle": slot}
             for cell in timeline.cells(rank):
                 inside = max(0.0, min(end, cell[-1].end) - max(begin, cell[0].start))
@@ -47,13 +68,19 @@ def test_where_there_is_no_room_the_order_is_still_the_tables():
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(names()), st.integers(1, 6), st.integers(1, 20), TIMES, TIMES, TIMES, st.integers(30, 200))
-def test_the_order_of_a_picture_never_contradicts_the_table(name, ranks, microbatches, forward, inputs, weights, width):
-    timeline = simulate(build(name, ranks, microbatches), Costs(forward, inputs, weights, send=0.3))
+@given(STEPS, st.integers(30, 200))
+def test_the_order_of_a_picture_never_contradicts_the_table(timeline, width):
     for rank, line in enumerate(draw(timeline, width, color=True).splitlines()):
         table = (_kind(cell) for cell in timeline.cells(rank))
         blocks = [SHOWS[color] for color in re.findall(r"(\033\[[\d;]+m)[^\033]+\033\[0m", line)]
         assert all(shown in ("pair" if kind is None else kind.value for kind in table) for shown in blocks)
+
+
+def test_of_more_ranks_than_fit_a_screen_one_in_so_many_is_drawn_and_that_is_said():
+    lines = draw(simulate(build("1f1b", 150, 4)), 80).splitlines()
+    assert [line.split()[1] for line in lines[:3]] == ["0", "3", "6"]
+    assert (len(lines), lines[-1]) == (51, "one in 3 of the 150 ranks is drawn")
+    assert len(draw(simulate(build("1f1b", 64, 2)), 80).splitlines()) == 64
 
 
 @pytest.mark.parametrize("width", [40, 80, 100])
@@ -65,7 +92,7 @@ def test_rows_are_equally_wide(width):
 
 def test_the_summary_of_many_ranks_is_short_and_says_idle_and_bubble():
     told = summary(simulate(build("1f1b", 64, 70), Costs(1, 1, 1)))
-    assert "activations in flight 64/../1 on 64 ranks" in told
+    assert "activations in flight 1 to 64 on 64 ranks" in told
     assert max(map(len, told.splitlines())) < 130
     uneven = simulate(build("1f1b", 2, 4), Costs([1, 3], 1, 1))
     assert f"idle {uneven.idle_share:.1%} (the bubble is that of the busiest rank alone) by" in summary(uneven)

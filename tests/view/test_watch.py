@@ -9,7 +9,8 @@ import pytest
 from studios import run_of
 
 from penstock.view.record import load
-from penstock.view.watch.server import state, watched
+from penstock.view.watch.growing import GrowingRun
+from penstock.view.watch.server import watched
 
 RECORD = {"loss": 2.5, "seconds": 0.1, "tokens_per_second": 1000.0, "bubble": 0.2, "bubble_of_the_table": 0.1}
 
@@ -24,15 +25,32 @@ def got(address, path, method="GET", **headers):
 
 
 def test_a_run_is_seen_from_its_first_line_on(tmp_path):
-    assert state(tmp_path)["last"] is None
+    run = GrowingRun(tmp_path)
+    assert run.state()["last"] is None
     lines = [json.dumps({"step": step, **RECORD}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])  # the third is being written
-    found = state(tmp_path)
+    found = run.state()
     assert found["last"]["step"] == 2
-    assert found["losses"] == [[1, 2.5], [2, 2.5]]
+    assert found["losses"] == [(1, 2.5), (2, 2.5)]
     assert found["timeline"] is None
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**RECORD, "step": step}) + "\n" for step in range(3000)))
-    assert len(state(tmp_path)["losses"]) <= 400
+    assert len(GrowingRun(tmp_path).state()["losses"]) <= 400
+
+
+def test_what_was_read_of_a_run_is_not_read_again_until_the_run_begins_another_file(tmp_path):
+    file, run = tmp_path / "metrics.jsonl", GrowingRun(tmp_path)
+    text = "".join(json.dumps({"step": step, **RECORD}) + "\n" for step in (1, 2))
+    file.write_text(text)
+    assert run.state()["last"]["step"] == 2
+    with file.open("r+") as open_file:
+        open_file.write("x" * len(text))  # would be no JSON
+        open_file.write(json.dumps({"step": 3, **RECORD}) + "\n")
+    assert [step for step, _ in run.state()["losses"]] == [1, 2, 3]
+    (tmp_path / "beside").write_text(text)
+    (tmp_path / "beside").replace(file)  # as a run that is resumed does
+    assert [step for step, _ in run.state()["losses"]] == [1, 2]
+    file.write_text(json.dumps({"step": 1, **RECORD, "loss": float("nan")}) + "\n")
+    assert run.state()["losses"] == [(1, None)]  # the browser's JSON has no NaN
 
 
 def test_the_page_is_for_this_machine_and_only_reads(tmp_path):
@@ -67,4 +85,4 @@ def test_a_run_that_is_watched_leaves_timelines_while_it_trains(tmp_path):
     assert "watch it at http://127.0.0.1:" in done.stdout
     (folder,) = (tmp_path / "runs").iterdir()
     assert load(folder).label == "step 10"
-    assert state(folder)["last"]["step"] == 11
+    assert GrowingRun(folder).state()["last"]["step"] == 11

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.files import json_lines
-from penstock.view.watch.server import METRICS
+from penstock.view.watch.growing import METRICS
 
 
 def recorded(folder: Path, steps: int) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ class Progress:
         """One step more."""
         told = (
             f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} {self.unit}/s  "
-            f"ranks idle {record['idle_share']:.0%} (with even stages {record['idle_share_of_the_table']:.0%})  "
+            f"ranks idle {record['idle_share']:.0%} (even stages {record['idle_share_of_the_table']:.0%})  "
             f"peak {megabytes(record['peak_memory_bytes'])}"
         )
         self.bars.update(self.task, completed=record["step"], told=told)
@@ -111,7 +111,7 @@ def _comparison(run: TrainResult, alone: TrainResult) -> Table:
     table.add_row("held-out loss", digits(run.validation_loss), digits(alone.validation_loss), held_out)
     table.add_row("a step", f"{step * 1e3:.0f} ms", f"{step_alone * 1e3:.0f} ms", f"speed-up {step_alone / step:.2f}")
     bubbles = [f"{statistics.median(each.bubbles):.0%}" for each in (run, alone)]
-    table.add_row("bubble", *bubbles, f"idle share of the busiest rank; with even stages {run.planned_bubble:.0%}")
+    table.add_row("bubble", *bubbles, f"of the busiest rank; even stages: {run.planned_bubble:.0%}")
     table.add_row("fullest rank", megabytes(run.peak_memory), megabytes(alone.peak_memory), "peak memory of its process")
     return table
 

@@ -135,7 +135,8 @@ def _lines(told: Explanation) -> Iterator[str]:
         yield f"between steps {_ms(told.between)}, {share:.1%} of the loop: the optimizer, the next batch, what else it does"
     if told.bytes:
         most, least = max(told.bytes), min(told.bytes)
-        yield f"memory of activations: up to {bytes_told(most)} on rank {told.bytes.index(most)}, the least {bytes_told(least)}"
+        where = "every rank" if most == least else f"rank {told.bytes.index(most)}, the least {bytes_told(least)}"
+        yield f"memory of activations: up to {bytes_told(most)} on {where}"
     yield _about_straggler(told.straggler, now)
     if told.even < (1 - NOTABLE) * now:
         yield f"another cut: {_against(told.even, now)} if all stages took the same"

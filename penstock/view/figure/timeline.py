@@ -27,7 +27,7 @@ def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> 
     `also`: "memory" that is not known in bytes too, the critical "path", and "arrows" for messages between ranks.
     """
     data = record.data()
-    timeline, planned = data["steps"][-1]["timeline"], data["planned"]
+    timeline, planned = data["steps"][data["usual"]]["timeline"], data["planned"]
     whole = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1
     scale = (width - LABEL - PAD) / whole
     shapes: list[Shape] = []

@@ -62,7 +62,7 @@ class Page {
     slot.verdict.replaceChildren(verdict(chart, this));
     slot.figures.replaceChildren(...(alone ? [figures(record)] : []));
     slot.legend.replaceChildren(legend(record));
-    slot.below.replaceChildren(pathTotals(record), shares(record));
+    slot.below.replaceChildren(pathTotals(record), shares(record, alone ? 0 : Math.max(...this.records.map(({makespan}) => makespan))));
     if (alone) slot.table.replaceChildren(...tableBelow(chart, this));
   }
 

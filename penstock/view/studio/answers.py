@@ -116,7 +116,7 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     record = read(question.text(asked["run"], "run", 32_000_000), file)
     if record.unit != "s":
         raise PenstockError(f"{file} was planned, not measured: load the timeline.json of a run, or a table as CSV")
-    timeline = record.steps[-1]
+    timeline = record.usual
     if len(timeline.events) > MOST_ACTIONS:
         raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {MOST_ACTIONS}")
     measured = Measurement.of(*record.steps, layers=record.layers)

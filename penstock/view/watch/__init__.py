@@ -1,5 +1,6 @@
 """The page of a run while it runs, and afterwards: what its folder has, to the browser on this machine.
 
-`server`  the page, and what it asks again and again
-`page/`   what the browser runs
+`growing`  a run's folder, of which only what is new is read
+`server`   the page, and what it asks again and again
+`page/`    what the browser runs
 """

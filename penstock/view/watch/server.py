@@ -1,6 +1,6 @@
 """A run's folder, to the browser on this machine; it is only read.
 
-`state` is what the page asks again and again; the chart below is the page of the run's last timeline, in a frame.
+`/state` is what the page asks again and again; the chart below is the page of the run's last timeline, in a frame.
 """
 
 import json
@@ -9,48 +9,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.view import html, serving
-from penstock.view.record import FILE, load
+from penstock.view.record import load
 from penstock.view.serving import NOTHING, Answer
+from penstock.view.watch.growing import GrowingRun
 
 if TYPE_CHECKING:
     from werkzeug.serving import BaseWSGIServer
     from werkzeug.wrappers import Request
 
-METRICS = "metrics.jsonl"  # of a run's folder: a line for each step
-CURVE = 400  # points of it at most
 POLICY = (  # the timeline has its script and style inside, and names them by hash in a policy of its own
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
 
 
-def state(folder: Path) -> dict[str, Any]:
-    """What the run in `folder` has come to: its last step, the losses so far, and which timeline there is."""
-    file, timeline = folder / METRICS, folder / FILE
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be being written
-    few = records[:: 1 + len(records) // CURVE]
-    return {
-        "name": folder.name,
-        "last": records[-1] if records else None,
-        "losses": [[record["step"], record["loss"]] for record in few],
-        "timeline": timeline.stat().st_mtime_ns if timeline.is_file() else None,
-    }
-
-
 def server(folder: Path, port: int = 0) -> "BaseWSGIServer":
     """A server of the page, not started; port 0 takes a free one. Raises PenstockError if it cannot be had."""
+
+    run = GrowingRun(folder)
 
     def answered(request: "Request") -> Answer:
         name = request.path.removeprefix("/")
         if request.method != "GET":
             return Answer("A run is only looked at.\n", "txt", 405)
         if name == "state":
-            return Answer(json.dumps(state(folder)), "json")
+            return Answer(json.dumps(run.state()), "json")
         if name == "timeline":
             try:
                 return Answer(html.page([load(folder)]), "html")

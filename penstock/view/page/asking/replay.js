@@ -18,7 +18,7 @@ class Replay {
       cell.took = cell.blocks[0].end - cell.blocks[0].start;
       for (const block of cell.blocks) {
         for (const need of block.receives) {
-          const source = timeline.blocks.get(need.action), ends = `${need.rank} ${cell.rank}`;
+          const source = timeline.blocks.get(need.action), ends = `${source.rank} ${cell.rank}`;
           if (!numbers.has(ends)) numbers.set(ends, this.channels++);
           const message = {channel: numbers.get(ends), source: cellOf.get(source), taker: cell, ...this.cost(source, block, need, usual)};
           cell.needs.push(message);

@@ -5,8 +5,8 @@ const PAINTS = [...Object.keys(KINDS), ...Object.keys(CAUSES)];
 const HUES = 12; // of microbatches
 const HUED = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, Array.from({length: HUES}, (_, hue) => `${kind} ${hue}`)]));
 
-/** What a block is painted with: its kind's colour, or that colour in the hue of its microbatch, far from that of the next one. */
-function paintOf({kind, microbatch}, hued) { return hued ? HUED[kind][(5 * microbatch) % HUES] : kind; }
+/** What a block is painted with: its kind's colour, or that colour in the hue of its microbatch; the next microbatch has the next hue. */
+function paintOf({kind, microbatch}, hued) { return hued ? HUED[kind][microbatch % HUES] : kind; }
 
 /** Name -> `rgb(1, 2, 3)`; `F second` is the shade of a rank's second stage, `fill ink` what the pattern of a cause is drawn in. */
 function themeColors(hued) {
@@ -24,7 +24,7 @@ function themeColors(hued) {
   for (const name of THEMED) add(name, `var(--${name})`);
   for (const kind of Object.keys(KINDS)) {
     addKind(kind, `var(--${kind})`);
-    if (hued) HUED[kind].forEach((name, hue) => addKind(name, `oklch(from var(--${kind}) l 0.11 ${(360 / HUES) * hue})`));
+    if (hued) HUED[kind].forEach((name, hue) => addKind(name, `oklch(from var(--${kind}) calc(l - 0.03) 0.11 ${(360 / HUES) * hue})`));
   }
   for (const cause of Object.keys(CAUSES)) {
     add(cause, `var(--${cause})`);

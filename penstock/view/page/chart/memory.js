@@ -3,7 +3,8 @@
 function drawMemory(chart, row) {
   const {context: c, page: {colors, options}, record: {timeline}} = chart;
   const beside = chart.beside?.timeline, planned = beside?.data.memory_unit === timeline.data.memory_unit ? beside : null;
-  const most = Math.max(timeline.peak, planned ? planned.peak : 0) || 1;
+  const alike = chart.page.records.map((record) => record.timeline).filter(({data}) => data.memory_unit === timeline.data.memory_unit);
+  const most = Math.max(timeline.peak, planned ? planned.peak : 0, ...alike.map(({peak}) => peak)) || 1; // one scale for all that stand beside each other
   const base = row.memory + row.memoryHigh, y = (held) => base - (held / most) * (row.memoryHigh - 2);
   c.strokeStyle = c.fillStyle = colors.shade;
   trace(chart, timeline.ranks[row.rank].memory, y, base);

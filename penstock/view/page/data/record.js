@@ -10,7 +10,7 @@ class TimelineRecord {
     this.ready = new Map();
     this.planned = data.planned && new Timeline(data.planned);
     this.verdict = data.verdict;
-    this.step = this.raw.length - 1;
+    this.step = data.usual ?? this.raw.length - 1;
     this.makespan = Math.max(data.planned ? data.planned.makespan : 0, ...this.raw.map((each) => each.makespan));
   }
 

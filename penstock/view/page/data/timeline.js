@@ -9,6 +9,18 @@ const CAUSES = {
   sending: "the rank hands over what its last action made",
 };
 
+/** The events of a rank: a page has them as columns (penstock/view/html.py), what the studio asks for one by one. */
+function eventsOf(events) {
+  if (Array.isArray(events)) return events;
+  const {actions, start, end, held, sent, waited, waited_for: last, messages, arrived} = events, from = events.from.split(" ");
+  let next = 0;
+  return (actions ? actions.split(" ") : []).map((action, i) => {
+    const receives = [];
+    for (const until = next + messages[i]; next < until; next++) receives.push({action: from[next], arrived: arrived[next]});
+    return {action, start: start[i], end: end[i], held: held[i], sent: sent[i], waited: waited[i], waited_for: receives[last[i]]?.action, receives};
+  });
+}
+
 /** One step: for every rank its blocks (the actions, in order), its idle times and its memory curve; of a huge one sums alone. */
 class Timeline {
   constructor(data) {
@@ -16,7 +28,7 @@ class Timeline {
     this.blocks = new Map();
     const path = new Set(data.critical_path);
     this.ranks = data.ranks.map((row, rank) => {
-      const blocks = row.events.map((event, index) => this.block(event, rank, index, path));
+      const blocks = eventsOf(row.events).map((event, index) => this.block(event, rank, index, path));
       const stages = [...new Set(blocks.map((block) => block.stage))].sort((a, b) => a - b);
       for (const block of blocks) block.chunk = stages.indexOf(block.stage);
       return {blocks, ends: blocks.map((block) => block.end), idle: row.idle, idleEnds: row.idle.map((idle) => idle[1]), memory: row.memory, stages, sums: row.sums};

@@ -55,11 +55,11 @@ function piece(paint, share, title) {
   return part;
 }
 
-/** Where the time of all ranks went, as bars as long as the steps. */
-function shares(record) {
+/** Where the time of all ranks went, as bars as long as the steps; `whole` is the time of the longest one, if others stand beside. */
+function shares(record, whole = 0) {
   const {timeline} = record, bars = [[record.kindOfTimes, timeline, ""]];
   if (record.planned) bars.push(["planned", record.planned, " thin"]);
-  const longest = Math.max(...bars.map(([, each]) => each.data.makespan)) || 1;
+  const longest = Math.max(whole, ...bars.map(([, each]) => each.data.makespan)) || 1;
   const parts = (each) => [...kindShares(each), ...each.causes.map((cause) => [cause, each.data.causes[cause]])];
   const told = (what) => KINDS[what] || `idle by ${what}`;
   const bar = ([name, each, thin]) => {
@@ -98,7 +98,7 @@ function pathTotals(record) {
     sum(ranks, `rank ${block.rank}`, block.end - block.start);
     if (gap > 0) sum(kinds, before.rank === block.rank ? "engine" : "messages", gap);
   });
-  const told = (map) => [...map].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([name, time]) => `${name} ${record.time(time)} (${percent(time / data.makespan)})`).join(" · ");
+  const told = (map) => [...map].sort((a, b) => b[1] - a[1]).slice(0, 8).map(([name, time]) => `${name} (${record.time(time)}, ${percent(time / data.makespan)})`).join(" · ");
   return path.length ? element("p", {class: "path muted"}, element("b", {}, "The critical path"), ` is ${told(kinds)}. Its actions are on ${told(ranks)}.`) : "";
 }
 

@@ -38,5 +38,8 @@ function differences(records) {
       a.memory_unit === b.memory_unit ? relative(first.timeline.peak, second.timeline.peak) : "–"],
     ...Object.keys(CAUSES).filter((cause) => records.some(({timeline}) => timeline.causes.includes(cause))).map((cause) => [`idle by ${cause}`, percent(a.causes[cause]), percent(b.causes[cause]), points(a.causes[cause], b.causes[cause])]),
   ];
-  return table("Differences", ["", first.name, second.name, "difference"], rows);
+  const unlike = [["ranks", ({ranks}) => ranks.length], ["microbatches", ({microbatches}) => microbatches]]
+    .map(([what, of]) => [what, ...records.map(({timeline}) => of(timeline))]).filter(([, one, other]) => one !== other);
+  const warning = `These differ in ${unlike.map(([what, one, other]) => `${what} (${one} and ${other})`).join(" and ")}: their times are those of different work.`;
+  return element("div", {}, table("Differences", ["", first.name, second.name, "difference"], rows), ...(unlike.length ? [element("p", {class: "muted"}, warning)] : []));
 }

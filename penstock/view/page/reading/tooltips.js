@@ -18,7 +18,7 @@ function describe(record, block) {
     const source = record.timeline.blocks.get(block.waitedFor);
     rows.push(["waited", record.time(block.waited) + (source ? ` for ${source.text} of rank ${source.rank}` : "")]);
   } else if (block.receives.length) {
-    rows.push(["received", block.receives.map(({action, rank}) => `${action} of rank ${rank}`).join(", ")]);
+    rows.push(["received", block.receives.map(({action}) => `${action} of rank ${record.timeline.blocks.get(action).rank}`).join(", ")]);
   }
   if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.amount(block.held)} once it has ended`]);
   if (block.critical) rows.push(["critical path", "yes"]);

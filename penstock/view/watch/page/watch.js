@@ -5,12 +5,16 @@ const EVERY = 1000; // milliseconds
 let shown = null; // the timeline that is in the frame
 
 const FIGURES = {
-  "loss": ({loss}) => loss.toFixed(4),
+  "loss": ({loss}) => loss?.toFixed(4) ?? "not finite",
   "tokens or rows a second": ({tokens_per_second: many}) => Math.round(many).toLocaleString("en"),
-  "bubble": ({bubble, bubble_of_the_table: table}) => `${(100 * bubble).toFixed(1)} % (table ${(100 * table).toFixed(1)} %)`,
+  "idle, of all ranks' time": ({idle_share: idle, idle_share_of_the_table: even}) => shares(idle, even),
+  "bubble, idle of the busiest rank": ({bubble, bubble_of_the_table: even}) => shares(bubble, even),
   "memory, fullest rank": ({peak_memory_bytes: bytes}) => `${Math.round(bytes / 1e6).toLocaleString("en")} MB`,
   "a step": ({seconds}) => `${Number((1e3 * seconds).toPrecision(4))} ms`,
 };
+
+/** A share as it was measured, and what it would be if all stages took the same. */
+function shares(measured, even) { return `${(100 * measured).toFixed(1)} % (with even stages ${(100 * even).toFixed(1)} %)`; }
 
 function show({name, last, losses, timeline}) {
   document.getElementById("name").textContent = name;
@@ -23,7 +27,7 @@ function show({name, last, losses, timeline}) {
       figure.append(what, value);
       return figure;
     }));
-    const values = losses.map(([, loss]) => loss), low = Math.min(...values), high = Math.max(...values);
+    const values = losses.map(([, loss]) => loss).filter((loss) => loss !== null), low = Math.min(...values), high = Math.max(...values);
     const points = values.map((loss, place) => `${(1000 * place) / Math.max(1, values.length - 1)},${110 - (100 * (loss - low)) / (high - low || 1)}`);
     document.querySelector("#losses polyline").setAttribute("points", points.join(" "));
   }

@@ -1,0 +1,88 @@
+"""How heavy the page of a step is, how soon it is drawn, and how smoothly it moves, in Chromium.
+
+    python benchmarks/page.py                                    # 1f1b, 64 ranks, 135,168 actions: about half a minute
+    python benchmarks/page.py --schedule zb-v --ranks 8 --microbatches 32
+    python benchmarks/page.py --ranks 1024 --microbatches 256    # more actions than a page shows one by one: sums
+
+Each number is the best of several, since other work goes on on most machines. Needs Debian's `chromium` and `chromium-driver`,
+and `pip install selenium`.
+"""
+
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from selenium import webdriver
+
+from penstock.schedule import Costs, build, simulate
+from penstock.view.html import page
+from penstock.view.record import Record
+
+QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,1000")
+FRAMES = 40
+DRAWN = "return performance.getEntriesByName('drawn')[0]?.startTime"
+MOVED = """
+    const [move, count, done] = arguments, times = [];
+    const next = (now) => {
+        times.push(now);
+        if (move === "pan") page.pan(2e-3 * page.whole); else page.zoom(times.length % 2 ? 0.9 : 1 / 0.9);
+        if (times.length <= count) requestAnimationFrame(next); else done((times.at(-1) - times[0]) / count);
+    };
+    page.show(0, page.whole / 2);
+    requestAnimationFrame(next);
+"""
+
+
+@dataclass
+class Options:
+    """Measure the page of a simulated step."""
+
+    schedule: str = "1f1b"
+    ranks: int = 64
+    microbatches: int = 1056
+    times: int = 5  # that the page is opened
+
+
+def opened(driver: webdriver.Chrome, address: str) -> float:
+    """Milliseconds from the request of the page to the first picture."""
+    driver.get(address)
+    while (drawn := driver.execute_script(DRAWN)) is None:
+        time.sleep(0.05)
+    return float(drawn)
+
+
+def moved(driver: webdriver.Chrome, move: str) -> float:
+    """Milliseconds of a frame while the chart is panned, or zoomed in and out."""
+    return float(driver.execute_async_script(MOVED, move, FRAMES))
+
+
+def main(options: Options) -> None:
+    """Make the page, open it, move it, print."""
+    step = simulate(build(options.schedule, options.ranks, options.microbatches), Costs(send=0.1))
+    begin = time.perf_counter()
+    text = page([Record((step,))])
+    made = time.perf_counter() - begin
+    browser = webdriver.ChromeOptions()
+    browser.binary_location = str(shutil.which("chromium"))
+    with tempfile.TemporaryDirectory() as folder:
+        for argument in (*QUIET, f"--user-data-dir={folder}/profile"):
+            browser.add_argument(argument)
+        file = Path(folder) / "page.html"
+        file.write_text(text, encoding="utf-8")
+        driver = webdriver.Chrome(options=browser, service=webdriver.ChromeService(shutil.which("chromedriver")))
+        driver.set_script_timeout(100)
+        try:
+            first = min(opened(driver, file.as_uri()) for _ in range(options.times))
+            frames = {move: min(moved(driver, move) for _ in range(options.times)) for move in ("pan", "zoom")}
+        finally:
+            driver.quit()
+    print(f"{options.schedule}, {options.ranks} ranks, {options.microbatches} microbatches: {len(step.events):,} actions")
+    print(f"made in {made:.1f} s, {len(text) / 1e6:.1f} MB; drawn {first / 1e3:.2f} s after it was asked for")
+    print(", ".join(f"{move} {1e3 / each:.0f} frames a second" for move, each in frames.items()))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

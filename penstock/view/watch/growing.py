@@ -1,0 +1,54 @@
+"""A run's folder as it grows: of its metrics only what is new is read."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from penstock.view.record import FILE
+
+METRICS = "metrics.jsonl"  # of a run's folder: a line for each step
+CURVE = 400  # points of it at most
+
+
+class GrowingRun:
+    """The run in `folder`, which may have just begun."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()  # several pages may ask at once
+        self._forget(file=0)
+
+    def _forget(self, file: int) -> None:
+        self._file, self._read = file, 0  # its number on the disk, and the bytes that were read of it
+        self._losses: list[tuple[int, float | None]] = []  # of every step; None: it was not finite
+        self._last: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What it has come to: its last step, the losses so far, and which timeline there is."""
+        timeline = self._folder / FILE
+        with self._lock:
+            self._read_on()
+            return {
+                "name": self._folder.name,
+                "last": self._last,
+                "losses": self._losses[:: 1 + len(self._losses) // CURVE],
+                "timeline": timeline.stat().st_mtime_ns if timeline.is_file() else None,
+            }
+
+    def _read_on(self) -> None:
+        path = self._folder / METRICS
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._file or found.st_size < self._read:  # the run was resumed, and begins another file
+                self._forget(found.st_ino)
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]  # the last line may be being written
+        self._read += len(whole)
+        for line in whole.splitlines():
+            self._last = record = json.loads(line, parse_constant=lambda _: None)  # the browser's JSON has no NaN
+            self._losses.append((record["step"], record["loss"]))

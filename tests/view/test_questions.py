@@ -13,6 +13,7 @@ from selenium.webdriver.common.keys import Keys
 from timelines import COSTS, measured
 
 from penstock.schedule import Costs, build, simulate
+from penstock.view import sums
 from penstock.view.html import page
 from penstock.view.record import Record, load, read, save
 from penstock.view.studio.answers import answer
@@ -231,6 +232,18 @@ def test_idle_and_bubble_have_one_value_and_one_name_wherever_they_are_told(visi
         assert share == 0 or f"{cause} {share:.1%}" in closing
         assert share == 0 or f"idle by {cause}{100 * share:.1f} %" in legend.replace("\n", "")
         assert share == 0 or f"{cause} {share:.1%}" in told
+
+
+def test_a_step_of_too_many_actions_answers_with_its_sums(visit, folder, monkeypatch):
+    monkeypatch.setattr(sums, "MOST", 10)
+    step = simulate(build("1f1b", 4, 8))
+    (folder / "sums.html").write_text(page([Record((step,))]))
+    browser = visit("sums.html")
+    assert "too many to show one by one" in browser.find_element(By.ID, "subtitle").text
+    assert "has the sums of the step, not its actions" in ask(browser, "2F3")
+    ask(browser, "rank 1")
+    row = browser.find_element(By.CSS_SELECTOR, "[aria-label=Selection] tbody tr").text
+    assert row.startswith(f"rank 1 {100 * step.busy[1] / step.makespan:.1f} % ")
 
 
 # ---- what if

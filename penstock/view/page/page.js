@@ -1,5 +1,7 @@
 // The page around the charts: what is chosen, and one view in time that all charts share.
 
+const TOO_MANY = ", too many to show one by one: of each rank its sums, for 256 slices of the step";
+
 class Page {
   constructor(records) {
     this.records = records;
@@ -40,7 +42,7 @@ class Page {
     const {timeline} = this.records[0], count = (number, what) => `${number} ${what}${number === 1 ? "" : "s"}`;
     const counts = [count(timeline.ranks.length, "rank"), count(timeline.stages, "stage"), count(timeline.microbatches, "microbatch").replace("batchs", "batches")];
     document.getElementById("subtitle").textContent = this.records.length > 1
-      ? "one above the other, on one time axis" : [...counts, count(timeline.actions, "action")].join(" · ");
+      ? "one above the other, on one time axis" : [...counts, count(timeline.actions, "action")].join(" · ") + (timeline.data.counts ? TOO_MANY : "");
   }
 
   section(chart, place) {
@@ -68,7 +70,7 @@ class Page {
 
   /** Read the colours of the theme, and draw in them. */
   paint() {
-    const {hued} = this.options, kinds = hued ? Object.values(HUED).flat() : Object.keys(KINDS), causes = Object.keys(CAUSES);
+    const {hued} = this.options, kinds = [...Object.keys(KINDS), ...(hued ? Object.values(HUED).flat() : [])], causes = Object.keys(CAUSES);
     document.body.classList.toggle("hued", hued);
     this.colors = themeColors(hued);
     this.parts = Object.fromEntries([...kinds, ...causes].map((name) => [name, partsOf(this.colors[name])]));

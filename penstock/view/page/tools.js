@@ -15,8 +15,8 @@ function toolsOf(page, more = []) {
     ...Object.entries(ORDERS).map(([value, text]) => element("option", {value}, text)));
   const checks = [
     ...(page.records.some((record) => record.planned) ? [check("planned", "Planned")] : []),
-    check("memory", "Memory"), check("path", "Critical path"),
-    check("hued", "Microbatches", "Each microbatch has a hue; how light it is tells the kind"),
+    ...(page.records.some(({timeline}) => timeline.blocks.size) ? [check("memory", "Memory"), check("path", "Critical path"),
+      check("hued", "Microbatches", "Each microbatch has a hue; how light it is tells the kind")] : []),
     check("select", "Select", "Drag selects time and ranks, as with Shift"),
     ...(ranks > 4 ? [check("fit", "All ranks in sight")] : []),
   ];

@@ -31,6 +31,7 @@ class Finder {
     if (block) return page.select(chart, block);
     if (/^m\d+$/i.test(words)) return this.typed();
     if (rank && timeline.ranks[rank[1]]) return page.choose({from: 0, to: timeline.data.makespan, ranks: [Number(rank[1])]});
+    if (words && timeline.data.counts) return this.say("this page has the sums of the step, not its actions: ask for a rank, as in: rank 7");
     const answer = timeline.blocks.size ? whatIf(chart.record, words) : null;
     if (answer && !answer.problem) return page.instead(answer);
     return this.say(answer?.problem || (words ? `“${words}” is none of ${EXAMPLES}` : ""));

@@ -46,14 +46,15 @@ function drawIdle(chart, {idle, idleEnds}, top, height, alpha) {
 
 /** Blocks that are wide enough with their name; all others go to the strip. */
 function drawBlocks(chart, timeline, {blocks, ends}, top, height, named, alpha) {
-  const {context: c, density} = chart, {colors, view, lit, options: {hued}} = chart.page, several = timeline.severalStages;
+  const {context: c, density, strip} = chart, {colors, view, lit, options: {hued}} = chart.page, several = timeline.severalStages;
+  const perTime = 1 / chart.perPixel, origin = chart.gutter - view.from * perTime; // as chart.x has it, for thousands of blocks
   c.font = "11px system-ui, sans-serif";
   c.textBaseline = "middle";
   c.textAlign = "center";
   for (let i = firstAfter(ends, view.from); i < blocks.length && blocks[i].start < view.to; i++) {
-    const block = blocks[i], left = chart.x(block.start), wide = chart.x(block.end) - left, shown = lit && !lit(block) ? DIM : 1, paint = paintOf(block, hued);
+    const block = blocks[i], left = origin + block.start * perTime, wide = (block.end - block.start) * perTime, shown = lit && !lit(block) ? DIM : 1, paint = paintOf(block, hued);
     if (wide <= NARROW || height < 8) {
-      paintNarrow(chart.strip, block, paint, left * density, wide * density, shown);
+      paintNarrow(strip, block, paint, left * density, wide * density, shown);
       continue;
     }
     const [from, high] = block.half === null ? [top, height] : [top + (block.half * height) / 2, height / 2 - 1];

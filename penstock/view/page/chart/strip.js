@@ -54,31 +54,30 @@ class Strip {
     const {open, weights} = this, count = this.colors.length;
     this.open = null;
     if (!open || open.last < 0) return;
-    const from = Math.max(0, open.from), to = Math.min(this.canvas.height, open.to);
     for (let column = open.first; column <= open.last; column++) {
-      const shares = weights.subarray(column * count, (column + 1) * count);
       let whole = 0;
-      for (const share of shares) whole += share;
-      if (whole > 0.02) this.paint(column, from, to, open, shares, whole);
+      for (let place = column * count; place < (column + 1) * count; place++) whole += weights[place];
+      if (whole > 0.02) this.paint(column, open, whole);
     }
     weights.fill(0, open.first * count, (open.last + 1) * count);
   }
 
-  paint(column, from, to, open, shares, whole) {
-    const {canvas: {width}, pixels, colors} = this, high = open.to - open.from, alpha = Math.min(1, whole) * open.alpha;
+  /** Fill a column of a lane, whose weights are `whole` together: stacked, or mixed where it is too low for that. */
+  paint(column, {from: top, to: bottom, alpha: most}, whole) {
+    const {canvas: {width, height}, pixels, colors, weights} = this, high = bottom - top, alpha = Math.min(1, whole) * most;
+    const from = Math.max(0, top), to = Math.min(height, bottom), first = column * colors.length;
     if (high < LEVELS) {
-      let [red, green, blue] = [0, 0, 0];
-      shares.forEach((share, kind) => { red += share * colors[kind][0]; green += share * colors[kind][1]; blue += share * colors[kind][2]; });
-      const mixed = pixel(red / whole, green / whole, blue / whole, alpha);
-      for (let row = from; row < to; row++) pixels[row * width + column] = mixed;
+      const mixed = [0, 1, 2].map((part) => colors.reduce((sum, color, kind) => sum + weights[first + kind] * color[part], 0) / whole);
+      const color = pixel(...mixed, alpha);
+      for (let row = from; row < to; row++) pixels[row * width + column] = color;
       return;
     }
-    let sum = 0, row = open.from;
-    for (let kind = 0; kind < shares.length; kind++) {
-      if (!shares[kind]) continue;
-      sum += shares[kind];
-      const end = open.from + Math.round(high * sum / whole), color = pixel(...colors[kind], alpha);
-      for (; row < end; row++) if (row >= from && row < to) pixels[row * width + column] = color;
+    let sum = 0, row = from;
+    for (let kind = 0; kind < colors.length; kind++) {
+      if (!weights[first + kind]) continue;
+      sum += weights[first + kind];
+      const end = Math.min(to, top + Math.round((high * sum) / whole)), [red, green, blue] = colors[kind], color = pixel(red, green, blue, alpha);
+      for (; row < end; row++) pixels[row * width + column] = color;
     }
   }
 

@@ -84,9 +84,9 @@ function legend(record) {
     ...kindShares(timeline).map(([kind, share]) => item(kind, KINDS[kind], [element("b", {}, percent(share))])),
     ...timeline.causes.filter((cause) => timeline.data.causes[cause] > 0).map((cause) => item(cause, `idle by ${cause}`, [element("b", {}, percent(timeline.data.causes[cause]))], CAUSES[cause])),
     ...(apart ? [item("between", "between steps, of all time", [element("b", {}, percent(apart))], BETWEEN)] : []),
-    item("path", "critical path", []),
+    ...(timeline.path.length ? [item("path", "critical path", [])] : []),
     item("hues", "microbatches, each in its hue; lighter and darker are the kinds", []),
-    item("memory", `${timeline.data.memory_unit ? "memory of activations" : "activations held"}${record.planned ? " (dashed: planned)" : ""}`, []));
+    ...(timeline.blocks.size ? [item("memory", `${timeline.data.memory_unit ? "memory of activations" : "activations held"}${record.planned ? " (dashed: planned)" : ""}`, [])] : []));
 }
 
 /** What the critical path is made of: by kind of action, by rank, and what lies between. */

@@ -4,14 +4,22 @@
 function happened(timeline, {from, to, ranks}) {
   const inside = (start, end) => Math.max(0, Math.min(end, to) - Math.max(start, from));
   return ranks.filter((rank) => timeline.ranks[rank]).map((rank) => {
-    const {blocks, idle} = timeline.ranks[rank], causes = {}, seen = blocks.filter(({start, end}) => inside(start, end) > 0);
+    const {blocks, idle, sums} = timeline.ranks[rank], causes = {}, seen = blocks.filter(({start, end}) => inside(start, end) > 0);
     for (const [start, end, cause] of idle) causes[cause] = (causes[cause] || 0) + inside(start, end);
     const came = blocks.flatMap(({receives}) => receives).filter(({arrived}) => arrived >= from && arrived <= to);
     const onTheWay = came.reduce((sum, {action, arrived}) => sum + Math.max(0, arrived - timeline.blocks.get(action).end), 0);
     const busy = seen.reduce((sum, {start, end, half}) => sum + inside(start, end) * (half === null ? 1 : 0.5), 0);
     const slowest = seen.reduce((most, block) => (!most || block.end - block.start > most.end - most.start ? block : most), null);
+    if (sums) return {rank, ...inSums(sums, inside), messages: 0, onTheWay: 0, slowest: null};
     return {rank, busy, causes, messages: came.length, onTheWay, slowest};
   });
+}
+
+/** The same of a huge step, as far as its slices tell. */
+function inSums({end, parts}, inside) {
+  const time = (shares) => shares.reduce((sum, share, place) => sum + share * inside((place * end) / shares.length, ((place + 1) * end) / shares.length), 0);
+  const took = Object.entries(parts).map(([paint, shares]) => [paint, time(shares)]);
+  return {busy: took.filter(([paint]) => paint in KINDS).reduce((sum, [, each]) => sum + each, 0), causes: Object.fromEntries(took.filter(([paint]) => paint in CAUSES))};
 }
 
 /** The table of what is selected, below the chart. */

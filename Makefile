@@ -29,7 +29,7 @@ kernels: $(VENV)/ready
 
 # On a machine with a GPU, by the Python whose torch knows it; the parts, each under ten minutes, the most important first.
 GPU_PYTHON ?= python3
-GPU_PARTS := right faults_on_device waits casts state_on_device
+GPU_PARTS := lines_on_device right faults_on_device waits casts state_on_device
 gpu: $(GPU_PARTS:%=gpu-%) gpu-speed
 
 gpu-speed:

@@ -7,10 +7,12 @@
 step     one rank: a loop of plain PyTorch over the microbatches, 1F1B (F, B), zb-h1 (F, I, W), and zb-h1 with W merged
 host     the same at a width of 64: the device is never behind, so that a step's time is what the host takes to tell it
 split    one stage: our backward in two beside torch's stage_backward_input and stage_backward_weight
-pair     two ranks on the one device beside one process with the same work
+pair     two ranks on the one device, by CUDA IPC and through host memory, beside one process with the same work
+line     a message from one rank to another, both ways
 stalls   a step under torch's profiler: where the device stands still, and what the host waits in (benchmarks/stalls.py)
 
-What is compared is timed in turns; printed are medians, and ratios turn by turn with their quartiles. No time is asserted.
+What is compared is timed in turns (not `pair` and `line`, whose processes differ); printed are medians, and ratios turn by turn
+with their quartiles. Goals are printed with what was reached; nothing is asserted.
 """
 
 import argparse
@@ -27,6 +29,8 @@ from split import Ours, Theirs
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock import torch_private
+from penstock.commands.doctor import ping_pong
 from penstock.comms.topology import Topology
 from penstock.model import GPT, GPTConfig
 
@@ -84,6 +88,12 @@ def told(times: dict[str, list[float]], base: str, per: dict[str, int] | None = 
         print(f"  {name:22} {1e3 * median(each):9.3f} ms, {middle:.3f} of {base} ({low:.3f} to {high:.3f}){action}", flush=True)
 
 
+def goal(what: str, reached: float, most: float = float("inf"), least: float = 0.0) -> None:
+    """A line for a goal."""
+    asked = f"at most {most:g}" if most < float("inf") else f"at least {least:g}"
+    print(f"  goal: {what} {asked}: {reached:.3f}, {'reached' if least <= reached <= most else 'NOT reached'}", flush=True)
+
+
 def ways(options: argparse.Namespace, width: int) -> dict[str, Act]:
     """A step by each way; they share the weights, and add to their gradients."""
     model, inputs, target = subject(options, width)
@@ -109,11 +119,17 @@ def part_step(options: argparse.Namespace) -> None:
     told(times, PLAIN, ACTIONS)
     print("  I + W beside B:")
     told({name: times[name] for name in (WHOLE, SPLIT, MERGED)}, WHOLE)
+    goal("I + W beside B", median(times[SPLIT]) / median(times[WHOLE]), most=1.05)
 
 
 def part_host(options: argparse.Namespace) -> None:
     """The same where the device is never behind."""
-    told(in_turns(ways(argparse.Namespace(**{**vars(options), "time": 16, "rows": 1}), NARROW), options), PLAIN, ACTIONS)
+    narrow = in_turns(ways(argparse.Namespace(**{**vars(options), "time": 16, "rows": 1}), NARROW), options)
+    told(narrow, PLAIN, ACTIONS)
+    wide = in_turns({WHOLE: ways(options, options.width)[WHOLE]}, options)
+    goal(
+        f"the host's time beside the device's at width {options.width}", median(narrow[WHOLE]) / median(wide[WHOLE]), most=0.15
+    )
 
 
 def part_split(options: argparse.Namespace) -> None:
@@ -135,22 +151,49 @@ def part_split(options: argparse.Namespace) -> None:
     told(in_turns(acts, options), "our B")
 
 
-def rank_of_pair(device: torch.device, width: int, rows: int, length: int, turns: int) -> list[float]:
-    """Seconds of a step, on every rank alike."""
-    options = argparse.Namespace(device=device, width=width, rows=rows, time=length, turns=turns)
-    topology = ps.comms.init_distributed("gloo", device=device)
-    model, inputs, target = subject(options, width)
+def refused(memory: Tensor) -> tuple[Any, ...]:
+    """In the place of what CUDA IPC begins with."""
+    raise RuntimeError("the benchmark does without")
+
+
+def rank_of_pair(options: argparse.Namespace, by_ipc: bool) -> tuple[list[float], list[str]]:
+    """Seconds of a step, on every rank alike, and what carries this one's messages."""
+    if not by_ipc:
+        torch_private.exported = refused
+    topology = ps.comms.init_distributed("gloo", device=options.device)
+    model, inputs, target = subject(options, options.width)
     pipe = ps.Pipeline(model, token_loss, "1f1b", MICROBATCHES, topology=topology, seed=None)
-    times = [timed(lambda: pipe.step(inputs, target=target), device) for _ in range(WARM_UP + turns)]
-    return times[WARM_UP:]
+    times = [timed(lambda: pipe.step(inputs, target=target), options.device) for _ in range(WARM_UP + options.turns)]
+    return times[WARM_UP:], list(pipe.lines().values())
 
 
 def part_pair(options: argparse.Namespace) -> None:
     """Two ranks on the device beside one."""
-    sizes = options.device, options.width, options.rows, options.time, options.turns
-    one, *_ = ps.launch(rank_of_pair, 1, *sizes)
-    two = [max(each) for each in zip(*ps.launch(rank_of_pair, 2, *sizes), strict=True)]
-    told({"one process": one, "two ranks": two}, "one process")
+    ((one, _),) = ps.launch(rank_of_pair, 1, options, True)
+    times = {"one process": one}
+    for name, by_ipc in {"two ranks": True, "two, host memory": False}.items():
+        everyone = ps.launch(rank_of_pair, 2, options, by_ipc)
+        times[name] = [max(each) for each in zip(*[seconds for seconds, _ in everyone], strict=True)]
+        print(f"  {name}: {everyone[0][1][0]}")
+    told(times, "one process")
+    goal("one process' time beside that of two ranks", median(one) / median(times["two ranks"]), least=0.95)
+
+
+def rank_of_line(device: str, by_ipc: bool) -> dict[str, dict[int, float]]:
+    """What `penstock doctor` measures, one way or the other."""
+    if not by_ipc:
+        torch_private.exported = refused
+    return ping_pong(device)
+
+
+def part_line(options: argparse.Namespace) -> None:
+    """A message of several sizes."""
+    for by_ipc in (True, False):
+        for way, times in ps.launch(rank_of_line, 2, str(options.device), by_ipc)[0].items():
+            for floats, seconds in times.items():
+                print(
+                    f"  {4 * floats:>11,} bytes {1e6 * seconds:8.0f} us, {4e-9 * floats / seconds:7.2f} GB/s: {way}", flush=True
+                )
 
 
 def part_stalls(options: argparse.Namespace) -> None:
@@ -169,7 +212,9 @@ def part_stalls(options: argparse.Namespace) -> None:
             print(f"  {name}: {stalls.read(trace)}", flush=True)
 
 
-PARTS = {"step": part_step, "host": part_host, "split": part_split, "pair": part_pair, "stalls": part_stalls}
+PARTS = {
+    "step": part_step, "host": part_host, "pair": part_pair, "line": part_line, "split": part_split, "stalls": part_stalls,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -462,6 +462,11 @@ class Pipeline(NoModule):
         self.clock_error = max(errors)
         return measured(self.schedule, rows, sizes, last.report, self.position, self._program.skips)
 
+    def lines(self) -> dict[str, str]:
+        """What carries this rank's messages, and why nothing faster does: `{"0-1": "host memory .."}`. All ranks call it."""
+        with self._together():
+            return dict(self._engine.channels.ways)
+
     def _done(self) -> Outcome:
         """Of the last step. Raises PenstockError before the first."""
         if self._last is None:

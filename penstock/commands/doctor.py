@@ -5,7 +5,6 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import penstock
 from penstock import comms
 from penstock.comms.groups import Groups
 from penstock.comms.messages.group_line import Outbox
 from penstock.comms.messages.lines import receiving_line, sending_line
-from penstock.comms.messages.memory_line import MemorySender
 from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.messages.worker import SendFailure
 from penstock.comms.starting.launcher import launch
@@ -38,7 +37,7 @@ EXTRAS = {  # module -> what it is for
 
 def examine() -> None:
     """Print it all; a minus sign is in front of what is missing."""
-    print(f"+ Python {platform.python_version()}, torch {version('torch')}, penstock {version('penstock')}")
+    print(f"+ Python {platform.python_version()}, torch {torch.__version__}, penstock {penstock.__version__}")
     _tested(torch.__version__)
     print(f"+ {cores()} processor cores: more ranks than that share them, and computing takes longer than the table says")
     _devices()
@@ -52,10 +51,11 @@ def examine() -> None:
     begin = time.perf_counter()
     launch(_nothing, 2)
     print(f"+ two ranks start in {time.perf_counter() - begin:.2f} s, later")
-    for way, times in launch(_ping_pong, 2)[0].items():
-        for floats, seconds in times.items():
-            size = floats * 4
-            print(f"+ {way}, {size:>9,} bytes take {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
+    for device in ["cpu", *["cuda"] * torch.cuda.is_available()]:
+        for way, times in launch(ping_pong, 2, device)[0].items():
+            for floats, seconds in times.items():
+                size = floats * 4
+                print(f"+ {way}, {size:>9,} bytes take {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
 
 
 def _say(there: bool, present: str, absent: str) -> None:
@@ -83,9 +83,9 @@ def _nothing() -> None:
     pass
 
 
-def _ping_pong() -> dict[str, dict[int, float]]:
-    """By way, floats of a message -> seconds to the other rank, the median over rounds there and back."""
-    topology = comms.init_distributed(device="cpu")
+def ping_pong(device: str) -> dict[str, dict[int, float]]:
+    """By way, floats of a message on `device` -> seconds to the other rank, the median over rounds there and back."""
+    topology = comms.init_distributed("gloo", device=device)
     groups, other = Groups(topology, "doctor"), 1 - topology.rank
     outbox = Outbox(SendFailure(groups))
     if topology.rank == 0:
@@ -99,20 +99,23 @@ def _ping_pong() -> dict[str, dict[int, float]]:
     def receive(ball: Tensor) -> None:
         spec = describe_tensor(ball)
         incoming.wait(incoming.post(spec), spec)
+        torch.get_device_module(topology.device).synchronize()
         outbox.empty()
 
-    shared = "through shared memory" if isinstance(outgoing, MemorySender) else "between stages"
-    ways: dict[str, tuple[Act, Act]] = {
-        f"a message {shared}": (send, receive),
-        "a message by Gloo": (partial(dist.send, dst=other), partial(dist.recv, src=other)),
+    ways: dict[str, tuple[Act, Act]] = {f"a message on {topology.device.type} by {outgoing.way}": (send, receive)}
+    if device == "cpu":
+        ways["a message by Gloo"] = partial(dist.send, dst=other), partial(dist.recv, src=other)
+    first, where = topology.rank == 0, topology.device
+    result = {
+        way: {floats: _seconds(first, torch.zeros(floats, device=where), *both) for floats in SIZES}
+        for way, both in ways.items()
     }
-    result = {way: {floats: _seconds(topology.rank == 0, floats, *both) for floats in SIZES} for way, both in ways.items()}
     groups.close()
     return result
 
 
-def _seconds(first: bool, floats: int, send: Act, receive: Act) -> float:
-    ball, times = torch.zeros(floats), []
+def _seconds(first: bool, ball: Tensor, send: Act, receive: Act) -> float:
+    times = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         for act in (send, receive) if first else (receive, send):

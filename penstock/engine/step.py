@@ -163,6 +163,7 @@ class Engine:
                         handed[transfer] = handed_over(value)
                 clock.sent()
                 made = value = None  # they are on their way
+            channels.settle()
         except (WaitFailed, ResourceError):
             raise
         except Exception as error:

@@ -83,6 +83,8 @@ class Module:
     def stream(self, stream):
         return nullcontext()
 
+    device = stream
+
     def cudart(self):
         return self.driver
 

@@ -72,41 +72,72 @@ def overflowing(parameters, step):
 SCALES = [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
 
 
+def scaled_ways(device):
+    """Ways, each with a precision; what is compiled, which takes long, on a GPU only."""
+    ways = [(*way, torch.float16, False) for way in WAYS.values()] + [(*WAYS["split"], torch.bfloat16, False)]
+    return ways if device == "cpu" else [*ways, (*WAYS["split"], torch.float16, True)]
+
+
 def rank_scaled(device):
-    topology = on(device)
-    model, loss_fn = made("gpt", device, layers=3)
-    scaler, scales = ShardedGradScaler(device, init_scale=2.0**10, growth_interval=2), []
-    pipe = ps.Pipeline(model, loss_fn, "zb-h1", M, topology=topology, scaler=scaler)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    topology, found = on(device), []
+    for schedule, options, dtype, compiled in scaled_ways(device):
+        model, loss_fn = model_on(device, compiled)
+        scaler, scales = ShardedGradScaler(device, init_scale=2.0**10, growth_interval=2), []
+        pipe = ps.Pipeline(model, loss_fn, schedule, M, topology=topology, scaler=scaler, **options)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(5):
+            inputs, target = batch("gpt", device, M, seed=step)
+            with torch.autocast(device, dtype):
+                pipe.step(inputs, target=target)
+            overflowing(pipe.parameters() if topology.rank else (), step)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        found.append((scales, {name: each.cpu() for name, each in pipe.state_dict().items()}))
+    return found
+
+
+def plainly_scaled(device, dtype, compiled):
+    """Scales and weights by plain PyTorch."""
+    model, loss_fn = model_on(device, compiled)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
+    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(5):
-        inputs, target = batch("gpt", device, M, seed=step)
-        with torch.autocast(device, torch.float16):
-            pipe.step(inputs, target=target)
-        overflowing(pipe.parameters() if topology.rank else (), step)
+        pieces = pieces_on(device, seed=step)
+        with torch.autocast(device, dtype):
+            losses = [loss_fn(model(inputs), target) for inputs, target in pieces]
+        backward(losses, pieces, scaler.scale(torch.ones((), device=device)).item())
+        overflowing(model.parameters(), step)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    return scales, {name: each.cpu() for name, each in pipe.state_dict().items()}
+    return scales, {name.replace("_orig_mod.", ""): each.cpu() for name, each in model.state_dict().items()}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_sharded_scaler_skips_what_plain_pytorchs_skips(device):
     everyone = ps.launch(rank_scaled, 2, device)
-    model, loss_fn = model_on(device, compiled=False)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
-    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.1), []
     with deterministic():
-        for step in range(5):
-            pieces = pieces_on(device, seed=step)
-            with torch.autocast(device, torch.float16):
-                losses = [loss_fn(model(inputs), target) for inputs, target in pieces]
-            backward(losses, pieces, scaler.scale(torch.ones((), device=device)).item())
-            overflowing(model.parameters(), step)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-    assert everyone[0][0] == everyone[1][0] == scales == SCALES
-    assert_same(merged([state for _, state in everyone]), {name: each.cpu() for name, each in model.state_dict().items()})
+        plain = {how: plainly_scaled(device, *how) for how in {way[2:] for way in scaled_ways(device)}}
+    for number, (_, _, *how) in enumerate(scaled_ways(device)):
+        scales, weights = plain[tuple(how)]
+        assert all(each[number][0] == scales == SCALES for each in everyone)
+        assert_same(merged([each[number][1] for each in everyone]), weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_merged_weight_gradients_are_exact_to_the_rounding_of_autocast(device, dtype):
+    inputs, target = batch("gpt", device, M)
+    with deterministic():
+        wanted, (model, loss_fn) = expected(device, dtype, compiled=False), model_on(device, compiled=False)
+        topology = Topology(device=torch.device(device))
+        pipe = ps.Pipeline(model, loss_fn, "zb-h1", M, topology=topology, merge_weight_gradients=True)
+        with torch.autocast(device, dtype):
+            pipe.step(inputs, target=target)
+    for name, gradient in on_host(pipe.named_parameters()).items():
+        most = 2**-6 * wanted[name].abs().max().item()
+        assert torch.allclose(gradient, wanted[name], rtol=2**-6, atol=most), name

@@ -1,6 +1,7 @@
 """What goes wrong in a stage on a GPU is told on all ranks, and where the GPU can go on the next step works."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import penstock as ps
 
 M, WIDTH = 4, 8
 HUGE = 1 << 50  # bytes
+CYCLES = 10**10  # seconds of a device
 
 
 class Fails(nn.Module):
@@ -30,6 +32,9 @@ class Fails(nn.Module):
                     torch.empty(HUGE, dtype=torch.uint8, device=hidden.device)
                 case "die":
                     os._exit(9)
+                case "killed":  # while its device is busy, and others wait for it
+                    torch.cuda._sleep(CYCLES)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 case "assert":
                     nn.functional.embedding(torch.full((len(hidden),), 10**6, device=hidden.device), self.linear.weight)
         return self.linear(hidden)
@@ -60,10 +65,12 @@ def test_an_error_is_told_on_both_ranks_and_the_next_step_works(device, how):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_rank_that_dies_ends_all(device):
+@pytest.mark.parametrize(
+    ("device", "how"), [("cpu", "die"), *[pytest.param("cuda", how, marks=pytest.mark.gpu) for how in ("die", "killed")]]
+)
+def test_a_rank_that_dies_ends_all(device, how):
     with pytest.raises(ps.LostRankError, match="rank 1"):
-        ps.launch(rank_faults, 2, device, "die")
+        ps.launch(rank_faults, 2, device, how)
 
 
 @pytest.mark.gpu

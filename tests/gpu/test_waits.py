@@ -16,10 +16,10 @@ def token_loss(logits, target):
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)
 
 
-def pipeline(device, schedule="1f1b", **options):
+def pipeline(device, schedule="1f1b", topology=None, **options):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=17, context=6, width=8, layers=4, heads=2, dropout=0.1)).to(device)
-    pipe = ps.Pipeline(model, token_loss, schedule, 4, topology=Topology(device=device), **options)
+    pipe = ps.Pipeline(model, token_loss, schedule, 4, topology=topology or Topology(device=device), **options)
     for each in pipe.state_dict(strict=False).values():
         each.mul_(1)  # the stub knows no values: this is one
     return pipe
@@ -46,3 +46,24 @@ def test_clipping_waits_once_for_all_norms(device):
     with waits(device) as places:
         pipe.clip_grad_norm_(1.0)
     assert [each.partition(":")[0] for each in places] == ["stage/parameters.py _norms"]
+
+
+def rank_waits(schedule):
+    """Where this rank's host waits in its second step."""
+    topology = ps.comms.init_distributed("gloo", timeout=120, device="cuda:0")
+    pipe, tokens = pipeline(topology.device, schedule, topology), torch.randint(17, (8, 7))
+    for _ in range(2):
+        with waits(topology.device) as places:
+            pipe.step(tokens[:, :-1], target=tokens[:, 1:], losses=[])
+    return places, pipe.lines()
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_neither_of_two_ranks_waits_before_the_end_of_its_step(schedule):
+    everyone = ps.launch(rank_waits, 2, schedule)
+    for places, lines in everyone:
+        print(schedule, *lines.items(), *places, sep="\n  ")
+        told = [each.partition(":")[0] for each in places]
+        assert told in ([], ["stage/microbatch.py numbers", "engine/report.py weighted_sum"])

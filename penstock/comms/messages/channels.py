@@ -34,6 +34,7 @@ class Channels:
     def __init__(self, program: Program, topology: Topology, groups: Groups | None) -> None:
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
+        self.ways: dict[str, str] = {}  # line -> what carries it, in words
         self._outbox: Outbox | None = None
         if groups is None:
             return
@@ -45,8 +46,10 @@ class Channels:
             with named(f"rank {rank} could not open the line {name}"), waiting("for the other ranks to open their lines"):
                 if rank == start:
                     self.outgoing[destination] = Outgoing(sending_line(groups, name, end, outbox), outbox.failure)
+                    self.ways[name] = self.outgoing[destination].line.way
                 elif rank == end:
                     self.incoming[source] = Incoming(receiving_line(groups, name, start), rank, start)
+                    self.ways[name] = self.incoming[source].line.way
         with waiting("for the other ranks to open their lines"):  # so that no rank goes ahead where another fails to
             groups.everyone.barrier().wait()
 
@@ -58,6 +61,11 @@ class Channels:
     def learned(self) -> Specs:
         """What this rank's messages of the step were like."""
         return {transfer: spec for end in self._ends() for transfer, spec in end.specs.items()}
+
+    def settle(self) -> None:
+        """Wait until what was taken has arrived, where the host may have run ahead of it. Raises WaitFailed if it does not."""
+        for end in self.incoming.values():
+            end.settle()
 
     def _ends(self) -> "list[Outgoing | Incoming]":
         return [*self.outgoing.values(), *self.incoming.values()]
@@ -190,6 +198,13 @@ class Incoming:
                 return message
             self.early[arriving] = message
         return self.early.pop(transfer)
+
+    def settle(self) -> None:
+        """Wait until what was taken has arrived. Raises WaitFailed if it does not."""
+        try:
+            self.line.settle()
+        except RuntimeError as error:
+            raise WaitFailed(f"for the last message from rank {self.source}", self.source, error) from error
 
     def _post(self, spec: MessageSpec) -> list[tuple[Any, wire.TensorSpec]]:
         return [(self.line.post(leaf), leaf) for leaf in spec.tensors]

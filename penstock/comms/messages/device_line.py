@@ -9,6 +9,7 @@ device nor host stand still for a message, but for one that has not been sent ye
 import mmap
 import queue
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,35 +25,45 @@ from penstock.comms.messages.worker import SendFailure, Worker
 
 
 class Copies:
-    """Copies between a device and a line's memory, on a stream of their own."""
+    """Copies between a device and memory that two processes share, on a stream of their own."""
 
-    def __init__(self, memory: mmap.mmap, device: torch.device) -> None:
-        self._module, self._device = torch.get_device_module(device), device
-        self._stream = self._module.Stream(device)
+    def __init__(self, device: torch.device) -> None:
+        self.module, self._device = torch.get_device_module(device), device
+        self.stream = self.module.Stream(device)
+
+    def now(self) -> Any:
+        """What the stream that computes has been told so far."""
+        event = self.module.Event()
+        event.record(self.module.current_stream(self._device))
+        return event
+
+    def begin(self, to: Tensor, source: Tensor, spec: TensorSpec, after: Sequence[Any], copied: Any) -> None:
+        """Begin to copy once the device has done what the events `after` stand for; `copied` is to stand for the copy."""
+        with self.module.stream(self.stream):
+            for event in after:
+                self.stream.wait_event(event)
+            wire.memory(to, spec).copy_(wire.memory(source, spec), non_blocking=True)
+            copied.record(self.stream)
+
+    def wait(self, copied: Any) -> None:
+        """Have the stream that computes wait for a copy."""
+        self.module.current_stream(self._device).wait_event(copied)
+
+    def are_done(self) -> bool:
+        """Whether the device has done all that it was told. Raises RuntimeError if it has failed."""
+        return self.stream.query() and self.module.current_stream(self._device).query()
+
+
+class Known:
+    """The blocks of a line's memory that the driver of a device knows."""
+
+    def __init__(self, memory: mmap.mmap, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
         self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         self._known: dict[int, int] = {}  # where a block begins -> so many bytes of it the driver knows
         self._refused = False  # by a system that lets no device at such memory: copies are right there, and slower
 
-    def now(self) -> Any:
-        """What the stream that computes has been told so far."""
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
-        return event
-
-    def begin(self, to: Tensor, source: Tensor, spec: TensorSpec, after: Any) -> Any:
-        """Begin to copy once the device has done what `after` stands for; returns what stands for the copy."""
-        with self._module.stream(self._stream):
-            self._stream.wait_event(after)
-            wire.memory(to, spec).copy_(wire.memory(source, spec), non_blocking=True)
-            copied = self._module.Event(blocking=True)  # a thread that waits for it sleeps
-            copied.record(self._stream)
-        return copied
-
-    def wait(self, copied: Any) -> None:
-        """Have the stream that computes wait for a copy."""
-        self._module.current_stream(self._device).wait_event(copied)
-
-    def know(self, start: int, size: int) -> None:
+    def add(self, start: int, size: int) -> None:
         """Have the driver know of the block at `start`, with a message of `size` bytes."""
         size = max(PAGE, 1 << (HEADER + size - 1).bit_length())  # no more than the block has
         if self._refused or self._known.get(start, 0) >= size:
@@ -60,7 +71,8 @@ class Copies:
         driver = self._module.cudart()
         if start in self._known:
             driver.cudaHostUnregister(self._address + start)
-        self._refused = int(driver.cudaHostRegister(self._address + start, size, 0)) != 0
+        with self._module.device(self._device):  # a thread begins with the first one
+            self._refused = int(driver.cudaHostRegister(self._address + start, size, 0)) != 0
         if self._refused:
             with suppress(RuntimeError):  # the next launch tells of it, once
                 torch.zeros(1, device=self._device)
@@ -77,9 +89,12 @@ class Copies:
 class DeviceSender(MemorySender):
     """The sending end."""
 
+    way = "host memory that both processes see"
+
     def __init__(self, memory: mmap.mmap, writer: int, failure: SendFailure, device: torch.device) -> None:
         super().__init__(memory, writer, failure, spare=sys.maxsize)  # memory that the driver knows must not be given back
-        self.carrier, self._copies = device, Copies(memory, device)
+        self.carrier, self._copies = device, Copies(device)
+        self._driver = Known(memory, self._copies.module, device)
         self._copying: Worker = Worker("penstock-copy")
 
     def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
@@ -91,13 +106,15 @@ class DeviceSender(MemorySender):
         self._send_beside(tensor, spec, what)
 
     def _put(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
-        self._copies.know(start, spec.bytes)
-        self._copies.begin(self._views.at(start, spec), tensor, spec, self._after).synchronize()
+        self._driver.add(start, spec.bytes)
+        copied = self._copies.module.Event(blocking=True)  # a thread that waits for it sleeps
+        self._copies.begin(self._views.at(start, spec), tensor, spec, [self._after], copied)
+        copied.synchronize()
 
     def close(self) -> None:
         """Let the receiver know that nothing more comes, once the thread has done what it is about."""
         super().close()
-        self._copying.do(self._copies.close)
+        self._copying.do(self._driver.close)
 
 
 class DeviceReceiver(MemoryReceiver):
@@ -105,7 +122,8 @@ class DeviceReceiver(MemoryReceiver):
 
     def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(memory, pipe, timeout)
-        self.carrier, self._copies = device, Copies(memory, device)
+        self.carrier, self._copies = device, Copies(device)
+        self._driver = Known(memory, self._copies.module, device)
         self._taking = Worker("penstock-take")
 
     def post(self, spec: TensorSpec) -> Any:
@@ -123,8 +141,9 @@ class DeviceReceiver(MemoryReceiver):
             if self._woken:
                 raise RuntimeError("a rank is lost")
             start, _ = self._ticket()
-            self._copies.know(start, spec.bytes)
-            copied = self._copies.begin(buffer, self._views.at(start, spec), spec, after)
+            self._driver.add(start, spec.bytes)
+            copied = self._copies.module.Event(blocking=True)
+            self._copies.begin(buffer, self._views.at(start, spec), spec, [after], copied)
             arrived.put(copied)
             copied.synchronize()
             self._memory[start] = FREE
@@ -148,4 +167,4 @@ class DeviceReceiver(MemoryReceiver):
 
     def _end(self) -> None:
         self.let_go()
-        self._copies.close()
+        self._driver.close()

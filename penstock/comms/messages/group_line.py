@@ -22,6 +22,7 @@ class GroupSender:
 
     def __init__(self, gloo: Any, data: Any, carrier: torch.device, outbox: "Outbox") -> None:
         self._gloo, self._data, self.carrier, self._outbox = gloo, data, carrier, outbox
+        self.way = f"a {data.name()} group of their own"
 
     def describe(self, packed: Tensor) -> None:
         """Send a description, its size before it."""
@@ -38,6 +39,7 @@ class GroupReceiver:
 
     def __init__(self, gloo: Any, data: Any, carrier: torch.device) -> None:
         self._gloo, self._data, self.carrier = gloo, data, carrier
+        self.way = f"a {data.name()} group of their own"
 
     def description(self) -> Tensor:
         """Wait for a description."""
@@ -63,6 +65,9 @@ class GroupReceiver:
         if work is not None:
             work.wait()
         return buffer
+
+    def settle(self) -> None:
+        """Nothing to do: the heartbeat ends what does not arrive."""
 
 
 class Outbox:

@@ -12,7 +12,9 @@ import torch
 from penstock.comms.groups import DESTINATION, SOURCE, Groups
 from penstock.comms.messages.device_line import DeviceReceiver, DeviceSender
 from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
-from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender, accept, offer
+from penstock.comms.messages.ipc_line import IpcReceiver, IpcSender
+from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
+from penstock.comms.messages.opening import DEVICE, HOST, accept, offer
 from penstock.comms.topology import CPU
 
 SendingLine = MemorySender | GroupSender
@@ -22,9 +24,12 @@ ReceivingLine = MemoryReceiver | GroupReceiver
 def sending_line(groups: Groups, name: str, peer: int, outbox: Outbox) -> SendingLine:
     """The sending end of the new line `name` to the rank `peer`, which opens the other end."""
     if groups.topology.backend != "nccl":
-        device = groups.topology.device
-        make = partial(DeviceSender, device=device) if device.type == "cuda" else MemorySender
-        if line := offer(groups, peer, partial(make, failure=outbox.failure)):
+        device, failure = groups.topology.device, outbox.failure
+        kinds: dict[int, Any] = {HOST: partial(MemorySender, failure=failure)}
+        if device.type == "cuda":
+            on_device = partial(IpcSender, device=device, failure=failure)
+            kinds = {DEVICE: on_device, HOST: partial(DeviceSender, device=device, failure=failure)}
+        if line := offer(groups, peer, kinds):
             return line
     return GroupSender(*_of_two(groups, name, SOURCE), outbox)
 
@@ -33,8 +38,10 @@ def receiving_line(groups: Groups, name: str, peer: int) -> ReceivingLine:
     """The receiving end of the new line `name` from the rank `peer`."""
     if groups.topology.backend != "nccl":
         device = groups.topology.device
-        make = partial(DeviceReceiver, device=device) if device.type == "cuda" else MemoryReceiver
-        if line := accept(groups, peer, make):
+        kinds: dict[int, Any] = {HOST: MemoryReceiver}
+        if device.type == "cuda":
+            kinds = {DEVICE: partial(IpcReceiver, device=device), HOST: partial(DeviceReceiver, device=device)}
+        if line := accept(groups, peer, kinds):
             return line
     return GroupReceiver(*_of_two(groups, name, DESTINATION))
 

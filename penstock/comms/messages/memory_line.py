@@ -14,28 +14,22 @@ import os
 import select
 import struct
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comms.groups import Groups
 from penstock.comms.messages import wire
-from penstock.comms.messages.blocks import FREE, HEADER, SPARE, Blocks, addresses
+from penstock.comms.messages.blocks import FREE, HEADER, SPARE, Blocks
 from penstock.comms.messages.wire import TensorSpec
 from penstock.comms.messages.worker import SendFailure, Worker
-from penstock.comms.shared_memory import SECRET, make, open_of
 from penstock.comms.topology import CPU
 
 SMALL = 2**16  # bytes; a larger message is not copied out of its block
 LARGE = 2**20  # bytes; copying more is worth a thread
 GLANCE = 500.0  # milliseconds between looks whether to wait any longer
-OPENING_TAG = 3  # of the messages by which the two ends find each other
-OFFER = 3 + SECRET.size // 8  # numbers: process, file of the memory, end of the pipe, secret
 TICKET = struct.Struct("qq")  # where a block begins in the memory, and the bytes of its message
 
 
@@ -79,7 +73,7 @@ class Views:
 class _End:
     """One process' end of the pipe."""
 
-    carrier = CPU
+    carrier, way = CPU, "memory that both processes see"
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -88,6 +82,9 @@ class _End:
     def close(self) -> None:
         """Take and send no more: the other end is told. Messages that were taken stay."""
         self.let_go()
+
+    def try_out(self) -> None:
+        """What must work before the line is used, or raise some error. Here nothing."""
 
     def let_go(self) -> None:
         """Close this process' end of the pipe."""
@@ -123,8 +120,11 @@ class MemorySender(_End):
         """Copy `tensor` into a free block, and say so. If nobody reads, others will tell."""
         start = self.blocks.take(spec.bytes)
         self._put(start, tensor, spec)
+        self._tell(start, spec.bytes)
+
+    def _tell(self, start: int, size: int) -> None:
         with suppress(BrokenPipeError):
-            os.write(self._pipe, TICKET.pack(start, spec.bytes))
+            os.write(self._pipe, TICKET.pack(start, size))
 
     def _put(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
         self._views.at(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
@@ -185,48 +185,9 @@ class MemoryReceiver(_End):
         weakref.finalize(view, _free, self._memory, start, os.getpid()).atexit = False
         return wire.shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
 
+    def settle(self) -> None:
+        """Nothing to do: what was taken is there."""
+
     def wake(self) -> None:
         """Wait no more, soon; called by another thread."""
         self._woken = True
-
-
-def offer(groups: Groups, peer: int, make_sender: Callable[[mmap.mmap, int], MemorySender]) -> MemorySender | None:
-    """The sending end of a new line, if the rank `peer`, which opens the other, is on this machine and sees this memory."""
-    sender, where, opened = None, [-1] * OFFER, torch.zeros(1)
-    memory, *files = make(addresses())
-    try:
-        if memory is not None:
-            reader, writer = os.pipe()
-            files.append(reader)
-            sender = make_sender(memory, writer)
-            where = [os.getpid(), *files, *SECRET.unpack_from(memory)]
-        groups.everyone.send([torch.tensor(where)], peer, OPENING_TAG).wait()
-        groups.everyone.recv([opened], peer, OPENING_TAG).wait()
-    finally:
-        for file in files if memory is not None else ():
-            os.close(file)
-    if sender is not None and opened:
-        groups.at_close(sender.close)
-        return sender
-    return None
-
-
-def accept(
-    groups: Groups, peer: int, make_receiver: Callable[[mmap.mmap, int, timedelta], MemoryReceiver]
-) -> MemoryReceiver | None:
-    """The receiving end of a new line, likewise."""
-    where = torch.zeros(OFFER, dtype=torch.int64)
-    groups.everyone.recv([where], peer, OPENING_TAG).wait()
-    process, file, reader, *secret = where.tolist()
-    memory = open_of(process, file, SECRET.pack(*secret)) if file >= 0 else None
-    receiver = None
-    if memory is not None:
-        try:
-            pipe = os.open(f"/proc/{process}/fd/{reader}", os.O_RDONLY)
-        except FileNotFoundError as error:
-            raise dist.DistError("the sender is gone") from error
-        receiver = make_receiver(memory, pipe, groups.topology.timeout)
-        groups.at_close(receiver.close)
-        groups.at_wake(receiver.wake)
-    groups.everyone.send([torch.tensor([float(receiver is not None)])], peer, OPENING_TAG).wait()
-    return receiver

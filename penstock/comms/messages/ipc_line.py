@@ -1,0 +1,176 @@
+"""A line between two processes of one machine for tensors on GPUs, without a copy through the host: CUDA IPC.
+
+A block is memory of the sender's GPU, which the receiver opens once, with an event that both know. They take turns with it:
+
+    sender     waits for the event, copies a message into the block, records the event     then writes the ticket
+    receiver   waits for the event, copies the message out of it, records the event        then marks the block as free
+
+To wait and to record are orders to a stream of theirs. No host waits for a device; the devices wait for each other. To record
+gives the event a new meaning, and a stream waits for what it meant when the order was given. So an event must not be waited
+for before the other side has recorded it: ticket and mark tell that one has. Both are in memory of the host, as descriptions
+are. What a block is opened by follows the first ticket of it, and of a message larger than any before.
+
+There may be two GPUs: each process sees the memory from its own. Not every system lets processes do this (a container may not),
+so the two try it on the secret of their line, before they use it.
+"""
+
+import mmap
+import select
+import sys
+import time
+from collections import defaultdict
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock import torch_private
+from penstock.comms.encoding import bytes_of, decode, encode
+from penstock.comms.messages import wire
+from penstock.comms.messages.blocks import FREE
+from penstock.comms.messages.device_line import Copies
+from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
+from penstock.comms.messages.wire import TensorSpec
+from penstock.comms.messages.worker import SendFailure
+from penstock.comms.shared_memory import SECRET
+
+NAP = 1e-4  # seconds between looks whether what was taken has arrived
+WAY = "memory of a GPU that both processes open (CUDA IPC)"
+ON_TRIAL = TensorSpec((SECRET.size,), (1,), torch.uint8, False, SECRET.size)  # a line's secret
+
+
+class Place(NamedTuple):
+    """Where a block is on the device, as this process sees it."""
+
+    memory: Tensor  # bytes
+    event: Any  # of the last copy into it or out of it
+
+    def of(self, spec: TensorSpec) -> Tensor:
+        """The message that lies there."""
+        return wire.shaped(self.memory[: spec.bytes], spec)
+
+
+# Events that other processes know. They must not end before those have: so they are used again, and never end.
+_idle_events: dict[torch.device, list[Any]] = defaultdict(list)
+
+# What this process had opened for lines that are closed: see `_let_go`.
+_closed: list[tuple[Copies, dict[int, Place]]] = []
+
+
+class IpcSender(MemorySender):
+    """The sending end. It needs no thread: a message is sent when the device has been told to copy it."""
+
+    way = WAY
+
+    def __init__(self, memory: mmap.mmap, pipe: int, failure: SendFailure, device: torch.device) -> None:
+        super().__init__(memory, pipe, failure, spare=sys.maxsize)  # of the host's memory hardly any is taken
+        self.carrier, self._copies, self._memory = device, Copies(device), memory
+        self._places: dict[int, Place] = {}  # by where a block begins in the host's memory
+
+    def describe(self, packed: Tensor) -> None:
+        """Send a description, through the host's memory."""
+        self._send(packed, wire.describe_tensor(packed))
+
+    def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
+        """Send a tensor in the layout of `spec`."""
+        start = self.blocks.take(spec.bytes)
+        is_new = start not in self._places or self._places[start].memory.numel() < spec.bytes
+        handles = self._make(start, spec.bytes) if is_new else None
+        place = self._places[start]
+        self._copies.begin(place.of(spec), tensor, spec, [self._copies.now(), place.event], place.event)
+        tensor.record_stream(self._copies.stream)  # its memory is not used again before it is copied
+        self._tell(start, spec.bytes)
+        if handles is not None:
+            self.describe(torch.frombuffer(bytearray(encode(handles)), dtype=torch.uint8))
+
+    def _make(self, start: int, size: int) -> tuple[Any, bytes]:
+        """Put the block at `start` on the device; returns what the receiver opens it by."""
+        idle = _idle_events[self.carrier]
+        with self._copies.module.stream(self._copies.stream), torch.inference_mode(False):
+            memory = torch.empty(size, dtype=torch.uint8, device=self.carrier)
+            event = idle.pop() if idle else self._copies.module.Event(interprocess=True)
+            self._places[start] = Place(memory, event)
+            return torch_private.exported(memory), event.ipc_handle()
+
+    def try_out(self) -> None:
+        """Send the line's secret."""
+        secret = torch.frombuffer(bytearray(self._memory[: SECRET.size]), dtype=torch.uint8)
+        self.send(secret.to(self.carrier), ON_TRIAL)
+
+    def close(self) -> None:
+        """Let the receiver know that nothing more comes. The blocks' memory is free when it has closed its end, too."""
+        super().close()
+        _idle_events[self.carrier] += [place.event for place in self._places.values()]
+        self._places.clear()
+
+
+class IpcReceiver(MemoryReceiver):
+    """The receiving end. A ticket is there long before its message, as a rule: nobody need wait for it in a thread."""
+
+    way = WAY
+
+    def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta, device: torch.device) -> None:
+        super().__init__(memory, pipe, timeout)
+        self.carrier, self._copies = device, Copies(device)
+        self._places: dict[int, Place] = {}
+
+    def post(self, spec: TensorSpec) -> Any:
+        """A buffer for a tensor of `spec`, and what the device has been told before it may be written."""
+        with torch.inference_mode(False):
+            return wire.empty(spec, self.carrier), self._copies.now()
+
+    def wait(self, posted: Any, spec: TensorSpec) -> Tensor:
+        """Wait until a tensor of `spec` has been sent. Raises RuntimeError if the sender is lost or silent."""
+        buffer, after = posted
+        if spec.bytes:
+            start, size = self._ticket()
+            if start not in self._places or self._places[start].memory.numel() < size:
+                self._open(start)
+            place = self._places[start]
+            self._copies.begin(buffer, place.of(spec), spec, [after, place.event], place.event)
+            self._copies.wait(place.event)
+            self._memory[start] = FREE
+        return buffer
+
+    def _open(self, start: int) -> None:
+        exported, handle = decode(bytes_of(self.description()))
+        with self._copies.module.stream(self._copies.stream), torch.inference_mode(False):
+            memory = torch_private.opened(exported, self.carrier)
+            self._places[start] = Place(memory, self._copies.module.Event.from_ipc_handle(self.carrier, handle))
+
+    def try_out(self) -> None:
+        """Take the line's secret, and see that it is that."""
+        secret = self.wait(self.post(ON_TRIAL), ON_TRIAL)
+        if bytes_of(secret.cpu()) != self._memory[: SECRET.size]:
+            raise RuntimeError("the other process' memory does not have what was written there")
+
+    def settle(self) -> None:
+        """Wait until what was taken has arrived. Raises RuntimeError if it does not: a device waits for a lost one for ever."""
+        begin = time.monotonic()
+        for place in self._places.values():
+            while not place.event.query():
+                if self._woken or any(state & select.POLLHUP for _, state in self._poll.poll(0)):
+                    raise RuntimeError("the sender is gone")
+                if time.monotonic() - begin > self._patience / 1e3:
+                    raise RuntimeError("timed out")
+                time.sleep(NAP)
+
+    def close(self) -> None:
+        """Take no more; messages that were taken stay."""
+        super().close()
+        _closed.append((self._copies, self._places))
+        self._places = {}
+        _let_go()
+
+
+def _let_go() -> None:
+    """Let go of what closed lines had opened, where the device is idle.
+
+    torch waits for the device then, which may wait for a lost one for ever, or has failed, and says so by ending the process.
+    """
+    for line in list(_closed):
+        with suppress(RuntimeError):
+            if line[0].are_done():
+                _closed.remove(line)

@@ -37,7 +37,7 @@ gpu-speed:
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --width 4096 --part step
 
 gpu-%:
-	PYTHONPATH=$(CURDIR) CUBLAS_WORKSPACE_CONFIG=:4096:8 $(GPU_PYTHON) -m pytest -m gpu -s --timeout 540 tests/gpu/test_$*.py
+	PYTHONPATH=$(CURDIR) CUBLAS_WORKSPACE_CONFIG=:4096:8 $(GPU_PYTHON) -m pytest -m gpu -s --timeout 300 tests/gpu/test_$*.py
 
 # The examples with transformers, peft, Lightning, Accelerate and Ray, which they need and nothing else does.
 neighbours: $(VENV)/neighbours

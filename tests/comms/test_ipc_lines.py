@@ -2,7 +2,7 @@
 
 The model's streams do what they were told when the test says so, one thing of some stream after the other. An event stands for
 what it was recorded after last, and a stream waits for what it stood for when that was told, as in CUDA. Memory that is let go
-is overwritten at once, unless a stream that uses it is known.
+is overwritten in the stream that computes.
 """
 
 import mmap
@@ -23,8 +23,8 @@ import penstock as ps
 from penstock import torch_private
 from penstock.comms.groups import Groups
 from penstock.comms.messages import ipc_line, lines, wire
-from penstock.comms.messages.blocks import FREE
-from penstock.comms.messages.ipc_line import IpcReceiver, IpcSender
+from penstock.comms.messages.blocks import Blocks
+from penstock.comms.messages.ipc_line import DeviceBlocks, IpcReceiver, IpcSender
 from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
 from penstock.comms.messages.opening import DEVICE, HOST, accept, offer
 from penstock.comms.messages.wire import describe_tensor
@@ -55,7 +55,7 @@ class Gpu:
 
 class Stream:
     def __init__(self, gpu):
-        self.told, self.used = deque(), []
+        self.told = deque()
         gpu.streams.append(self)
 
     def tell(self, act, ready=lambda: True):
@@ -97,26 +97,22 @@ class Cuda:
         return self.compute
 
     def stream(self, stream):
-        return Telling(stream)
+        return Telling(stream, self.gpu.host)
 
     def let_go(self, tensor):
-        """What the allocator does with a tensor's memory: the next one gets it, when no other stream uses it."""
-        for stream in [stream for stream in self.gpu.streams if any(tensor is each for each in stream.used)]:
-            event = Event(self.gpu)
-            event.record(stream)
-            self.compute.wait_event(event)
+        """What the allocator does with a tensor's memory: the next one gets it, in the stream that computes."""
         self.compute.tell(lambda: tensor.fill_(torch.nan))
 
 
 class Telling(TorchDispatchMode):
-    """Inside, what writes to memory is told to a stream."""
+    """Inside, copies to a device's memory are told to a stream."""
 
-    def __init__(self, stream):
+    def __init__(self, stream, host):
         super().__init__()
-        self.stream = stream
+        self.stream, self.host = stream, host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.copy_.default:
+        if func is not torch.ops.aten.copy_.default or args[0].untyped_storage().data_ptr() == self.host:
             return func(*args, **(kwargs or {}))
         self.stream.tell(lambda: func(*args, **(kwargs or {})))
         return args[0]
@@ -134,8 +130,8 @@ def line_on(gpu, monkeypatch):
     modules = [Cuda(gpu), Cuda(gpu)]
     waiting = iter(modules)
     monkeypatch.setattr(torch, "get_device_module", lambda device: next(waiting))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: stream.used.append(tensor), raising=False)
     monkeypatch.setattr(ipc_line, "_idle_events", gpu.idle_events)
+    gpu.host = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     monkeypatch.setattr(torch_private, "exported", lambda memory: (gpu.handle(memory),))
     monkeypatch.setattr(torch_private, "opened", lambda exported, device: gpu.opened(*exported))
     sender, receiver = IpcSender(memory, writer, Unfailing(), CPU), IpcReceiver(memory, reader, LONG, CPU)
@@ -166,7 +162,8 @@ def traffic(line, messages, monkeypatch):
         if act == "send" and sent < min(messages, received + 4):
             message, value = torch.zeros(size), float(sent)
             line.sending.compute.tell(lambda message=message, value=value: message.fill_(value))
-            line.sender.send(message, describe_tensor(message))
+            with line.sending.stream(line.sending.compute):
+                line.sender.send(message, describe_tensor(message))
             line.sending.let_go(message)
             sent += 1
         elif act == "post" and len(posted) < 2 and received + len(posted) < messages:
@@ -190,43 +187,25 @@ def test_messages_arrive_in_whatever_order_the_devices_come_to_it(seed, monkeypa
     with line_on(Gpu(seed), monkeypatch) as line:
         got, expected = traffic(line, 30, monkeypatch)
         assert got == expected
-        assert len(line.sender._places) < 15  # blocks are used again
+        assert len(line.sender.blocks.places) < 30  # blocks are used again
 
 
-def without_event(copies, monkeypatch):
-    begin = copies.begin
-    monkeypatch.setattr(copies, "begin", lambda to, source, spec, after, copied: begin(to, source, spec, after[:1], copied))
+def without(place, line, monkeypatch):
+    """One of the events that the receiver's stream is told to wait for left out."""
+    begin = line.receiver._copies.begin
 
+    def begun(to, source, spec, after, copied):
+        begin(to, source, spec, [event for number, event in enumerate(after) if number != place], copied)
 
-def without_compute(copies, monkeypatch):
-    begin = copies.begin
-    monkeypatch.setattr(copies, "begin", lambda to, source, spec, after, copied: begin(to, source, spec, after[1:], copied))
-
-
-def forget_uses(line, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-
-
-def take_any(line, monkeypatch):
-    sender = line.sender
-    take = sender.blocks.take
-
-    def taken(size):
-        for block in sender.blocks.all:
-            sender.blocks._memory[block.start] = FREE
-        return take(size)
-
-    monkeypatch.setattr(sender.blocks, "take", taken)
+    monkeypatch.setattr(line.receiver._copies, "begin", begun)
 
 
 BROKEN = {
-    "the sender copies before the receiver has": lambda line, patch: without_event(line.sender._copies, patch),
-    "the receiver copies before the sender has": lambda line, patch: without_event(line.receiver._copies, patch),
-    "the sender copies what is not computed yet": lambda line, patch: without_compute(line.sender._copies, patch),
-    "the receiver overwrites what is still used": lambda line, patch: without_compute(line.receiver._copies, patch),
+    "the sender uses a block that is not marked": lambda line, patch: patch.setattr(Blocks, "is_free", lambda *_: True),
+    "the sender uses a block that is not copied": lambda line, patch: patch.setattr(DeviceBlocks, "is_free", Blocks.is_free),
+    "the receiver copies before the sender has": partial(without, 1),
+    "the receiver overwrites what is still used": partial(without, 0),
     "the receiver computes on what is not there": lambda line, patch: patch.setattr(line.receiver._copies, "wait", id),
-    "a sent message's memory is used at once": forget_uses,
-    "a block is taken before it is free": take_any,
 }
 
 
@@ -249,7 +228,7 @@ def test_a_message_arrives_in_its_layout(tensor, monkeypatch):
     with line_on(Gpu(0), monkeypatch) as line:
         spec = describe_tensor(tensor)
         if spec.bytes:
-            line.sender.send(tensor, spec)
+            line.sender.send(tensor, spec)  # at once
         with torch.inference_mode():
             arrived = line.receiver.wait(line.receiver.post(spec), spec)
         line.gpu.run()
@@ -263,7 +242,7 @@ def test_events_that_the_receiver_knows_do_not_end_with_the_line_and_are_used_ag
     for _ in range(2):
         with line_on(gpu, monkeypatch) as line:
             traffic(line, 4, monkeypatch)
-            events = {id(place.event) for place in line.sender._places.values()}
+            events = {id(place.event) for place in line.sender.blocks.places.values()}
             idle = {id(event) for event in gpu.idle_events[CPU]}
             assert not events & idle
         assert events <= {id(event) for event in gpu.idle_events[CPU]}
@@ -321,7 +300,6 @@ def opened(exported, device):
 def rank_at_once(names):
     module = AtOnce()
     torch.get_device_module = lambda device: module
-    torch.Tensor.record_stream = lambda tensor, stream: None
     torch_private.exported, torch_private.opened = exported, opened
     lines.MemorySender, lines.MemoryReceiver = partial(IpcSender, device=CPU), partial(IpcReceiver, device=CPU)
     found = {}

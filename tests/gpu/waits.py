@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import penstock
 
 HOUSE = Path(penstock.__file__).parent
+SYNC = "synchronizing"  # so torch calls an operation that the host waits in
 VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
 
@@ -48,7 +49,10 @@ def leaves(tensor: Tensor, kwargs: Any) -> bool:
 
 def place() -> str:
     """The innermost line of the package that is running, without its number, which changes."""
-    frame = next(each for each in reversed(traceback.extract_stack()) if Path(each.filename).is_relative_to(HOUSE))
+    stack = traceback.extract_stack()
+    frame = next((each for each in reversed(stack) if Path(each.filename).is_relative_to(HOUSE)), None)
+    if frame is None:
+        return f"outside: {stack[0].line}"
     return f"{Path(frame.filename).relative_to(HOUSE)} {frame.name}: {frame.line}"
 
 
@@ -67,7 +71,7 @@ def waits(device: torch.device) -> Iterator[list[str]]:
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda *_, **__: places.append(place())
+        warnings.showwarning = lambda message, *_, **__: places.append(place()) if SYNC in str(message) else print(message)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield places

@@ -42,7 +42,7 @@ class Blocks:
         needed = HEADER + size
         power = (needed - 1).bit_length() if needed > PAGE else LEAST
         for block in self._by_power[power]:
-            if self._memory[block.start] == FREE:
+            if self.is_free(block.start):
                 break
         else:
             block = self._new(power)
@@ -52,11 +52,15 @@ class Blocks:
             self._give_back()
         return block.start
 
+    def is_free(self, start: int) -> bool:
+        """Whether nobody needs what lies in the block at `start`."""
+        return self._memory[start] == FREE
+
     def _new(self, power: int) -> Block:
         """A new block of 2**power bytes; where there is no room for one, a larger one that is free."""
         if self._end + 2**power > len(self._memory):
             for block in chain(*self._by_power[power:]):
-                if self._memory[block.start] == FREE:
+                if self.is_free(block.start):
                     return block
             raise OSError(errno.ENOMEM, f"no room in this line's {len(self._memory):,} bytes of addresses: raise `ulimit -v`")
         self._by_power[power].append(block := Block(self._end))
@@ -65,7 +69,7 @@ class Blocks:
 
     def _give_back(self) -> None:
         """Have free blocks take no memory, if they take too much."""
-        free = [block for block in self.all if block.written and self._memory[block.start] == FREE]
+        free = [block for block in self.all if block.written and self.is_free(block.start)]
         idle = sum(block.written for block in free)
         if idle > max(self._spare, KEPT_FREE * (self.written - idle)):
             for block in free:

@@ -2,13 +2,14 @@
 
 A block is memory of the sender's GPU, which the receiver opens once, with an event that both know. They take turns with it:
 
-    sender     waits for the event, copies a message into the block, records the event     then writes the ticket
-    receiver   waits for the event, copies the message out of it, records the event        then marks the block as free
+    sender     copies a message into the block, in the stream that computes, and records the event; then writes the ticket
+    receiver   has a stream wait for the event, copy the message out, and record the event; then marks the block as free
+    sender     uses the block again once it is marked, and its event has been reached
 
-To wait and to record are orders to a stream of theirs. No host waits for a device; the devices wait for each other. To record
-gives the event a new meaning, and a stream waits for what it meant when the order was given. So an event must not be waited
-for before the other side has recorded it: ticket and mark tell that one has. Both are in memory of the host, as descriptions
-are. What a block is opened by follows the first ticket of it, and of a message larger than any before.
+These are orders to a device, and no host waits until one is carried out. To record gives the event a new meaning, and who asks
+for it asks for what it means then. So nobody may ask before the other side has recorded it, which ticket and mark tell. Both
+are in memory of the host, as descriptions are. What a block is opened by follows its first ticket, and that of a message
+larger than any it had before.
 
 There may be two GPUs: each process sees the memory from its own. Not every system lets processes do this (a container may not),
 so the two try it on the secret of their line, before they use it.
@@ -29,7 +30,7 @@ from torch import Tensor
 from penstock import torch_private
 from penstock.comms.encoding import bytes_of, decode, encode
 from penstock.comms.messages import wire
-from penstock.comms.messages.blocks import FREE
+from penstock.comms.messages.blocks import FREE, Blocks
 from penstock.comms.messages.device_line import Copies
 from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
 from penstock.comms.messages.wire import TensorSpec
@@ -59,15 +60,32 @@ _idle_events: dict[torch.device, list[Any]] = defaultdict(list)
 _closed: list[tuple[Copies, dict[int, Place]]] = []
 
 
+def is_new(places: dict[int, Place], start: int, size: int) -> bool:
+    """Whether a message of `size` bytes needs new memory for the block at `start`; both ends find the same."""
+    return start not in places or places[start].memory.numel() < size
+
+
+class DeviceBlocks(Blocks):
+    """Blocks whose messages are on a device; tickets and marks know them by where they begin in the host's memory."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        super().__init__(memory, spare=sys.maxsize)  # of which hardly any is taken
+        self.places: dict[int, Place] = {}
+
+    def is_free(self, start: int) -> bool:
+        """Whether the receiver's device has copied what lies in the block at `start`."""
+        return super().is_free(start) and (start not in self.places or self.places[start].event.query())
+
+
 class IpcSender(MemorySender):
     """The sending end. It needs no thread: a message is sent when the device has been told to copy it."""
 
     way = WAY
 
     def __init__(self, memory: mmap.mmap, pipe: int, failure: SendFailure, device: torch.device) -> None:
-        super().__init__(memory, pipe, failure, spare=sys.maxsize)  # of the host's memory hardly any is taken
-        self.carrier, self._copies, self._memory = device, Copies(device), memory
-        self._places: dict[int, Place] = {}  # by where a block begins in the host's memory
+        super().__init__(memory, pipe, failure)
+        self.carrier, self._memory, self._device = device, memory, torch.get_device_module(device)
+        self.blocks: DeviceBlocks = DeviceBlocks(memory)
 
     def describe(self, packed: Tensor) -> None:
         """Send a description, through the host's memory."""
@@ -75,24 +93,23 @@ class IpcSender(MemorySender):
 
     def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
         """Send a tensor in the layout of `spec`."""
-        start = self.blocks.take(spec.bytes)
-        is_new = start not in self._places or self._places[start].memory.numel() < spec.bytes
-        handles = self._make(start, spec.bytes) if is_new else None
-        place = self._places[start]
-        self._copies.begin(place.of(spec), tensor, spec, [self._copies.now(), place.event], place.event)
-        tensor.record_stream(self._copies.stream)  # its memory is not used again before it is copied
+        start, places = self.blocks.take(spec.bytes), self.blocks.places
+        handles = self._make(start, spec.bytes) if is_new(places, start, spec.bytes) else None
+        wire.memory(places[start].of(spec), spec).copy_(wire.memory(tensor, spec), non_blocking=True)
+        places[start].event.record(self._device.current_stream(self.carrier))
         self._tell(start, spec.bytes)
         if handles is not None:
             self.describe(torch.frombuffer(bytearray(encode(handles)), dtype=torch.uint8))
 
+    @torch.inference_mode(False)
     def _make(self, start: int, size: int) -> tuple[Any, bytes]:
         """Put the block at `start` on the device; returns what the receiver opens it by."""
-        idle = _idle_events[self.carrier]
-        with self._copies.module.stream(self._copies.stream), torch.inference_mode(False):
-            memory = torch.empty(size, dtype=torch.uint8, device=self.carrier)
-            event = idle.pop() if idle else self._copies.module.Event(interprocess=True)
-            self._places[start] = Place(memory, event)
-            return torch_private.exported(memory), event.ipc_handle()
+        idle, places = _idle_events[self.carrier], self.blocks.places
+        memory = torch.empty(size, dtype=torch.uint8, device=self.carrier)
+        event = idle.pop() if idle else self._device.Event(interprocess=True)
+        idle += [places[start].event] if start in places else []
+        places[start] = Place(memory, event)
+        return torch_private.exported(memory), event.ipc_handle()
 
     def try_out(self) -> None:
         """Send the line's secret."""
@@ -102,8 +119,8 @@ class IpcSender(MemorySender):
     def close(self) -> None:
         """Let the receiver know that nothing more comes. The blocks' memory is free when it has closed its end, too."""
         super().close()
-        _idle_events[self.carrier] += [place.event for place in self._places.values()]
-        self._places.clear()
+        _idle_events[self.carrier] += [place.event for place in self.blocks.places.values()]
+        self.blocks.places.clear()
 
 
 class IpcReceiver(MemoryReceiver):
@@ -126,7 +143,7 @@ class IpcReceiver(MemoryReceiver):
         buffer, after = posted
         if spec.bytes:
             start, size = self._ticket()
-            if start not in self._places or self._places[start].memory.numel() < size:
+            if is_new(self._places, start, size):
                 self._open(start)
             place = self._places[start]
             self._copies.begin(buffer, place.of(spec), spec, [after, place.event], place.event)

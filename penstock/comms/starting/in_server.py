@@ -6,6 +6,7 @@ ranks end with it (`rank_main`), and it removes the socket.
 """
 
 import atexit
+import gc
 import os
 import signal
 import socket
@@ -45,6 +46,15 @@ def _remove(path: str) -> None:
             os.rmdir(os.path.dirname(path))
 
 
+def _imports_are_done() -> None:
+    """Before the first fork: what they made is here to stay, and no rank's collector need look at it."""
+    if os.getpid() == SERVER:
+        gc.freeze()
+        gc.enable()
+
+
+gc.disable()  # so that imports take a quarter less
+os.register_at_fork(before=_imports_are_done)
 if path := _listens_at():
     atexit.register(_remove, path)
 signal.signal(signal.SIGALRM, _look)

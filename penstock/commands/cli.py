@@ -103,7 +103,8 @@ class Studio:
     """Open the playground: choose, price and edit schedules on a local page, and see them proved, timed and drawn."""
 
     file: tyro.conf.Positional[str | None] = None
-    """A table to open, as CSV or as a Python file, which is run; it is read again whenever it changes."""
+    """A table to open, as CSV or as a Python file, which is run, a plan.json or the timeline.json of a run; it is read again
+    whenever it changes."""
     ranks: int = 4
     """Of a Python file's table."""
     microbatches: int = 8

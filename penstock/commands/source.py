@@ -37,15 +37,15 @@ def table_written_in(path: str, ranks: int, microbatches: int, **options: int | 
 
 
 def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:
-    """What the studio is asked to show the table in the CSV or Python file `path`, which is run, proved or not."""
+    """What the studio is asked to show the table in the CSV or Python file `path`, which is run, proved or not; or a plan."""
     if path.endswith(".py"):
         made = table_written_in(path, ranks, microbatches)
         return {"rows": made.texts(), "placement": made.placement, "name": Path(path).name}
-    if not path.endswith(".csv"):
-        raise PenstockError(f"{path} is no table: the studio opens a .csv or a .py file")
+    if not path.endswith((".csv", ".json")):
+        raise PenstockError(f"{path} is no table: the studio opens a .csv or a .py file, a plan.json or a run's timeline.json")
     _check_file(path, {})
     try:
-        return {"csv": Path(path).read_text(encoding="utf-8"), "file": Path(path).name}
+        return {"csv" if path.endswith(".csv") else "run": Path(path).read_text(encoding="utf-8"), "file": Path(path).name}
     except (OSError, UnicodeError) as error:
         raise PenstockError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

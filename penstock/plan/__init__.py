@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.plan.layers import Layer, Layers
     from penstock.plan.measuring import measure
     from penstock.plan.planning import plan
-    from penstock.plan.result import Plan, is_plan, load, robustness
+    from penstock.plan.result import Plan, is_plan, load, read, robustness, says_plan
 
 __all__ = [
     "Layer",
@@ -40,14 +40,16 @@ __all__ = [
     "of_transformers",
     "overheads",
     "plan",
+    "read",
     "robustness",
+    "says_plan",
 ]
 
 __getattr__, __dir__ = face(
     __name__,
     {
         **dict.fromkeys(("Layer", "Layers"), "layers"),
-        **dict.fromkeys(("Plan", "is_plan", "load", "robustness"), "result"),
+        **dict.fromkeys(("Plan", "is_plan", "load", "read", "robustness", "says_plan"), "result"),
         **dict.fromkeys(("Overheads", "overheads"), "beside"),
         **dict.fromkeys(("estimate", "of_transformers"), "estimating"),
         "bytes_of": "advice",

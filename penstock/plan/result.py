@@ -98,9 +98,14 @@ def is_plan(path: str | PathLike[str]) -> bool:
     """Whether the file at `path` says that it is a plan."""
     try:
         with open(path, encoding="utf-8") as file:
-            return FORMAT in file.read(200)
+            return says_plan(file.read(200))
     except (OSError, UnicodeError):
         return False
+
+
+def says_plan(text: str) -> bool:
+    """Whether the `text` of a file, or its beginning, says that it is a plan."""
+    return FORMAT in text[:200]
 
 
 def load(path: str | PathLike[str]) -> Plan:

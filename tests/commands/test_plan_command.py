@@ -10,8 +10,10 @@ import pytest
 from penstock import PenstockError
 from penstock.commands import cli
 from penstock.commands.plan import Plan, Search, Watched, built
+from penstock.commands.source import question_of
 from penstock.plan import Layer, Layers, bytes_of, load
 from penstock.schedule import Schedule
+from penstock.view.studio.answers import answer
 
 SMALL = ["--steps", "2", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--checkpoint-every", "0"]
 MODEL = """
@@ -50,6 +52,11 @@ def test_plan_tells_plans_what_memory_would_buy_and_how_robust_the_best_is(costs
     assert f"makespan {1e3 * load(out).seconds:.4g} ms" in capsys.readouterr().out
     run(monkeypatch, "compare", out, out)
     assert "same" in capsys.readouterr().out
+    shown = answer(question_of(str(out), ranks=4, microbatches=8))
+    assert shown["timeline"]["makespan"] == pytest.approx(load(out).timeline.makespan)
+    out.write_text(out.read_text().replace('"penstock plan 1"', '"penstock plan 2"'))
+    with pytest.raises(PenstockError, match=r"plan\.json"):
+        answer(question_of(str(out), ranks=4, microbatches=8))
 
 
 def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, capsys):

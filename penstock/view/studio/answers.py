@@ -4,6 +4,7 @@
     answer({"rows": [["0F0", "0B0"]], "placement": [0]})          # a table as it was edited
     answer({"csv": "0F0,0B0\n", "file": "mine.csv"})              # a table that was loaded, PyTorch's compute-only form
     answer({"run": "{..}", "file": "timeline.json"})              # a measured run: its table, and what its actions cost
+    answer({"run": "{..}", "file": "plan.json"})                  # the same of a plan
 
 Each takes besides "costs" and "unit" ("ms" where the costs are milliseconds, to be drawn beside a run), as in `costs`, and
 "max_in_flight" (null: no limit).
@@ -17,6 +18,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError, ScheduleError
+from penstock.plan import read as read_plan
+from penstock.plan import says_plan
 from penstock.schedule import Action, Costs, Measurement, Schedule, Timeline, build, from_rows, verify
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.schedule import cells_of
@@ -107,22 +110,27 @@ def _check_microbatches(stages: int, microbatches: int) -> None:
         )
 
 
-# ---- a measured run
+# ---- a measured run, or a plan
 
 
 def _of_run(asked: Mapping[str, object]) -> Data:
-    """The table of a run, its costs in milliseconds, and its last step to lay over whatever is planned."""
+    """The table of a run, its costs in milliseconds, and its last step to lay over whatever is planned; the same of a plan."""
     file = question.text(asked.get("file") or "timeline.json", "file", 200)
-    record = read(question.text(asked["run"], "run", 32_000_000), file)
-    if record.unit != "s":
-        raise PenstockError(f"{file} was planned, not measured: load the timeline.json of a run, or a table as CSV")
-    timeline = record.usual
-    if len(timeline.events) > MOST_ACTIONS:
-        raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {MOST_ACTIONS}")
-    measured = Measurement.of(*record.steps, layers=record.layers)
-    schedule = replace(measured.schedule, name=record.name.removesuffix(", measured"))
+    text = question.text(asked["run"], "run", 32_000_000)
+    if says_plan(text):
+        plan = read_plan(text, file)
+        name, label, timeline, measured = plan.schedule.name, "planned", plan.timeline, plan.measurement
+    else:
+        record = read(text, file)
+        if record.unit != "s":
+            raise PenstockError(f"{file} was planned, not measured: load a run's timeline.json, a plan.json or a CSV table")
+        name, label, timeline = record.name.removesuffix(", measured"), record.label, record.usual
+        if len(timeline.events) > MOST_ACTIONS:
+            raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {MOST_ACTIONS}")
+        measured = Measurement.of(*record.steps, layers=record.layers)
+    schedule = replace(measured.schedule, name=name)
     _check_size(schedule)
-    costs, shown = data_of(measured), Record((timeline,), None, "s", (record.label,)).data()
+    costs, shown = data_of(measured), Record((timeline,), None, "s", (label,)).data()
     return _answered(schedule, {**asked, "costs": costs, "unit": "ms"}) | {"costs": costs, "measured": shown}
 
 

@@ -166,7 +166,7 @@ def test_the_studio_says_what_it_needs_and_serves_where_that_is(machine: Machine
         said = serving.stdout.readline()
         try:
             address = re.findall(r"http://\S+", said)[0]
-            assert b"/studio.js" in urllib.request.urlopen(address, timeout=100).read()
+            assert b"studio.js" in urllib.request.urlopen(address, timeout=100).read()
         finally:
             serving.send_signal(signal.SIGINT)
         assert serving.communicate(timeout=100) == ("", "")

@@ -56,12 +56,12 @@ $(VENV)/docs: $(VENV)/ready
 	touch $@
 
 # Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py.
-NCCL_TESTS := tests/engine/test_faults.py tests/mesh/test_mesh.py tests/comms/test_collectives.py
-nccl: $(VENV)/ready nccl-lazy nccl-eager
+NCCL_TESTS := tests/engine/test_faults.py tests/engine/test_model.py tests/engine/test_data.py tests/stage tests/mesh/test_mesh.py tests/comms/test_collectives.py
+nccl: $(VENV)/ready nccl-lazy nccl-eager nccl-ahead
 	$(PYTEST) -m nccl tests/nccl
 
 nccl-%:
-	$(PYTEST) --over-nccl $* -m "not (fresh or timed)" -k "not system_refuses" $(NCCL_TESTS)
+	$(PYTEST) --over-nccl $* -m "ranks and not (fresh or timed or slow)" -k "not system_refuses" $(NCCL_TESTS)
 
 # Every supported release of torch and Python: docs/reference/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
 matrix: $(VENV)/ready

@@ -19,7 +19,7 @@ from penstock import torch_private
 from penstock.comms.breaking import break_off, break_off_backend
 from penstock.comms.health.doing import STEP, WITHIN, doing
 from penstock.comms.health.heartbeat import LOOK
-from penstock.comms.starting.meeting import departed, looks
+from penstock.comms.starting.meeting import all_come, departed, looks
 from penstock.comms.system import need_descriptors, words
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 
@@ -61,7 +61,7 @@ class Groups:
         """
         need_descriptors(size)
         store = dist.PrefixStore(name, self.store)
-        self._meet(store, size)
+        all_come(store, size, self.topology.timeout, self.is_over)
         group = dist.ProcessGroupGloo(store, rank, size, torch_private.gloo_options([_gloo_device()], self.topology.timeout))
         self._open.append(group)
         return group
@@ -76,11 +76,7 @@ class Groups:
 
     def finish(self, work: Any) -> None:
         """Wait on the host until `work` is done. Raises RuntimeError if another rank has failed, or does not come."""
-        if self.topology.backend == "nccl":
-            finish(work, self.topology, lambda: self.woken or self.is_over())
-            if self.woken:  # which ends operations as if they were done
-                raise dist.DistError("another rank has failed")
-        work.wait()
+        finish(work, self.topology, lambda: self.woken or self.is_over(), lambda: self.woken)
 
     def is_over(self, store: Any = None) -> bool:
         """Whether another rank has failed or left, by the job's `store` or this thread's own connection to it."""
@@ -96,17 +92,6 @@ class Groups:
         self._position = position
         if self._looks and (self._looks * LOOK > self.topology.timeout.total_seconds() or self.is_over(store)):
             self.wake()
-
-    def _meet(self, store: Any, size: int) -> None:
-        """Wait for the others to come here, but not when one has failed or left: Gloo's own wait would not know."""
-        if store.add("here", 1) == size:
-            store.set("all", "")
-        for _ in looks(self.topology.timeout.total_seconds()):
-            if store.check(["all"]):
-                return
-            if self.is_over():
-                raise dist.DistError("another rank has failed")
-        raise dist.DistError("timed out")
 
     def at_close(self, close: Callable[[], object]) -> None:
         """Have `close` called when the groups are closed."""
@@ -147,22 +132,28 @@ def new_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupNCCL(store, rank, size, torch_private.nccl_options(timeout))
 
 
-def finish(work: Any, topology: Topology, is_over: Callable[[], bool]) -> None:
-    """Wait on the host until NCCL's `work` is done; its own `wait` orders streams only. Raises DistError once it `is_over`.
+def finish(work: Any, topology: Topology, is_over: Callable[[], bool], was_ended: Callable[[], bool]) -> None:
+    """Wait on the host until `work` is done. Raises RuntimeError if it `was_ended`, or was not done when it `is_over`.
 
-    A rank that has left may have done its part before: that is given a moment to arrive.
+    NCCL's own `wait` orders streams only, so it is looked at. A rank that has left may have done its part before: that is given
+    a moment to arrive. An operation that was ended says that it is done.
     """
-    end = "timed out"
-    for _ in looks(topology.timeout.total_seconds()):
+    if topology.backend == "nccl":
+        if not _is_done(work, topology.timeout.total_seconds(), is_over) and not _is_done(work, LAST):
+            raise dist.DistError("another rank has failed" if is_over() else "timed out")
+        if was_ended():
+            raise dist.DistError("another rank has failed")
+    work.wait()
+
+
+def _is_done(work: Any, seconds: float, is_over: Callable[[], bool] = lambda: False) -> bool:
+    """Whether `work` is, within so many seconds and before it `is_over`."""
+    for _ in looks(seconds):
         if work.is_completed():
-            return
+            return True
         if is_over():
-            end = "another rank has failed"
             break
-    for _ in looks(LAST):
-        if work.is_completed():
-            return
-    raise dist.DistError(end)
+    return False
 
 
 def is_of_transport(error: BaseException) -> bool:

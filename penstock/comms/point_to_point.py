@@ -85,11 +85,7 @@ def _backend(topology: Topology) -> Any:
 
 def _finish(work: Any, topology: Topology, peer: int) -> None:
     """Wait until the transfer is done, or `peer` has left."""
-    if topology.backend == "nccl":
-        finish(work, topology, lambda: bool(departed(topology.store, [peer])))
-        if lost(departed(topology.store, [peer])):  # which ends operations as if they were done
-            raise dist.DistError("another rank has failed")
-    work.wait()
+    finish(work, topology, lambda: bool(departed(topology.store, [peer])), lambda: bool(lost(departed(topology.store, [peer]))))
 
 
 def _checked_peer(topology: Topology, peer: int | None, verb: str, side: str) -> int:

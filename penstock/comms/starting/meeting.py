@@ -8,10 +8,12 @@ may count a restart that another has not.
 import json
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+
+from torch.distributed import DistError
 
 from penstock.errors import LostRankError
 
@@ -55,11 +57,16 @@ def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) ->
     raise LostRankError(f"rank {rank} waited {seconds:g} s for the other ranks to start")
 
 
-def all_come(store: Any, ranks: int, timeout: timedelta) -> None:
-    """Wait until so many `ranks` have come here. Raises RuntimeError if they do not."""
+def all_come(store: Any, ranks: int, timeout: timedelta, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Wait until so many `ranks` have come here. Raises DistError if they do not, or it `is_over`: Gloo knows no such end."""
     if store.add("come", 1) == ranks:
         store.set("all-come", "")
-    store.wait(["all-come"], timeout)
+    for _ in looks(timeout.total_seconds()):
+        if store.check(["all-come"]):
+            return
+        if is_over():
+            raise DistError("another rank has failed")
+    raise DistError("timed out")
 
 
 def depart(store: Any, rank: int, how: str) -> None:

@@ -465,7 +465,7 @@ class Pipeline(NoModule):
     def lines(self) -> dict[str, str]:
         """What carries this rank's messages, and why nothing faster does: `{"0-1": "host memory .."}`. All ranks call it."""
         with self._together():
-            return dict(self._engine.channels.ways)
+            return {name: line.way for name, line in self._engine.channels.lines.items()}
 
     def _done(self) -> Outcome:
         """Of the last step. Raises PenstockError before the first."""

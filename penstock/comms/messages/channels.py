@@ -34,7 +34,7 @@ class Channels:
     def __init__(self, program: Program, topology: Topology, groups: Groups | None) -> None:
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}
-        self.ways: dict[str, str] = {}  # line -> what carries it, in words
+        self.lines: dict[str, SendingLine | ReceivingLine] = {}  # by the ranks at their ends
         self._outbox: Outbox | None = None
         if groups is None:
             return
@@ -45,11 +45,11 @@ class Channels:
             name = f"{start}-{end}"
             with named(f"rank {rank} could not open the line {name}"), waiting("for the other ranks to open their lines"):
                 if rank == start:
-                    self.outgoing[destination] = Outgoing(sending_line(groups, name, end, outbox), outbox.failure)
-                    self.ways[name] = self.outgoing[destination].line.way
+                    self.lines[name] = line = sending_line(groups, name, end, outbox)
+                    self.outgoing[destination] = Outgoing(line, outbox.failure)
                 elif rank == end:
-                    self.incoming[source] = Incoming(receiving_line(groups, name, start), rank, start)
-                    self.ways[name] = self.incoming[source].line.way
+                    self.lines[name] = arriving = receiving_line(groups, name, start)
+                    self.incoming[source] = Incoming(arriving, rank, start)
         with waiting("for the other ranks to open their lines"):  # so that no rank goes ahead where another fails to
             groups.everyone.barrier().wait()
 

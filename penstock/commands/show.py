@@ -189,8 +189,8 @@ class Compare(Simulated):
 
 def _done(source: str) -> dict[str, Any]:
     """What the run in the folder `source` trained, and on how many rows; nothing where that is not known."""
-    if not (Path(source) / "run.json").is_file():
-        return {}
-    from penstock.commands.train.config import saved_options  # the train command's, which most that is shown has no need of
+    from penstock.commands.train.config import SETTINGS, saved_options  # most that is shown has no need of them
 
+    if not (Path(source) / SETTINGS).is_file():
+        return {}
     return {name: value for name, value in saved_options(Path(source), source).items() if name in WORK}

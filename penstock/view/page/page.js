@@ -70,7 +70,7 @@ class Page {
 
   /** Read the colours of the theme, and draw in them. */
   paint() {
-    const {hued} = this.options, kinds = [...Object.keys(KINDS), ...(hued ? Object.values(HUED).flat() : [])], causes = Object.keys(CAUSES);
+    const {hued} = this.options, kinds = [...Object.keys(KINDS), ...(hued ? Object.values(HUED).flat() : Object.values(SECOND))], causes = Object.keys(CAUSES);
     document.body.classList.toggle("hued", hued);
     this.colors = themeColors(hued);
     this.parts = Object.fromEntries([...kinds, ...causes].map((name) => [name, partsOf(this.colors[name])]));

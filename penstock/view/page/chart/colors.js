@@ -2,11 +2,15 @@
 
 const THEMED = ["ground", "panel", "ink", "muted", "line", "grid", "accent", "shade", ...Object.keys(KINDS).map((kind) => `letter-${kind}`)];
 const PAINTS = [...Object.keys(KINDS), ...Object.keys(CAUSES)];
+const SECOND = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, `${kind} second`]));
 const HUES = 12; // of microbatches
 const HUED = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, Array.from({length: HUES}, (_, hue) => `${kind} ${hue}`)]));
 
-/** What a block is painted with: its kind's colour, or that colour in the hue of its microbatch; the next microbatch has the next hue. */
-function paintOf({kind, microbatch}, hued) { return hued ? HUED[kind][microbatch % HUES] : kind; }
+/** What a block is painted with: its kind's colour or its second shade, for a rank's second stage; or the hue of its microbatch. */
+function paintOf({kind, microbatch, chunk}, hued) {
+  if (hued) return HUED[kind][microbatch % HUES];
+  return chunk % 2 ? SECOND[kind] : kind;
+}
 
 /** Name -> `rgb(1, 2, 3)`; `F second` is the shade of a rank's second stage, `fill ink` what the pattern of a cause is drawn in. */
 function themeColors(hued) {

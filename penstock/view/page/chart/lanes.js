@@ -59,7 +59,7 @@ function drawBlocks(chart, timeline, {blocks, ends}, top, height, named, alpha) 
     }
     const [from, high] = block.half === null ? [top, height] : [top + (block.half * height) / 2, height / 2 - 1];
     c.globalAlpha = alpha * shown;
-    c.fillStyle = colors[block.chunk % 2 ? `${paint} second` : paint];
+    c.fillStyle = colors[hued && block.chunk % 2 ? `${paint} second` : paint];
     c.beginPath();
     c.roundRect(left + 0.5, from, wide - 1, high, Math.min(3, high / 3));
     c.fill();

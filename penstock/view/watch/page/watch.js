@@ -13,18 +13,18 @@ const FIGURES = {
   "a step": ({seconds}) => `${Number((1e3 * seconds).toPrecision(4))} ms`,
 };
 
-/** A share as it was measured, and what it would be if all stages took the same. */
-function shares(measured, even) { return `${(100 * measured).toFixed(1)} % (with even stages ${(100 * even).toFixed(1)} %)`; }
+/** A share as it was measured, and beside it what it would be if all stages took the same. */
+function shares(measured, even) { return [`${(100 * measured).toFixed(1)} %`, `with even stages ${(100 * even).toFixed(1)} %`]; }
 
 function show({name, last, losses, timeline}) {
   document.getElementById("name").textContent = name;
   if (last) {
     document.getElementById("said").textContent = `step ${last.step}`;
     document.getElementById("figures").replaceChildren(...Object.entries(FIGURES).map(([term, told]) => {
-      const [figure, what, value] = ["div", "dt", "dd"].map((tag) => document.createElement(tag));
-      what.textContent = term;
-      value.textContent = told(last);
-      figure.append(what, value);
+      const [value, beside] = [told(last)].flat(), figure = document.createElement("div");
+      for (const [tag, text] of [["dt", term], ["dd", value], ["dd", beside]]) {
+        if (text) figure.append(Object.assign(document.createElement(tag), {textContent: text, className: text === beside ? "beside" : ""}));
+      }
       return figure;
     }));
     const values = losses.map(([, loss]) => loss).filter((loss) => loss !== null), low = Math.min(...values), high = Math.max(...values);

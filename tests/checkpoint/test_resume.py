@@ -5,12 +5,12 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
 
 import pytest
 import torch
+from prompt import penstock
 from reference import assert_same, data, make, merged
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -290,12 +290,6 @@ def test_a_learning_rate_schedule_goes_on_where_it_was(tmp_path, scheduler):
 
 
 SMALL = ["--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--microbatches", "4", "--dropout", "0.1"]
-
-
-def penstock(*words):
-    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "penstock", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from prompt import penstock
 from safetensors.torch import load_file
 
 from penstock.commands import cli, doctor
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.ranks
 SMALL = ["--steps", "3", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--microbatches", "4"]
 
 
-def penstock(*words, launcher=("-m", "penstock")):
+def fresh(*words, launcher=("-m", "penstock")):
+    """In an interpreter of its own."""
     environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
     return subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, env=environment, timeout=250)
 
@@ -51,7 +53,7 @@ def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
     (text / "a.txt").write_text("to be or not to be, " * 200)
     (text / "b.txt").write_text("that is the question. " * 200)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock")
-    done = penstock("train", "--data", str(text), "--out", str(tmp_path / "runs"), *SMALL, launcher=torchrun)
+    done = fresh("train", "--data", str(text), "--out", str(tmp_path / "runs"), *SMALL, launcher=torchrun)
     assert done.returncode == 0, done.stderr
     assert "2 ranks  step 3/3" in done.stdout
     assert "cut by measured times of a microbatch:\nstage 0  embedding" in done.stdout
@@ -100,7 +102,7 @@ def test_a_wrong_option_fails_in_two_seconds_with_the_nearest_that_works(words, 
     begin = time.monotonic()
     subprocess.run([sys.executable, "-c", "import tyro"], check=True)
     between = time.monotonic()
-    done = penstock(*words)
+    done = fresh(*words)
     assert time.monotonic() - between < max(2, 12 * (between - begin))  # on a busy machine what needs little is slow too
     assert done.returncode != 0
     assert told in done.stdout + done.stderr
@@ -225,7 +227,7 @@ def test_schedules_lists_them_all():
 def test_only_the_command_that_was_typed_is_imported(name):
     code = f"import sys; sys.argv = ['penstock', '{name}']\nfrom penstock.commands.cli import main\nmain()\n"
     code += "print({'torch', 'typeguard', 'multiprocessing', 'penstock.commands.train'} & {*sys.modules})"
-    assert penstock(launcher=("-c", code)).stdout.splitlines()[-1] == "set()"
+    assert fresh(launcher=("-c", code)).stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.timed
@@ -237,7 +239,7 @@ def test_bench_and_doctor_say_what_they_measured(monkeypatch, capsys):
         told = capsys.readouterr().out
         assert "the table, at nominal costs" in told
         assert "the table, at the actions' own costs" in told
-    examined = penstock("doctor")
+    examined = fresh("doctor")
     messages = [line for line in examined.stdout.splitlines() if line.startswith("+ a message")]
     assert len(messages) == 6, examined.stderr  # of three sizes: the pipeline's way, and by Gloo
     assert all(re.search(r", +[\d,]+ bytes take +\d+ us, [\d.]+ GB/s$", line) for line in messages), messages

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from prompt import penstock
 from torch import nn
 
 import penstock as ps
@@ -108,16 +109,18 @@ threading.Thread(target=call).start()"""
         assert process.wait(60) == 0
 
 
-def train(folder, *options, preempt=False):
-    """`penstock train`, told to leave after its first step if it is to be; its exit code and the last line."""
-    small = ["--steps", "120", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--ranks", "2"]
-    command = [sys.executable, "-m", "penstock", "train", *(options or small), "--out", str(folder)]
+SMALL = ["--steps", "120", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--ranks", "2"]
+
+
+def preempted(folder):
+    """`penstock train`, told to leave after its first step; its exit code and what it said."""
+    command = [sys.executable, "-m", "penstock", "train", *SMALL, "--out", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if preempt and " step 1/" in line:
+            if " step 1/" in line:
                 process.send_signal(signal.SIGTERM)
     return process.returncode, "".join(lines)
 
@@ -125,17 +128,16 @@ def train(folder, *options, preempt=False):
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_a_training_that_is_preempted_saves_says_so_by_its_exit_code_and_goes_on_with_the_same_bits(tmp_path):
-    code, output = train(tmp_path / "preempted", preempt=True)
+    code, output = preempted(tmp_path / "preempted")
     (folder,) = (tmp_path / "preempted").iterdir()
     assert code == os.EX_TEMPFAIL, output
     assert f"go on with penstock train --resume {folder}" in output
     done = losses(folder)
     assert 0 < len(done) < 120
     assert f"preempted after step {len(done)}, which is saved" in output
-    code, output = train(tmp_path / "preempted", "--resume", str(folder))
-    assert code == 0, output
-    code, output = train(tmp_path / "undisturbed")
-    assert code == 0, output
+    for words in (["--resume", folder, "--out", tmp_path / "preempted"], [*SMALL, "--out", tmp_path / "undisturbed"]):
+        done = penstock("train", *words)
+        assert done.returncode == 0, done.stderr
     (undisturbed,) = (tmp_path / "undisturbed").iterdir()
     assert losses(folder) == losses(undisturbed)
     assert (folder / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()

@@ -1,10 +1,9 @@
 """`penstock show` and `penstock compare`, run as a person would."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 
+import prompt
 import pytest
 from timelines import COSTS, measured
 
@@ -16,10 +15,7 @@ pytestmark = pytest.mark.ranks
 LOWERED = ["0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1", "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"]
 
 
-def penstock(*words):
-    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "penstock", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+penstock = partial(prompt.penstock, columns=100)
 
 
 @pytest.fixture

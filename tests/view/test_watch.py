@@ -1,11 +1,10 @@
 """The page of a run while it runs: what it reads, to whom it is shown, and that it changes nothing."""
 
 import json
-import subprocess
-import sys
 from http.client import HTTPConnection
 
 import pytest
+from prompt import penstock
 from studios import run_of
 
 from penstock.view.record import load
@@ -77,10 +76,7 @@ def test_a_run_that_is_watched_leaves_timelines_while_it_trains(tmp_path):
     pytest.importorskip("werkzeug")
     sizes = {"ranks": 2, "microbatches": 2, "batch": 4, "layers": 1, "width": 16, "context": 16, "steps": 11}
     small = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    code = "from penstock.commands.cli import main\nif __name__ == '__main__':\n    main()\n"
-    (tmp_path / "train.py").write_text(code)
-    command = [sys.executable, tmp_path / "train.py", "train", *small, "--watch", "--no-timeline", "--out", tmp_path / "runs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = penstock("train", *small, "--watch", "--no-timeline", "--out", tmp_path / "runs")
     assert done.returncode == 0, done.stderr
     assert "watch it at http://127.0.0.1:" in done.stdout
     (folder,) = (tmp_path / "runs").iterdir()

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.commands.cli import main
 from penstock.stage.dtensor import full
 
 WIDTH = 8
+SMALL = {"steps": 3, "batch": 8, "width": 16, "context": 16, "layers": 2, "microbatches": 4, "dropout": 0}
 
 
 class Block(nn.Module):
@@ -121,6 +123,14 @@ def message(work: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
+def by_command(folder: Path) -> None:
+    """A tensor parallel run of `penstock train`."""
+    options = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+    where = ["--data", str(folder / "text.txt"), "--out", str(folder / "runs")]
+    sys.argv = ["penstock", "train", "--ranks", "1", "--tp", "2", *where, *options]
+    main()
+
+
 CASES: dict[str, Callable[[Path], Any]] = {
     "tp": lambda _: stepped(mesh=(1, 1, 2)),
     "pp and tp": lambda _: stepped(mesh=(2, 1, 2)),
@@ -129,6 +139,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "resume": resumed,
     "transformers": lambda _: exported(),
     "errors": lambda _: failed(),
+    "train": by_command,
 }
 
 

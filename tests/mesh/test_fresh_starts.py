@@ -26,11 +26,10 @@ HERE = Path(__file__).parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ALIKE = ["tp", "fsdp", "split backward", "resume", "errors"]
 STARTS = {  # who starts how many ranks, for what
-    "torchrun": (2, [*ALIKE, "transformers"]),
+    "torchrun": (2, [*ALIKE, "transformers", "train"]),
     "spawn": (2, ALIKE),
     "torchrun, 4 ranks": (4, ["pp and tp"]),
 }
-SMALL = {"steps": 3, "batch": 8, "width": 16, "context": 16, "layers": 2, "microbatches": 4, "dropout": 0}
 
 
 def command(*words: object) -> None:
@@ -57,27 +56,19 @@ def by_spawn(folder: Path, ranks: int, cases: list[str], monkeypatch: pytest.Mon
     assert [process.exitcode for process in everyone] == [0] * ranks
 
 
-def train(folder: Path) -> None:
-    """A tensor parallel run of the command."""
-    (folder / "text.txt").write_text("to be or not to be, that is the question. " * 100)
-    options = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
-    penstock = ("-m", "penstock", "train", "--ranks", 1, "--tp", 2)
-    command(*TORCHRUN, 2, *penstock, "--data", folder / "text.txt", "--out", folder / "runs", *options)
-
-
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What every rank came to, by who started it; and the folder of the command's run."""
+    """What every rank came to, by who started it; and the folder of torchrun's ranks."""
     base = tmp_path_factory.mktemp("fresh")
     pipe = ps.Pipeline(fresh.model(), nn.functional.mse_loss, microbatches=4)
     optimizer = fresh.adam(pipe)
     fresh.trained(pipe, optimizer, 2)
     checkpoint.save(base / "saved", pipe, optimizer, extra={"told": ["text", 1]})
-    for name in [*STARTS, "train"]:
+    for name in STARTS:
         (base / name).mkdir()
+    (base / "torchrun" / "text.txt").write_text("to be or not to be, that is the question. " * 100)
     with ThreadPoolExecutor() as threads, pytest.MonkeyPatch.context() as monkeypatch:
-        others = [threads.submit(train, base / "train")]
-        others += [threads.submit(by_torchrun, base / name, *STARTS[name]) for name in STARTS if name != "spawn"]
+        others = [threads.submit(by_torchrun, base / name, *STARTS[name]) for name in STARTS if name != "spawn"]
         by_spawn(base / "spawn", *STARTS["spawn"], monkeypatch)
         for other in others:
             other.result()
@@ -85,7 +76,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
         name: [torch.load(base / name / f"rank-{rank}.pt", weights_only=False) for rank in range(ranks)]
         for name, (ranks, _) in STARTS.items()
     }
-    return everyone, base / "train"
+    return everyone, base / "torchrun"
 
 
 def results(started: Any, case: str) -> list[list[Any]]:
@@ -159,6 +150,6 @@ def test_penstock_train_shares_products_under_torchrun(started: Any) -> None:
     _, folder = started
     (run,) = (folder / "runs").iterdir()
     losses = json.loads((run / "run.json").read_text())["losses"]
-    alone = train_rank(TrainConfig(ranks=1, data=folder / "text.txt", **SMALL), None).losses
+    alone = train_rank(TrainConfig(ranks=1, data=folder / "text.txt", **fresh.SMALL), None).losses
     assert len(losses) == 3
     assert losses == pytest.approx(alone, abs=1e-5)  # float32

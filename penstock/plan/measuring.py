@@ -113,7 +113,7 @@ def in_order(whole: Whole, units: Sequence[Unit], found: Sequence[Layer], exampl
     of_unit = {unit.module: layer for unit, layer in zip(units, found, strict=True)}
     *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
     sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
-    layers += [Layer._make((last.name, *sums))._replace(output=last.output)]
+    layers += [Layer._make((last.name, *sums))._replace(output=last.output, ends=loss.ends)]
     for border, size in _carried(whole, example).items():
         layers[border] = layers[border]._replace(output=size)
     return layers
@@ -208,8 +208,8 @@ def _times(stage: Stage, inputs: list[Tensor]) -> Times:
     return laps[1] - laps[0], laps[3] - laps[2], laps[4] - laps[3]
 
 
-def _bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float]:
-    """Of the activation, of what W keeps, of parameters, of the output; what the layer after it keeps is that one's."""
+def _bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float, float]:
+    """Of the activation, of what W keeps, of parameters, of the output; and what it keeps of that: the next layer counts it."""
     measured = MemoryMeasurement({MIDDLE: stage})
     acts = measured.around(
         {
@@ -228,4 +228,4 @@ def _bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, flo
     acts[Kind.W](Action(Kind.W, MIDDLE, 0), None)
     size = measured.sizes.get(MIDDLE, Size(0, 0))  # none of a compiled layer
     parameters = sum(parameter.nbytes for parameter in stage.module.parameters())
-    return max(0, size.act - kept_output.gone()), size.keep, parameters, carried
+    return max(0, size.act - kept_output.gone()), size.keep, parameters, carried, kept_output.gone()

@@ -22,5 +22,5 @@ def of_run(measured: Measurement, balance: Balance, parameters: Sequence[float],
         for place in range(start, end):
             share = balance.costs[place] / balance.stages[stage] if balance.stages[stage] else 1 / (end - start)
             taken = [share * each for each in (*(times[kind][stage] for kind in (Kind.F, Kind.I, Kind.W)), *sizes[stage])]
-            layers.append(Layer._make((balance.names[place], *taken, parameters[place], 0.0)))
+            layers.append(Layer._make((balance.names[place], *taken, parameters[place], 0.0, 0.0)))
     return Layers.of(layers, rows)

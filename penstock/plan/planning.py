@@ -25,8 +25,11 @@ STEPS = ((24, 60_000), (8, 300_000), (2, 1_200_000))  # so many ways get better 
 PARTS = 0.25, 0.5, 0.75, 1.0  # that bytes have in first cuts, where memory is short
 LARGEST = 50_000  # actions of a table that is tried, with several stages on a rank
 INTERLEAVED = (2, 3, 4)  # stages on a rank that are tried for a family that leaves them open
-NORMAL = ("quick", 3), ("normal", 1)
-TABLES = {"quick": (), "normal": NORMAL, "long": (*NORMAL, ("long", 1))}  # with which effort, for how many of the best ways
+TABLES = {  # are searched for with which effort, for how many of the best ways
+    "quick": (),
+    "normal": (("quick", 2), ("quick", 1)),
+    "long": (("quick", 3), ("normal", 1), ("long", 1)),
+}
 Progress = Callable[[str, float, float], object]
 
 

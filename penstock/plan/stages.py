@@ -58,6 +58,7 @@ class Line:
         forward, inputs, weights, activation, keep, parameters = (
             self._sums[name][end] - self._sums[name][start] for name in _SUMMED
         )
+        activation += self.layers[end - 1].ends
         first = self._inputs[start]
         blocks = self._input_sums[end] - self._input_sums[start]
         largest = max(

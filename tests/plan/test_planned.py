@@ -1,6 +1,7 @@
 """Layers measured, planned for, and run: with the bits of one process."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import penstock as ps
 from penstock.partition.balance import Balance
 from penstock.plan import Layer, estimate, measure, measuring, of_transformers, plan
 from penstock.plan.of_run import of_run
+from penstock.plan.stages import Line
 from penstock.schedule import Kind, Measurement
 
 ROWS = 8
@@ -62,7 +64,9 @@ def test_what_layers_cost_is_measured(clock):
     assert last[1:4] == pytest.approx((0.002, 0.004, 0.006))
     assert found.at(4)[1].seconds == 0
     assert (last.activation, last.keep, last.parameters, last.output) == (256, 512, 1024, 256)  # keeps input and gradient for W
-    assert found.at(4)[1].activation == 0  # what a ReLU keeps is what the next product keeps
+    assert (found.at(4)[1].activation, found.at(4)[1].ends) == (0, 256)  # what a ReLU keeps is what the next product keeps
+    line = Line(found.at(4))
+    assert line.stage(0, 2).ways[0].activation == line.stage(0, 1).ways[0].activation + 256  # unless that is elsewhere
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -137,26 +141,39 @@ def test_a_runs_steps_are_costs_of_its_layers():
     assert found.at(2)[2] == Layer("c", 7, 10, 4, 20, 0, 30)  # the engine's time after an action is in its own
 
 
-def rank_planned(found):
-    model, loss_fn = make("gpt")
-    inputs, target = data("gpt", ROWS)
+def rank_planned(name, found):
+    model, loss_fn = make(name)
+    inputs, target = data(name, ROWS)
     pipe = ps.Pipeline(model, loss_fn, plan=found)
     loss = pipe.step(inputs, target=target)
     return loss, gradients(pipe.named_parameters()), pipe.schedule == found.schedule, pipe.timeline().peak_memory
 
 
+def ranks_planned(jobs):
+    return [rank_planned(*job) for job in jobs]
+
+
 @pytest.mark.ranks
-def test_a_planned_pipeline_has_the_bits_of_one_process():
-    model, loss_fn = make("gpt")
-    batch = data("gpt", ROWS)
-    layers = measure(model, (batch[0][:2],), loss_fn=loss_fn, target=batch[1][:2], seconds=0)
-    most = {"batch": ROWS, "microbatches": 4, "effort": "quick", "optimizer": 0}
-    found = replace(plan(layers, 2, 1e9, **most, schedules=["zb-h1"])[0], recompute=("block", None))
-    losses, parts, runs, peaks = zip(*ps.launch(rank_planned, 2, found), strict=True)
-    assert torch.equal(losses[0], accumulate(model, loss_fn, batch, 4))
-    assert_same(merged(parts), gradients(model.named_parameters()))
-    assert all(runs)
-    assert peaks[0][1] == pytest.approx(found.timeline.peak_memory[1], rel=0.1)  # planned without recomputation
+def test_planned_pipelines_have_the_bits_of_one_process_and_the_memory_of_the_plan():
+    jobs = []
+    for name in ("gpt", "mlp"):
+        model, loss_fn = make(name)
+        inputs, target = data(name, ROWS)
+        layers = measure(model, (inputs[:2],), loss_fn=loss_fn, target=target[:2], seconds=0).at(1)
+        layers = [layer._replace(forward=1, backward_input=1, backward_weight=1) for layer in layers]  # the same plans anywhere
+        find = partial(plan, layers, 3, batch=ROWS, microbatches=4, schedules=["zb-v", "1f1b"], optimizer=0, fewer=False)
+        free = find(memory=1e9)[0]
+        jobs += [(name, free), (name, find(memory=0.9 * max(free.peak_memory))[0])]
+    jobs[0] = "gpt", replace(jobs[0][1], recompute=("block", *jobs[0][1].recompute[1:]))
+    results = ps.launch(ranks_planned, 3, jobs)
+    for (name, found), parts in zip(jobs, zip(*results, strict=True), strict=True):
+        model, loss_fn = make(name)
+        losses, gradients_of, runs, peaks = zip(*parts, strict=True)
+        assert torch.equal(losses[0], accumulate(model, loss_fn, data(name, ROWS), 4))
+        assert_same(merged(gradients_of), gradients(model.named_parameters()))
+        assert all(runs)
+        assert peaks[0][1] == pytest.approx(found.timeline.peak_memory[1], rel=0.1)
+        assert all(held <= 1.02 * said for held, said in zip(peaks[0], found.timeline.peak_memory, strict=True))
 
 
 def test_a_plan_beside_cuts_of_ones_own_is_refused():

@@ -12,6 +12,7 @@ from penstock.schedule.searching.position import Position
 
 EXTRA = 4  # microbatches beyond the number of ranks: enough for both ends and something in between
 GROWTH = 1.5  # from one table to the next larger one
+CUTS = 40  # how many times to begin a stretch at are tried, at most twice as many
 
 Window = tuple[float, int]  # when a stretch begins, and at which place of the row
 
@@ -40,8 +41,8 @@ def _grown(few: Position, machine: Machine, period: int) -> Iterator[Rows]:
     windows = [list(_windows(few, rank, row, period)) for rank, row in enumerate(codes)]
     if not all(windows):
         return
-    seen = set[tuple[int, ...]]()
-    for time in sorted({time for each in windows for time, _ in each}):
+    seen, times = set[tuple[int, ...]](), sorted({time for each in windows for time, _ in each})
+    for time in times[:: max(1, len(times) // CUTS)]:
         places = tuple(min(each, key=lambda window: abs(window[0] - time))[1] for each in windows)
         if places not in seen:
             seen.add(places)

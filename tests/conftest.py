@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, settings
 from penstock.comms.starting import server
 
 torch.set_num_threads(1)
-server.PRELOAD += ["pytest", "penstock.commands.train.setup"]  # which ranks would import each time, with the file of their test
+# what ranks would import each time, with the file of their test
+server.PRELOAD += ["pytest", "penstock.commands.train.setup", "torch.export._trace", "transformers.models.llama.modeling_llama"]
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines may be busy
 settings.load_profile("patient")
 

@@ -185,6 +185,8 @@ def _later(func: Any, args: Any, kwargs: Any) -> Any:
             put(each)
         compute().do(func, *args, **kwargs)
         return None if not returns else written[0] if len(returns) == 1 else tuple(written)
+    if kwargs.get("device") == META:
+        return func(*args, **kwargs)
     there = {**kwargs, "device": META} if isinstance(kwargs.get("device"), torch.device) else kwargs
     shapes = func(*tree_map_only(Tensor, _shape, args), **tree_map_only(Tensor, _shape, there))
     if not all(isinstance(each, Tensor | None) for each in tree_leaves(shapes)):

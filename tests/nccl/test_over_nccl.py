@@ -366,9 +366,9 @@ def test_what_never_came_is_not_looked_up_by_a_device_that_would_break():
 
 
 def rank_loses_another(how):
-    """Rank 1 dies while others wait for it, in several ways."""
-    if how == "step":
-        *_, (kind, text, seconds) = rank_fails("lazy", "dies")
+    """Rank 1 dies while others wait for it, in a step or in other ways."""
+    if how in MANNERS:
+        *_, (kind, text, seconds) = rank_fails(how, "dies")
         raise AssertionError(f"{kind} after {seconds}: {text}") if not within(seconds, SOON) else ps.LostRankError(text)
     install()
     if ps.comms.init_distributed(timeout=60).rank == 1:
@@ -380,7 +380,7 @@ def rank_loses_another(how):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["step", "recv_tensor", "all_reduce"])
+@pytest.mark.parametrize("how", ["lazy", "ahead", "recv_tensor", "all_reduce"])
 def test_who_waits_for_a_rank_that_dies_is_told_within_seconds(how):
     begin = time.monotonic()
     with pytest.raises(ps.LostRankError, match=r"rank 1 (is gone|was killed by SIGKILL)"):

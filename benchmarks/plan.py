@@ -13,6 +13,8 @@ pair of which one is planned to take 5 % more, it is counted whether it does.
 
 import json
 import math
+import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,11 +43,11 @@ from penstock.plan.stages import Line
 from penstock.plan.timing import TimedTable
 from penstock.schedule import Schedule
 
-BLOCK, HEAD = (0.005, 0.005, 0.005), (0.012, 0.012, 0.012)  # seconds of F, I and W
+BLOCK, HEAD = (0.010, 0.010, 0.010), (0.024, 0.024, 0.024)  # seconds of F, I and W
 ROWS, MICROBATCHES = 2, 8  # rows of a microbatch
 ACTIVATION, KEEP, OUTPUT = 10e6, 5e6, 2e6  # bytes, of a layer that says so
 OVERSLEPT = 0.0001  # seconds by which a sleep is longer
-BATCH = 32  # rows of a step that computes
+BATCH = 16  # rows of a step that computes
 PAIRED, NOTABLE = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"), 0.05
 SEND, ACTION = 0.0002, 0.0002  # seconds of a message, and of the engine, as `penstock bench` has them
 
@@ -61,6 +63,7 @@ class Options:
     shares: tuple[float, ...] = (1.0, 0.6, 0.35)  # of 1f1b's memory
     rounds: int = 3
     steps: int = 3  # of each configuration, in a round
+    seconds: float = 120  # for each number of ranks and share of memory: no round begins later
     effort: Effort = "normal"
     real: bool = False
     models: bool = False
@@ -130,7 +133,7 @@ def computing(ranks: int) -> Task:
     torch.manual_seed(0)
     rows = torch.randint(256, (BATCH, 65))
     return Task(
-        ps.model.GPT(ps.model.GPTConfig(context=64, width=256, layers=4 * ranks)), token_loss, rows[:, :-1], rows[:, 1:]
+        ps.model.GPT(ps.model.GPTConfig(context=64, width=128, layers=4 * ranks)), token_loss, rows[:, :-1], rows[:, 1:]
     )
 
 
@@ -166,9 +169,7 @@ def real(options: Options) -> tuple[list[Row], Pairs]:
     """Two ranks whose layers compute, measured here."""
     layers, beside = ps.launch(measured, 2)[0]
     terms = Terms((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=cores())
-    row, pairs = compared(
-        planned(layers, BATCH, terms, options.effort), default_of(layers, 2, BATCH, terms), computing, options
-    )
+    row, pairs = compared(planned(layers, BATCH, terms, "quick"), default_of(layers, 2, BATCH, terms), computing, options)
     return [{"P": 2, "memory": "any", **row}], pairs
 
 
@@ -207,7 +208,13 @@ def planned(layers: Layers, batch: int, terms: Terms, effort: Effort) -> list[Pl
 def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task], options: Options) -> tuple[Row, Pairs]:
     """All run in turn: the first plan beside the default, and every pair of which one is planned to be notably faster."""
     every: list[Plan | Fixed] = [*plans, default]
-    rounds = [ps.launch(run_plans, default.schedule.ranks, every, make, options.steps)[0] for _ in range(options.rounds)]
+    rounds, begin = list[list[float]](), time.perf_counter()
+    while len(rounds) < options.rounds and (not rounds or time.perf_counter() - begin < options.seconds):
+        rounds.append(ps.launch(run_plans, default.schedule.ranks, every, make, options.steps)[0])
+        told = ", ".join(f"{1e3 * each:.0f}" for each in rounds[-1])
+        print(
+            f"{default.schedule.ranks} ranks, round {len(rounds)} of {options.rounds}: {told} ms", file=sys.stderr, flush=True
+        )
     took = list(map(min, zip(*rounds, strict=True)))
     seconds = [each.seconds for each in every]
     pairs = [

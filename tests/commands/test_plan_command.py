@@ -118,6 +118,7 @@ def test_train_plans_runs_the_plan_and_says_how_they_compare(tmp_path, monkeypat
     assert re.search(r"a step of the table: planned [\d.]+ ms, measured [\d.]+ ms", told) or "on 1 ranks" in told
     assert re.search(r"rank 0 works [\d.]+ ms, [\d.]+ ms; holds .* of activations", told) or "on 1 ranks" in told
     assert len(re.findall(r"^tried: .* planned [\d.]+ ms, a whole step [\d.]+ ms$", told, re.MULTILINE)) in (2, 3)
+    assert re.search(r"^chosen: .*\d ranks, \d+ microbatches: the fastest of those tried", told, re.MULTILINE)
     assert "equal to the last bit, all steps" in told
     (folder,) = tmp_path.iterdir()
     found = load(folder / "plan.json")

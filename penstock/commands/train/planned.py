@@ -50,7 +50,7 @@ def _made(config: TrainConfig) -> list[Plan]:
     if config.tp > 1 or "RANK" in os.environ:
         raise PenstockError("--plan measures on processes of its own: plan with `penstock plan`, and give its plan.json")
     limit = MOST if config.plan == "auto" else bytes_of(str(config.plan))
-    at_once = torch.cuda.device_count() if config.device == "cuda" else cores()
+    at_once = _at_once(config)
     layers, beside = launch(_measured, min(config.ranks, max(2, at_once)), config)[0]  # they compute as the ranks will: at once
     planned = partial(
         plan,
@@ -96,9 +96,23 @@ def _fastest(config: TrainConfig, plans: Sequence[Plan]) -> Plan:
             for each, seconds in zip(tried, took, strict=True):
                 seconds += launch(_tried, each.processes, each)[0]
     for chosen, seconds in zip(plans, took, strict=True):
-        table = f"{chosen.schedule.name} on {chosen.ranks} ranks, {chosen.microbatches} microbatches"
-        print(f"tried: {table}: planned {1e3 * chosen.seconds:.4g} ms, a whole step {1e3 * median(seconds):.4g} ms", flush=True)
-    return plans[min(range(len(plans)), key=lambda number: median(took[number]))]
+        planned, step = 1e3 * chosen.seconds, 1e3 * median(seconds)
+        print(f"tried: {_table(chosen)}: planned {planned:.4g} ms, a whole step {step:.4g} ms", flush=True)
+    fastest = plans[min(range(len(plans)), key=lambda number: median(took[number]))]
+    asked = fastest.schedule.name, fastest.ranks, fastest.microbatches
+    typed = asked == (config.schedule, config.ranks, config.microbatches)
+    shared = f"; its {fastest.ranks} ranks share {cores()} cores" if fastest.ranks * config.dp > _at_once(config) else ""
+    print(f"chosen: {'what was typed, ' if typed else ''}{_table(fastest)}: the fastest of those tried{shared}", flush=True)
+    return fastest
+
+
+def _table(chosen: Plan) -> str:
+    return f"{chosen.schedule.name} on {chosen.ranks} ranks, {chosen.microbatches} microbatches"
+
+
+def _at_once(config: TrainConfig) -> int:
+    """How many ranks can compute at the same time."""
+    return torch.cuda.device_count() if config.device == "cuda" else cores()
 
 
 def _tried(config: TrainConfig) -> list[float]:
@@ -153,10 +167,8 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
         has = max(same(memory=MOST)[0].peak_memory)
         best, now = planned(memory=has)[0], measured.predict(measured.schedule).makespan
         if best.seconds < (1 - NOTABLE) * now:
-            table = f"{best.schedule.name} on {best.ranks} ranks, {best.microbatches} microbatches"
+            less = f"{1e3 * best.seconds:.4g} ms, {1 - best.seconds / now:.1%} less"
             command = f"penstock plan --costs {folder} --ranks {config.ranks} --batch {batch} --out plan.json"
-            return (
-                f"\nthe planner: {table}: {1e3 * best.seconds:.4g} ms, {1 - best.seconds / now:.1%} less; {command} writes it"
-            )
+            return f"\nthe planner: {_table(best)}: {less}; {command} writes it"
         return f"\nthe planner: no cut, schedule or microbatches in the same memory would be {NOTABLE:.0%} faster"
     return ""

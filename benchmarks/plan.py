@@ -211,7 +211,9 @@ def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task],
     rounds, begin = list[list[float]](), time.perf_counter()
     while len(rounds) < options.rounds and (not rounds or time.perf_counter() - begin < options.seconds):
         rounds.append(ps.launch(run_plans, default.schedule.ranks, every, make, options.steps)[0])
-        told = ", ".join(f"{1e3 * each:.0f}" for each in rounds[-1])
+        told = ", ".join(
+            f"{1e3 * took:.0f} ({took / each.seconds - 1:+.1%})" for took, each in zip(rounds[-1], every, strict=True)
+        )
         print(
             f"{default.schedule.ranks} ranks, round {len(rounds)} of {options.rounds}: {told} ms", file=sys.stderr, flush=True
         )

@@ -57,7 +57,7 @@ def _key(candidate: Candidate) -> tuple[float, float]:
     return candidate.over, candidate.seconds
 
 
-PATIENCE, AWAY = 6, 3  # how often a descent begins again without finding better; from so many steps away
+AWAY = 3  # steps, from which a descent begins again
 OVERHEAD = 200  # actions: what a candidate costs besides, in the time of so many
 
 
@@ -193,7 +193,7 @@ class Cutting:
         been of no use several times.
         """
         best, useless, enough = candidate, 0, self.spent + actions
-        while self.spent < enough and useless < PATIENCE:
+        while self.spent < enough and useless < len(best.starts):
             for starts, passed in self._moves(candidate, random):
                 tried = self.at(starts, passed, candidate)
                 if _key(tried) < _key(candidate) or self.spent >= enough:

@@ -221,7 +221,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize("change", [{"format": "x"}, {"cuts": []}, {"microbatches": 3}, {"recompute": [1]}, {"schedule": None}])
 def test_a_file_that_is_no_plan_is_refused(tmp_path, change):
     path = tmp_path / "plan.json"
-    quick()[0].save(path)
+    quick(schedules="1f1b", microbatches=4)[0].save(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(PenstockError, match="is no plan"):
         load(path)

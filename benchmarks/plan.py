@@ -43,7 +43,7 @@ from penstock.plan.stages import Line
 from penstock.plan.timing import TimedTable
 from penstock.schedule import Schedule
 
-BLOCK, HEAD = (0.010, 0.010, 0.010), (0.024, 0.024, 0.024)  # seconds of F, I and W
+BLOCK, HEAD = (0.020, 0.020, 0.020), (0.048, 0.048, 0.048)  # seconds of F, I and W
 ROWS, MICROBATCHES = 2, 8  # rows of a microbatch
 ACTIVATION, KEEP, OUTPUT = 10e6, 5e6, 2e6  # bytes, of a layer that says so
 OVERSLEPT = 0.0001  # seconds by which a sleep is longer
@@ -62,7 +62,7 @@ class Options:
     ranks: tuple[int, ...] = (4, 8)
     shares: tuple[float, ...] = (1.0, 0.6, 0.35)  # of 1f1b's memory
     rounds: int = 3
-    steps: int = 3  # of each configuration, in a round
+    steps: int = 2  # of each configuration, in a round
     seconds: float = 120  # for each number of ranks and share of memory: no round begins later
     effort: Effort = "normal"
     real: bool = False

@@ -86,7 +86,7 @@ class Task(NamedTuple):
 def plan(
     layers: Layers | Sequence[Layer],
     ranks: int,
-    memory: float | str | Sequence[float],
+    memory: float | str | Sequence[float | str],
     *,
     batch: int,
     dp: int | Sequence[int] = 1,
@@ -126,25 +126,16 @@ def plan(
         plans = plan(measure(model, (tokens,)), ranks=4, memory=2e9, batch=64, effort="quick")
         print(plans[0])
     """
-    _check(ranks, batch, effort)
-    tasks = [
-        Task(
-            as_layers(layers),
-            batch // replicas,
-            _counts(microbatches, batch // replicas, ranks // replicas),
-            Terms(
-                _limits(memory, ranks // replicas),
-                optimizer,
-                send,
-                bandwidth,
-                action,
-                cores / replicas,
-                _speeds(speeds, ranks // replicas),
-                replicas,
-            ),
-        )
-        for replicas in _replicas(dp, ranks, batch)
-    ]
+    layers = as_layers(layers)
+    _check(layers, ranks, batch, effort)
+    _check_terms(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+    tasks = []
+    for replicas in _replicas(dp, ranks, batch):
+        here, rows = ranks // replicas, batch // replicas
+        own = _limits(memory, here), optimizer, send, bandwidth, action, cores / replicas, _speeds(speeds, here), replicas
+        tasks += [Task(layers, rows, counts, Terms(*own)) for counts in [_counts(microbatches, batch, rows, here)] if counts]
+    if not tasks:
+        raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
     names, random = _names(schedules), Random(seed)
     ways = sorted((way for task in tasks for way in _families(task, names, random, fewer)), key=lambda way: way.rank)
     if ways[0].best.over:
@@ -154,20 +145,28 @@ def plan(
         with suppress(KeyboardInterrupt):
             for each, many in TABLES[effort]:
                 ways = _searched(ways, each, many, seed, random, progress)
-    return [_plan(way, batch, tasks[0].layers.names) for way in ways if not way.best.over][:SHOWN]
+    return [_plan(way, batch, layers.names) for way in ways if not way.best.over][:SHOWN]
 
 
-def _check(ranks: int, batch: int, effort: str) -> None:
+def _check(layers: Layers, ranks: int, batch: int, effort: str) -> None:
     """Raises PenstockError for what cannot be planned for."""
-    if ranks < 1 or batch < 1:
-        raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, not {ranks} and {batch}")
+    if not all(isinstance(each, int) and each >= 1 for each in (ranks, batch)):
+        raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
+    if not any(layer.seconds for layer in layers.samples[-1].layers):
+        raise PenstockError("all layers take 0 seconds, so any plan is as good: measure them, or say what they take")
     if effort not in TABLES:
         raise PenstockError(f"effort={effort!r}: use {', '.join(TABLES)}")
 
 
-def _limits(memory: float | str | Sequence[float], ranks: int) -> tuple[float, ...]:
-    given = bytes_of(memory) if isinstance(memory, str) else memory
-    limits = tuple(map(float, given)) if isinstance(given, Sequence) else (float(given),) * ranks
+def _check_terms(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number >= 0 or (number == 0 and name in ("bandwidth", "cores")):
+            raise PenstockError(f"{name}={number} cannot be: give a number above 0")
+
+
+def _limits(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
+    each = memory if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * ranks
+    limits = tuple(bytes_of(one) if isinstance(one, str) else float(one) for one in each)
     if len(limits) != ranks or not min(limits) > 0:
         raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
     return limits
@@ -195,14 +194,14 @@ def _names(schedules: str | Sequence[str] | None) -> list[str]:
     return list(names)
 
 
-def _counts(microbatches: int | Sequence[int] | None, rows: int, ranks: int) -> list[int]:
+def _counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int) -> list[int]:
     """Numbers of microbatches that are tried."""
     if not microbatches and microbatches != 0:
         return [count for count in range(max(1, min(rows, ranks) // 4), min(rows, 8 * ranks) + 1) if rows % count == 0]
     counts = [microbatches] if isinstance(microbatches, int) else sorted(set(microbatches))
-    if wrong := [count for count in counts if not 1 <= count <= rows]:
-        raise PenstockError(f"{rows} rows cannot be split into {wrong[0]} microbatches: use 1 to {rows}")
-    return counts
+    if wrong := [count for count in counts if not 1 <= count <= batch]:
+        raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
+    return [count for count in counts if count <= rows]
 
 
 @lru_cache(maxsize=256)

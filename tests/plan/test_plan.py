@@ -140,12 +140,20 @@ def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
         ({"batch": 0}, "1 row or more"),
         ({"microbatches": 0}, "use 1 to 16"),
         ({"dp": 3}, "such as 4"),
+        ({"dp": 4, "microbatches": 8}, "less rows each"),
+        ({"ranks": 2.5}, "whole numbers"),
+        ({"bandwidth": 0}, "bandwidth=0 cannot be"),
         ({"ranks": 32, "fewer": False}, "more stages than the 16 layers"),
     ],
 )
 def test_what_cannot_be_planned_for_is_told(wrong, told):
     with pytest.raises(PenstockError, match=told):
         quick(**wrong)
+
+
+def test_layers_that_take_no_time_are_told():
+    with pytest.raises(PenstockError, match="all layers take 0 seconds"):
+        plan([Layer("a", 0, 0, 0)], 1, 1e9, batch=1)
 
 
 def test_replicas_share_ranks_and_rows_and_sum_what_their_parameters_are():

@@ -55,6 +55,7 @@ def rank_lines(shared):
         results[width] = losses, gradients(pipe.named_parameters())
         channels = pipe._engine.channels
         kinds |= {type(channel.line) for channel in (*channels.outgoing.values(), *channels.incoming.values())}
+        kinds |= set(pipe.lines().values())
     return results, kinds
 
 
@@ -62,7 +63,8 @@ def rank_lines(shared):
 @pytest.mark.parametrize("shared", [True, False])
 def test_numbers_do_not_depend_on_what_messages_travel_over(shared):
     everyone = ps.launch(rank_lines, 3, shared)
-    over = {MemorySender, MemoryReceiver} if shared else {GroupSender, GroupReceiver}
+    over = {MemorySender, MemoryReceiver, "memory that both processes see"}
+    over = over if shared else {GroupSender, GroupReceiver, "a gloo group of their own"}
     assert set.union(*(kinds for _, kinds in everyone)) == over
     for width in WIDTHS:
         model = make(width)

@@ -9,7 +9,8 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,18 +29,30 @@ class Schedules:
     """List the schedules there are."""
 
     def run(self) -> None:
-        """A line for each."""
-        from penstock.schedule.catalog import FAMILIES
+        """A line for each, or a few lines on a terminal that is not as wide."""
+        from penstock.view.terminal import terminal_width
 
-        rows = [("schedule", "what it does", "stages on a rank", "bubble", "in flight on rank r")]
-        rows += [(name, family.summary, family.stages, family.bubble, family.in_flight) for name, family in FAMILIES.items()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("\n".join(_schedules(terminal_width() if sys.stdout.isatty() else None)))
         print(
             "\nP ranks, V stages on each, M microbatches (any). F, I, W: what forward, backward to the input and backward"
             "\nto the weights of a microbatch take on one rank; B = I + W, T = F + B. `penstock show NAME` draws one."
         )
+
+
+def _schedules(width: int | None) -> Iterator[str]:
+    """What there is to say of each schedule: a table, unless that is wider than `width`."""
+    from penstock.schedule.catalog import FAMILIES
+
+    heads = ("schedule", "what it does", "stages on a rank", "bubble", "in flight on rank r")
+    rows = [(name, family.summary, family.stages, family.bubble, family.in_flight) for name, family in FAMILIES.items()]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    if width is None or sum(widths) + 2 * len(widths) <= width:
+        for row in (heads, *rows):
+            yield "  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip()
+        return
+    for name, *cells in rows:
+        told = "; ".join(f"{head}: {cell}" for head, cell in zip(heads[2:], cells[1:], strict=True))
+        yield textwrap.fill(f"{name}: {cells[0]}; {told}", width, subsequent_indent="    ")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from penstock.view.record import Record, load
 from penstock.view.terminal import colors, draw, summary, terminal_width
 
 WORK = ("model", "batch", "layers", "width", "context")  # of a run's options: what makes its steps longer
+LONG = 10**6  # forwards of a schedule, from which on a person wonders
 _LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
 
 
@@ -127,6 +128,8 @@ class Show(Simulated):
         return [name for name in ("memory", "path", "arrows") if getattr(self, name)]
 
     def _simulated(self) -> Record:
+        if self.ranks * self.microbatches > LONG:
+            print("millions of actions are proved and timed one by one: that takes minutes", flush=True)
         schedule, proof = self.proved(self.schedule)
         print(proof)
         if self.table:

@@ -76,6 +76,7 @@ def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
         "skipped": float(report.skipped),
         "makespan_seconds": report.makespan,
         "bubble": report.bubble,
+        "idle_share": report.idle_share,
         **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
         **{f"between_steps_seconds/rank{rank}": time for rank, time in enumerate(report.between)},
         **{f"averaging_seconds/rank{rank}": time for rank, time in enumerate(timeline.averaging)},

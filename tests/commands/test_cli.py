@@ -221,6 +221,9 @@ def test_schedules_lists_them_all():
 
     listed = [line.split()[0] for line in penstock("schedules").stdout.splitlines()[1:] if line]
     assert listed[: len(names())] == names()
+    narrow = "\n".join(cli._schedules(80)).splitlines()
+    assert max(map(len, narrow)) <= 80
+    assert [line.split(":")[0] for line in narrow if not line.startswith(" ")] == names()
 
 
 @pytest.mark.parametrize("name", ["schedules", "show"])

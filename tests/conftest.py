@@ -1,5 +1,8 @@
 """How all tests run: on one thread, since bits depend on how many there are. Their tiers are marks (see pyproject.toml)."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -7,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from penstock.comms.starting import server
 
 torch.set_num_threads(1)
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "interpreters"), os.environ.get("PYTHONPATH", "")])
 # what ranks would import each time, with the file of their test
 server.PRELOAD += ["pytest", "penstock.commands.train.setup", "torch.export._trace", "transformers.models.llama.modeling_llama"]
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines may be busy

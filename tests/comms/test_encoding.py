@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import json
 import math
+import re
 import struct
 import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
@@ -248,6 +249,7 @@ UNPICKLES = {f"{LAUNCHER}/ranks.py", f"{LAUNCHER}/rank_main.py"}
 MODULES = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
 CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list")
 CALLS += ("recv_object_list", "Manager", "Queue")
+WORDS = re.compile("|".join([*MODULES, *CALLS, r"torch\s*\.\s*load"]))  # without one of them a file need not be parsed
 
 
 def unpickles(node: ast.AST) -> bool:
@@ -265,5 +267,6 @@ def unpickles(node: ast.AST) -> bool:
 
 def test_nothing_is_unpickled_but_on_the_launchers_own_pipes():
     house = Path(ps.__file__).parent
-    trees = {path.relative_to(house.parent).as_posix(): ast.parse(path.read_text("utf-8")) for path in house.rglob("*.py")}
+    texts = {path.relative_to(house.parent).as_posix(): path.read_text("utf-8") for path in house.rglob("*.py")}
+    trees = {path: ast.parse(text) for path, text in texts.items() if WORDS.search(text)}
     assert {path for path, tree in trees.items() if any(map(unpickles, ast.walk(tree)))} == UNPICKLES

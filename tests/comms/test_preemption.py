@@ -14,6 +14,8 @@ from torch import nn
 
 import penstock as ps
 
+pytestmark = pytest.mark.ranks
+
 
 class Told(nn.Module):
     """Passes its input on; when it is told to, its rank gets a signal meanwhile."""
@@ -40,7 +42,6 @@ def rank_is_told_in_its_third_step(where, number):
     return seen
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(("where", "number"), [(0, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_a_signal_on_one_rank_is_known_to_all_after_the_same_step(where, number):
     assert ps.launch(rank_is_told_in_its_third_step, 3, where, number) == [[False, False, True, True, True]] * 3
@@ -125,7 +126,6 @@ def preempted(folder):
     return process.returncode, "".join(lines)
 
 
-@pytest.mark.ranks
 @pytest.mark.fresh
 def test_a_training_that_is_preempted_saves_says_so_by_its_exit_code_and_goes_on_with_the_same_bits(tmp_path):
     code, output = preempted(tmp_path / "preempted")

@@ -184,6 +184,7 @@ def test_what_cannot_run_is_told_with_its_line(tmp_path, monkeypatch, named):
             written(folder, 9, text).check(puzzle(9))
 
 
+@pytest.mark.ranks
 def test_the_command_hands_out_judges_and_needs_no_torch_for_tables(tmp_path):
     def penstock(*words):
         script = "import sys; from penstock.commands.cli import main; sys.argv = ['penstock', *sys.argv[1:]]\ntry: main()\n"

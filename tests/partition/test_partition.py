@@ -228,7 +228,7 @@ def test_stages_are_in_the_mode_of_the_model():
 
 
 NAMES = ("transformer", "u-net", "encoder-decoder with dropout", "tied three times", "recurrent", "wide")
-BY = [(name, "names") for name in NAMES] + [(name, "example") for name in NAMES[2:4]]
+BY = [(name, "names") for name in NAMES] + [pytest.param(name, "example", marks=pytest.mark.slow) for name in NAMES[2:4]]
 
 
 @pytest.mark.parametrize(("name", "by"), BY)

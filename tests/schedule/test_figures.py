@@ -108,6 +108,9 @@ MOST_IN_FLIGHT = [
 ]  # fmt: skip
 
 
+MICROBATCHES = (*range(1, 10), 12, 14, 15, 16, 17, 20, 24)  # each side of P, 2P-1, 2P and 3P/2, multiples of P and others
+
+
 def value(formula: str, **letters: int) -> Fraction:
     """What `formula` says for these letters, exactly."""
     return eval(compiled(formula), {letter: Fraction(number) for letter, number in letters.items()})
@@ -115,7 +118,7 @@ def value(formula: str, **letters: int) -> Fraction:
 
 def sizes(where: str, stages_per_rank: tuple[int, ...] = (2,), **letters: int) -> Iterator[dict[str, int]]:
     """P, M and V in the range of the tests for which `where` holds."""
-    for P, M, V in product(range(2, 9), range(1, 25), stages_per_rank):
+    for P, M, V in product(range(2, 9), MICROBATCHES, stages_per_rank):
         if eval(compiled(where), {"P": P, "M": M, "V": V, **letters}):  # whole numbers are enough
             yield {"P": P, "M": M, "V": V}
 

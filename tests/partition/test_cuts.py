@@ -60,16 +60,16 @@ def result(losses: list[torch.Tensor], outputs: Any, model: Any, every_name: boo
 
 
 def rank_runs(runs: Sequence[Run], cases: dict[str, Case] = CASES) -> list[Result]:
-    results = []
-    for run in runs:
-        pipe = run.pipeline(cases[run.case])
-        losses = []
-        for seed in STEPS:
-            args, target, kwargs = cases[run.case].batch(run.rows, seed)
-            losses.append(pipe.step(*args, target=target, **kwargs))
-        args, _, kwargs = cases[run.case].batch(run.rows, 5)
-        results.append(result(losses, pipe.eval(*args, **kwargs), pipe))
-    return results
+    return [stepped(run.pipeline(cases[run.case]), run, cases[run.case]) for run in runs]
+
+
+def stepped(pipe: ps.Pipeline, run: Run, case: Case) -> Result:
+    losses = []
+    for seed in STEPS:
+        args, target, kwargs = case.batch(run.rows, seed)
+        losses.append(pipe.step(*args, target=target, **kwargs))
+    args, _, kwargs = case.batch(run.rows, 5)
+    return result(losses, pipe.eval(*args, **kwargs), pipe)
 
 
 def uncut(run: Run, cases: dict[str, Case] = CASES) -> Result:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from models import Batch, Case
-from test_cuts import Run, assert_equal, rank_runs, uncut
+from test_cuts import Run, assert_equal, rank_runs, stepped, uncut
 from torch import nn
 
 import penstock as ps
@@ -121,13 +121,11 @@ RUNS = [
 WITHOUT_MASK = Run("llama without a mask", ("model.layers.0", "model.layers.1", "model.norm"), "zb-v", by="example")
 
 
-GENERATING = Run("llama without a mask", ("model.layers.1",), by="example")
-
-
 def rank_transformers() -> Any:
-    pipe = GENERATING.pipeline(CASES[GENERATING.case])
+    case = CASES[WITHOUT_MASK.case]
+    pipe = WITHOUT_MASK.pipeline(case)
     text = pipe.generate(ids(4, 1), max_new_tokens=6, eos=2, use_cache=False)
-    return [*rank_runs([*RUNS, WITHOUT_MASK], CASES), text]
+    return [*rank_runs(RUNS, CASES), stepped(pipe, WITHOUT_MASK, case), text]
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +148,7 @@ def test_an_exported_model_without_a_mask_is_the_uncut_one_with_the_mask_of_ever
 
 
 def test_an_exported_model_generates_the_tokens_of_its_own_generate(everyone):
-    prompt, model = ids(4, 1), CASES[GENERATING.case].model().eval()
+    prompt, model = ids(4, 1), CASES[WITHOUT_MASK.case].model().eval()
     given = {"attention_mask": torch.ones_like(prompt), "eos_token_id": 2, "pad_token_id": 2}
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False, **given)
     assert all(torch.equal(each[-1], expected) for each in everyone)

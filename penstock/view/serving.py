@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 LOOPBACK = ("127.0.0.1", "localhost")
 PATIENCE, LONGEST = 10.0, 30.0  # seconds between two pieces of a request; for all of it
 LARGEST = 40_000_000  # bytes of a question; a run's timeline is the largest thing in one
-TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "json": "application/json", "txt": "text/plain"}
+TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "txt": "text/plain"}
+TYPES |= {"json": "application/json", "ndjson": "application/x-ndjson"}  # one value, and one a line
 
 
 class Answer(NamedTuple):
     """What a request is answered with."""
 
-    text: str
+    text: str | Iterable[bytes]  # in parts: closed when the client goes away
     kind: str  # of TYPES
     status: int = 200
 

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -16,15 +16,16 @@ def served(opened=None) -> Iterator[int]:
     """The port at which the studio answers meanwhile, opened with a file if one is given."""
     pytest.importorskip("werkzeug")
     from penstock.view.studio.server import server
+    from penstock.view.studio.worker import Workers
 
-    serving = server(opened=opened)
-    thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield serving.port
-    finally:
-        serving.shutdown()
-        thread.join()
+    with closing(Workers()) as workers, server(0, opened, workers) as serving:
+        thread = threading.Thread(target=serving.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield serving.port
+        finally:
+            serving.shutdown()
+            thread.join()
 
 
 def run_of(name="1f1b", unit="s", layers=()):

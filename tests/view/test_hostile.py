@@ -17,7 +17,7 @@ from penstock.commands.source import table_of
 from penstock.schedule import Schedule, build, simulate
 from penstock.schedule.pytorch_csv import from_lowered_csv
 from penstock.view import record, serving
-from penstock.view.studio import server
+from penstock.view.studio import worker
 from penstock.view.studio.answers import answer
 
 FUZZ = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -206,9 +206,8 @@ questions = st.recursive(
 @FUZZ
 @given(questions)
 def test_odd_questions_are_refused_in_a_sentence(question):
-    code, told = server.respond(json.dumps(question).encode())
-    assert code == 200
-    assert "error" in told or "timeline" in told
+    told = worker.answered(json.loads(json.dumps(question)))
+    assert "timeline" in told or not told["error"].startswith("Penstock failed")
 
 
 @FUZZ

@@ -49,7 +49,7 @@ def test_its_files_answer_alone_as_the_studio_does(tmp_path):
     same = [*questions[:2], {"rows": rows, "name": "your schedule", "costs": {"forward": 2}}]
     assert list(map(json.loads, answers)) == [
         *(json.loads(json.dumps(answer(question))) for question in same),
-        {"error": "microbatches is 2.5: the studio takes a whole number from 1 to 64"},
+        {"error": "microbatches is 2.5: the studio takes a whole number from 1 to 512"},
         {"error": "your schedule, line 2: ZeroDivisionError: division by zero, in schedule(0, 2, 2)"},
         {"error": "your schedule, line 1: invalid syntax"},
     ]

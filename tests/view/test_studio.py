@@ -5,9 +5,11 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from http.client import HTTPConnection
@@ -22,6 +24,7 @@ from penstock.schedule import Costs, Measurement, Size, build, simulate, verify
 from penstock.view.record import Record, read
 from penstock.view.studio.answers import answer
 from penstock.view.studio.opened import Opened
+from penstock.view.studio.worker import Workers
 
 CIRCLE = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
 
@@ -86,6 +89,21 @@ def test_an_incomplete_table_is_shown_and_said_to_be():
     assert found["rows"] == [["0F0", "0B0"], ["1F0"]]
 
 
+def test_a_better_table_is_found_within_the_memory_that_was_taken_or_the_limit():
+    told, costs = [], {"forward": 3, "backward_input": 4, "backward_weight": 2}
+    question = {"schedule": "zb-h1", "ranks": 3, "microbatches": 6, "costs": costs}
+    before, found = answer(question), answer({**question, "better": True}, told.append)
+    assert found["name"] == "zb-h1 (searched)"
+    assert found["proof"]["holds"]
+    assert found["found"]["bound"] <= found["timeline"]["makespan"] <= before["timeline"]["makespan"]
+    assert all(now <= then for now, then in zip(*(each["timeline"]["peak_in_flight"] for each in (found, before)), strict=True))
+    assert all(0 <= each["share"] <= 1 for each in told)
+    tight = answer({**question, "max_in_flight": 2, "better": True})
+    assert max(tight["timeline"]["peak_in_flight"]) <= 2
+    with pytest.raises(PenstockError, match="64 stages of 512 microbatches are more than the studio searches for"):
+        answer({"schedule": "1f1b", "ranks": 64, "microbatches": 512, "better": True})
+
+
 def test_a_run_brings_its_table_and_its_costs_in_milliseconds():
     found = answer({"run": run_of(), "file": "timeline.json"})
     assert found["rows"] == build("1f1b", ranks=2, microbatches=4).texts()
@@ -96,6 +114,15 @@ def test_a_run_brings_its_table_and_its_costs_in_milliseconds():
     assert found["timeline"]["makespan"] == pytest.approx(found["measured"]["steps"][0]["timeline"]["makespan"], rel=0.02)
     planned = answer({"rows": found["rows"], "placement": found["placement"], "costs": found["costs"], "unit": "ms"})
     assert planned["timeline"] == found["timeline"]
+
+
+def test_the_verdict_on_a_run_is_of_all_its_steps_as_on_its_page():
+    fast, slow = (read(run_of(), "run").steps[0] for _ in range(2))
+    slow = replace(
+        slow, rows=tuple(tuple(each._replace(start=3 * each.start, end=3 * each.end) for each in row) for row in slow.rows)
+    )
+    run = json.dumps(Record((fast, slow, slow), None, "s").data())
+    assert answer({"run": run})["measured"]["verdict"]["text"] == read(run, "run").explanation.verdict_told
 
 
 def beside_a_run(run, **table):
@@ -162,11 +189,11 @@ def test_costs_of_a_run_that_cannot_be_are_refused_in_a_sentence(changed, senten
         ([], "the question is .*: give an object"),
         ({}, "schedule is None: give a text"),
         ({"schedule": "1f1", "ranks": 4, "microbatches": 8}, "did you mean 1f1b"),
-        ({"schedule": "1f1b", "ranks": 17, "microbatches": 8}, "ranks is 17: the studio takes a whole number from 1 to 16"),
+        ({"schedule": "1f1b", "ranks": 65, "microbatches": 8}, "ranks is 65: the studio takes a whole number from 1 to 64"),
         ({"schedule": "1f1b", "ranks": 4, "microbatches": "8"}, "microbatches is '8'"),
         ({"schedule": "1f1b", "ranks": True, "microbatches": 8}, "ranks is True"),
         ({"schedule": "1f1b", "ranks": 4, "microbatches": 8, "stages_per_rank": 2}, "1f1b has one stage on each rank"),
-        ({"schedule": "looped-bfs", "ranks": 16, "microbatches": 64, "stages_per_rank": 4}, "use 32 microbatches or fewer"),
+        ({"rows": [[f"{stage}F2100"] for stage in range(64)]}, "use 2048 microbatches or fewer"),
         ({"rows": CIRCLE, "costs": {"send": -1}}, "send is -1: a cost is a number from 0"),
         ({"rows": CIRCLE, "costs": {"forward": float("nan")}}, "forward of stage 0 is nan"),
         ({"rows": CIRCLE, "costs": {"stages": {"0": 3}}}, "the cost of stage 0 is 3: give an object"),
@@ -175,7 +202,7 @@ def test_costs_of_a_run_that_cannot_be_are_refused_in_a_sentence(changed, senten
         ({"rows": CIRCLE, "placement": [0, 2]}, "placement has 2: give the rank of every stage, 0 to 1"),
         ({"rows": [["0F999999999", "0B0"]]}, "has a number of"),
         ({"rows": [["0F٩٩٩٩٩٩٩٩٩"]]}, "has a number of"),
-        ({"rows": [["0F0"] * 7000]}, "7000 actions: the studio takes up to 6144"),
+        ({"rows": [["0F0"] * 400_000]}, "400000 actions: the studio takes up to 393216"),
         ({"rows": [[1]]}, "a cell is 1: give a text"),
         ({"csv": "0F0,0X0"}, "cannot read '0X0' as an action"),
         ({"run": "{}"}, "timeline.json is not a timeline that Penstock wrote"),
@@ -232,7 +259,30 @@ def test_a_question_is_answered_and_a_refusal_is_a_sentence(port):
     assert response.status == 200
     assert json.loads(text)["timeline"]["makespan"] == 33
     response, text = post(port, {"schedule": "1f1b", "ranks": 99, "microbatches": 8})
-    assert json.loads(text) == {"error": "ranks is 99: the studio takes a whole number from 1 to 16"}
+    assert json.loads(text) == {"error": "ranks is 99: the studio takes a whole number from 1 to 64"}
+
+
+def test_what_nobody_waits_for_any_more_is_stopped(port):
+    huge = {"schedule": "interleaved-zb", "ranks": 64, "microbatches": 512, "stages_per_rank": 4}
+    workers = Workers()
+    parts = workers.answer(huge)
+    assert next(parts) == b"\n"  # it is still computed
+    [worker] = workers.started
+    parts.close()
+    assert worker.poll() == -signal.SIGKILL
+    small = b"".join(workers.answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2}))
+    assert json.loads(small)["proof"]["holds"]
+    workers.close()
+    assert not workers.started
+
+
+def test_a_process_that_dies_is_told_and_the_next_question_is_answered():
+    with closing(Workers()) as workers:
+        workers.warm()
+        [worker] = workers.started
+        worker.kill()
+        assert "was ended" in json.loads(b"".join(workers.answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2})))["error"]
+        assert b"proved" in b"".join(workers.answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2}))
 
 
 def test_a_file_it_was_opened_with_is_read_again_when_it_has_changed(tmp_path, port):

@@ -120,11 +120,8 @@ def test_sliders_change_picture_figures_and_proof(studio):
     assert proof(studio).startswith("proved: zb-v over 6 ranks, 12 stages")
     slide(studio, "max_in_flight", 3)
     assert proof(studio) == "rank 0 holds 12 activations in flight, max_in_flight allows 3"
-    slide(studio, "ranks", 16)
-    slide(studio, "microbatches", 64)
-    slide(studio, "schedule", "looped-bfs")
-    slide(studio, "stages_per_rank", 4)
-    assert "use 32 microbatches or fewer" in studio.find_element("id", "problem").text
+    slide(studio, "max_in_flight", 0)
+    assert proof(studio).startswith("proved: zb-v")
 
 
 def test_a_file_it_was_opened_with_is_shown_again_when_it_has_changed(browser, tmp_path):
@@ -360,16 +357,108 @@ def test_two_schedules_of_the_same_model_are_held_against_each_other(studio):
     assert studio.execute_script("return page.charts[0].instead.name") == "1f1b"
 
 
-@pytest.mark.parametrize("value", ["0", "-3", "abc", "2.5"])
-def test_a_number_that_cannot_be_is_told(studio, value):
+def typed(browser, name, value):
+    """Write a number into the field beside a slider."""
     from selenium.webdriver.common.keys import Keys
 
-    field = studio.find_element("css selector", "#microbatches + input")
+    field = browser.find_element("css selector", f"#{name} + input")
     field.send_keys(Keys.CONTROL, "a")
     field.send_keys(value)
+    return field
+
+
+def shown(browser, name):
+    return browser.find_element("id", name).is_displayed()
+
+
+def test_sixty_four_ranks_are_typed_and_only_the_cells_in_sight_are_there(studio):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    typed(studio, "ranks", "64")
+    typed(studio, "microbatches", "80")
+    until(lambda: studio.find_element("id", "subtitle").text.endswith("80 microbatches · 10240 actions"))
+    settle(studio)
+    assert len(studio.find_elements("css selector", ".cell")) < 1500
+    studio.execute_script("studio.table.go(63, 0)")
+    ActionChains(studio).send_keys(Keys.END).perform()
+    assert studio.execute_script("return document.activeElement.textContent") == "63B79"
+    field = typed(studio, "microbatches", Keys.BACKSPACE)
+    field.send_keys(Keys.TAB)
+    assert field.get_attribute("value") == "80"  # it is used
+
+
+def test_what_takes_long_is_told_and_ends_with_the_next_change_or_by_stop(studio):
+    huge = "Object.assign(studio.state, {ranks: 64, microbatches: 512, stages_per_rank: 4, schedule: 'interleaved-zb'});"
+    before = proof(studio)
+    studio.execute_script(f"{huge} studio.changed('table')")
+    until(lambda: shown(studio, "working"))
+    assert studio.find_element("id", "working").text.startswith("Computing: ")
+    studio.find_element("id", "stop").click()
+    settle(studio)
+    assert (proof(studio), shown(studio, "working")) == (before, False)
+    studio.execute_script(f"{huge} studio.changed('table')")
+    until(lambda: shown(studio, "working"))
+    studio.execute_script("Object.assign(studio.state, {ranks: 3, microbatches: 5})")
+    slide(studio, "schedule", "gpipe")
+    assert proof(studio).startswith("proved: gpipe over 3 ranks")
+
+
+def test_a_better_table_is_found_by_a_tap_held_against_the_old_one_and_taken_back(studio, port):
+    studio.get(f"http://127.0.0.1:{port}/?name=mine&rows=0F0.0F1.0B0.0B1&placement=0&max_in_flight=1")
+    settle(studio)
+    assert proof(studio) == "rank 0 holds 2 activations in flight, max_in_flight allows 1"
+    studio.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    tap(studio, studio.find_element("id", "fit-limit"))
+    until(lambda: proof(studio).startswith("proved: mine (searched)"))
+    settle(studio)
+    assert studio.find_element("id", "found").text.startswith(
+        "The best that was found with 1 in flight on a rank takes 6. No table is shorter: "
+    )
+    assert "makespan" in studio.find_element("id", "against").text
+    assert shown(studio, "better")
+    assert not shown(studio, "fit-limit")
+    tap(studio, cell(studio, "0F0"))
+    tap(studio, studio.find_element("id", "later"))
+    until(lambda: "deadlocks" in proof(studio))
+    studio.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+    undone(studio, "z")
+    undone(studio, "z")
+    assert row(studio, 0) == "0F0 0F1 0B0 0B1"
+    assert studio.find_element("id", "against").text == ""
+
+
+def tap(browser, element):
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    box = browser.execute_script(
+        "const {left, top, width, height} = arguments[0].getBoundingClientRect(); return [left + width / 2, top + height / 2]",
+        element,
+    )
+    browser.execute_cdp_cmd(
+        "Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [dict(zip("xy", box, strict=True))]}
+    )
+    browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+def test_the_wheel_is_the_pages_again_after_escape(studio):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    chart = studio.find_element("css selector", ".chart")
+    x, y = in_picture(studio, "0F1")
+    ActionChains(studio, duration=20).move_to_element_with_offset(chart, x, y).click().perform()
+    assert studio.execute_script("return document.activeElement === page.charts[0].host")
+    assert "until Escape" in studio.find_element("css selector", ".hint").text
+    ActionChains(studio).send_keys(Keys.ESCAPE).perform()
+    assert studio.execute_script("return document.activeElement === document.body")
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "abc", "2.5"])
+def test_a_number_that_cannot_be_is_told(studio, value):
+    typed(studio, "microbatches", value)
     settle(studio)
     shown = repr(value) if value == "abc" else value
-    told = f"microbatches is {shown}: the studio takes a whole number from 1 to 64"
+    told = f"microbatches is {shown}: the studio takes a whole number from 1 to 512"
     assert studio.find_element("id", "problem").text == told
 
 

@@ -17,7 +17,10 @@ from penstock.view.studio.server import DRAWN_BY, OWN, STYLES, page, part
 HERE, HOUSE = Path(__file__).parent / "playground", Path(__file__).parents[2] / "penstock"
 OTHERS = ("asking.js", "written.js", "worker.mjs", "playground.css")
 # What the worker imports: plain Python, without torch.
-PYTHON = ("__init__.py", "errors.py", "lazy.py", "schedule/**/*.py", "view/**/*.py", "learn/__init__.py", "learn/written.py")
+PYTHON = (
+    *("__init__.py", "errors.py", "lazy.py", "schedule/**/*.py", "plan/*.py", "view/**/*.py"),
+    *("learn/__init__.py", "learn/written.py"),
+)
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'"

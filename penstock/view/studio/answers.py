@@ -7,7 +7,7 @@
     answer({"run": "{..}", "file": "plan.json"})                  # the same of a plan
 
 Each takes besides "costs" and "unit" ("ms" where the costs are milliseconds, to be drawn beside a run), as in `costs`, and
-"max_in_flight" (null: no limit).
+"max_in_flight" (null: no limit). With "better": true it is a better table that is shown, as in `better`.
 """
 
 import csv
@@ -24,26 +24,33 @@ from penstock.schedule import Action, Costs, Measurement, Schedule, Timeline, bu
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.schedule import cells_of
 from penstock.schedule.table import Table
-from penstock.view.record import Data, Record, read, timeline_data
+from penstock.view import sums
+from penstock.view.record import Data, Record, read, timeline_data, verdict_data
 from penstock.view.studio import question
-from penstock.view.studio.costs import data_of, timed
+from penstock.view.studio.better import Tell, better, found_data
+from penstock.view.studio.costs import Timed, data_of, timed
+from penstock.view.sums import is_huge, sums_data
 
-MOST = {"ranks": 16, "stages_per_rank": 4, "microbatches": 64}  # for a table built by name
-MOST_MICROBATCHES = 2048  # stages times microbatches: what is answered in a fifth of a second
+MOST = {"ranks": 64, "stages_per_rank": 4, "microbatches": 512}  # for a table built by name
+MOST_RANKS = 64  # of a table that was loaded
+MOST_MICROBATCHES = 131_072  # stages times microbatches: what is answered in some seconds
 MOST_ACTIONS = 3 * MOST_MICROBATCHES
+MOST_STUCK = 100_000  # actions that never run: more are not laid out
+SEARCHED = " (searched)"
 
 
-def answer(request: object) -> Data:
+def answer(request: object, tell: Tell = lambda data: None) -> Data:
     """The table that is asked for, its proof or what is wrong with it, and when its actions run as far as they can.
 
-    Raises PenstockError, in a sentence for the page, for what cannot be built, read or priced.
+    `tell` is told on the way how far a search has come. Raises PenstockError, in a sentence for the page, for what cannot be
+    built, read or priced.
     """
     asked = question.mapping(request, "the question")
     if "run" in asked:
         return _of_run(asked)
     schedule = _table(asked)
     _check_size(schedule)
-    return _answered(schedule, asked)
+    return _improved(schedule, asked, tell) if asked.get("better") else _answered(schedule, asked)
 
 
 def choices() -> Data:
@@ -66,7 +73,7 @@ def choices() -> Data:
 def _table(asked: Mapping[str, object]) -> Schedule:
     name = question.text(asked.get("name") or asked.get("file") or "table", "name", 200)
     if "csv" in asked:
-        text = question.text(asked["csv"], "csv", 2_000_000).removeprefix("\ufeff")
+        text = question.text(asked["csv"], "csv", 8_000_000).removeprefix("\ufeff")
         return _from_rows(name, cells_of(name, text)[:1000], None)
     if "rows" in asked:
         return _from_rows(name, question.items(asked["rows"], "rows"), asked.get("placement"))
@@ -97,15 +104,15 @@ def _placed(rank: object, ranks: int) -> int:
 
 
 def _check_size(schedule: Schedule) -> None:
-    if schedule.ranks > 4 * MOST["ranks"]:
-        raise ScheduleError(f"{schedule.name} has {schedule.ranks} ranks: the studio takes up to {4 * MOST['ranks']}")
+    if schedule.ranks > MOST_RANKS:
+        raise ScheduleError(f"{schedule.name} has {schedule.ranks} ranks: the studio takes up to {MOST_RANKS}")
     _check_microbatches(schedule.stages, schedule.microbatches)
 
 
 def _check_microbatches(stages: int, microbatches: int) -> None:
     if stages * microbatches > MOST_MICROBATCHES:
         raise ScheduleError(
-            f"{stages} stages of {microbatches} microbatches are more than the studio draws at once: "
+            f"{stages} stages of {microbatches} microbatches are more than the studio shows: "
             f"use {max(1, MOST_MICROBATCHES // stages)} microbatches or fewer, or `penstock show` with --html"
         )
 
@@ -120,17 +127,19 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     if says_plan(text):
         plan = read_plan(text, file)
         name, label, timeline, measured = plan.schedule.name, "planned", plan.timeline, plan.measurement
+        verdict = None
     else:
         record = read(text, file)
         if record.unit != "s":
             raise PenstockError(f"{file} was planned, not measured: load a run's timeline.json, a plan.json or a CSV table")
         name, label, timeline = record.name.removesuffix(", measured"), record.label, record.usual
-        if len(timeline.events) > MOST_ACTIONS:
-            raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {MOST_ACTIONS}")
+        if is_huge(timeline):
+            raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {sums.MOST}")
         measured = Measurement.of(*record.steps, layers=record.layers)
+        verdict = record.explanation and verdict_data(record.explanation)  # of all steps, as on the run's page
     schedule = replace(measured.schedule, name=name)
     _check_size(schedule)
-    costs, shown = data_of(measured), Record((timeline,), None, "s", (label,)).data()
+    costs, shown = data_of(measured), Record((timeline,), None, "s", (label,)).data() | {"verdict": verdict}
     return _answered(schedule, {**asked, "costs": costs, "unit": "ms"}) | {"costs": costs, "measured": shown}
 
 
@@ -161,29 +170,52 @@ def _proved(schedule: Schedule, max_in_flight: int | None) -> _Verdict:
 
 
 def _answered(schedule: Schedule, asked: Mapping[str, object]) -> Data:
-    limit, ran = asked.get("max_in_flight"), None
-    verdict = _proved(schedule, None if limit is None else question.whole(asked, "max_in_flight", 10**9))
+    ran = None
+    verdict = _proved(schedule, _limit(asked))
     try:
-        ran = timed(schedule, question.mapping(asked.get("costs", {}), "costs"), asked.get("unit", ""))
+        ran = _timed(schedule, asked)
     except ScheduleError:
         if verdict.holds:
             raise
-    buffer = io.StringIO()
-    csv.writer(buffer).writerows(schedule.texts())
+    buffer, rows = io.StringIO(), schedule.texts()
+    csv.writer(buffer).writerows(rows)
     return {
         "name": schedule.name,
         "ranks": schedule.ranks,
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
         "placement": list(schedule.placement),
-        "rows": schedule.texts(),
+        "rows": rows,
         "csv": buffer.getvalue(),
         "unit": "s" if asked.get("unit") == "ms" else "",
         "proof": verdict._asdict(),
-        "stopped": ran is not None and len(ran.timeline.events) < sum(map(len, ran.table.actions)),
-        "stuck": [] if ran is None else list(_stuck(*ran)),
-        "timeline": None if ran is None else timeline_data(ran.timeline),
+        **_shown(ran),
     }
+
+
+def _shown(ran: Timed | None) -> Data:
+    """The timeline, and what never runs; of a huge one the sums alone."""
+    if ran is None:
+        return {"stopped": False, "stuck": [], "timeline": None}
+    left = sum(map(len, ran.table.actions)) - len(ran.timeline.events)
+    shown = sums_data if is_huge(ran.timeline) else timeline_data
+    return {"stopped": left > 0, "stuck": list(_stuck(*ran)) if left < MOST_STUCK else [], "timeline": shown(ran.timeline)}
+
+
+def _improved(schedule: Schedule, asked: Mapping[str, object], tell: Tell) -> Data:
+    """The same of a better table, and what was "found"."""
+    limit, before = _limit(asked), _timed(schedule, asked)
+    found = better(schedule, before.costs, limit, tell)
+    name = f"{schedule.name.removesuffix(SEARCHED)}{SEARCHED}"
+    return _answered(replace(found.schedule, name=name), asked) | {"found": found_data(found)}
+
+
+def _limit(asked: Mapping[str, object]) -> int | None:
+    return None if asked.get("max_in_flight") is None else question.whole(asked, "max_in_flight", 10**9)
+
+
+def _timed(schedule: Schedule, asked: Mapping[str, object]) -> Timed:
+    return timed(schedule, question.mapping(asked.get("costs", {}), "costs"), asked.get("unit", ""))
 
 
 def _stuck(schedule: Table, costs: Costs, timeline: Timeline) -> Iterator[Data]:

@@ -2,17 +2,17 @@
 
 import json
 import re
+from contextlib import closing
 from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from penstock.errors import PenstockError
 from penstock.view import serving
 from penstock.view.html import SCRIPTS
-from penstock.view.record import Data
 from penstock.view.serving import NOTHING, Answer
 from penstock.view.studio.answers import answer, choices
 from penstock.view.studio.opened import Opened
+from penstock.view.studio.worker import Workers
 
 if TYPE_CHECKING:
     from werkzeug.serving import BaseWSGIServer
@@ -22,7 +22,10 @@ START = {"schedule": "1f1b", "ranks": 4, "microbatches": 8}
 
 # What the page is made of, in the order its scripts build on each other; the canvas is that of `penstock show --html`.
 DRAWN_BY = SCRIPTS
-OWN = ("asking.js", "address.js", "table.js", "picture.js", "controls.js", "studio.js")
+OWN = (
+    *("asking.js", "address.js", "working.js", "circle.js", "table.js", "picture.js"),
+    *("controls.js", "editor.js", "showing.js", "studio.js"),
+)
 STYLES = ("page.css", "studio.css")
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -54,17 +57,15 @@ def _embedded(data: object) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def respond(body: bytes) -> tuple[int, Data]:
-    """The status and the answer to the question in `body`; a question that Penstock refuses is answered with its sentence."""
+def respond(workers: Workers, body: bytes) -> Answer:
+    """The answer to the question in `body`, line by line; a question that Penstock refuses is answered with its sentence."""
     try:
-        return 200, answer(json.loads(body))
-    except PenstockError as error:
-        return 200, {"error": str(error)}
+        return Answer(workers.answer(json.loads(body)), "ndjson")
     except (ValueError, RecursionError) as error:
-        return 400, {"error": f"the question is not JSON: {error}"}
+        return Answer(json.dumps({"error": f"the question is not JSON: {error}"}), "json", 400)
 
 
-def answered(opened: Opened | None, request: "Request") -> Answer:
+def answered(workers: Workers, opened: Opened | None, request: "Request") -> Answer:
     """The answer to one request: a page, a file, or what a question comes to."""
     name = request.path.removeprefix("/")
     if request.method == "GET" and not name:
@@ -76,17 +77,18 @@ def answered(opened: Opened | None, request: "Request") -> Answer:
     if request.method == "POST" and name == "answer":
         if request.mimetype != "application/json":  # what a page from elsewhere may send unasked is not that
             return Answer("A question is JSON, as application/json.\n", "txt", 415)
-        status, data = respond(request.get_data())
-        return Answer(json.dumps(data, separators=(",", ":")), "json", status)
+        return respond(workers, request.get_data())
     return NOTHING
 
 
-def server(port: int = 0, opened: Opened | None = None) -> "BaseWSGIServer":
+def server(port: int = 0, opened: Opened | None = None, workers: Workers | None = None) -> "BaseWSGIServer":
     """A server for this machine alone, not started; port 0 takes a free one. Raises PenstockError if it cannot be had."""
-    return serving.server(serving.application(partial(answered, opened), POLICY, "the studio"), port)
+    app = serving.application(partial(answered, workers or Workers(), opened), POLICY, "the studio")
+    return serving.server(app, port)
 
 
 def serve(port: int = 0, browser: bool = True, opened: Opened | None = None) -> None:
     """Serve until Ctrl-C, and open the page in a browser unless told not to."""
-    with server(port, opened) as serves:
+    with closing(Workers()) as workers, server(port, opened, workers) as serves:
+        workers.warm()
         serving.run(serves, "the studio is", browser)

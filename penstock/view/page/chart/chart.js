@@ -58,6 +58,7 @@ class Chart {
 
   draw() {
     const {context: c, page} = this, {colors} = page, slid = this.slid;
+    if (!this.canvas.width || !this.canvas.height) return; // nothing of it is in sight
     c.setTransform(this.density, 0, 0, this.density, 0, 0);
     c.fillStyle = colors.panel;
     c.fillRect(0, 0, this.width, this.visibleHeight);

@@ -12,47 +12,49 @@ class Controls {
     this.summary = element("p", {class: "muted small"});
     this.unit = element("span", {class: "muted"});
     this.sliders = {
-      ranks: this.slider("ranks", "P ranks", 1, most.ranks, 1, (value) => this.table({ranks: value})),
+      ranks: this.slider("ranks", "P ranks", 1, 16, 1, (value) => this.table({ranks: value}), most.ranks),
       stages_per_rank: this.slider("stages_per_rank", "V stages on each", 1, most.stages_per_rank, 1, (value) => this.table({stages_per_rank: value})),
-      microbatches: this.slider("microbatches", "M microbatches", 1, most.microbatches, 1, (value) => this.table({microbatches: value})),
+      microbatches: this.slider("microbatches", "M microbatches", 1, 64, 1, (value) => this.table({microbatches: value}), most.microbatches),
     };
     for (const [name, text] of Object.entries(COSTS)) {
       this.sliders[name] = this.slider(name, text, 0, 5, 0.1, (value) => this.priceAll(name, value));
     }
-    this.limit = element("input", {type: "range", id: "max_in_flight", min: 0, max: 1, value: 0, input: () => {
-      this.state.max_in_flight = Number(this.limit.value) || null;
-      this.sayLimit();
+    this.sliders.max_in_flight = this.slider("max_in_flight", "in flight", 0, 1, 1, (value) => {
+      state.max_in_flight = value || null;
       changed("costs", "max_in_flight");
-    }});
-    this.limitSaid = element("output", {for: "max_in_flight"});
+    });
+    this.sliders.max_in_flight.field.placeholder = "none";
     this.stages = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Costs of single stages"});
     this.ranks = element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "How many times as long single ranks take"});
-    const {ranks, stages_per_rank: stages, microbatches, ...costs} = this.sliders;
+    const {ranks, stages_per_rank: stages, microbatches, max_in_flight: limit, ...costs} = this.sliders;
     form.append(
       this.group("Schedule", element("label", {for: "schedule", class: "unseen"}, "Schedule"), this.select, this.summary, ranks.line, stages.line, microbatches.line),
       this.group("Costs", this.unit, ...Object.values(costs).map(({line}) => line),
         element("details", {id: "own"}, element("summary", {}, "Costs of single stages"), this.stages,
           element("button", {type: "button", id: "same", click: () => { state.costs.stages = {}; this.price(); }}, "The same for all")),
         element("details", {id: "slow"}, element("summary", {}, "Single ranks, slower or faster"), this.ranks)),
-      this.group("Memory limit", element("div", {class: "slide"}, element("label", {for: "max_in_flight"}, "in flight"), this.limit, this.limitSaid)));
+      this.group("Memory limit", limit.line));
   }
 
   group(title, ...children) { return element("fieldset", {}, element("legend", {}, title), ...children); }
 
-  /** A slider with a field for exact numbers beside it. */
-  slider(name, text, min, max, step, set) {
+  /** A slider with a field for exact numbers beside it; one that is pulled to its end grows up to `most`. */
+  slider(name, text, min, max, step, set, most = max) {
     const range = element("input", {type: "range", id: name, min, max, step});
-    const field = element("input", {inputmode: "decimal", "aria-label": `${text}, exactly`});
-    const take = (value) => { range.value = field.value = value; set(value); };
-    range.addEventListener("input", () => take(Number(range.value)));
-    field.addEventListener("input", () => { if (field.value !== "") { range.value = field.value; set(typed(field.value)); } });
-    return {range, field, line: element("div", {class: "slide"}, element("label", {for: name}, text), range, field)};
+    const field = element("input", {inputmode: "decimal", "aria-label": `${text}, exactly`, title: `${min} to ${most}`});
+    const show = (value) => { field.value = value; set(value); };
+    range.addEventListener("input", () => show(Number(range.value)));
+    range.addEventListener("change", () => { if (range.value === range.max) range.max = Math.max(range.max, Math.min(2 * range.max, most)); });
+    field.addEventListener("input", () => { if (field.value !== "" || name === "max_in_flight") { range.value = field.value; set(typed(field.value)); } });
+    field.addEventListener("blur", () => { if (field.value === "") field.value = field.dataset.used; }); // no field is empty that is used
+    return {range, field, most, line: element("div", {class: "slide"}, element("label", {for: name}, text), range, field)};
   }
 
   put(name, value) {
-    const {range, field} = this.sliders[name];
-    if (name in COSTS && value > Number(range.max)) range.max = String(Number((2 * value).toPrecision(1)));
-    range.value = value;
+    const {range, field, most} = this.sliders[name];
+    if (value > Number(range.max)) range.max = name in COSTS ? Number((2 * value).toPrecision(1)) : Math.min(2 * value, Math.max(most, value));
+    range.value = value || range.min;
+    field.dataset.used = readable(value);
     if (document.activeElement !== field) field.value = readable(value);
   }
 
@@ -75,15 +77,13 @@ class Controls {
 
   price(by = null) { this.changed("costs", by); }
 
-  sayLimit() { this.limitSaid.textContent = Number(this.limit.value) ? `${this.limit.value} at most` : "none"; }
-
   /** Show what the state is, once the table of `answer` is known. */
   show({ranks, stages, microbatches}) {
     const {state, families} = this, loaded = state.loaded !== null, family = families[state.schedule];
     this.select.querySelector("[data-loaded]")?.remove();
     if (loaded) this.select.append(element("option", {value: "", "data-loaded": "", selected: ""}, state.loaded));
     this.select.value = loaded ? "" : state.schedule;
-    this.summary.textContent = loaded ? "loaded from a file; choose a schedule to leave it" : family.summary;
+    this.summary.textContent = loaded ? `${state.base?.found ? "found by a search" : "loaded from a file"}; choose a schedule to leave it` : family.summary;
     this.put("ranks", ranks);
     this.put("microbatches", microbatches);
     this.sliders.stages_per_rank.range.min = loaded ? 1 : family.least;
@@ -94,10 +94,9 @@ class Controls {
     }
     for (const name of Object.keys(COSTS)) this.put(name, state.costs[name]);
     this.unit.textContent = state.costs.measured
-      ? "of the run's stages, their mean, in milliseconds; other stages take their layers' part; B = I + W" : "of one stage, in any unit; B = I + W";
-    this.limit.max = Math.max(microbatches * Math.ceil(stages / ranks), state.max_in_flight || 0);
-    this.limit.value = state.max_in_flight || 0;
-    this.sayLimit();
+      ? "of the stages as measured, their mean, in milliseconds; other stages take their layers' part; B = I + W" : "of one stage, in any unit; B = I + W";
+    this.sliders.max_in_flight.range.max = Math.max(microbatches * Math.ceil(stages / ranks), state.max_in_flight || 0);
+    this.put("max_in_flight", state.max_in_flight ?? "");
     this.showStages(state.costs.measured ? state.costs.measured.placement.length : stages);
     this.showRanks(ranks);
   }

@@ -2,11 +2,12 @@
 
 const MOVED = 4; // pixels, before a press is a drag
 const BAD = "#d13a30"; // seen on light and dark
+const PALE = 0.3; // of what never runs
 
 class Picture {
   /** `moved(rank, from, to)` is told of an action that was put elsewhere in its rank's row. */
   constructor(chart, page, moved) {
-    Object.assign(this, {chart, page, moved, drag: null, answer: null});
+    Object.assign(this, {chart, page, moved, drag: null, answer: null, strip: new Strip()});
     chart.overlay = () => this.draw();
     const {host} = chart, listen = (name, does) => host.addEventListener(name, (event) => {
       if (does(event)) event.stopImmediatePropagation(); // else the chart is panned, as everywhere
@@ -123,7 +124,7 @@ class Picture {
 
   draw() {
     if (!this.answer || (this.chart.record.planned && !this.page.options.planned)) return;
-    for (const name of this.stuck.keys()) this.drawStuck(this.box(name));
+    if (this.stuck.size) this.drawStuck();
     const {actions, waits} = this.answer.proof;
     for (const box of actions.map((name) => this.box(name)).filter(Boolean)) this.outline(box, BAD, 2.5);
     for (const [awaited, waiting] of waits) {
@@ -144,18 +145,37 @@ class Picture {
     c.setLineDash([]);
   }
 
-  /** An action that never runs stands where its rank would come to it, pale. */
-  drawStuck(box) {
+  /** What never runs stands where its rank would come to it, pale; where that is denser than pixels, as proportions. */
+  drawStuck() {
+    const {chart, strip, page: {view, parts}} = this, {context: c, density, slidNow} = chart;
+    let lane = null; // of a rank: they come rank by rank
+    strip.clear(chart.canvas.width, chart.canvas.height, parts);
+    for (const block of this.stuck.values()) {
+      if (block.end < view.from || block.start > view.to || !chart.rows[block.rank]) continue;
+      const left = chart.x(block.start), right = chart.x(block.end);
+      if (right - left > NARROW) { this.drawPale(this.box(block.text)); continue; }
+      if (lane !== block.rank) {
+        const {top, high} = this.lane(lane = block.rank);
+        strip.lane((top - slidNow) * density, (top + high - slidNow) * density, PALE);
+      }
+      strip.add(left * density, right * density, block.kind, block.half === undefined ? 1 : 0.5);
+    }
+    c.translate(0, slidNow);
+    strip.draw(c, chart.width, chart.visibleHeight);
+    c.translate(0, -slidNow);
+  }
+
+  drawPale(box) {
     const {context: c} = this.chart, {colors} = this.page, {block, left, wide, top, high} = box;
-    c.globalAlpha = 0.3;
+    c.globalAlpha = PALE;
     c.fillStyle = colors[block.kind];
     c.fillRect(left + 0.5, top, Math.max(1, wide - 1), high);
     c.globalAlpha = 1;
-    if (wide > 5) this.outline(box, colors.muted, 1, [3, 3]);
+    if (high > 6) this.outline(box, colors.muted, 1, [3, 3]);
     c.font = "11px system-ui, sans-serif";
     c.textAlign = "center";
     c.textBaseline = "middle";
-    drawName(this.chart, block, this.timeline.severalStages, left, wide, top + high / 2, undefined, colors.ink);
+    if (high >= 10) drawName(this.chart, block, this.timeline.severalStages, left, wide, top + high / 2, undefined, colors.ink);
   }
 
   /** From an action that waits to what it waits for. */

@@ -1,6 +1,8 @@
 // The table under the picture: a row for each rank, a cell for each action, to be moved by pointer or keyboard.
+// Only the cells in sight are there: a table of 260,000 costs no more than a small one.
 
-const SVG = "http://www.w3.org/2000/svg";
+const LABELS = 72, TOP = 16, HIGH = 29, LOW_ROWS = 8; // pixels: beside the cells, above them, of one; so many rows have room for arrows
+const BESIDE = 300; // pixels around the window whose cells are there too
 
 class Table {
   /** `moved(rank, from, to)` is told of an action that was put elsewhere, `chosen(action)` of one that was selected. */
@@ -8,14 +10,13 @@ class Table {
     this.host = host;
     this.told = {moved, chosen};
     this.at = [0, 0]; // rank and place of the cell that the Tab key leads to
-    this.drag = null;
+    Object.assign(this, {drag: null, rows: [], lines: new Map(), cells: new Map(), wrong: new Set()});
     this.inner = element("div", {class: "grid", role: "grid", "aria-label": "Actions of every rank, in order. Arrow keys select, Alt with an arrow moves."});
     this.marker = element("i", {class: "marker", hidden: ""});
-    this.lines = document.createElementNS(SVG, "svg");
-    this.lines.setAttribute("class", "circle");
-    this.lines.setAttribute("aria-hidden", "true");
-    this.inner.append(this.lines, this.marker);
+    this.circle = new Circle();
     host.append(this.inner);
+    host.addEventListener("scroll", () => this.fill(), {passive: true});
+    new ResizeObserver(() => this.fill()).observe(host);
     this.inner.addEventListener("pointerdown", (event) => this.press(event));
     this.inner.addEventListener("pointermove", (event) => this.pull(event));
     this.inner.addEventListener("pointerup", () => this.drop());
@@ -26,35 +27,64 @@ class Table {
 
   show(rows) {
     if (JSON.stringify(rows) === this.shown) return;
-    const focused = this.inner.contains(document.activeElement);
+    const focused = this.inner.contains(document.activeElement), most = Math.max(0, ...rows.map((row) => row.length));
     this.shown = JSON.stringify(rows);
-    this.rows = rows.map((row, rank) => {
-      const cells = row.map((text, place) => this.cell(text, rank, place));
-      return {cells, line: element("div", {role: "row", class: "row"}, element("span", {role: "rowheader", class: "rank"}, `rank ${rank}`), ...cells)};
-    });
-    this.lines.replaceChildren();
-    this.inner.replaceChildren(this.lines, ...this.rows.map(({line}) => line), this.marker);
-    const rank = Math.min(this.at[0], rows.length - 1), place = Math.min(this.at[1], Math.max(0, (rows[rank] || []).length - 1));
-    this.at = [Math.max(0, rank), place];
-    const cell = this.current;
-    if (cell) cell.tabIndex = 0;
-    if (cell && focused) cell.focus({preventScroll: true});
+    this.rows = rows;
+    this.longest = rows.reduce((long, row) => row.reduce((length, text) => Math.max(length, namesOf(text).join(" ").length), long), 3);
+    this.pitch = Math.max(38, 7.4 * this.longest + 14) + 3;
+    this.line = rows.length > LOW_ROWS ? HIGH + 8 : HIGH + 24;
+    Object.assign(this.inner.style, {width: `${LABELS + most * this.pitch + 12}px`, height: `${TOP + rows.length * this.line}px`});
+    for (const [name, count] of [["aria-rowcount", rows.length], ["aria-colcount", most]]) this.inner.setAttribute(name, count);
+    const rank = Math.max(0, Math.min(this.at[0], rows.length - 1));
+    this.at = [rank, Math.min(this.at[1], Math.max(0, (rows[rank] || []).length - 1))];
+    for (const each of [this.lines, this.cells, this.wrong]) each.clear();
+    this.circle.show([]);
+    this.inner.replaceChildren(this.circle.drawing, this.marker);
+    this.fill();
+    if (focused) this.current?.focus({preventScroll: true});
   }
 
-  cell(text, rank, place) {
-    const names = text.match(/\d+[FBIW]\d+/g) || [text], kind = (/[FBIW]/.exec(names[0]) || ["F"])[0];
-    const cell = element("button", {
-      type: "button", role: "gridcell", tabindex: -1, class: `cell paint-${kind}`, "data-rank": rank, "data-place": place,
-      "data-names": names.join(" "), "aria-label": `${names.join(" with ")}, place ${place + 1} of rank ${rank}`,
-    }, names.join(" "));
-    if (names.length > 1) { // a pair that may overlap
-      const other = /[FBIW]/.exec(names[1])[0];
-      cell.style.background = `linear-gradient(90deg, var(--${kind}) 50%, var(--${other}) 50%) border-box`;
+  left(place) { return LABELS + place * this.pitch; }
+  top(rank) { return TOP + rank * this.line; }
+
+  /** Make the cells that are in sight, and let go of the others. */
+  fill() {
+    const {scrollLeft, scrollTop, clientWidth, clientHeight} = this.host, [rank, place] = this.at, wanted = new Set([`${rank} ${place}`]);
+    const span = (from, size, before, each) => [Math.max(0, Math.floor((from - before - BESIDE) / each)), Math.ceil((from + size - before + BESIDE) / each)];
+    const [firstRank, endRank] = span(scrollTop, clientHeight, TOP, this.line), [first, end] = span(scrollLeft, clientWidth, LABELS, this.pitch);
+    for (let r = firstRank; r < Math.min(endRank, this.rows.length); r++) for (let p = first; p < Math.min(end, this.rows[r].length); p++) wanted.add(`${r} ${p}`);
+    for (const [key, cell] of this.cells) if (!wanted.has(key)) { cell.remove(); this.cells.delete(key); }
+    for (const [r, line] of this.lines) if (r !== rank && (r < firstRank || r >= endRank)) { line.remove(); this.lines.delete(r); }
+    for (let r = firstRank; r < Math.min(endRank, this.rows.length); r++) this.row(r);
+    for (const key of wanted) if (!this.cells.has(key)) this.make(...key.split(" ").map(Number));
+  }
+
+  row(rank) {
+    if (!this.lines.has(rank)) {
+      const line = element("div", {role: "row", class: "row", "aria-rowindex": rank + 1}, element("span", {role: "rowheader", class: "rank"}, `rank ${rank}`));
+      line.style.top = `${this.top(rank)}px`;
+      this.lines.set(rank, line);
+      this.inner.insertBefore(line, this.marker);
     }
-    return cell;
+    return this.lines.get(rank);
   }
 
-  get current() { return this.rows?.[this.at[0]]?.cells[this.at[1]]; }
+  make(rank, place) {
+    const text = this.rows[rank]?.[place];
+    if (text === undefined) return;
+    const names = namesOf(text), [kind, other] = names.map((name) => (/[FBIW]/.exec(name) || ["F"])[0]);
+    const cell = element("button", {
+      type: "button", role: "gridcell", tabindex: rank === this.at[0] && place === this.at[1] ? 0 : -1, class: `cell paint-${kind}`, "aria-colindex": place + 1,
+      "data-rank": rank, "data-place": place, "data-names": names.join(" "), "aria-label": `${names.join(" with ")}, place ${place + 1} of rank ${rank}`,
+    }, names.join(" "));
+    Object.assign(cell.style, {left: `${this.left(place)}px`, width: `${this.pitch - 3}px`});
+    if (other) cell.style.background = `linear-gradient(90deg, var(--${kind}) 50%, var(--${other}) 50%) border-box`; // a pair that may overlap
+    cell.classList.toggle("wrong", names.some((name) => this.wrong.has(name)));
+    this.cells.set(`${rank} ${place}`, cell);
+    this.row(rank).append(cell);
+  }
+
+  get current() { return this.cells.get(this.at.join(" ")); }
 
   choose(cell) {
     if (this.current) this.current.tabIndex = -1;
@@ -63,23 +93,36 @@ class Table {
     this.told.chosen(cell.dataset.names.split(" ")[0]);
   }
 
+  /** Go to the cell at a place, which may be out of sight. */
+  go(rank, place) {
+    const row = this.rows[rank];
+    if (!row?.length) return;
+    const to = Math.min(Math.max(place, 0), row.length - 1);
+    this.reveal(rank, to);
+    if (!this.cells.has(`${rank} ${to}`)) this.make(rank, to);
+    this.cells.get(`${rank} ${to}`).focus({preventScroll: true});
+  }
+
   /** Put the selected action `by` places further. */
   shift(by) {
-    const [rank, place] = this.at, to = Math.min(Math.max(place + by, 0), this.rows[rank].cells.length - 1);
+    const [rank, place] = this.at, to = Math.min(Math.max(place + by, 0), this.rows[rank].length - 1);
     if (to !== place) this.move(rank, place, to);
   }
 
   move(rank, from, to) {
     this.at = [rank, to];
     this.told.moved(rank, from, to);
-    this.reveal(this.current);
+    this.reveal(rank, to);
   }
 
-  /** Bring a cell into sight, sideways only: the page stays where it is. */
-  reveal(cell) {
-    const left = cell.offsetLeft - 70, right = cell.offsetLeft + cell.offsetWidth + 12, {scrollLeft, clientWidth} = this.host;
-    if (left < scrollLeft) this.host.scrollLeft = left;
-    else if (right > scrollLeft + clientWidth) this.host.scrollLeft = right - clientWidth;
+  /** Bring a cell into sight inside the table: the page stays where it is. */
+  reveal(rank, place) {
+    const {host} = this, left = this.left(place), top = this.top(rank);
+    if (left - LABELS - 2 < host.scrollLeft) host.scrollLeft = left - LABELS - 2;
+    else if (left + this.pitch + 12 > host.scrollLeft + host.clientWidth) host.scrollLeft = left + this.pitch + 12 - host.clientWidth;
+    if (top < host.scrollTop) host.scrollTop = top - TOP;
+    else if (top + this.line > host.scrollTop + host.clientHeight) host.scrollTop = top + this.line - host.clientHeight;
+    this.fill();
   }
 
   // ---- pointer
@@ -99,12 +142,11 @@ class Table {
     const box = this.host.getBoundingClientRect();
     if (event.clientX > box.right - 24) this.host.scrollLeft += 14;
     if (event.clientX < box.left + 80) this.host.scrollLeft -= 14;
-    const {cells} = this.rows[drag.rank], boxes = cells.map((cell) => cell.getBoundingClientRect());
-    const gap = boxes.filter(({left, width}) => event.clientX > left + width / 2).length; // it goes before the cell at this place
+    const x = event.clientX - this.inner.getBoundingClientRect().left - LABELS, count = this.rows[drag.rank].length;
+    const gap = Math.min(Math.max(Math.round(x / this.pitch), 0), count); // it goes before the cell at this place
     drag.to = gap > drag.from ? gap - 1 : gap;
     drag.cell.classList.add("held");
-    const edge = gap < cells.length ? cells[gap].offsetLeft - 2 : cells.at(-1).offsetLeft + cells.at(-1).offsetWidth + 1;
-    Object.assign(this.marker.style, {left: `${edge}px`, top: `${drag.cell.offsetTop - 3}px`, height: `${drag.cell.offsetHeight + 6}px`});
+    Object.assign(this.marker.style, {left: `${this.left(gap) - 2}px`, top: `${this.top(drag.rank) - 3}px`, height: `${HIGH + 6}px`});
     this.marker.hidden = false;
   }
 
@@ -123,18 +165,16 @@ class Table {
   // ---- keyboard
 
   key(event) {
-    const [rank, place] = this.at, row = this.rows[rank], last = row.cells.length - 1, by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    const [rank, place] = this.at, by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
     if (event.key === "Escape" && this.drag) this.let();
     else if (event.ctrlKey || event.metaKey) return;
     else if (event.altKey && by) this.shift(by);
     else if (event.altKey) return;
-    else if (by) row.cells[Math.min(Math.max(place + by, 0), last)].focus();
-    else if (event.key === "Home") row.cells[0].focus();
-    else if (event.key === "End") row.cells[last].focus();
-    else if (event.key === "ArrowUp" || event.key === "ArrowDown") {
-      const next = this.rows[rank + (event.key === "ArrowUp" ? -1 : 1)];
-      next?.cells[Math.min(place, next.cells.length - 1)]?.focus();
-    } else return;
+    else if (by) this.go(rank, place + by);
+    else if (event.key === "Home") this.go(rank, 0);
+    else if (event.key === "End") this.go(rank, Infinity);
+    else if (event.key === "ArrowUp" || event.key === "ArrowDown") this.go(rank + (event.key === "ArrowUp" ? -1 : 1), place);
+    else return;
     event.preventDefault();
   }
 
@@ -142,31 +182,18 @@ class Table {
 
   /** Mark the actions that the proof names, and draw an arrow from each that waits to what it waits for. */
   mark({actions, waits}) {
-    const named = new Set(actions), found = new Map();
-    for (const {cells} of this.rows) {
-      for (const cell of cells) {
-        const names = cell.dataset.names.split(" ");
-        cell.classList.toggle("wrong", names.some((name) => named.has(name)));
-        for (const name of names) if (named.has(name)) found.set(name, cell);
-      }
-    }
-    this.lines.setAttribute("width", this.inner.offsetWidth);
-    this.lines.setAttribute("height", this.inner.offsetHeight);
-    this.lines.replaceChildren(...waits.filter((pair) => pair.every((name) => found.has(name))).flatMap(([awaited, waiting]) =>
-      this.arrow(found.get(waiting), found.get(awaited))));
+    this.wrong = new Set(actions);
+    const found = new Map();
+    if (actions.length) this.rows.forEach((row, rank) => row.forEach((text, place) => {
+      for (const name of namesOf(text)) if (this.wrong.has(name)) found.set(name, [rank, place]);
+    }));
+    for (const cell of this.cells.values()) cell.classList.toggle("wrong", cell.dataset.names.split(" ").some((name) => this.wrong.has(name)));
+    const middle = (name) => { const [rank, place] = found.get(name); return [this.left(place) + (this.pitch - 3) / 2, this.top(rank) + HIGH / 2]; };
+    this.circle.show(waits.filter((pair) => pair.every((name) => found.has(name))).map(([awaited, waiting]) => [middle(waiting), middle(awaited)]));
     const first = actions.map((name) => found.get(name)).find(Boolean);
-    if (first && !this.inner.contains(document.activeElement)) this.reveal(first);
-  }
-
-  arrow(from, to) {
-    const middle = (cell) => [cell.offsetLeft + cell.offsetWidth / 2, cell.offsetTop + cell.offsetHeight / 2];
-    const [[x, y], [toX, toY]] = [middle(from), middle(to)], same = y === toY, half = from.offsetHeight / 2;
-    const start = same ? y - half : y + Math.sign(toY - y) * half, end = same ? toY - half : toY - Math.sign(toY - y) * half;
-    const line = document.createElementNS(SVG, "path"), tip = document.createElementNS(SVG, "path");
-    const [bendX, bendY] = same ? [(x + toX) / 2, start - 16] : [(x + toX) / 2, (start + end) / 2];
-    line.setAttribute("d", `M${x} ${start}Q${bendX} ${bendY} ${toX} ${end}`);
-    const angle = Math.atan2(end - bendY, toX - bendX), at = (turn) => `${toX - 8 * Math.cos(angle + turn)} ${end - 8 * Math.sin(angle + turn)}`;
-    tip.setAttribute("d", `M${at(0.45)}L${toX} ${end}L${at(-0.45)}`);
-    return [line, tip];
+    if (first && !this.inner.contains(document.activeElement)) this.reveal(...first);
   }
 }
+
+/** The actions that a cell of the table names: one, or the two of a pair that may overlap. */
+function namesOf(text) { return text.startsWith("(") ? text.match(/\d+[FBIW]\d+/g) || [text] : [text]; }

@@ -10,6 +10,7 @@
 `candidate`   one table with its cut, and the recomputation that makes it fit
 `bounds`      what no plan can be below, and what bounds this one
 `result`      a plan, as an object and as JSON
+`asked`       what it is asked for, checked
 `planning`    the search for it
 `advice`      what is told of memory, and where nothing fits
 """

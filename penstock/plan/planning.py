@@ -1,6 +1,5 @@
 """The search for a plan: every family on balanced cuts first, the best of them on better cuts, then tables made for those."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -9,7 +8,8 @@ from typing import Literal, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.partition.balance import starts as balanced
-from penstock.plan.advice import bytes_of, nothing_fits
+from penstock.plan import asked
+from penstock.plan.advice import nothing_fits
 from penstock.plan.bounds import least, why
 from penstock.plan.candidate import Candidate, Cutting, Starts, Terms
 from penstock.plan.layers import Layer, Layers, as_layers
@@ -127,16 +127,27 @@ def plan(
         print(plans[0])
     """
     layers = as_layers(layers)
-    _check(layers, ranks, batch, effort)
-    _check_terms(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+    asked.check(layers, ranks, batch, effort, TABLES)
+    asked.check_terms(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
     tasks = []
-    for replicas in _replicas(dp, ranks, batch):
+    for replicas in asked.replicas(dp, ranks, batch):
         here, rows = ranks // replicas, batch // replicas
-        own = _limits(memory, here), optimizer, send, bandwidth, action, cores / replicas, _speeds(speeds, here), replicas
-        tasks += [Task(layers, rows, counts, Terms(*own)) for counts in [_counts(microbatches, batch, rows, here)] if counts]
+        own = (
+            asked.limits(memory, here),
+            optimizer,
+            send,
+            bandwidth,
+            action,
+            cores / replicas,
+            asked.speeds(speeds, here),
+            replicas,
+        )
+        tasks += [
+            Task(layers, rows, counts, Terms(*own)) for counts in [asked.counts(microbatches, batch, rows, here)] if counts
+        ]
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
-    names, random = _names(schedules), Random(seed)
+    names, random = asked.names(schedules), Random(seed)
     ways = sorted((way for task in tasks for way in _families(task, names, random, fewer)), key=lambda way: way.rank)
     if ways[0].best.over:
         [task] = [task for task in tasks if task.terms.dp == ways[0].cutting.terms.dp]
@@ -146,62 +157,6 @@ def plan(
             for each, many in TABLES[effort]:
                 ways = _searched(ways, each, many, seed, random, progress)
     return [_plan(way, batch, layers.names) for way in ways if not way.best.over][:SHOWN]
-
-
-def _check(layers: Layers, ranks: int, batch: int, effort: str) -> None:
-    """Raises PenstockError for what cannot be planned for."""
-    if not all(isinstance(each, int) and each >= 1 for each in (ranks, batch)):
-        raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
-    if not any(layer.seconds for layer in layers.samples[-1].layers):
-        raise PenstockError("all layers take 0 seconds, so any plan is as good: measure them, or say what they take")
-    if effort not in TABLES:
-        raise PenstockError(f"effort={effort!r}: use {', '.join(TABLES)}")
-
-
-def _check_terms(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not number >= 0 or (number == 0 and name in ("bandwidth", "cores")):
-            raise PenstockError(f"{name}={number} cannot be: give a number above 0")
-
-
-def _limits(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
-    each = memory if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * ranks
-    limits = tuple(bytes_of(one) if isinstance(one, str) else float(one) for one in each)
-    if len(limits) != ranks or not min(limits) > 0:
-        raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
-    return limits
-
-
-def _speeds(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
-    if speeds and (len(speeds) != ranks or not min(speeds) > 0):
-        raise PenstockError(f"speeds are {list(speeds)} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
-    return tuple(speeds)
-
-
-def _replicas(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
-    """Numbers of replicas that are tried: of those asked for the ones that divide both."""
-    asked = [dp] if isinstance(dp, int) else list(dp)
-    if not (found := [each for each in asked if each > 0 and ranks % each == 0 and batch % each == 0]):
-        most = math.gcd(ranks, batch)
-        raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {most}")
-    return found
-
-
-def _names(schedules: str | Sequence[str] | None) -> list[str]:
-    names = [schedules] if isinstance(schedules, str) else schedules or [name for name in FAMILIES if name != "naive"]
-    if unknown := [name for name in names if name not in FAMILIES]:
-        raise PenstockError(f"there is no schedule {unknown[0]!r}: choose from {', '.join(FAMILIES)}")
-    return list(names)
-
-
-def _counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int) -> list[int]:
-    """Numbers of microbatches that are tried."""
-    if not microbatches and microbatches != 0:
-        return [count for count in range(max(1, min(rows, ranks) // 4), min(rows, 8 * ranks) + 1) if rows % count == 0]
-    counts = [microbatches] if isinstance(microbatches, int) else sorted(set(microbatches))
-    if wrong := [count for count in counts if not 1 <= count <= batch]:
-        raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
-    return [count for count in counts if count <= rows]
 
 
 @lru_cache(maxsize=256)

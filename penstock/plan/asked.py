@@ -1,0 +1,69 @@
+"""What a plan is asked for, checked: each raises PenstockError, in a sentence, for what cannot be planned for."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import PenstockError
+from penstock.plan.advice import bytes_of
+from penstock.plan.layers import Layers
+from penstock.schedule.catalog import FAMILIES
+
+
+def check(layers: Layers, ranks: int, batch: int, effort: str, efforts: Iterable[str]) -> None:
+    """Raises PenstockError for what cannot be planned for."""
+    if not all(isinstance(each, int) and each >= 1 for each in (ranks, batch)):
+        raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
+    if not any(layer.seconds for layer in layers.samples[-1].layers):
+        raise PenstockError("all layers take 0 seconds, so any plan is as good: measure them, or say what they take")
+    if effort not in efforts:
+        raise PenstockError(f"effort={effort!r}: use {', '.join(efforts)}")
+
+
+def check_terms(**numbers: float) -> None:
+    """Of messages, the engine and the optimizer."""
+    for name, number in numbers.items():
+        if not number >= 0 or (number == 0 and name in ("bandwidth", "cores")):
+            raise PenstockError(f"{name}={number} cannot be: give a number above 0")
+
+
+def limits(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
+    """Bytes of every rank."""
+    each = memory if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * ranks
+    limits = tuple(bytes_of(one) if isinstance(one, str) else float(one) for one in each)
+    if len(limits) != ranks or not min(limits) > 0:
+        raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
+    return limits
+
+
+def speeds(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
+    """Of every rank, or none."""
+    if speeds and (len(speeds) != ranks or not min(speeds) > 0):
+        raise PenstockError(f"speeds are {list(speeds)} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
+    return tuple(speeds)
+
+
+def replicas(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
+    """Numbers of replicas that are tried: of those asked for the ones that divide both."""
+    asked = [dp] if isinstance(dp, int) else list(dp)
+    if not (found := [each for each in asked if each > 0 and ranks % each == 0 and batch % each == 0]):
+        most = math.gcd(ranks, batch)
+        raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {most}")
+    return found
+
+
+def names(schedules: str | Sequence[str] | None) -> list[str]:
+    """Of the families that are tried."""
+    names = [schedules] if isinstance(schedules, str) else schedules or [name for name in FAMILIES if name != "naive"]
+    if unknown := [name for name in names if name not in FAMILIES]:
+        raise PenstockError(f"there is no schedule {unknown[0]!r}: choose from {', '.join(FAMILIES)}")
+    return list(names)
+
+
+def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int) -> list[int]:
+    """Numbers of microbatches that are tried."""
+    if not microbatches and microbatches != 0:
+        return [count for count in range(max(1, min(rows, ranks) // 4), min(rows, 8 * ranks) + 1) if rows % count == 0]
+    counts = [microbatches] if isinstance(microbatches, int) else sorted(set(microbatches))
+    if wrong := [count for count in counts if not 1 <= count <= batch]:
+        raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
+    return [count for count in counts if count <= rows]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.view.studio.answers import answer
+from penstock.view.studio.answers import MOST, answer
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "site"))
 playground, pyodide = import_module("playground"), import_module("pyodide")
@@ -26,7 +26,9 @@ sys.modules |= dict.fromkeys({BLOCKED})
 sys.path.insert(0, sys.argv[1])
 from answering import answered
 for line in sys.stdin:
-    print(answered(line))
+    told = []
+    print(answered(line, told.append))
+print(told[-1])
 print(*{{name.partition(".")[0] for name in sys.modules}} - sys.stdlib_module_names)
 """
 
@@ -41,19 +43,23 @@ def test_its_files_answer_alone_as_the_studio_does(tmp_path):
         {"python": FUNCTION, "ranks": 3, "microbatches": 2.5},
         {"python": "def schedule(rank, ranks, microbatches):\n    yield 1 / rank", "ranks": 2, "microbatches": 2},
         {"python": "while = 1", "ranks": 2, "microbatches": 2},
+        {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "better": True},
     ]
     command = [sys.executable, "-I", "-S", "-c", ALONE, tmp_path / "penstock.zip"]
     lines = "\n".join(map(json.dumps, questions))
-    *answers, modules = subprocess.run(command, input=lines, stdout=-1, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(command, input=lines, stdout=-1, text=True, check=True).stdout.splitlines()
+    *answers, better, told = map(json.loads, lines[:-1])
     rows = [[f"{rank}{kind}{m}" for m in range(2) for kind in "FB"] for rank in range(3)]
     same = [*questions[:2], {"rows": rows, "name": "your schedule", "costs": {"forward": 2}}]
-    assert list(map(json.loads, answers)) == [
+    assert answers == [
         *(json.loads(json.dumps(answer(question))) for question in same),
-        {"error": "microbatches is 2.5: the studio takes a whole number from 1 to 512"},
+        {"error": f"microbatches is 2.5: the studio takes a whole number from 1 to {MOST['microbatches']}"},
         {"error": "your schedule, line 2: ZeroDivisionError: division by zero, in schedule(0, 2, 2)"},
         {"error": "your schedule, line 1: invalid syntax"},
     ]
-    assert set(modules.split()) <= {"__main__", "answering", "penstock", *BLOCKED}
+    assert better["name"] == "1f1b (searched)"
+    assert 0 < told["share"] <= 1
+    assert set(lines[-1].split()) <= {"__main__", "answering", "penstock", *BLOCKED}
 
 
 def test_pyodide_is_the_package_that_the_page_was_written_for_or_is_missing(tmp_path, monkeypatch):

@@ -45,7 +45,8 @@ def test_python_in_the_browser_answers_as_the_studio_does(browser, home):  # noq
             time.sleep(0.05)
 
     def write(text):
-        browser.execute_script("document.getElementById('source').value = arguments[0]", text)
+        for field, value in (("source", text), ("written-ranks", 2), ("written-microbatches", 4)):
+            browser.execute_script("document.getElementById(arguments[0]).value = arguments[1]", field, value)
         browser.find_element("id", "show-written").click()
 
     browser.get_log("performance")
@@ -59,9 +60,14 @@ def test_python_in_the_browser_answers_as_the_studio_does(browser, home):  # noq
     told("proof", answer({"csv": circle, "file": "your table"})["proof"]["text"])
     told("proof", "your table deadlocks: rank 0 waits for ")
     write(FUNCTION)
-    told("proof", "proved: your schedule over 16 ranks")
+    told("proof", "proved: your schedule over 2 ranks, 2 stages, 4 microbatches")
+    browser.execute_script("studio.improve()")
+    told("proof", "proved: your schedule (searched)")
     write("def schedule(rank, ranks, microbatches):\n    yield '0Z0'")
     told("problem", "your schedule: ")
+    write("while True: pass")
+    write(FUNCTION)  # for which Python starts anew
+    told("proof", "proved: your schedule over")
     assert browser.get_log("browser") == []
     messages = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
     asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]

@@ -4,7 +4,7 @@ A function is run, which the studio's server never does: the worker is in the br
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.errors import PenstockError
@@ -13,11 +13,14 @@ from penstock.view.studio import question
 from penstock.view.studio.answers import MOST, answer
 
 
-def answered(body: str) -> str:
-    """The answer to a question, both as JSON; a refusal is a sentence. {"python": text, ..} asks for a function's table."""
+def answered(body: str, tell: Callable[[str], object]) -> str:
+    """The answer to a question, both as JSON, as is what `tell` is told on the way; a refusal is a sentence.
+
+    {"python": text, "ranks": 4, "microbatches": 8, ..} asks for the table that a function makes.
+    """
     asked = json.loads(body)
     try:
-        said = answer(_table(asked) if "python" in asked else asked)
+        said = answer(_table(asked) if "python" in asked else asked, lambda data: tell(json.dumps(data)))
     except PenstockError as error:
         said = {"error": str(error)}
     return json.dumps(said, separators=(",", ":"))

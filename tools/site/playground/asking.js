@@ -1,12 +1,13 @@
 // How the playground asks: a worker of this page, which runs Penstock's own Python, in the place of a server.
 
-const ANSWER_WITHIN = 30; // seconds for an answer; then Python is started anew
+const ANSWER_WITHIN = 60; // seconds without a word; then Python is started anew
+const STOP_WITHIN = 2; // seconds for what nobody waits for any more: about what a new start takes
 const BYTES = Number(document.body.dataset.bytes);
 const FROM_A_FILE = "A browser starts no Python from a file: run `python -m http.server` in the site's folder, and open http://localhost:8000/playground/.";
 
 class Python {
   constructor() {
-    this.waiting = new Map(); // path -> the latest question there, and how to tell its answer
+    this.waiting = []; // questions, and how to tell what comes of them
     this.line = element("p", {id: "python", class: "muted small", role: "status"});
     document.getElementById("proof").before(this.line);
     this.start();
@@ -19,11 +20,12 @@ class Python {
     } catch {
       return this.stop("its worker could not be started");
     }
-    this.worker.onmessage = ({data}) => this.hear(data);
-    this.worker.onerror = ({message}) => this.stop(message || "its files could not be loaded");
+    const {worker} = this;
+    worker.onmessage = ({data}) => { if (worker === this.worker) this.hear(data); };
+    worker.onerror = ({message}) => this.stop(message || "its files could not be loaded");
   }
 
-  hear({bytes, ready, failed, answer}) {
+  hear({bytes, ready, failed, told, answer}) {
     const all = this.megabytes(BYTES);
     if (bytes) this.say(bytes < BYTES ? `Python and Penstock come to this browser: ${this.megabytes(bytes)} of ${all} MB.` : "Python starts.");
     if (ready) {
@@ -32,6 +34,10 @@ class Python {
       this.next();
     }
     if (failed) this.stop(failed);
+    if (told && !this.asked.dropped) {
+      this.asked.told(JSON.parse(told));
+      this.within(ANSWER_WITHIN);
+    }
     if (answer) this.tell(JSON.parse(answer));
   }
 
@@ -39,24 +45,26 @@ class Python {
 
   say(text) { this.line.textContent = text; }
 
-  /** The promise of an answer. Who asks at a path where a question still waits takes its place. */
-  ask(path, question) {
+  ask(question, {signal, told = () => {}} = {}) {
     if (this.failed) return Promise.resolve({error: this.failed});
     return new Promise((tell) => {
-      this.waiting.get(path)?.tell({error: "Another question came after this one."});
-      this.waiting.set(path, {question, tell});
+      const asked = {question, told, tell, dropped: false};
+      signal?.addEventListener("abort", () => this.drop(asked));
+      this.waiting.push(asked);
       this.next();
     });
   }
 
   next() {
-    const [first] = this.waiting;
-    if (!first || !this.ready || this.asked) return;
-    const [path, asked] = first;
-    this.waiting.delete(path);
-    this.asked = asked;
-    this.timer = setTimeout(() => this.stop(`no answer in ${ANSWER_WITHIN} seconds (does the schedule's function end?)`), 1000 * ANSWER_WITHIN);
-    this.worker.postMessage(JSON.stringify(asked.question));
+    if (!this.ready || this.asked || !this.waiting.length) return;
+    this.asked = this.waiting.shift();
+    this.within(ANSWER_WITHIN);
+    this.worker.postMessage(JSON.stringify(this.asked.question));
+  }
+
+  within(seconds) {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.stop(`no word for ${seconds} seconds (does the schedule's function end?)`), 1000 * seconds);
   }
 
   tell(answer) {
@@ -65,6 +73,14 @@ class Python {
     this.asked = null;
     tell(answer);
     this.next();
+  }
+
+  /** Nobody waits for it any more. */
+  drop(asked) {
+    this.waiting = this.waiting.filter((other) => other !== asked);
+    asked.dropped = true;
+    asked.tell(null);
+    if (asked === this.asked) this.within(STOP_WITHIN);
   }
 
   /** Python is started anew after a question that it could not answer; if it never ran, nothing can be answered. */
@@ -79,12 +95,11 @@ class Python {
     }
     this.failed = location.protocol === "file:" ? FROM_A_FILE : `Python did not start: ${why}.`;
     this.say(this.failed);
-    for (const {tell} of this.waiting.values()) tell({error: this.failed});
-    this.waiting.clear();
+    for (const {tell} of this.waiting.splice(0)) tell({error: this.failed});
   }
 }
 
 const python = new Python();
 
-/** The answer to `question` at `path`; {error}, a sentence, where there is none. */
-function ask(path, question) { return python.ask(path, question); }
+/** The answer to `question`; {error}, a sentence, where there is none; null once `signal` drops it. `told` hears of the way. */
+function ask(path, question, how) { return python.ask(question, how); }

@@ -19,9 +19,10 @@ async function start() {
   const [python, files] = await Promise.all([loadPyodide(), fetch("penstock.zip").then((response) => response.arrayBuffer())]);
   python.unpackArchive(files, "zip");
   const {answered} = python.pyimport("answering");
+  const tell = (told) => postMessage({told});
   self.onmessage = ({data}) => {
     try {
-      postMessage({answer: answered(data)});
+      postMessage({answer: answered(data, tell)});
     } catch (error) {
       postMessage({failed: error.message.trim().split("\n").at(-1)});
     }

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from penstock.comms.starting import server
 
 torch.set_num_threads(1)
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "interpreters"), os.environ.get("PYTHONPATH", "")])
+paths = [str(Path(__file__).parent / "interpreters"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one would stand for the folder each starts in
 # what ranks would import each time, with the file of their test
 server.PRELOAD += ["pytest", "penstock.commands.train.setup", "torch.export._trace", "transformers.models.llama.modeling_llama"]
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines may be busy

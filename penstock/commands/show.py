@@ -140,7 +140,7 @@ class Show(Simulated):
         if (parts := schedule.stages / schedule.ranks) > 1:
             same = self.timed(schedule, parts)
             told = f"makespan {same.makespan:g}, memory at most {max(same.peak_memory):g} on a rank"
-            print(f"costs are those of a stage; at those of a rank, as `penstock compare` counts: {told}")
+            print(f"these costs are of a stage; at those of a rank, as in `penstock compare`: {told}")
         if self.csv is not None:
             with writing(self.csv):
                 schedule.to_csv(self.csv)

@@ -112,6 +112,13 @@ def test_a_search_ends_where_it_is_proven_that_there_is_nothing_shorter():
     assert max(told) < 0.1
 
 
+def test_a_table_that_meets_the_bound_of_its_memory_is_proven():
+    told: list[float] = []
+    found = search(Costs(), (0, 1), 2, limit=1, effort="quick", progress=lambda done, makespan: told.append(done))
+    assert found.proven
+    assert max(told, default=0) < 0.1
+
+
 def test_the_same_seed_gives_the_same_table_in_any_process():
     first, second = (search(COSTS, V, 4, limit=1.5, effort="quick", seed=7, progress=soon) for _ in range(2))
     assert first == second

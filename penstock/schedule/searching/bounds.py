@@ -4,7 +4,7 @@ import heapq
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import INFINITE, Machine
+from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine
 from penstock.schedule.table import Kind
 
 
@@ -104,6 +104,6 @@ def _memory(machine: Machine, rank: int, heads: list[float]) -> float:
         area += count * machine.sizes[stage].act * there
         if weight < len(machine.times):
             area += count * machine.sizes[stage].keep * machine.times[weight]
-    limit = machine.limits[rank]
+    limit = machine.limits[rank] / (1 + TOLERANCE)  # as it was given, lest a table that meets it is not seen to
     begin = min(heads[stage * count] for stage in machine.stages_of[rank])
     return begin + area / limit if 0 < limit < INFINITE else 0.0

@@ -19,7 +19,7 @@ quick: $(VENV)/ready
 
 # What judges times comes last, and alone.
 test: $(VENV)/ready lint
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours or nccl)"
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours or nccl)"
 	$(PYTEST) -m timed
 
 # The bits again, by the kernels of smaller processors.

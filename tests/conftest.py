@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from penstock.comms.starting import server
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of ranks, and of interpreters that tests start
 paths = [str(Path(__file__).parent / "interpreters"), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one would stand for the folder each starts in
 # what ranks would import each time, with the file of their test

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,13 @@ def penstock(*words: object, columns: int = 120) -> "subprocess.CompletedProcess
         said = [Path(folder) / name for name in ("stdout", "stderr")]
         process: Any = server_context().Process(target=_run, args=([*map(str, words)], environment, os.getcwd(), said))
         process.start()
-        process.join(250)
-        if process.is_alive():
+        try:
+            process.join(250)
+            late = process.is_alive()
+        finally:
             process.kill()
             process.join()
+        assert not late, f"{words} took 250 s: {said[1].read_text()}"
         return subprocess.CompletedProcess(words, process.exitcode, *[path.read_text() for path in said])
 
 
@@ -37,7 +39,6 @@ def _run(words: list[str], environment: dict[str, str], folder: str, said: list[
     os.chdir(folder)
     torch.set_num_threads(1)
     sys.argv = ["penstock", *words]
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # its ranks come from the same server
 
     from penstock.commands.cli import main
 

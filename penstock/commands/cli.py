@@ -3,9 +3,7 @@
 Only that command is imported, so that those that need little answer at once.
 """
 
-import atexit
 import difflib
-import gc
 import importlib
 import os
 import sys
@@ -206,7 +204,6 @@ def _parsed(words: Sequence[str]) -> Any:
 
 def main() -> None:
     """Run the command that was typed; an error of Penstock's is one line and exit code 1, Ctrl-C is 130."""
-    atexit.register(gc.freeze)  # the interpreter ends half a second sooner where it need not look through all of torch
     words = sys.argv[1:]
     if words == ["--version"]:
         return print(f"penstock {__version__}")

@@ -115,13 +115,13 @@ class Plan:
     def _planned(
         self, layers: Layers, memory: float, effort: Any, progress: Callable[..., object] | None = None
     ) -> list[Planned]:
-        counts = self.microbatches and list(map(int, numbers("--microbatches", self.microbatches)))
+        counts = self.microbatches and whole_numbers("--microbatches", self.microbatches)
         return plan(
             layers,
             self.ranks,
             memory,
             batch=self.batch,
-            dp=list(map(int, numbers("--dp", self.dp))),
+            dp=whole_numbers("--dp", self.dp),
             microbatches=counts or None,
             schedules=self.schedules.split(",") if self.schedules else None,
             effort=effort,
@@ -189,6 +189,14 @@ def numbers(option: str, text: str) -> list[float]:
         raise PenstockError(f"{option} {text} is no list of numbers: write them as 8,16") from error
 
 
+def whole_numbers(option: str, text: str) -> list[int]:
+    """Likewise whole ones."""
+    found = numbers(option, text)
+    if not all(each.is_integer() for each in found):
+        raise PenstockError(f"{option} {text}: give whole numbers, as in 8,16")
+    return [int(each) for each in found]
+
+
 def table(plans: Sequence[Planned], limit: float) -> str:
     """A row for each plan."""
     rows = [("", "step", "above bound", "bubble", "fullest rank", "recomputes", "M", "schedule", "ranks", "cut before")]
@@ -242,7 +250,8 @@ class Search:
             raise PenstockError(f"{self.costs} has {len(stages)} stages, which do not divide by --ranks {self.ranks}")
         columns = dict(zip(stages[0]._fields, zip(*stages, strict=True), strict=True))
         times = columns["forward"], columns["backward_input"], columns["backward_weight"]
-        costs = Costs(*times, send=self.send / 1e3, act=columns["activation"], keep=columns["keep"])
+        held = [inside + end for inside, end in zip(columns["activation"], columns["ends"], strict=True)]
+        costs = Costs(*times, send=self.send / 1e3, act=held, keep=columns["keep"])
         placement = PLACEMENTS[self.placement](len(stages), self.ranks)
         with Watched() as watched:
             told = partial(watched, self.effort)

@@ -1,7 +1,6 @@
 """Which rank this process is, among how many, on which device; and the mesh of all of them."""
 
 import atexit
-import gc
 import os
 import sys
 import weakref
@@ -104,7 +103,6 @@ def init_distributed(
         _current = _join(backend, timeout, device)
         if _heartbeat is not None and _current.world_size > 1:
             _heartbeat.watch(_current.store, _current.rank, _current.world_size, _wake, _look)
-        atexit.register(gc.freeze)  # the interpreter ends half a second sooner where it need not look through all of torch
         atexit.register(shutdown)  # a process that ends with its groups open may abort
     return _current
 

@@ -44,7 +44,7 @@ def speeds(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
 
 def replicas(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
     """Numbers of replicas that are tried: of those asked for the ones that divide both."""
-    asked = [dp] if isinstance(dp, int) else list(dp)
+    asked = [dp] if isinstance(dp, int) else list(dict.fromkeys(dp))
     if not (found := [each for each in asked if each > 0 and ranks % each == 0 and batch % each == 0]):
         most = math.gcd(ranks, batch)
         raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {most}")
@@ -60,9 +60,11 @@ def names(schedules: str | Sequence[str] | None) -> list[str]:
 
 
 def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int) -> list[int]:
-    """Numbers of microbatches that are tried."""
+    """Numbers of microbatches that are tried: of those that divide the rows, or one that does not where none does."""
     if not microbatches and microbatches != 0:
-        return [count for count in range(max(1, min(rows, ranks) // 4), min(rows, 8 * ranks) + 1) if rows % count == 0]
+        most = min(rows, 8 * ranks)
+        whole = [count for count in range(max(1, min(rows, ranks) // 4), most + 1) if rows % count == 0]
+        return whole or [min(rows, 4 * ranks)]
     counts = [microbatches] if isinstance(microbatches, int) else sorted(set(microbatches))
     if wrong := [count for count in counts if not 1 <= count <= batch]:
         raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")

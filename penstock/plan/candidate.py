@@ -197,7 +197,7 @@ class Cutting:
             for starts, passed in self._moves(candidate, random):
                 tried = self.at(starts, passed, candidate)
                 if _key(tried) < _key(candidate) or self.spent >= enough:
-                    candidate = min(tried, candidate, key=_key)
+                    candidate = min(candidate, tried, key=_key)  # the first of equals, which was timed
                     break
             else:
                 useless = 0 if _key(candidate) < _key(best) else useless + 1

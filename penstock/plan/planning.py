@@ -77,7 +77,7 @@ class Task(NamedTuple):
     def line(self, microbatches: int) -> Line:
         """The layers at so many microbatches: the time of the usual one, the bytes of the one with the most rows."""
         usual, largest = self.layers.at(self.rows / microbatches), self.layers.at(-(-self.rows // microbatches))
-        sizes = ("activation", "keep", "output")
+        sizes = ("activation", "keep", "output", "ends")
         return Line(
             [one._replace(**{name: getattr(most, name) for name in sizes}) for one, most in zip(usual, largest, strict=True)]
         )
@@ -226,7 +226,7 @@ def _fitting(task: Task) -> Iterator[str]:
         limits = task.terms.limits + (max(task.terms.limits),) * (more - ranks)
         wider = task._replace(terms=task.terms._replace(limits=limits, speeds=()))
         if not _families(wider, names, random, steps=STEPS[:2])[0].best.over:
-            yield f"{more} ranks"
+            yield f"{more * task.terms.dp} ranks"
             break
 
 

@@ -5,6 +5,7 @@ thousands of cuts that are tried on one table.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -28,7 +29,7 @@ class TimedTable:
         self.homes = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
         self.lines = _lines(self.schedule)
         self.counts = [_counts(row, home) for row, home in zip(schedule.actions, self.homes, strict=True)]
-        self._work = [(sorted({self._code(action) for action in row}), row[-1]) for row in schedule.actions]
+        self._work = [(sorted(Counter(map(self._code, row)).items()), row[-1]) for row in schedule.actions]
 
     def _code(self, action: Action) -> int:
         return KINDS.index(action.kind) * len(self.placement) + action.stage
@@ -39,9 +40,9 @@ class TimedTable:
         forwards, inputs = ([0.0, *accumulate(costs[first : first + stages])] for first in (0, 2 * stages))
         return max(
             forwards[home[0]]
-            + self.microbatches * sum([costs[code] for code in codes])
+            + sum([count * costs[code] for code, count in counts])
             + (0.0 if last.kind is Kind.W else inputs[last.stage])
-            for home, (codes, last) in zip(self.homes, self._work, strict=True)
+            for home, (counts, last) in zip(self.homes, self._work, strict=True)
         )
 
     def shaken(self, costs: Sequence[float], lags: Sequence[float], share: float, random: Random) -> float:

@@ -36,7 +36,7 @@ def command(*words: object) -> None:
     paths = os.pathsep.join([str(HERE), str(HERE.parent), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "COLUMNS": "120", "NO_COLOR": "1"}
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=200, env=environment)
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=500, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -52,8 +52,11 @@ def by_spawn(folder: Path, ranks: int, cases: list[str], monkeypatch: pytest.Mon
         monkeypatch.setenv("PYTHONHASHSEED", str(rank))
         process.start()
     for process in everyone:
-        process.join(200)
-    assert [process.exitcode for process in everyone] == [0] * ranks
+        process.join(500)
+    codes = [process.exitcode for process in everyone]
+    for process in everyone:
+        process.kill()
+    assert codes == [0] * ranks
 
 
 @pytest.fixture(scope="module")

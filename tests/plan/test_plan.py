@@ -11,6 +11,7 @@ from penstock.partition.balance import starts
 from penstock.plan import Layer, Layers, load, plan
 from penstock.plan.bounds import least
 from penstock.plan.candidate import Cutting, Terms
+from penstock.plan.result import robustness
 from penstock.plan.stages import Line
 from penstock.plan.timing import TimedTable
 from penstock.schedule import Costs, build, simulate, verify
@@ -175,6 +176,18 @@ def test_memory_is_that_of_the_largest_microbatch():
     assert uneven.seconds < even.seconds
 
 
+def test_replicas_asked_for_twice_are_tried_once_and_batches_nobody_divides_are_planned_for():
+    assert quick(dp=[2, 2]) == quick(dp=2)
+    with pytest.raises(PenstockError, match="nothing fits"):
+        quick(memory=1e3, dp=[2, 2])
+    assert quick(batch=127, ranks=8, schedules="1f1b")[0].microbatches == 32
+
+
+def test_noise_leaves_the_sum_of_gradients_in_the_step():
+    found = quick(dp=2, bandwidth=1e9, schedules="1f1b", microbatches=4)[0]
+    assert robustness(found, share=0.0, draws=3) == pytest.approx((found.seconds, found.seconds))
+
+
 def test_a_plans_stages_predict_its_own_step_and_other_tables():
     found = quick(send=0.001, bandwidth=1e9, schedules="1f1b", microbatches=8)[0]
     assert found.measurement.predict(found.schedule).makespan == pytest.approx(found.timeline.makespan)
@@ -207,6 +220,14 @@ def test_a_timed_table_takes_what_the_simulator_says(name):
     shared = table.seconds([*forward, *full, *inputs, *weights], [*lags, 0], cores=1)
     assert sum(planned.busy) <= shared * (1 + 1e-9)
     assert planned.makespan <= shared * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_timed_table_takes_no_less_than_its_least(name):
+    table = TimedTable(build(name, 4, 8))
+    stages = len(table.placement)
+    costs = [cost for cost in (1.0, 2.0, 1.0, 1.0) for _ in range(stages)]
+    assert table.least(costs) <= table.seconds(costs, [0.0] * stages) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "v-min"])

@@ -264,15 +264,14 @@ def test_a_question_is_answered_and_a_refusal_is_a_sentence(port):
 
 def test_what_nobody_waits_for_any_more_is_stopped(port):
     huge = {"schedule": "interleaved-zb", "ranks": 64, "microbatches": 512, "stages_per_rank": 4}
-    workers = Workers()
-    parts = workers.answer(huge)
-    assert next(parts) == b"\n"  # it is still computed
-    [worker] = workers.started
-    parts.close()
-    assert worker.poll() == -signal.SIGKILL
-    small = b"".join(workers.answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2}))
-    assert json.loads(small)["proof"]["holds"]
-    workers.close()
+    with closing(Workers()) as workers:
+        parts = workers.answer(huge)
+        assert next(parts) == b"\n"  # it is still computed
+        [worker] = workers.started
+        parts.close()
+        assert worker.poll() == -signal.SIGKILL
+        small = b"".join(workers.answer({"schedule": "1f1b", "ranks": 2, "microbatches": 2}))
+        assert json.loads(small)["proof"]["holds"]
     assert not workers.started
 
 

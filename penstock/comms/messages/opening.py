@@ -55,7 +55,10 @@ def _offered(groups: Groups, peer: int, kind: int, make_sender: Callable[[mmap.m
     finally:
         for file in files:
             os.close(file)
-    return sender if opened else _does_not_work(sender, f"rank {peer} cannot open it")
+    if opened:
+        return sender
+    sender.close()
+    return _does_not_work(sender, f"rank {peer} cannot open it")
 
 
 def accept(

@@ -127,9 +127,9 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     if says_plan(text):
         plan = read_plan(text, file)
         name, label, timeline, measured = plan.schedule.name, "planned", plan.timeline, plan.measurement
-        verdict = None
+        source, verdict = "plan", None
     else:
-        record = read(text, file)
+        source, record = "run", read(text, file)
         if record.unit != "s":
             raise PenstockError(f"{file} was planned, not measured: load a run's timeline.json, a plan.json or a CSV table")
         name, label, timeline = record.name.removesuffix(", measured"), record.label, record.usual
@@ -140,7 +140,7 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     schedule = replace(measured.schedule, name=name)
     _check_size(schedule)
     costs, shown = data_of(measured), Record((timeline,), None, "s", (label,)).data() | {"verdict": verdict}
-    return _answered(schedule, {**asked, "costs": costs, "unit": "ms"}) | {"costs": costs, "measured": shown}
+    return _answered(schedule, {**asked, "costs": costs, "unit": "ms"}) | {"costs": costs, "measured": shown, "source": source}
 
 
 # ---- the answer

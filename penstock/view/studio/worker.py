@@ -31,6 +31,7 @@ class Workers:
     def __init__(self) -> None:
         self._free: list[subprocess.Popen[bytes]] = []
         self.started: list[subprocess.Popen[bytes]] = []  # that have not ended
+        self._closed = False
 
     def answer(self, question: object) -> Iterator[bytes]:
         """The lines for a question, in parts, and an empty line every BEAT seconds. To close this ends the process."""
@@ -39,7 +40,7 @@ class Workers:
             yield from _parts(worker, question)
             done = True
         except OSError:
-            yield _line({"error": DIED})
+            yield b"\n" + _line({"error": DIED})  # after whatever it has left of a line
         finally:
             if done:
                 self._free.append(worker)
@@ -49,11 +50,12 @@ class Workers:
 
     def warm(self) -> None:
         """Have a process ready, so that a question does not wait for one to start."""
-        if not self._free:
+        if not self._free and not self._closed:
             self._free.append(self._started())
 
     def close(self) -> None:
         """End them all."""
+        self._closed = True
         self._free.clear()
         for worker in list(self.started):
             self._end(worker)

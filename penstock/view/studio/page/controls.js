@@ -94,7 +94,7 @@ class Controls {
     }
     for (const name of Object.keys(COSTS)) this.put(name, state.costs[name]);
     this.unit.textContent = state.costs.measured
-      ? "of the stages as measured, their mean, in milliseconds; other stages take their layers' part; B = I + W" : "of one stage, in any unit; B = I + W";
+      ? "of the loaded stages, their mean, in milliseconds; other stages take their layers' part; B = I + W" : "of one stage, in any unit; B = I + W";
     this.sliders.max_in_flight.range.max = Math.max(microbatches * Math.ceil(stages / ranks), state.max_in_flight || 0);
     this.put("max_in_flight", state.max_in_flight ?? "");
     this.showStages(state.costs.measured ? state.costs.measured.placement.length : stages);

@@ -19,8 +19,7 @@ class Showing {
   }
 
   showProof({proof, stopped}) {
-    const text = proof.text.replace(/\d+(\/\d+){16,}/, (list) => counts(list.split("/").map(Number))); // one for each rank
-    this.proof.textContent = text + (stopped ? ". The picture shows what runs before that, and dashed what never does." : "");
+    this.proof.textContent = proof.text + (stopped ? ". The picture shows what runs before that, and dashed what never does." : "");
     this.proof.classList.toggle("fails", !proof.holds);
   }
 
@@ -41,8 +40,8 @@ class Showing {
     if (told.hidden) return;
     const time = timesIn("s"), gain = timeline.makespan / measured.planned - 1;
     told.textContent = beside(answer, measured)
-      ? `At the run's costs ${name} takes ${time(timeline.makespan)}, the run's table, ${measured.name}, ${time(measured.planned)}: ${Math.abs(gain) < 5e-4 ? "the same" : `${gain > 0 ? "+" : "−"}${percent(Math.abs(gain))}`}.`
-      : `${name} takes ${time(timeline.makespan)} at the costs of the run's layers. The run had ${measured.ranks} ranks and ${measured.microbatches} microbatches, this table has ${ranks} and ${microbatches}: it is drawn alone.`;
+      ? `At the ${measured.source}'s costs ${name} takes ${time(timeline.makespan)}, the ${measured.source}'s table, ${measured.name}, ${time(measured.planned)}: ${Math.abs(gain) < 5e-4 ? "the same" : `${gain > 0 ? "+" : "−"}${percent(Math.abs(gain))}`}.`
+      : `${name} takes ${time(timeline.makespan)} at the costs of the ${measured.source}'s layers. The ${measured.source} had ${measured.ranks} ranks and ${measured.microbatches} microbatches, this table has ${ranks} and ${microbatches}: it is drawn alone.`;
   }
 
   subtitle({ranks, stages, microbatches, rows}) {

@@ -145,9 +145,9 @@ class Studio {
     const answer = await this.fetch({costs, max_in_flight, unit, ...source}, this.begin(`Reading ${source.file || "the file"}`, () => this.idle()));
     if (!answer) return;
     const {rows, placement, name, ranks, microbatches} = answer, table = {rows, placement, name};
-    Object.assign(this.state, {loaded: source.run ? `${name} (run)` : name, base: table, table, ranks, microbatches}); // the next schedule is as large
+    Object.assign(this.state, {loaded: source.run ? `${name} (${answer.source})` : name, base: table, table, ranks, microbatches}); // the next schedule is as large
     if (answer.measured) {
-      const run = {record: answer.measured, ranks, microbatches, name, planned: answer.timeline.makespan};
+      const run = {record: answer.measured, source: answer.source, ranks, microbatches, name, planned: answer.timeline.makespan};
       Object.assign(this.state, {unit: "ms", costs: answer.costs, measured: run, ...(unit !== "ms" && {chosen: costs})}); // to come back to
     }
     this.changed("costs");

@@ -150,7 +150,8 @@ class Pipeline(NoModule):
         self._control.connect()
         with self._together():
             check_arguments(model, schedule, loss_fn, loss_weight, seed)
-            check_options(options, schedule, inspect.signature(Pipeline).parameters)
+            if options:
+                check_options(options, schedule, inspect.signature(Pipeline).parameters)
             asked = Asked(on_nonfinite, audit_every)
             asked.check()
             if plan is not None:

@@ -4,9 +4,11 @@ Nothing else in the package touches a private name of torch (a test looks). What
 supported, 2.11 to 2.15, is decided here and nowhere else.
 """
 
+import gc
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -144,6 +146,15 @@ def mps_generator() -> torch.Generator:
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors of the same memory, also on the meta device, where `data_ptr()` is 0."""
     return tensor.untyped_storage()._cdata
+
+
+def import_compiler() -> None:
+    """What torch imports when a mode sees its first operation, imported before: a forward that waits for this import is kept,
+    with all its values, by a circle of frames (`torch.fx.wrap` holds its own) until garbage is collected next."""
+    if "torch._dynamo" not in sys.modules:
+        import torch._dynamo  # noqa: F401
+
+        gc.collect()
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -106,10 +106,6 @@ class Cutting:
         self.spent += len(self.table.lines)
         return candidate._replace(seconds=self.table.seconds(costs, self._lags(stages), self.terms.cores) + reduced)
 
-    def key(self, candidate: Candidate) -> float:
-        """Seconds; what does not fit counts as longer, and may yet come to fit."""
-        return candidate.seconds * (1 + 4 * candidate.over / sum(self.terms.limits))
-
     def reduced(self, stages: Sequence[StageCost]) -> float:
         """Seconds in which the replicas sum their gradients, after the step."""
         parameters = (sum(stages[stage].parameters for stage in home) for home in self.table.homes)

@@ -132,19 +132,10 @@ def plan(
     tasks = []
     for replicas in asked.replicas(dp, ranks, batch):
         here, rows = ranks // replicas, batch // replicas
-        own = (
-            asked.limits(memory, here),
-            optimizer,
-            send,
-            bandwidth,
-            action,
-            cores / replicas,
-            asked.speeds(speeds, here),
-            replicas,
-        )
-        tasks += [
-            Task(layers, rows, counts, Terms(*own)) for counts in [asked.counts(microbatches, batch, rows, here)] if counts
-        ]
+        limits, own = asked.limits(memory, here), asked.speeds(speeds, here)
+        terms = Terms(limits, optimizer, send, bandwidth, action, cores / replicas, own, replicas)
+        if counts := asked.counts(microbatches, batch, rows, here):
+            tasks.append(Task(layers, rows, counts, terms))
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
     names, random = asked.names(schedules), Random(seed)

@@ -1,5 +1,8 @@
 """What a microbatch keeps alive on a stage, in bytes: counted by hand here, weighed by the engine."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from reference import assert_same, data, gradients, make
@@ -240,3 +243,24 @@ def test_a_microbatch_that_counts_nothing_is_not_the_one_that_is_measured():
         pipe.step(batch, target=target)
         sizes.append(pipe.timeline().sizes)
     assert sizes[0] == sizes[1] == sizes[2] != ()
+
+
+FIRST_STEP = """
+import gc
+gc.disable()
+import torch
+from torch import nn
+import penstock as ps
+pipe = ps.Pipeline(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()), nn.functional.mse_loss, "1f1b", 3)
+for _ in range(2):
+    pipe.step(torch.ones(6, 32), target=torch.ones(6, 32))
+    print(pipe.timeline().sizes[0].act)
+    pipe.step(torch.ones(9, 32), target=torch.ones(9, 32))
+    print(pipe.timeline().sizes[0].act)
+"""
+
+
+@pytest.mark.fresh
+def test_the_first_step_of_a_process_measures_what_later_ones_do_without_any_garbage_collection():
+    done = subprocess.run([sys.executable, "-c", FIRST_STEP], capture_output=True, text=True)
+    assert done.stdout.split() == [str(2 * rows * WIDTH * 4) for rows in (2, 3, 2, 3)], done.stderr

@@ -49,10 +49,8 @@ class Machine:
         self.typical = sum(self.times) / len(self.times)
         self.cost = self._of_actions(self.times)
         self.change = self._of_actions([size.change(kind) for kind in self.kinds for size in self.sizes])
-        signs = (1, -1, 0)[: len(self.kinds)]
-        self.net = self._of_actions(
-            [sign * size.act for sign in signs for size in self.sizes]
-        )  # with every W that can run done
+        signs = (1, -1, 0)[: len(self.kinds)]  # of F, of I and of W, if every W that can run is done
+        self.net = self._of_actions([sign * size.act for sign in signs for size in self.sizes])
         self.work = [
             microbatches * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.stages] == rank)
             for rank in range(self.ranks)

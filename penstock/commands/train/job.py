@@ -132,7 +132,7 @@ def _begun(setup: Setup) -> TrainResult:
     for record in recorded(folder, pipe.step_count):
         run.losses.append(record["loss"])
         run.seconds.append(record["seconds"])
-        run.bubbles.append(record["bubble"])
+        run.idle_shares.append(record["idle_share"])
     return run
 
 
@@ -173,7 +173,7 @@ def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callabl
     if not setup.speaks:
         return []
     progress = stack.enter_context(Progress(setup.config, run))
-    if setup.pipe.balance is not None:
+    if setup.pipe.balance is not None and len(setup.pipe.balance.stages) > 1:
         progress.say(f"cut by measured times of a microbatch:\n{setup.pipe.balance}")
     if setup.folder is None:
         return [progress.step]
@@ -211,7 +211,7 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> It
         assert report is not None
         run.losses.append(loss.item())
         run.seconds.append(seconds)
-        run.bubbles.append(report.bubble)
+        run.idle_shares.append(report.idle_share)
         run.peak_memory = max(report.peak_memory)
         yield {
             "step": step + 1,

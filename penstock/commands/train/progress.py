@@ -110,8 +110,8 @@ def _comparison(run: TrainResult, alone: TrainResult) -> Table:
     held_out = _verdict(run, [(run.validation_loss, alone.validation_loss)])
     table.add_row("held-out loss", digits(run.validation_loss), digits(alone.validation_loss), held_out)
     table.add_row("a step", f"{step * 1e3:.0f} ms", f"{step_alone * 1e3:.0f} ms", f"speed-up {step_alone / step:.2f}")
-    bubbles = [f"{statistics.median(each.bubbles):.0%}" for each in (run, alone)]
-    table.add_row("bubble", *bubbles, f"of the busiest rank; even stages: {run.planned_bubble:.0%}")
+    idle = [f"{statistics.median(each.idle_shares):.0%}" for each in (run, alone)]
+    table.add_row("ranks idle", *idle, f"even stages {run.planned_idle:.0%}")
     table.add_row("fullest rank", megabytes(run.peak_memory), megabytes(alone.peak_memory), "peak memory of its process")
     return table
 

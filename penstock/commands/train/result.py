@@ -12,7 +12,7 @@ class TrainResult:
     reordered: bool = False  # sums over replicas, or over ranks that share products, have another order than in one process
     losses: list[float] = field(default_factory=list)  # of every step
     seconds: list[float] = field(default_factory=list)
-    bubbles: list[float] = field(default_factory=list)
+    idle_shares: list[float] = field(default_factory=list)
     peak_memory: float = 0.0  # bytes, the fullest rank's
     rows_per_step: int = 0
     tokens_per_step: int = 0

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ EMPTY = (aten.empty, aten.empty_strided)
 NOT_TOLD = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}  # done at once, when the stream is
 VALUES = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
 VIEWS = (aten._unsafe_view.default, aten.lift_fresh.default)  # which do not say that they are
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)  # of one dtype, which the host sees to
 
 waits: list[str] = []  # where the host asked for a value
 
@@ -160,14 +161,19 @@ class _Ahead(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in VALUES:
             waits.append(_place())
-        elif func.namespace == "aten" and not NOT_TOLD & set(func.tags):
-            with suppress(NotImplementedError):
+        elif func.namespace == "aten" and not NOT_TOLD & set(func.tags) and not _is_refused(func, tensors):
+            with suppress(RuntimeError):  # its shapes are not known, or wrong: as a GPU's host does, it says so itself
                 return _later(func, args, kwargs)
         compute().synchronize()
         made = func(*args, **kwargs)
         for each in tree_leaves(made):
             put(each)
         return made
+
+
+def _is_refused(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether it is a product that the host refuses, though its shapes fit."""
+    return func.overloadpacket in PRODUCTS and len({each.dtype for each in tensors}) > 1
 
 
 def _later(func: Any, args: Any, kwargs: Any) -> Any:

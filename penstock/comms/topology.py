@@ -205,6 +205,8 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
     if backend == "nccl" and not dist.is_nccl_available():
         raise PenstockError("this torch comes without NCCL: use 'gloo', or install a build of torch for CUDA")
     device = _choose_device(backend, device, int(os.environ.get("LOCAL_RANK", 0)))
+    if backend == "nccl" and device.type != "cuda":
+        raise PenstockError(f"NCCL carries tensors between GPUs, but this rank's device is {device}: use 'gloo'")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         settle_nccl()

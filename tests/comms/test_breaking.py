@@ -1,11 +1,15 @@
-"""Who breaks a group off ends what everybody waits for from there."""
+"""Who breaks a group off ends what everybody waits for from there, and who gives one up what others would wait for."""
+
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import penstock as ps
 from penstock.comms.breaking import break_off_backend
 from penstock.comms.groups import Groups
+from penstock.comms.starting.meeting import all_come
 
 
 def rank_breaks_off():
@@ -24,3 +28,11 @@ def rank_breaks_off():
 @pytest.mark.ranks
 def test_whoever_is_waited_for_and_whoever_broke_off_first_nobody_waits_for_the_timeout():
     assert not [told for told in ps.launch(rank_breaks_off, 4) if "Timed out" in told]
+
+
+@pytest.mark.parametrize(("is_over", "seconds", "told"), [(True, 60, "another rank has failed"), (False, 0, "timed out")])
+def test_who_comes_last_where_another_has_given_up_does_not_go_on_to_connect_to_it(is_over, seconds, told):
+    store = dist.HashStore()
+    for over, patience in ((is_over, seconds), (False, 60)):
+        with pytest.raises(dist.DistError, match=told):
+            all_come(store, 2, timedelta(seconds=patience), lambda over=over: over)

@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
+import over_lines
 import pytest
 import torch
-from reference import accumulate, assert_same, data, gradients, make, merged
 
 import penstock as ps
 from penstock.comms.messages import lines
@@ -198,28 +198,13 @@ def test_who_waits_in_vain_is_told(happens, told, line):
             receiver.wait(each, spec)
 
 
-def rank_steps(names):
+def rank_steps():
     module = Module()
     torch.get_device_module = lambda device: module
     lines.MemorySender, lines.MemoryReceiver = partial(DeviceSender, device=CPU), partial(DeviceReceiver, device=CPU)
-    found = {}
-    for name in names:
-        model, loss_fn = make("gpt")
-        pipe = ps.Pipeline(model, loss_fn, name, 4, seed=None)
-        kinds = {type(each.line) for each in pipe._engine.channels._ends()}
-        losses = [pipe.step(inputs, target=target) for inputs, target in (data("gpt", 9, seed) for seed in (3, 4))]
-        with torch.inference_mode():
-            losses.append(pipe.eval(data("gpt", 9)[0], target=data("gpt", 9)[1])[1])
-        found[name] = losses, gradients(pipe.named_parameters()), kinds
-    return found
+    return over_lines.steps()
 
 
 @pytest.mark.ranks
 def test_over_such_lines_steps_have_the_bits_of_one_process():
-    names = ("1f1b", "zb-v")
-    everyone = ps.launch(rank_steps, 2, names)
-    model, loss_fn = make("gpt")
-    losses = [accumulate(model, loss_fn, data("gpt", 9, seed), 4) for seed in (3, 4)]
-    for name in names:
-        assert all(each[name][0][:2] == losses and each[name][2] == {DeviceSender, DeviceReceiver} for each in everyone)
-        assert_same(merged([each[name][1] for each in everyone]), gradients(model.named_parameters()))
+    over_lines.assert_right(ps.launch(rank_steps, 2), "host memory that both processes see")

@@ -14,9 +14,9 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
+import over_lines
 import pytest
 import torch
-from reference import accumulate, assert_same, data, gradients, make, merged
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
@@ -297,21 +297,12 @@ def opened(exported, device):
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def rank_at_once(names):
+def rank_at_once():
     module = AtOnce()
     torch.get_device_module = lambda device: module
     torch_private.exported, torch_private.opened = exported, opened
     lines.MemorySender, lines.MemoryReceiver = partial(IpcSender, device=CPU), partial(IpcReceiver, device=CPU)
-    found = {}
-    for name in names:
-        model, loss_fn = make("gpt")
-        pipe = ps.Pipeline(model, loss_fn, name, 4, seed=None)
-        losses = [pipe.step(inputs, target=target) for inputs, target in (data("gpt", 9, seed) for seed in (3, 4))]
-        with torch.inference_mode():
-            losses.append(pipe.eval(data("gpt", 9)[0], target=data("gpt", 9)[1])[1])
-        losses.append(pipe.step(data("gpt", 9, 4)[0], target=data("gpt", 9, 4)[1]))
-        found[name] = losses, gradients(pipe.named_parameters()), pipe.lines()
-    return found, ways()
+    return over_lines.steps(), ways()
 
 
 def ways():
@@ -340,16 +331,8 @@ def refuses(*_):
 
 @pytest.mark.ranks
 def test_over_such_lines_steps_have_the_bits_of_one_process_and_where_there_can_be_none_host_memory_carries():
-    names = ("1f1b", "zb-v")
-    everyone = ps.launch(rank_at_once, 2, names)
-    model, loss_fn = make("gpt")
-    losses = [accumulate(model, loss_fn, data("gpt", 9, seed), 4) for seed in (3, 4)]
-    losses.append(accumulate(make("gpt")[0], loss_fn, data("gpt", 9, 4), 4))
-    accumulate(model, loss_fn, data("gpt", 9, 4), 4)
-    for name in names:
-        assert all([*each[0][name][0][:2], each[0][name][0][3]] == losses for each in everyone)
-        assert_same(merged([each[0][name][1] for each in everyone]), gradients(model.named_parameters()))
-        assert all(each[0][name][2] == {"0-1": ipc_line.WAY, "1-0": ipc_line.WAY} for each in everyone)
+    everyone = ps.launch(rank_at_once, 2)
+    over_lines.assert_right([steps for steps, _ in everyone], ipc_line.WAY)
     host, why = "memory that both processes see", f"since {ipc_line.WAY} does not work here: RuntimeError:"
     refused = f"{host}, {why} pidfd_getfd: Operation not permitted"
     sending, receiving = (told for _, told in everyone)

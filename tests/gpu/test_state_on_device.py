@@ -10,6 +10,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.engine import report, step
 
 M = 4
 
@@ -74,6 +75,20 @@ def test_the_peak_is_of_the_step_and_1f1b_keeps_less_than_gpipe():
     print(peaks)
     assert all(0 < each < 2**34 for peak in peaks.values() for each in peak)
     assert peaks["1f1b"][1] < peaks["gpipe"][1]
+
+
+def test_the_allocators_peak_is_forgotten_before_each_step_and_told_after_it(monkeypatch):
+    told, gpu = [], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: told.append("forgotten"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: told.append("asked") or 2**20)
+    monkeypatch.setattr(step, "forget_peak", lambda device: report.forget_peak(gpu))
+    monkeypatch.setattr(step, "peak_memory", lambda device: report.peak_memory(gpu))
+    pipe = ps.Pipeline(nn.Linear(3, 3), lambda output, target: told.append("acted") or output.sum(), "1f1b", 1)
+    for _ in range(2):
+        told.clear()
+        pipe.step(torch.ones(2, 3), target=torch.ones(2))
+        assert told == ["forgotten", "acted", "asked"]
+        assert pipe.report.peak_memory == (2**20,)
 
 
 @pytest.mark.gpu

@@ -84,6 +84,24 @@ def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_ha
     }
 
 
+@pytest.mark.parametrize(
+    ("available", "asked", "words"),
+    [
+        (False, ("nccl", None), "this torch comes without NCCL: use 'gloo'"),
+        (True, ("nccl", None), "NCCL carries tensors between GPUs, but this rank's device is cpu: use 'gloo'"),
+        (True, ("nccl", "cpu"), "NCCL carries tensors between GPUs, but this rank's device is cpu: use 'gloo'"),
+        (True, (None, "cuda"), "device 'cuda' was asked for, but torch finds no GPU here: use device='cpu'"),
+        (True, ("mpi", None), "backend 'mpi' is not known: use 'gloo'"),
+    ],
+)
+def test_what_this_machine_does_not_have_is_refused_in_a_sentence(available, asked, words, monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    backend, device = asked
+    with pytest.raises(ps.PenstockError, match=words):
+        topology._join(backend, None, device)
+
+
 def test_what_is_told_to_nccl_is_on_its_page():
     page = (Path(__file__).parents[2] / "docs/howto/gpu.md").read_text()
     for name, value in gpus.NCCL_SETTINGS.items():

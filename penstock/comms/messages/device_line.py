@@ -23,6 +23,8 @@ from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
 from penstock.comms.messages.wire import TensorSpec
 from penstock.comms.messages.worker import SendFailure, Worker
 
+WAY = "host memory that both processes see"
+
 
 class Copies:
     """Copies between a device and memory that two processes share, on a stream of their own."""
@@ -89,7 +91,7 @@ class Known:
 class DeviceSender(MemorySender):
     """The sending end."""
 
-    way = "host memory that both processes see"
+    way = WAY
 
     def __init__(self, memory: mmap.mmap, writer: int, failure: SendFailure, device: torch.device) -> None:
         super().__init__(memory, writer, failure, spare=sys.maxsize)  # memory that the driver knows must not be given back
@@ -119,6 +121,8 @@ class DeviceSender(MemorySender):
 
 class DeviceReceiver(MemoryReceiver):
     """The receiving end. A thread takes messages as they come, into buffers that were posted."""
+
+    way = WAY
 
     def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(memory, pipe, timeout)

@@ -19,6 +19,7 @@ from penstock.errors import LostRankError
 
 NAP, LONGEST_NAP = 2e-4, 5e-3  # seconds between looks at the store: the longer, the longer it takes
 CURRENT = "penstock-start"
+ENDING, ALL_HERE = "ending", "all here"  # of a wait for all
 DEPARTED = "departed"  # somebody has; after "-" and a rank: what became of that one
 FINISHED = "has finished"
 
@@ -58,15 +59,22 @@ def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) ->
 
 
 def all_come(store: Any, ranks: int, timeout: timedelta, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Wait until so many `ranks` have come here. Raises DistError if they do not, or it `is_over`: Gloo knows no such end."""
-    if store.add("come", 1) == ranks:
-        store.set("all-come", "")
+    """Wait until so many `ranks` have come here. Raises DistError if they do not, or it `is_over`: Gloo knows no such end.
+
+    Who sees first how it ends decides it for all: nobody goes on to connect to a rank that has given up.
+    """
+    last = store.add("come", 1) == ranks
     for _ in looks(timeout.total_seconds()):
-        if store.check(["all-come"]):
-            return
         if is_over():
-            raise DistError("another rank has failed")
-    raise DistError("timed out")
+            store.compare_set(ENDING, "", "another rank has failed")
+        elif last:
+            store.compare_set(ENDING, "", ALL_HERE)
+        if store.check([ENDING]):
+            break
+    else:
+        store.compare_set(ENDING, "", "timed out")
+    if (ending := store.get(ENDING).decode()) != ALL_HERE:
+        raise DistError(ending)
 
 
 def depart(store: Any, rank: int, how: str) -> None:

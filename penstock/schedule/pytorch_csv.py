@@ -2,6 +2,7 @@
 
 Besides the cells of a table (`0F0`, `1I0`, `(0F1;3B0)OVERLAP_F_B`) a rank's row has `0SEND_F0`, the output of 0F0, with
 `1RECV_F0` on the rank of stage 1; and `3SEND_B1`, the gradient of 3B1 or 3I1, with `2RECV_B1` on the rank of stage 2.
+`0WAIT_SEND_F0` waits until rank 1 receives it (torch 2.15 and later write it; to those before, a send takes no waiting).
 What concerns sharded weights only is passed over. `prove(script, shared=True)` then tells whether such a table can stop
 where both directions between two ranks share one queue, as on NCCL; `prove(script)`, with a queue for each direction as
 on Gloo, whether something that is sent lands in the place of something else.
@@ -18,14 +19,15 @@ from penstock.schedule.program import Compute, Instruction, Script, Transfer, Tr
 from penstock.schedule.schedule import Path, Schedule, from_rows, parsed, read
 from penstock.schedule.table import Action, Cell, actions_of
 
-_POST = re.compile(r"([0-9]{1,9})(SEND|RECV)_([FB])([0-9]{1,9})")
+_POST = re.compile(r"([0-9]{1,9})(SEND|RECV|WAIT_SEND)_([FB])([0-9]{1,9})")
 
 
 class _Post(NamedTuple):
-    """A cell that sends or receives what `stage` makes or takes."""
+    """A cell that sends or receives what `stage` makes or takes, or waits until what it sent is received."""
 
     text: str
     sends: bool
+    waits: bool
     forward: bool
     stage: int
     microbatch: int
@@ -40,8 +42,8 @@ def from_lowered_rows(name: str, rows: Sequence[Iterable[str]]) -> Script:
     """The script that the texts of a lowered table's cells describe, a row for each rank.
 
     Raises ScheduleError for a cell that cannot be read, a table that is not complete, a send before there is anything to
-    send, an action before its receive, and for a send, a receive or a partner that is missing or there twice. It is not
-    proved yet.
+    send, a wait before its send, an action before its receive, and for a send, a receive or a partner that is missing or
+    there twice. It is not proved yet.
     """
     parsed = [[cell for text in row for cell in _cells(text)] for row in rows]
     table = [[cell for cell in row if not isinstance(cell, _Post)] for row in parsed]
@@ -59,17 +61,22 @@ def from_lowered_rows(name: str, rows: Sequence[Iterable[str]]) -> Script:
 def _cells(text: str) -> Iterator[Cell | _Post]:
     if post := _POST.fullmatch(text.strip()):
         stage, end, direction, microbatch = post.groups()
-        yield _Post(text.strip(), end == "SEND", direction == "F", int(stage), int(microbatch))
+        yield _Post(text.strip(), end != "RECV", end == "WAIT_SEND", direction == "F", int(stage), int(microbatch))
     else:
         yield from parsed(text)
 
 
-def _row(rank: int, cells: Iterable[Cell | _Post], schedule: Schedule, transfers: Transfers) -> Iterator[Instruction]:
+def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers: Transfers) -> Iterator[Instruction]:
     done: set[Action] = set()
     posted: set[Transfer] = set()
-    for cell in cells:
+    for number, cell in enumerate(cells):
         if isinstance(cell, _Post):
             transfer = _transfer(rank, cell, schedule, transfers)
+            if cell.waits:
+                if transfer not in posted:
+                    raise ScheduleError(f"rank {rank} has {cell.text}, but before it no send of the {transfer}")
+                yield Compute(next((each for each in cells[number:] if not isinstance(each, _Post)), None), (transfer,))
+                continue
             if transfer in posted:
                 raise ScheduleError(f"rank {rank} has {cell.text} twice")
             if cell.sends and transfer.action not in done:

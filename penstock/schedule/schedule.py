@@ -103,7 +103,7 @@ def _homes(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[in
 
 
 _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-_NO_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")  # PyTorch's notes on sharded weights
+_NO_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")  # PyTorch's notes on sharded weights
 
 
 def parsed(text: str) -> Iterator[Cell]:

@@ -55,6 +55,7 @@ def lowered(name: str, ranks: int, microbatches: int, stages_per_rank: int, defe
         actions = peer._add_unshard_reshard([peer._Action.from_str(text) for text in texts])
         rows[rank] = peer._add_reduce_grad(actions, microbatches)
     rows = peer._add_send_recv(rows, home, ranks * stages_per_rank)
+    rows = getattr(peer, "_add_wait_send", dict)(rows)  # since torch 2.15
     return peer._defer_recv_ops(rows, home) if deferred else rows
 
 
@@ -157,6 +158,20 @@ def test_a_pair_waits_for_both_and_sends_after_both():
     assert "rank 1 waits for the output of 0F1 from rank 0, before 1F1, with the send of" in refusal(script, shared=True)
 
 
+def test_a_wait_for_a_send_ends_when_the_other_rank_receives():
+    drawn = """
+    0F0 0SEND_F0 0F1 0SEND_F1 {} 0RECV_B0 0B0 0RECV_B1 0B1 0WAIT_REDUCE_GRAD
+    1RECV_F0 1F0 1B0 1SEND_B0 {} 1RECV_F1 1F1 1B1 1SEND_B1 1WAIT_SEND_B1
+    """
+    assert refusal(read(drawn.format("0WAIT_SEND_F0", "1WAIT_SEND_B0"))) == ""
+    assert refusal(read(drawn.format("", "1WAIT_SEND_B0"))) == ""
+    assert refusal(read(drawn.format("0WAIT_SEND_F1", ""))) == ""
+    assert refusal(read(drawn.format("0WAIT_SEND_F1", "1WAIT_SEND_B0"))) == (
+        "drawn deadlocks: rank 0 waits for rank 1 to receive the output of 0F1, before 0B0; "
+        "rank 1 waits for rank 0 to receive the gradient of 1B0, before 1F1"
+    )
+
+
 PLAIN = "0F0 0SEND_F0 0RECV_B0 0B0 / 1RECV_F0 1F0 1B0 1SEND_B0"
 UNREADABLE = [
     # instead of               this                      what is told
@@ -166,6 +181,8 @@ UNREADABLE = [
     ("1B0",                    "1B0 1B0",                "rank 1 has 1B0 2 times; each action stands once"),
     ("0SEND_F0",               "",                       "rank 0 never sends the output of 0F0, which rank 1 needs"),
     ("1SEND_B0",               "",                       "rank 1 never sends the gradient of 1B0, which rank 0 needs"),
+    ("0SEND_F0",               "0WAIT_SEND_F0 0SEND_F0", "rank 0 has 0WAIT_SEND_F0, but before it no send "
+                                                         "of the output of 0F0"),
     ("1RECV_F0",               "",                       "rank 1 has 1F0, but before it no receive of the output of 0F0"),
     ("1RECV_F0 1F0",           "1F0 1RECV_F0",           "rank 1 has 1F0, but before it no receive of the output of 0F0"),
     ("0RECV_B0 0B0",           "0B0 0RECV_B0",           "rank 0 has 0B0, but before it no receive of the gradient of 1B0"),

@@ -139,7 +139,7 @@ def _put_folder(files: TensorFiles, parts: Path, path: Path, contents: Mapping[s
 
 
 def _bytes(size: int | str) -> float:
-    match = re.fullmatch(r"([\d.]+) *([KMG]I?B)?", str(size).upper())
+    match = re.fullmatch(r"(\d+\.?\d*) *([KMG]I?B)?", str(size).upper())
     if match is None:
         raise MismatchError(f"max_shard_size={size!r} is no size: give a number of bytes, or one with a unit, like '5GB'")
     return float(match[1]) * UNITS.get(match[2], 1)

@@ -214,6 +214,9 @@ def main() -> None:
     except BrokenPipeError:  # as in `penstock show .. | head`: whoever read it has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # of a file that this machine does not let be made, read or written
+        named = f"{error.filename}: " if error.filename else ""
+        sys.exit(f"penstock: {named}{error.strerror or error}")
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         sys.exit(130)

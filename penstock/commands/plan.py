@@ -174,7 +174,7 @@ def built(source: str) -> Sequence[Any]:
         raise PenstockError(str(error)) from error
     except PenstockError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PenstockError(f"{name}() fails: {fault(error, Path(file))}") from error
     if not isinstance(given, tuple) or len(given) not in (2, 4):
         raise PenstockError(f"{source} is to be a function that gives (model, args) or (model, args, loss_fn, target)")

@@ -39,7 +39,7 @@ class Puzzle:
         folder, number, ask = Folder(self.folder), *_asked(self.what)
         if not self.what:
             return _list(folder, self.fast_track)
-        number = number or folder.next(self.fast_track)
+        number = folder.next(self.fast_track) if number is None else number
         if number is None:
             return print("All puzzles are passed.")
         each = puzzle(number)

@@ -229,7 +229,11 @@ def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> s
     """Make the group of all ranks; the backend. No rank leaves before all have made it: to the others it would look lost."""
     rank, waited = os.environ["RANK"], "to connect to the other ranks"
     try:
-        store, number, world_size = next(rendezvous("env://", timeout=timeout))
+        try:
+            store, number, world_size = next(rendezvous("env://", timeout=timeout))
+        except ValueError as error:  # of an environment that nobody who starts ranks has made
+            told = f"RANK={rank} is set here, but not all that torchrun sets with it ({error})"
+            raise PenstockError(f"{told}: start the program with torchrun, or unset RANK") from error
         store = dist.PrefixStore(name_of_start(store, number, world_size, timeout), store)
         backend = backend or _backend(device, store, number, world_size, timeout)
         carriers = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"

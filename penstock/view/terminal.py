@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -162,8 +163,8 @@ def held(amount: float, unit: str = "") -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, 100 when there is none."""
-    return os.get_terminal_size().columns if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 100))
+    """Columns of the terminal, or as COLUMNS says; 100 when neither tells a number."""
+    return shutil.get_terminal_size((100, 24)).columns
 
 
 def colors() -> bool:

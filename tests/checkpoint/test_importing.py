@@ -147,8 +147,9 @@ def test_a_folder_is_exported_over_what_was_there_and_leaves_other_files_alone(t
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "tokenizer.json"]
     assert load_file(out / "model.safetensors").keys() == pipe.state_dict().keys()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(ps.PenstockError, match="max_shard_size='5 apples' is no size: give a number of bytes"):
-        checkpoint.export(pipe, out, "5 apples")
+    for size in ("5 apples", "1.2.3GB"):
+        with pytest.raises(ps.PenstockError, match=f"max_shard_size='{size}' is no size: give a number of bytes"):
+            checkpoint.export(pipe, out, size)
 
 
 def test_two_names_that_would_be_one_are_refused(tmp_path):

@@ -14,7 +14,9 @@ import pytest
 from prompt import penstock
 from safetensors.torch import load_file
 
+from penstock import comms
 from penstock.commands import cli, doctor
+from penstock.errors import PenstockError
 from penstock.model import GPT, GPTConfig
 from penstock.schedule import Action, Event, Kind, Timeline
 from penstock.view.terminal import draw
@@ -119,11 +121,19 @@ def test_a_wrong_option_fails_in_two_seconds_with_the_nearest_that_works(words, 
         ("train --data short.txt", "--data short.txt has 5 bytes: at least 1301 are needed for a context of 64"),
         ("train --model mlp --width 32", "--width 32 is less than the images' 64 pixels: use 64 or more"),
         ("train --out short.txt", "short.txt cannot be written: File exists"),
+        ("train --seed -1", "--seed -1 is no seed: use 0 or more"),
+        ("train --learning-rate nan", "--learning-rate nan is no rate: use a number like 1e-3"),
         ("show damaged.csv", "damaged.csv is damaged, or no CSV table: 'utf-8' codec can't decode byte 0xff"),
         ("show words.csv", "words.csv: cannot read 'hello' as an action"),
         ("show 1f1b --csv nowhere/table.csv", "nowhere/table.csv cannot be written: No such file or directory"),
         ("show run/run.json", "run/run.json is not a timeline that Penstock wrote: Expecting property name"),
         ("show list.json", "list.json is not a timeline that Penstock wrote: it is no JSON object"),
+        ("show exits.py", "exits.py, line 1: SystemExit: 0"),
+        ("plan exits.py:build", "exits.py, line 1: SystemExit: 0"),
+        (f"show {'a' * 300}", f"{'a' * 300}: File name too long"),
+        ("puzzle 0", "there is no puzzle 0: choose from 1 to 20"),
+        ("puzzle 1 --folder short.txt", "short.txt: File exists"),
+        ("puzzle --folder run", "run/progress.json cannot be read ('int' object is not iterable): delete it to begin anew"),
         ("export rum", "rum does not exist (did you mean run?)"),
         ("bench --steps 0", "--steps 0 is too few: use 1 or more"),
         ("bench --forward -1", "--forward -1 is less than nothing: use 0 or more"),
@@ -138,12 +148,24 @@ def test_a_mistake_is_told_in_one_line(line, told, tmp_path, monkeypatch):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{damaged")
+    (tmp_path / "run" / "progress.json").write_text('{"passed": 5}')
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert str(ended.value).startswith(f"penstock: {told}")
     assert "\n" not in str(ended.value)
+
+
+def test_an_environment_that_torchrun_has_not_made_is_told(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["penstock", "train"])
+    with pytest.raises(SystemExit, match=r"^penstock: RANK is set here, but WORLD_SIZE is '': start the command with torchrun"):
+        cli.main()
+    with pytest.raises(PenstockError, match=r"^RANK=0 is set here, but not all that torchrun sets with it .*WORLD_SIZE"):
+        comms.init_distributed()
+    comms.shutdown()
 
 
 @pytest.mark.parametrize("name", [*cli.COMMANDS, "bench collectives"])

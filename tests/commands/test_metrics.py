@@ -12,6 +12,7 @@ from reference import data, make
 import penstock as ps
 from penstock.commands.train.job import crowding
 from penstock.commands.train.metrics import Metrics, recorded
+from penstock.errors import MismatchError
 
 PAUSE = 0.05  # seconds between two steps
 
@@ -54,6 +55,13 @@ def test_metrics_are_lines_of_json_and_go_on_without_doubled_steps(tmp_path):
     with Metrics(tmp_path / "run", 2) as metrics:
         metrics.write({"step": 3, "loss": 0.25})
     assert recorded(tmp_path / "run", 9) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.25}]
+
+
+@pytest.mark.parametrize("line", ["not JSON", '{"loss": 1}', "[1]", "\0\0"])
+def test_a_damaged_line_of_them_is_told(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(MismatchError, match=r"metrics.jsonl is damaged, it has a line that is no record of a step: put"):
+        recorded(tmp_path, 9)
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -2,13 +2,14 @@
 
 import random
 import re
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Action, Costs, Event, Kind, Timeline, build, names, simulate
-from penstock.view.terminal import COLOR, _kind, _scale, draw, summary
+from penstock.view.terminal import COLOR, _kind, _scale, draw, summary, terminal_width
 
 SHOWS = {color: "pair" if kind is None else kind.value for kind, color in COLOR.items()}
 
@@ -97,3 +98,10 @@ def test_the_summary_of_many_ranks_is_short_and_says_idle_and_bubble():
     uneven = simulate(build("1f1b", 2, 4), Costs([1, 3], 1, 1))
     assert f"idle {uneven.idle_share:.1%} (the bubble is that of the busiest rank alone) by" in summary(uneven)
     assert uneven.idle_share != uneven.bubble
+
+
+@pytest.mark.parametrize(("told", "width"), [("40", 40), ("", 100), ("wide", 100), ("0", 100), ("-5", 100)])
+def test_a_width_that_is_no_number_of_columns_is_not_believed(monkeypatch, told, width):
+    monkeypatch.setenv("COLUMNS", told)
+    monkeypatch.setattr(sys, "__stdout__", None)  # which may be a terminal
+    assert terminal_width() == width

@@ -6,12 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.files.manifest import replaced
+from penstock.checkpoint.files.reading import reading
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of the file at `path`, of none if there is no file; a line that was not finished is left out."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The records of the file at `path`, of none if there is no file; a line that was not finished is left out.
+
+    Raises Damaged for a line that is no record of a step.
+    """
+    if not path.exists():
+        return []
+    with reading(path, "is damaged, it has a line that is no record of a step: put the file elsewhere to go on without it"):
+        records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if not all(isinstance(record["step"], int) for record in records):
+            raise ValueError
+        return records
 
 
 def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -28,7 +28,7 @@ class Train(TrainConfig):
     def run(self) -> None:
         """Check first, then start."""
         catch_preemption()
-        processes = int(os.environ.get("WORLD_SIZE", self.processes))  # torchrun's, under torchrun
+        processes = _of_torchrun() if "RANK" in os.environ else self.processes
         config: TrainConfig = (
             dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
         )
@@ -59,3 +59,11 @@ class Train(TrainConfig):
         if "--schedule" in given:
             saved |= {"stages_per_rank": None, "group_size": None}
         return cls(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})
+
+
+def _of_torchrun() -> int:
+    """How many processes torchrun has started."""
+    told = os.environ.get("WORLD_SIZE", "")
+    if not told.isdecimal():
+        raise PenstockError(f"RANK is set here, but WORLD_SIZE is {told!r}: start the command with torchrun, or unset RANK")
+    return int(told)

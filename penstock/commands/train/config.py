@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -107,6 +108,8 @@ class TrainConfig:
         for name in ("ranks", "dp", "tp", "microbatches", "steps", "batch", "depth", "width", "context", "keep"):
             if getattr(self, name) < 1:
                 raise PenstockError(f"--{name.replace('depth', 'layers')} {getattr(self, name)} is too small: use 1 or more")
+        if not 0 <= self.seed < 2**63:
+            raise PenstockError(f"--seed {self.seed} is no seed: use 0 or more, less than 2**63")
         if self.restarts < 0:
             raise PenstockError(f"--restarts {self.restarts} is no number of times: use 0 (none) or more")
         if self.least is not None and not 1 <= self.least <= self.processes:
@@ -131,6 +134,8 @@ class TrainConfig:
             raise PenstockError(
                 f"--width {self.width} does not divide by {HEADS} heads: use {max(1, self.width // HEADS) * HEADS}"
             )
+        if not 0 <= self.learning_rate < math.inf:
+            raise PenstockError(f"--learning-rate {self.learning_rate} is no rate: use a number like 1e-3")
         if not 0 <= self.dropout < 1:
             raise PenstockError(f"--dropout {self.dropout} is not a share: use 0 up to, but not including, 1")
         if self.model == "mlp":

@@ -119,16 +119,16 @@ class Folder:
             passed = each.check(loaded(path))
         except Missed:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Missed(fault(error, path)) from error
-        self._remember("passed", each.number)
+        self._write({**self.progress(), "passed": sorted({*self.passed(), each.number})})
         return passed
 
     def hint(self, each: Puzzle) -> str:
         """The next hint; the last one again when all have been told."""
-        told = self.progress().get("hints", {}).get(str(each.number), 0)
+        told = self.progress()["hints"].get(str(each.number), 0)
         number = min(told, len(each.hints) - 1)
-        hints = self.progress().get("hints", {}) | {str(each.number): number + 1}
+        hints = self.progress()["hints"] | {str(each.number): number + 1}
         self._write({**self.progress(), "hints": hints})
         return f"hint {number + 1} of {len(each.hints)}: {each.hints[number]}"
 
@@ -152,7 +152,7 @@ class Folder:
 
     def passed(self) -> set[int]:
         """The numbers of those that have been passed."""
-        return set(self.progress().get("passed", []))
+        return set(self.progress()["passed"])
 
     def next(self, fast: bool = False, after: int = 0) -> int | None:
         """The first one behind `after` that has not been passed, or else the first of all; None where all have."""
@@ -164,12 +164,10 @@ class Folder:
         path = self.path / PROGRESS
         try:
             told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        except (OSError, ValueError) as error:
+            hints = {number: int(count) for number, count in told.get("hints", {}).items()}
+            return {"passed": [int(number) for number in told.get("passed", [])], "hints": hints}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise PenstockError(f"{path} cannot be read ({error}): delete it to begin anew") from error
-        return told if isinstance(told, dict) else {}
-
-    def _remember(self, what: str, number: int) -> None:
-        self._write({**self.progress(), what: sorted({*self.progress().get(what, []), number})})
 
     def _write(self, progress: dict[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

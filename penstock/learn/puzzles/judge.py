@@ -45,7 +45,7 @@ def loaded(path: Path) -> Any:
     try:
         # not imported: Python would take what it has compiled for a file of the same length that was saved in the same second
         exec(compile(path.read_bytes(), place, "exec"), module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Missed(fault(error, path)) from error
     return module
 

@@ -6,7 +6,6 @@ the next machine. Two checkpoints are kept in turn: the older is written over wh
 
 import os
 import socket
-import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from penstock.comms.breaking import broken_off
 from penstock.comms.control import Control, Pending
 from penstock.comms.starting import drawers
 from penstock.comms.starting.drawers import Drawers
+from penstock.comms.system import say
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 
@@ -164,7 +164,7 @@ def newest(control: Control, folder: Path) -> tuple[Path, dict[str, Any], Tensor
     files = _brought(control, found, parts, [name for _, name, _ in everyone])
     told = f"step {found[0].mark.step} of {folder}, which was kept in memory"
     if control.topology.rank == 0:
-        sys.stderr.write(f"penstock: the ranks go on from {told} (on the disk: {f'step {max(disk)}' if disk else 'none'})\n")
+        say(f"the ranks go on from {told} (on the disk: {f'step {max(disk)}' if disk else 'none'})")
     content = merged([read(path)[1] for path in files.paths])
     return Path(told), content, files
 

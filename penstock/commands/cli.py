@@ -9,6 +9,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -205,14 +206,14 @@ def _parsed(words: Sequence[str]) -> Any:
 def main() -> None:
     """Run the command that was typed; an error of Penstock's is one line and exit code 1, Ctrl-C is 130."""
     words = sys.argv[1:]
-    if words == ["--version"]:
-        return print(f"penstock {__version__}")
     try:
-        _parsed(words).run()
+        with _flushed():
+            if words == ["--version"]:
+                return print(f"penstock {__version__}")
+            _parsed(words).run()
     except PenstockError as error:
         sys.exit(f"penstock: {error}")
     except BrokenPipeError:  # as in `penstock show .. | head`: whoever read it has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:  # of a file that this machine does not let be made, read or written
         named = f"{error.filename}: " if error.filename else ""
@@ -220,3 +221,16 @@ def main() -> None:
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+@contextmanager
+def _flushed() -> Iterator[None]:
+    """What is printed inside has gone out afterwards; if it cannot, that is raised once, and not at Python's exit as well."""
+    try:
+        yield
+    finally:
+        try:
+            print(end="", flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise

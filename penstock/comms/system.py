@@ -1,7 +1,8 @@
-"""What a rank's own system can refuse it, in words."""
+"""What a rank's own system can refuse it, in words; and a line for the user."""
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,6 +82,13 @@ def words(error: BaseException) -> str:
         return str(error).encode(errors="backslashreplace").decode()
     except Exception as another:
         return f"it cannot say what it is ({type(another).__name__})"
+
+
+def say(text: str) -> None:
+    """A line for the user, on stderr."""
+    with suppress(OSError, ValueError, AttributeError):  # there is nobody to read it
+        sys.stderr.write(f"penstock: {text}\n")
+        sys.stderr.flush()
 
 
 def _limit() -> str:

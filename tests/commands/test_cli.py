@@ -158,6 +158,18 @@ def test_a_mistake_is_told_in_one_line(line, told, tmp_path, monkeypatch):
     assert "\n" not in str(ended.value)
 
 
+@pytest.mark.parametrize(("words", "out", "code"), [("lab", "pipe", 141), ("--version", "pipe", 141), ("lab", "full", 1)])
+def test_output_that_nobody_takes_ends_the_command_without_a_traceback(words, out, code):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    target = writer if out == "pipe" else os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-m", "penstock", *words.split()]
+    done = subprocess.run(command, stdout=target, stderr=subprocess.PIPE, text=True, env=environment, timeout=250)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (code, "" if out == "pipe" else "penstock: No space left on device\n")
+
+
 def test_an_environment_that_torchrun_has_not_made_is_told(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["penstock", "train"])

@@ -12,6 +12,8 @@ from reference import data, make
 import penstock as ps
 from penstock.commands.train.job import crowding
 from penstock.commands.train.metrics import Metrics, recorded
+from penstock.commands.train.progress import closing
+from penstock.commands.train.result import TrainResult
 from penstock.errors import MismatchError
 
 PAUSE = 0.05  # seconds between two steps
@@ -103,3 +105,15 @@ def test_tensorboard_reads_what_was_written(tmp_path):
 def test_ranks_that_share_cores_are_told_so():
     assert crowding(2, 2) == ""
     assert crowding(4, 2) == "\n4 ranks share 2 cores: an action's time contains waiting for a core, which no table can shorten"
+
+
+def test_what_a_run_came_to_is_told_where_its_records_are_lost_and_its_folder_has_any_name(tmp_path, capsys):
+    alone = TrainResult(1, losses=[3.0, 2.0], seconds=[1.0, 1.0], idle_shares=[0.0, 0.0], validation_loss=2.0)
+    closing(TrainResult(2, validation_loss=2.0), alone, tmp_path / "runs [v2] [/x]")
+    told = capsys.readouterr().out
+    assert told.startswith("\nloss on the held-out part 2.0000\n")
+    assert "are in " + str(tmp_path / "runs [v2] [/x]") in told
+    run = TrainResult(2, losses=[2.0], seconds=[1.0], idle_shares=[0.0], validation_loss=2.0)
+    closing(run, alone, tmp_path)
+    assert "The same 1 steps" in (told := capsys.readouterr().out)
+    assert "equal to the last bit, all steps" in told

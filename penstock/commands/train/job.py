@@ -129,7 +129,8 @@ def _begun(setup: Setup) -> TrainResult:
         raise PenstockError(
             f"{folder} has come to step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
         )
-    for record in recorded(folder, pipe.step_count):
+    records = recorded(folder, pipe.step_count)
+    for record in records if len(records) == pipe.step_count else ():  # else some are lost: it is told from here on
         run.losses.append(record["loss"])
         run.seconds.append(record["seconds"])
         run.idle_shares.append(record["idle_share"])
@@ -177,7 +178,7 @@ def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callabl
         progress.say(f"cut by measured times of a microbatch:\n{setup.pipe.balance}")
     if setup.folder is None:
         return [progress.step]
-    metrics = stack.enter_context(Metrics(setup.folder, len(run.losses)))
+    metrics = stack.enter_context(Metrics(setup.folder, setup.pipe.step_count))
     _write_settings(setup.folder, setup.config, {})
     return [progress.step, metrics.write]
 

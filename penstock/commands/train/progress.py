@@ -68,24 +68,23 @@ def closing(run: TrainResult, alone: TrainResult | None, folder: Path) -> None:
         told = f"preempted after step {len(run.losses)}, which is saved"
         print(f"\n{told}: go on with penstock train --resume {folder}", flush=True)
         return
-    console = Console(soft_wrap=True)
-    console.print(
-        f"\nloss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, on the held-out part {run.validation_loss:.4f}", highlight=False
-    )
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    came = f"{run.losses[0]:.4f} -> {run.losses[-1]:.4f}, " if run.losses else ""
+    console.print(f"\nloss {came}on the held-out part {run.validation_loss:.4f}")
     if run.planned:
-        console.print(f"\n{run.planned}", highlight=False)
+        console.print(f"\n{run.planned}")
     if run.explanation:
-        console.print(f"\n{run.explanation}", highlight=False)
+        console.print(f"\n{run.explanation}")
     if run.clock_error:
-        console.print(f"clocks of different machines: compared, to {run.clock_error * 1e6:.0f} us", highlight=False)
+        console.print(f"clocks of different machines: compared, to {run.clock_error * 1e6:.0f} us")
     if run.sample:
-        console.print("\nThe model continues held-out text (dim) with:", highlight=False)
-        console.print(f"[dim]{_safe(run.prompt)}[/dim]{_safe(run.sample)}", highlight=False)
-    if alone is not None:
+        console.print("\nThe model continues held-out text (dim) with:")
+        console.print(f"[dim]{_safe(run.prompt)}[/dim]{_safe(run.sample)}", markup=True)
+    if alone is not None and run.losses:
         console.print(_comparison(run, alone))
-    console.print(f"\nmetrics, checkpoints, weights and settings are in {folder}", highlight=False)
+    console.print(f"\nmetrics, checkpoints, weights and settings are in {folder}")
     if (folder / "timeline.html").exists():
-        console.print(f"the last steps, measured over planned: open {folder / 'timeline.html'} in a browser", highlight=False)
+        console.print(f"the last steps, measured over planned: open {folder / 'timeline.html'} in a browser")
 
 
 def _safe(text: str) -> str:
@@ -104,7 +103,7 @@ def _comparison(run: TrainResult, alone: TrainResult) -> Table:
     )
     for heading in ("", f"{run.ranks} ranks", "one process", ""):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    verdict = _verdict(run, list(zip(run.losses, alone.losses, strict=True)), "all steps")
+    verdict = _verdict(run, list(zip(run.losses, alone.losses[-steps:], strict=True)), "all steps")
     step, step_alone = statistics.median(run.seconds), statistics.median(alone.seconds)
     table.add_row("last loss", digits(run.losses[-1]), digits(alone.losses[-1]), verdict)
     held_out = _verdict(run, [(run.validation_loss, alone.validation_loss)])

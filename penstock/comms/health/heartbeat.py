@@ -12,10 +12,8 @@ checkpoints, for ever.
 import json
 import multiprocessing
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -24,6 +22,7 @@ from penstock.comms.health.doing import doing, running, told
 from penstock.comms.health.lives import gone, have_told, life, stopped, tell_life
 from penstock.comms.health.process import ENDED, STOPPED, TRACED
 from penstock.comms.starting.meeting import depart
+from penstock.comms.system import say
 from penstock.schedule.table import Action, Kind
 
 LOOK = 0.5  # seconds
@@ -179,10 +178,3 @@ class Pace:
 def beat_key(rank: int) -> str:
     """Where a rank's beats are in the store."""
     return f"beat-{rank}"
-
-
-def say(text: str) -> None:
-    """A line for the user."""
-    with suppress(OSError, ValueError, AttributeError):  # there is nobody to read it
-        sys.stderr.write(f"penstock: {text}\n")
-        sys.stderr.flush()

@@ -8,7 +8,6 @@ restarts left the ranks that remain begin again, from the same server with a new
 import inspect
 import multiprocessing
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from penstock.comms.starting.rank_main import Job, Outcome, pickled
 from penstock.comms.starting.ranks import outcomes_of, part, started
 from penstock.comms.starting.restarts import Attempt, Results, attempt, furthest, is_final, repeated, said, told
 from penstock.comms.starting.server import ServerEndedError, server_context
+from penstock.comms.system import say
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def _attempts(work: bytes, ranks: int, restarts: int, least: int | None, memory:
             _raise(failure, attempts, failures)
         running = ranks if least is None else max(least, running - len(failure.culprits))
         begin = "1 rank begins" if running == 1 else f"{running} ranks begin"
-        _tell(f"attempt {len(attempts)} of {restarts + 1} has ended: {said(this)}; {begin} again")
+        say(f"attempt {len(attempts)} of {restarts + 1} has ended: {said(this)}; {begin} again")
 
 
 def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
@@ -122,19 +122,14 @@ def _raise(failure: Failure, attempts: Sequence[Attempt], failures: Sequence[Fai
         where = "before the first step" if steps is None else f"after {steps} steps"
         note = f"the same error ended {times} attempts {where}: not tried again"
         failure.error.add_note(note)
-        _tell(note)
+        say(note)
     failure.error.attempts = tuple(attempts)  # type: ignore[attr-defined]
     raise failure.error from (RankTraceback(failure.traceback) if failure.traceback else None)
 
 
 def _tell_all(attempts: Sequence[Attempt]) -> None:
     if len(attempts) > 1:
-        _tell(told(attempts))
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"penstock: {text}\n")
-    sys.stderr.flush()
+        say(told(attempts))
 
 
 def _end_if_imported_by_a_rank() -> None:

@@ -15,7 +15,8 @@ from penstock.schedule import Costs, Table, Timeline, from_lowered_csv, names, p
 from penstock.schedule.table import collector_paused
 from penstock.view.differences import differences
 from penstock.view.files import write, writing
-from penstock.view.record import Record, load
+from penstock.view.reading import load
+from penstock.view.record import Record
 from penstock.view.terminal import colors, draw, summary, terminal_width
 
 WORK = ("model", "batch", "layers", "width", "context")  # of a run's options: what makes its steps longer

@@ -30,7 +30,7 @@ def held_after(row: Row, sizes: Sequence[Size] = ()) -> Iterator[tuple[Action, f
     """
     one, held = Size(), 0.0
     for cell in row:
-        for action in (cell,) if isinstance(cell, Action) else sorted(cell, key=frees):
+        for action in (cell,) if isinstance(cell, Action) else cell if len(cell) == 1 else sorted(cell, key=frees):
             held += (sizes[action.stage] if sizes else one).change(action.kind)
             yield action, held
 

@@ -1,8 +1,8 @@
-"""A timeline for people: whatever is drawn or told of it comes from one plain form, the record.
+"""A timeline for people: whatever is drawn or told of it comes from one plain form, `data/`.
 
-`record`        timelines as plain data: kept in a file, read back, and what every picture is drawn from
-`sums`          the same of a step that is too large for a page: where each rank's time went
-`messages`      which action of which rank an event needed, and when that arrived
+`record`        the timelines of a run's steps, or of a schedule: what every picture is drawn from, and its file
+`reading`       records read back from their files
+`data/`         a timeline as plain data, and the sums of one that is too large to be told action by action
 `terminal`      a timeline as text, and in numbers
 `differences`   two of them in numbers, side by side
 `html`          one HTML file that needs nothing else, made of what is in `page/`

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from string import Template
 
-from penstock.view.record import Data, Record
-from penstock.view.sums import is_huge, sums_data
+from penstock.view.data.sums import is_huge, sums_data
+from penstock.view.data.timeline import Data
+from penstock.view.record import Record
 
 SCRIPTS = (  # of `page/`, in the order they build on each other
     "element.js",

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from penstock.view.record import Data, Record
+from penstock.view.data.timeline import Data
+from penstock.view.record import Record
 
 ACTIONS, OVERLAPPED, IDLE, MESSAGES = 1, 2, 3, 4  # the tracks of a process; further messages that overlap have 5, 6, ..
 TRACK_NAMES = {ACTIONS: "actions", OVERLAPPED: "actions, overlapped", IDLE: "idle", MESSAGES: "messages"}

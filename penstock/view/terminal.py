@@ -152,14 +152,19 @@ def told_causes(timeline: Timeline) -> dict[Cause, float]:
 def told(time: float, unit: str = "") -> str:
     """`time` as people read it: 12.3 ms where the unit is `s`, else the bare number."""
     if unit != "s":
-        return f"{time:g}{unit and ' '}{unit}"
+        return f"{_bare(time)}{unit and ' '}{unit}"
     factor, unit = (1.0, "s") if time >= 1 else (1e3, "ms") if time >= 1e-3 else (1e6, "µs")
     return f"{time * factor:.4g} {unit}"
 
 
 def held(amount: float, unit: str = "") -> str:
     """Memory as people read it: 12.3 MB where the unit is `bytes`, else the bare number."""
-    return bytes_told(amount) if unit == "bytes" else f"{amount:g}"
+    return bytes_told(amount) if unit == "bytes" else _bare(amount)
+
+
+def _bare(number: float) -> str:
+    """Six digits, and no exponent however large it is: as the page has it."""
+    return f"{float(f'{number:.6g}'):.15g}"
 
 
 def terminal_width() -> int:

@@ -11,7 +11,7 @@ import pytest
 from timelines import COSTS, measured, two_ranks
 
 from penstock.schedule import Costs, Timeline, build, simulate
-from penstock.view import sums
+from penstock.view.data import sums
 from penstock.view.html import packed, page
 from penstock.view.record import Record
 

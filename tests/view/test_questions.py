@@ -3,6 +3,7 @@
 # ruff: noqa: F811 (fixtures are imported, and are parameters)
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,11 @@ from selenium.webdriver.common.keys import Keys
 from timelines import COSTS, measured
 
 from penstock.schedule import Costs, build, simulate
-from penstock.view import sums
+from penstock.view.data import sums
+from penstock.view.data.timeline import timeline_data
 from penstock.view.html import page
-from penstock.view.record import Record, load, read, save
+from penstock.view.reading import load, read
+from penstock.view.record import Record, save
 from penstock.view.studio.answers import answer
 from penstock.view.terminal import summary
 
@@ -61,6 +64,93 @@ def focus(browser):
 def press(browser, *keys):
     ActionChains(browser, duration=20).send_keys(*keys).perform()
     drawn(browser)
+
+
+# ---- ten questions, each from a fresh page
+
+
+def click(css):
+    return lambda browser: browser.find_element(By.CSS_SELECTOR, css).click()
+
+
+def write(words):
+    return lambda browser: browser.find_element(By.ID, "find").send_keys(words)
+
+
+def click_on_the_gap(browser):
+    x, y = browser.execute_script(
+        "const c = page.charts[0], gaps = c.record.timeline.ranks[2].idle.filter(([, , cause]) => cause === 'imbalance');"
+        "const [from, to] = gaps[1]; return [c.x((from + to) / 2) - c.width / 2, c.rows[2].main + 10 - c.height / 2]"
+    )
+    move_to(browser, round(x), round(y)).click().perform()
+
+
+def drag_over_all_ranks(browser):
+    x, y = place(browser, "0B0")
+    drag = move_to(browser, x, y).key_down(Keys.SHIFT).click_and_hold().move_by_offset(200, 310)
+    drag.release().key_up(Keys.SHIFT).perform()
+
+
+def why_rank_2_waits(run):
+    data = timeline_data(run.usual)["ranks"]
+    gap = [end for _, end, cause in data[2]["idle"] if cause == "imbalance"][1]
+    event = next(event for event in data[2]["events"] if event["start"] >= gap)
+    home = next(rank for rank, row in enumerate(data) if event["waited_for"] in [each["action"] for each in row["events"]])
+    return f"next\n{event['action']} .*\nwaits for\n{event['waited_for']} of rank {home}, which ends at "
+
+
+def idlest(run):
+    shares = {rank: 1 - busy / run.usual.makespan for rank, busy in enumerate(run.usual.busy)}
+    return "idle, of the step: " + ", ".join(
+        f"rank {rank} {100 * shares[rank]:.1f} %" for rank in sorted(shares, key=lambda rank: -shares[rank])
+    )
+
+
+ANSWER, TIP, SELECTED, ENTER = ".answer", "#tip", "[aria-label=Selection]", write(Keys.ENTER)
+TEN = {  # question: what a person does; where the answer is; what it says, word for word or as a pattern
+    "Which rank slows the step, and what does it cost?": (
+        [],
+        ".finding",
+        lambda run: run.explanation.verdict[0].text,
+    ),
+    "Would zb-v help?": ([write("zb-v"), ENTER], ANSWER, lambda run: run.explanation.others_told["zb-v"]),
+    "Why does rank 2 wait here?": ([click_on_the_gap], TIP, why_rank_2_waits),
+    "What may 2B3 cost before it matters?": (
+        [write("2B3"), ENTER],
+        TIP,
+        lambda run: r"slack\n[\d.]+ ms: how much longer it may take before the step does",
+    ),
+    "What if 2F3 were as fast as the others?": (
+        [write("2F3 as fast as the others"), ENTER],
+        ANSWER,
+        lambda run: r"2F3 as fast as the others \([\d.]+ ms\): the step takes ",
+    ),
+    "What would faster links bring?": (
+        [write("no send cost"), ENTER],
+        ANSWER,
+        lambda run: r"messages that cost nothing: the step takes [\d.]+ ms less \([\d.]+ %\): [\d.]+ ms",
+    ),
+    "Where does microbatch 5 spend its time?": (
+        [write("m5")],
+        ANSWER,
+        lambda run: r"m5: 8 actions, from [\d.]+ ms to [\d.]+ ms; they take [\d.]+ ms, messages [\d.]+ ms",
+    ),
+    "What happened here, on all ranks?": ([drag_over_all_ranks], SELECTED, lambda run: r"Selected: [\d.]+ ms, .*, ranks 0-3"),
+    "What makes the step as long as it is?": ([], ".path", lambda run: r"The critical path is backward \("),
+    "Which ranks are idle most?": ([click("#sort"), click("#sort option[value=idle]")], ANSWER, idlest),
+}
+
+
+@pytest.mark.parametrize("question", TEN)
+def test_a_question_is_answered_from_a_fresh_page_in_two_actions_at_most(visit, run, question):
+    actions, where, answer = TEN[question]
+    assert len(actions) <= 2
+    browser = visit("run.html")
+    for does in actions:
+        does(browser)
+        drawn(browser)
+    shown, told = browser.find_element(By.CSS_SELECTOR, where).text, answer(run)
+    assert told in shown or re.search(told, shown), shown
 
 
 def test_each_sentence_of_the_verdict_lights_up_what_it_is_about_and_draws_the_step_without_it(visit, run):
@@ -289,6 +379,15 @@ def test_the_slack_of_an_action_is_how_much_longer_it_may_take_in_the_simulator(
         for more, same in ((room, True), (room + 0.25, False)):
             longer = replace(costs, **{names[kind]: [time + more * (here == stage) for here, time in enumerate(was)]})
             assert (simulate(table, longer).makespan == pytest.approx(whole.makespan)) is same, (action, room)
+
+
+def test_in_a_measured_step_what_a_rank_spent_between_two_actions_is_no_message(visit, run):
+    browser, at = visit("run.html"), {str(event.action): event for event in run.usual.events}
+    found = browser.execute_script(
+        "const {replay, blocks} = page.records[0].timeline; return replay.slack.get(blocks.get('2B3'))"
+    )
+    assert "1B3" in map(str, [event.action for event in run.usual.critical_path])
+    assert found == pytest.approx(at["1B3"].start - at["2B3"].end - 0.0004, abs=2e-5)  # what a message takes, and the engine
 
 
 def test_a_question_in_words_is_answered_in_a_sentence_and_drawn_below(visit, run):

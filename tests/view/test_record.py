@@ -8,7 +8,9 @@ from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
 from penstock.schedule import Costs, Size, build, simulate
-from penstock.view.record import Record, load, save, timeline_data
+from penstock.view.data.timeline import timeline_data
+from penstock.view.reading import load
+from penstock.view.record import Record, save
 
 
 def test_a_timeline_as_plain_data_says_when_why_and_what_was_held():

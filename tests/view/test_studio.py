@@ -21,7 +21,8 @@ from studios import run_of, served
 from penstock import PenstockError
 from penstock.commands.source import question_of
 from penstock.schedule import Costs, Measurement, Size, build, simulate, verify
-from penstock.view.record import Record, read
+from penstock.view.reading import read
+from penstock.view.record import Record
 from penstock.view.studio.answers import answer
 from penstock.view.studio.opened import Opened
 from penstock.view.studio.worker import Workers

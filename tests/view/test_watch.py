@@ -7,7 +7,7 @@ import pytest
 from prompt import penstock
 from studios import run_of
 
-from penstock.view.record import load
+from penstock.view.reading import load
 from penstock.view.watch.growing import GrowingRun
 from penstock.view.watch.server import watched
 

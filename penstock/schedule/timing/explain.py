@@ -35,9 +35,10 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
     predicted = here.predict(table)
     held, now = _held(table, predicted), predicted.makespan
     even = replace(here, seconds={kind: (fmean(times),) * len(times) for kind, times in here.seconds.items()})
-    others = [other for other in _others(here) if other.seconds < (1 - NOTABLE) * now]
-    faster = _best(others)
-    frugal = _best([other for other in others if other.held <= held])
+    others = tuple(_others(here))
+    notable = [other for other in others if other.seconds < (1 - NOTABLE) * now]
+    faster = _best(notable)
+    frugal = _best([other for other in notable if other.held <= held])
     return Explanation(
         schedule=table,
         step=timeline.makespan,
@@ -51,6 +52,7 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         straggler=_straggler(here, now),
         evened=even.predict(table),
         more=_more(here),
+        others=others,
         faster=faster,
         frugal=None if frugal is faster else frugal,
     )

@@ -65,7 +65,8 @@ class Explanation:
     straggler: Straggler | None
     evened: Timeline  # the step, predicted for stages that take the same
     more: Alternative | None  # twice the microbatches, of the same size
-    faster: Alternative | None  # the fastest of the catalog, if faster than this
+    others: tuple[Alternative, ...]  # of the catalog, all that there are for these ranks and microbatches
+    faster: Alternative | None  # the fastest of them, if faster than this
     frugal: Alternative | None  # the fastest of those that hold no more, if that is another
 
     def __str__(self) -> str:
@@ -86,6 +87,11 @@ class Explanation:
     def verdict_told(self) -> str:
         """The verdict in one line, as the terminal and the page say it."""
         return "; ".join(each.text for each in self.verdict) or NOTHING_TO_GAIN
+
+    @property
+    def others_told(self) -> dict[str, str]:
+        """What each other schedule of the catalog would come to, by its name; of one that may be cut in two ways the faster."""
+        return {each.schedule.name: _about(each, self) for each in sorted(self.others, key=lambda each: -each.seconds)}
 
 
 # ---- the verdict

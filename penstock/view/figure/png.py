@@ -27,7 +27,7 @@ def _paint(brush: Any, shape: Shape) -> None:
     if isinstance(shape, Box):
         left, top = round(shape.x * PIXELS), round(shape.y * PIXELS)
         right, bottom = round((shape.x + shape.width) * PIXELS), round((shape.y + shape.height) * PIXELS)
-        if right > left:
+        if right > left and bottom > top:
             outline = {"outline": shape.outline, "width": 1} if shape.outline else {}
             brush.rectangle(
                 (left, top, right - 1, bottom - 1), fill=pale(shape.color) if shape.hatch else shape.color, **outline

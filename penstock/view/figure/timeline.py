@@ -1,15 +1,20 @@
 """A timeline as a figure for a paper.
 
 A row for each rank, the planned one below it if there is one, memory where it is known in bytes, an axis and a legend.
-Colours differ in lightness too, and causes of idle time in their hatch, so that they can be told apart in print.
+Colours differ in lightness too, and causes of idle time in their hatch, so that they can be told apart in print. Where
+actions are denser than pixels, the parts of each slice of time are drawn one above the other.
 """
 
 import math
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 
+from penstock.errors import PenstockError
+from penstock.schedule import Timeline
+from penstock.view.data.sums import SLICES, sums_data
+from penstock.view.data.timeline import Data, timeline_data
 from penstock.view.figure.shapes import INK, MUTED, PAD, TEXT, Box, Figure, Line, Shape, Text
-from penstock.view.record import Data, Record
+from penstock.view.record import Record
 from penstock.view.terminal import held
 
 KINDS = {"F": "#629ad9", "B": "#19653f", "I": "#0b838e", "W": "#d7b34e"}
@@ -19,20 +24,28 @@ HATCHES = {"fill": ".", "imbalance": "/", "drain": "-", "communication": "\\", "
 NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weights)"}
 LABEL, ROW, PLANNED, GAP = 58.0, 20.0, 12.0, 7.0
 MEMORY, SHADE = 14.0, "#b3bac4"  # the curve of what a rank's activations take, where that is known in bytes
+MOST_RANKS = 128
 
 
 def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> Figure:
-    """The last step of `record`, `width` wide and as high as it needs.
+    """The usual step of `record`, `width` wide and as high as it needs.
 
     `also`: "memory" that is not known in bytes too, the critical "path", and "arrows" for messages between ranks.
+
+    Raises PenstockError for more ranks than a figure has room for, and for `also` where there is none for single actions.
     """
-    data = record.data()
-    timeline, planned = data["steps"][data["usual"]]["timeline"], data["planned"]
+    dense = len(record.usual.events) > width * record.usual.ranks
+    if record.usual.ranks > MOST_RANKS:
+        raise PenstockError(f"{record.name} has {record.usual.ranks} ranks: a figure has room for {MOST_RANKS}, a page for all")
+    if dense and also:
+        raise PenstockError(f"{record.name} has more actions than a figure has pixels: it shows no {' or '.join(sorted(also))}")
+    timeline, planned = (step and _data(step, dense) for step in (record.usual, record.planned))
+    assert timeline
     whole = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1
     scale = (width - LABEL - PAD) / whole
     shapes: list[Shape] = []
     y = PAD
-    memory = bool(timeline["memory_unit"]) or "memory" in also
+    memory = (bool(timeline["memory_unit"]) or "memory" in also) and not dense
     tops: list[float] = []
     several = any(len({_stage(event) for event in row["events"]}) > 1 for row in timeline["ranks"])
     for rank, row in enumerate(timeline["ranks"]):
@@ -56,6 +69,10 @@ def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> 
     legend = list(_legend(timeline, planned, width, y + 34, memory))
     height = max((shape.y for shape in legend), default=y + 34) + 14
     return Figure(record.name, width, height, (*shapes, *legend))
+
+
+def _data(timeline: Timeline, dense: bool) -> Data:
+    return sums_data(timeline) if dense else timeline_data(timeline)
 
 
 def _marks(timeline: Data, scale: float, tops: list[float], also: Collection[str]) -> Iterator[Line]:
@@ -86,6 +103,8 @@ def _kind(event: Data) -> str:
 def _row(
     row: Data, timeline: Data, scale: float, y: float, height: float, several: bool, named: bool = True
 ) -> Iterator[Shape]:
+    if "sums" in row:
+        yield from _proportions(row["sums"], scale, y, height)
     halves = {action: half for pair in timeline["overlaps"] for half, action in enumerate(pair)}
     for start, end, cause in row["idle"]:
         yield Box(LABEL + start * scale, y, (end - start) * scale, height, CAUSES[cause], hatch=HATCHES[cause])
@@ -98,6 +117,16 @@ def _row(
         text = next((text for text in _names(event["action"], several) if len(text) * size * 0.6 + 2 < wide), None)
         if named and text is not None:
             yield Text(x + wide / 2, top + high / 2, text, size, "middle", LETTERS[_kind(event)])
+
+
+def _proportions(sums: Data, scale: float, y: float, height: float) -> Iterator[Box]:
+    """The parts of each slice of time, one above the other."""
+    wide, tops = sums["end"] / SLICES * scale, [y] * SLICES
+    for part, color in (KINDS | CAUSES).items():
+        for place, share in enumerate(sums["parts"].get(part, ())):
+            if share:
+                yield Box(LABEL + place * wide, tops[place], wide, share * height, color)
+                tops[place] += share * height
 
 
 def _memory(curve: list[list[float]], timeline: Data, scale: float, y: float) -> Iterator[Shape]:
@@ -135,10 +164,12 @@ def _unit(whole: float) -> tuple[float, str]:
 def _legend(timeline: Data, planned: Data | None, width: float, y: float, memory: bool) -> Iterator[Box | Text]:
     """What is there of kinds and of causes of idle time, in as many lines as are needed."""
     drawn = [timeline, *([planned] if planned else [])]
-    kinds = {_kind(event) for each in drawn for row in each["ranks"] for event in row["events"]}
-    causes = {idle[2] for each in drawn for row in each["ranks"] for idle in row["idle"]}
-    items = [(color, "", NAMES[kind]) for kind, color in KINDS.items() if kind in kinds]
+    rows = [row for each in drawn for row in each["ranks"]]
+    kinds, causes = {_kind(event) for row in rows for event in row["events"]}, {idle[2] for row in rows for idle in row["idle"]}
+    parts = {part for row in rows if "sums" in row for part in row["sums"]["parts"]}  # not hatched
+    items = [(color, "", NAMES[kind]) for kind, color in KINDS.items() if kind in kinds | parts]
     items += [(color, HATCHES[cause], f"idle: {cause}") for cause, color in CAUSES.items() if cause in causes]
+    items += [(color, "", f"idle: {cause}") for cause, color in CAUSES.items() if cause in parts]
     if memory:
         items.append((SHADE, "", "memory of activations, and its peak"))
     x = LABEL

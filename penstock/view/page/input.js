@@ -101,10 +101,10 @@ function pulling(chart, page, {clientX: begin}, block) {
 }
 
 function clicked(chart, page, event) {
-  const {block, idle, rank, label} = chart.at(event.clientX, event.clientY), touch = event.pointerType === "touch";
+  const found = chart.at(event.clientX, event.clientY), {block, idle, label} = found;
   if (chart.dragged) return;
-  if (block) page.select(chart, block, touch);
-  else if (idle && touch) page.showTip(describeIdle(chart.record, idle, rank), event.clientX, event.clientY);
+  if (block) page.select(chart, block, event.pointerType === "touch");
+  else if (idle) page.selectIdle(chart, found, event);
   else if (label !== undefined) page.mark(chart, event.shiftKey ? chart.pinned : chart.folded, label);
   else page.hideTip();
 }
@@ -124,7 +124,7 @@ function hover(chart, page, event) {
     page.redraw();
   }
   if (block) page.showTip(describe(chart.record, block), event.clientX, event.clientY);
-  else if (found.idle) page.showTip(describeIdle(chart.record, found.idle, found.rank), event.clientX, event.clientY);
+  else if (found.idle) page.showTip(describeIdle(chart.record, found), event.clientX, event.clientY);
   else if (found.label !== undefined) page.showTip(element("div", {class: "muted"}, `rank ${found.label}: click folds, Shift and click pins`), event.clientX, event.clientY);
   else page.hideTip();
 }

@@ -152,7 +152,19 @@ class Page {
     const description = describe(chart.record, block), box = chart.host.getBoundingClientRect(), top = box.top + chart.topOf(block);
     if (top < 40 || top + 60 > innerHeight) scrollBy(0, top - innerHeight / 2);
     const x = Math.min(Math.max(chart.x(block.start), chart.gutter), chart.width - 20);
-    this.showTip(description, box.left + x, chart.host.getBoundingClientRect().top + chart.topOf(block) + chart.heightOf(block));
+    this.tell(description, box.left + x, chart.host.getBoundingClientRect().top + chart.topOf(block) + chart.heightOf(block));
+  }
+
+  /** Tell why a rank was idle, and light up what it waited for; Enter goes there. */
+  selectIdle(chart, found, {clientX, clientY}) {
+    chart.selected = (found.next && chart.record.timeline.blocks.get(found.next.text)) || null;
+    this.redraw();
+    this.tell(describeIdle(chart.record, found), clientX, clientY);
+  }
+
+  /** Show a description, and say it. */
+  tell(description, x, y) {
+    this.showTip(description, x, y);
     const lines = [...description.querySelectorAll("dt")].map((term) => `${term.textContent} ${term.nextSibling.textContent}`);
     document.getElementById("said").textContent = [...[...description.children].slice(0, 2).map((each) => each.textContent), ...lines].join(", ");
   }
@@ -174,8 +186,7 @@ class Page {
     this.followed = microbatch;
     this.lit = microbatch === null ? null : (block) => block.microbatch === microbatch;
     if (microbatch !== null) {
-      const {record} = this.charts[0], journey = record.timeline.journey(microbatch);
-      this.finder.say(journey.length ? `m${microbatch}: ${journey.length} actions, from ${record.time(journey[0].start)} to ${record.time(Math.max(...journey.map(({end}) => end)))}` : `there is no microbatch ${microbatch}`);
+      this.finder.say(journeyTold(this.charts[0].record, microbatch));
     }
     this.redraw();
   }

@@ -24,12 +24,14 @@ from penstock.schedule import Action, Costs, Measurement, Schedule, Timeline, bu
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.schedule import cells_of
 from penstock.schedule.table import Table
-from penstock.view import sums
-from penstock.view.record import Data, Record, read, timeline_data, verdict_data
+from penstock.view.data import sums
+from penstock.view.data.sums import is_huge, sums_data
+from penstock.view.data.timeline import Data, timeline_data, verdict_data
+from penstock.view.reading import read
+from penstock.view.record import Record
 from penstock.view.studio import question
 from penstock.view.studio.better import Tell, better, found_data
 from penstock.view.studio.costs import Timed, data_of, timed
-from penstock.view.sums import is_huge, sums_data
 
 MOST = {"ranks": 64, "stages_per_rank": 4, "microbatches": 512}  # for a table built by name
 MOST_RANKS = 64  # of a table that was loaded

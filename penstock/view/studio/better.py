@@ -6,7 +6,7 @@ from dataclasses import replace
 from penstock.errors import ScheduleError
 from penstock.schedule import Costs, Schedule, search, simulate, verify
 from penstock.schedule.searching.search import Found
-from penstock.view.record import Data
+from penstock.view.data.timeline import Data
 
 Tell = Callable[[Data], object]
 MOST_SEARCHED = 2048  # stages times microbatches: some seconds

@@ -20,7 +20,7 @@ from penstock.schedule import Costs, Measurement, Schedule, ScheduleError, Size,
 from penstock.schedule.table import Kind, Table
 from penstock.schedule.timing.simulate import until_it_stops
 from penstock.schedule.transform import with_full_backwards
-from penstock.view.record import Data
+from penstock.view.data.timeline import Data
 from penstock.view.studio import question
 
 STAGE_COSTS = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.view.record import Data
+from penstock.view.data.timeline import Data
 
 Reader = Callable[[], Data]  # the question that shows the file's table; raises PenstockError for what is none
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from penstock.errors import PenstockError
 from penstock.schedule.table import collector_paused
-from penstock.view.record import Data
+from penstock.view.data.timeline import Data
 from penstock.view.studio.answers import answer
 from penstock.view.studio.better import Tell
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.view import html, serving
-from penstock.view.record import load
+from penstock.view.reading import load
 from penstock.view.serving import NOTHING, Answer
 from penstock.view.watch.growing import GrowingRun
 
@@ -25,6 +25,14 @@ POLICY = (  # the timeline has its script and style inside, and names them by ha
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
+
+PARTS = {  # what the page is made of: the package that has it, and its file
+    "": ("penstock.view.watch", "watch.html"),
+    "watch.css": ("penstock.view.watch", "watch.css"),
+    "watch.js": ("penstock.view.watch", "watch.js"),
+    "page.css": ("penstock.view", "page.css"),
+    "words.js": ("penstock.view", "data/words.js"),
+}
 
 
 def server(folder: Path, port: int = 0) -> "BaseWSGIServer":
@@ -43,9 +51,8 @@ def server(folder: Path, port: int = 0) -> "BaseWSGIServer":
                 return Answer(html.page([load(folder)]), "html")
             except PenstockError as error:
                 return Answer(f"{error}\n", "txt", 404)
-        if name in ("", "watch.js", "page.css", "watch.css"):
-            part = name or "watch.html"
-            package = "penstock.view" if part == "page.css" else "penstock.view.watch"
+        if name in PARTS:
+            package, part = PARTS[name]
             return Answer((files(package) / "page" / part).read_text(encoding="utf-8"), part.rpartition(".")[2])
         return NOTHING
 

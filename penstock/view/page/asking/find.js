@@ -1,6 +1,7 @@
-// One field to find things and to ask: `2F3`, `m5`, `rank 7`, or what if: `2F3 as fast as the others`, `no send cost`.
+// One field to find things and to ask: `2F3`, `m5`, `rank 7`, or what if: `2F3 as fast as the others`, `no send cost`, `zb-v`.
 
 const EXAMPLES = "2F3, m5, rank 7, or what if: 2F3 as fast as the others, no send cost, rank 1 at the mean";
+const LONGEST_QUOTED = 40; // characters of what was typed
 
 class Finder {
   constructor(page) {
@@ -26,15 +27,17 @@ class Finder {
   }
 
   asked() {
-    const {page} = this, [chart] = page.charts, {timeline} = chart.record, words = this.field.value.trim(), rank = /^rank (\d+)$/i.exec(words);
-    const block = timeline.blocks.get(words.toUpperCase());
+    const {page} = this, [chart] = page.charts, {timeline, verdict} = chart.record, words = this.field.value.trim();
+    const block = timeline.blocks.get(words.toUpperCase()), rank = /^rank (\d+)$/i.exec(words), others = new Map(Object.entries(verdict?.others || {}));
     if (block) return page.select(chart, block);
     if (/^m\d+$/i.test(words)) return this.typed();
-    if (rank && timeline.ranks[rank[1]]) return page.choose({from: 0, to: timeline.data.makespan, ranks: [Number(rank[1])]});
+    if (rank) return timeline.ranks[Number(rank[1])] ? page.choose({from: 0, to: timeline.data.makespan, ranks: [Number(rank[1])]}) : this.say(`there is no rank ${rank[1]}`);
+    if (others.has(words.toLowerCase())) return this.say(others.get(words.toLowerCase()));
     if (words && timeline.data.counts) return this.say("this page has the sums of the step, not its actions: ask for a rank, as in: rank 7");
     const answer = timeline.blocks.size ? whatIf(chart.record, words) : null;
     if (answer && !answer.problem) return page.instead(answer);
-    return this.say(answer?.problem || (words ? `“${words}” is none of ${EXAMPLES}` : ""));
+    const quoted = words.length > LONGEST_QUOTED ? `${words.slice(0, LONGEST_QUOTED)}…` : words;
+    return this.say(answer?.problem || (words ? `“${quoted}” is none of ${EXAMPLES}` : ""));
   }
 
   say(text) { this.told.textContent = text; }

@@ -1,6 +1,6 @@
 // What if: questions in words or by pulling a block, answered in a sentence and by the step as it would be.
 
-const MORE = /^(\d+)([FBIW])(\d+)?\s*(?:is |at |=|as fast as )\s*(?:the )?(others|mean|[\d.]+)\s*(s|ms|µs|us)?$/i;
+const MORE = /^(\d+)([FBIW])(\d+)?\s*(?:is |at |=|as fast as )\s*(?:the )?(others|mean|[-+]?[\d.]+(?:e[-+]?\d+)?)\s*(s|ms|µs|us)?$/i, ONE = /^\d+[FBIW]\d+$/i;
 
 /** What a question in words comes to: {text, timeline, makespan}, {problem} if it cannot be answered, or null if it is none. */
 function whatIf(record, words) {
@@ -15,6 +15,7 @@ function whatIf(record, words) {
     const mean = new Map([...means].map(([kinds, times]) => [kinds, times.reduce((a, b) => a + b, 0) / times.length]));
     return answered(record, `rank ${number} as fast as the mean of the others`, replay.run((cell) => (cell.rank === number ? mean.get(kindsOf(cell)) ?? cell.took : cell.took)));
   }
+  if (ONE.test(text)) return {problem: `there is no ${text.toUpperCase()}`};
   if (!one) return null;
   const [, stage, letter, microbatch, amount, unit] = one, kind = letter.toUpperCase(), name = `${stage}${kind}${microbatch ?? ""}`;
   const alike = all.filter(({blocks}) => blocks.some((block) => block.stage === Number(stage) && block.kind === kind));
@@ -24,7 +25,7 @@ function whatIf(record, words) {
   const scale = record.unit === "s" ? {s: 1, ms: 1e-3, "µs": 1e-6, us: 1e-6}[unit || "ms"] : 1;
   if (relative && !others.length) return {problem: `there is no other ${stage}${kind}`};
   const time = relative ? middleOf(others.map(({took}) => took)) : Number(amount) * scale;
-  if (!Number.isFinite(time)) return {problem: `${amount} is no time`};
+  if (!(time >= 0 && time < Infinity)) return {problem: `${amount} is no time`};
   const told = `${name} ${relative ? "as fast as the others" : "at"} ${relative ? `(${record.time(time)})` : record.time(time)}`;
   return answered(record, told, replay.run((cell) => (chosen.has(cell) ? time : cell.took)));
 }

@@ -125,7 +125,7 @@ class Chart {
     const block = lane.blocks[inPair];
     if (block && block.start <= time) return {block: this.record.timeline.blocks.get(block.text) || block, main: !below};
     const idle = lane.idle[firstAfter(lane.idleEnds, time)];
-    return idle && idle[0] <= time ? {idle, rank: row.rank} : {};
+    return idle && idle[0] <= time ? {idle, rank: row.rank, timeline, next: timeline.last(block)} : {};
   }
 
   onPath(time) {

@@ -23,7 +23,7 @@ function themeColors(hued) {
   };
   const addKind = (name, color) => {
     add(name, color);
-    add(`${name} second`, `color-mix(in srgb, ${color}, var(--letter) 14%)`);
+    add(`${name} second`, `color-mix(in srgb, ${color}, var(--letter) 10%)`);
   };
   for (const name of THEMED) add(name, `var(--${name})`);
   for (const kind of Object.keys(KINDS)) {

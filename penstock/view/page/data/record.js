@@ -25,7 +25,7 @@ class TimelineRecord {
   /** Times as people read them: `12.3 ms` where the unit is a second, else the bare number. */
   time(value, signed = false) {
     const sign = signed && value > 0 ? "+" : "";
-    if (this.unit !== "s") return sign + short(value);
+    if (this.unit !== "s") return sign + bare(value);
     const [factor, unit] = scaleOf(Math.abs(value));
     return `${sign}${short(value * factor)} ${unit}`;
   }

@@ -29,7 +29,7 @@ function tableBelow(chart, page) {
 /** Two records, number beside number. */
 function differences(records) {
   const [first, second] = records, [a, b] = records.map((record) => record.timeline.data);
-  const signed = (share, unit) => (Math.abs(share) < 5e-4 ? "same" : `${share > 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(1)} ${unit}`);
+  const signed = (share, unit) => (Math.abs(share) < 5e-4 ? "same" : `${share > 0 ? "+" : "−"}${tenths(Math.abs(100 * share))} ${unit}`);
   const points = (from, to) => signed(to - from, "points"), relative = (from, to) => (from ? signed(to / from - 1, "%") : "–");
   const rows = [
     ["makespan", first.time(a.makespan), second.time(b.makespan), relative(a.makespan, b.makespan)],

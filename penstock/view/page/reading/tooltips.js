@@ -21,15 +21,28 @@ function describe(record, block) {
     rows.push(["received", block.receives.map(({action}) => `${action} of rank ${record.timeline.blocks.get(action).rank}`).join(", ")]);
   }
   if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.amount(block.held)} once it has ended`]);
-  if (block.critical) rows.push(["critical path", "yes"]);
-  else if (record.timeline.blocks.size <= 50000 && record.timeline.blocks.get(block.text) === block) rows.push(["slack", `${record.time(record.timeline.replay.slack.get(block) ?? 0)}: how much longer it may take before the step does`]);
+  if (block.critical) rows.push(["critical path", "yes"], ["slack", "none: the step takes as much longer as it does"]);
+  else if (record.timeline.slackOf(block) !== undefined) rows.push(["slack", `${record.time(record.timeline.slackOf(block))}: how much longer it may take before the step does`]);
   const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KINDS[block.kind]}`);
   const place = `stage ${block.stage}, microbatch ${block.microbatch}, rank ${block.rank}`;
   return element("div", {}, title, element("div", {class: "muted"}, place), described(rows));
 }
 
-function describeIdle(record, [start, end, cause], rank) {
-  const title = element("h3", {}, element("span", {class: `swatch paint-${cause}`}), `idle by ${cause}`);
-  return element("div", {}, title, element("div", {class: "muted"}, CAUSES[cause]),
-    described([["rank", String(rank)], ["time", interval(record, {start, end})]]));
+/** What there is to say of a microbatch. */
+function journeyTold(record, microbatch) {
+  const blocks = record.timeline.journey(microbatch), sum = (times) => record.time(times.reduce((all, each) => all + each, 0));
+  if (!blocks.length) return `there is no microbatch ${microbatch}`;
+  const [from, to] = [blocks[0].start, Math.max(...blocks.map(({end}) => end))].map((each) => record.time(each));
+  const onTheWay = blocks.flatMap(({receives}) => receives).map(({action, arrived}) => Math.max(0, arrived - record.timeline.blocks.get(action).end));
+  return `m${microbatch}: ${blocks.length} actions, from ${from} to ${to}; they take ${sum(blocks.map(({start, end}) => end - start))}, messages ${sum(onTheWay)}`;
+}
+
+/** What there is to say of a time in which a rank was idle: why, before which action, and what that one needed. */
+function describeIdle(record, {idle: [start, end, cause], rank, next, timeline}) {
+  const title = element("h3", {}, element("span", {class: `swatch paint-${cause}`}), `idle by ${cause}`), rows = [["rank", String(rank)], ["time", interval(record, {start, end})]];
+  const source = next && timeline.blocks.get(next.waitedFor), came = source && next.receives.find(({action}) => action === source.text).arrived;
+  rows.push(["next", next ? `${next.text} ${KINDS[next.kind]}` : "nothing: the rank has done its part of the step"]);
+  if (source) rows.push(source.end < start ? ["needs", `${source.text} of rank ${source.rank}, which ended before, at ${record.time(source.end)}`]
+    : ["waits for", `${source.text} of rank ${source.rank}, which ends at ${record.time(source.end)}${came > source.end ? ` and is there at ${record.time(came)}` : ""}`]);
+  return element("div", {}, title, element("div", {class: "muted"}, CAUSES[cause]), described(rows));
 }

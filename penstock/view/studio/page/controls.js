@@ -83,7 +83,7 @@ class Controls {
     this.select.querySelector("[data-loaded]")?.remove();
     if (loaded) this.select.append(element("option", {value: "", "data-loaded": "", selected: ""}, state.loaded));
     this.select.value = loaded ? "" : state.schedule;
-    this.summary.textContent = loaded ? `${state.base?.found ? "found by a search" : "loaded from a file"}; choose a schedule to leave it` : family.summary;
+    this.summary.textContent = loaded ? `${state.base?.found ? "found by a search" : "a table of its own"}; choose a schedule to leave it` : family.summary;
     this.put("ranks", ranks);
     this.put("microbatches", microbatches);
     this.sliders.stages_per_rank.range.min = loaded ? 1 : family.least;

@@ -76,9 +76,8 @@ class Table {
     const cell = element("button", {
       type: "button", role: "gridcell", tabindex: rank === this.at[0] && place === this.at[1] ? 0 : -1, class: `cell paint-${kind}`, "aria-colindex": place + 1,
       "data-rank": rank, "data-place": place, "data-names": names.join(" "), "aria-label": `${names.join(" with ")}, place ${place + 1} of rank ${rank}`,
-    }, names.join(" "));
+    }, ...(other ? [element("span", {class: `paint-${kind}`}, `${names[0]} `), element("span", {class: `paint-${other}`}, names[1])] : names)); // a pair may overlap
     Object.assign(cell.style, {left: `${this.left(place)}px`, width: `${this.pitch - 3}px`});
-    if (other) cell.style.background = `linear-gradient(90deg, var(--${kind}) 50%, var(--${other}) 50%) border-box`; // a pair that may overlap
     cell.classList.toggle("wrong", names.some((name) => this.wrong.has(name)));
     this.cells.set(`${rank} ${place}`, cell);
     this.row(rank).append(cell);

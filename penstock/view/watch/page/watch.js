@@ -14,7 +14,7 @@ const FIGURES = {
 };
 
 /** A share as it was measured, and beside it what it would be if all stages took the same. */
-function shares(measured, even) { return [`${(100 * measured).toFixed(1)} %`, `with even stages ${(100 * even).toFixed(1)} %`]; }
+function shares(measured, even) { return [percent(measured), `with even stages ${percent(even)}`]; }
 
 function show({name, last, losses, timeline}) {
   document.getElementById("name").textContent = name;
@@ -27,9 +27,7 @@ function show({name, last, losses, timeline}) {
       }
       return figure;
     }));
-    const values = losses.map(([, loss]) => loss).filter((loss) => loss !== null), low = Math.min(...values), high = Math.max(...values);
-    const points = values.map((loss, place) => `${(1000 * place) / Math.max(1, values.length - 1)},${110 - (100 * (loss - low)) / (high - low || 1)}`);
-    document.querySelector("#losses polyline").setAttribute("points", points.join(" "));
+    draw(losses.filter(([, loss]) => loss !== null));
   }
   if (timeline !== shown) {
     shown = timeline;
@@ -37,6 +35,18 @@ function show({name, last, losses, timeline}) {
     frame.hidden = timeline === null;
     if (timeline !== null) frame.src = `/timeline?${timeline}`;
   }
+}
+
+/** The losses over their steps, from the lowest to the highest. */
+function draw(losses) {
+  document.getElementById("curve").hidden = losses.length < 2;
+  if (losses.length < 2) return;
+  const values = losses.map(([, loss]) => loss), low = Math.min(...values), high = Math.max(...values), [[first], [last]] = [losses[0], losses.at(-1)];
+  const points = losses.map(([step, loss]) => `${(1000 * (step - first)) / (last - first)},${100 - (100 * (loss - low)) / (high - low || 1)}`);
+  document.querySelector("#losses polyline").setAttribute("points", points.join(" "));
+  const told = {highest: high.toFixed(4), lowest: low.toFixed(4), first: `step ${first}`, last: `step ${last}`};
+  for (const [id, text] of Object.entries(told)) document.getElementById(id).textContent = text;
+  document.getElementById("losses").setAttribute("aria-label", `Loss from ${told.first} to ${told.last}: at most ${told.highest}, at least ${told.lowest}`);
 }
 
 async function ask() {

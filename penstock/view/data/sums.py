@@ -1,7 +1,7 @@
 """A step too large for a page to show action by action: for each rank which part of its time went where, slice by slice."""
 
 from penstock.schedule import Timeline
-from penstock.view.record import Data
+from penstock.view.data.timeline import Data
 
 MOST = 250_000  # actions that a page shows one by one
 SLICES = 256  # of the step
@@ -14,7 +14,7 @@ def is_huge(timeline: Timeline) -> bool:
 
 
 def sums_data(timeline: Timeline) -> Data:
-    """What `record.timeline_data` has, but for every rank sums: the share of each slice that each kind and cause took."""
+    """What `timeline_data` has, but for every rank sums: the share of each slice that each kind and cause took."""
     ranks = [_sums(timeline, rank) for rank in range(timeline.ranks)]
     whole = timeline.ranks * SLICES
     kinds = {kind: sum(sum(row.get(kind, ())) for row in ranks) / whole for kind in "FBIW" if any(kind in row for row in ranks)}

@@ -1,0 +1,49 @@
+"""The messages of a timeline: which action of which rank an event needed, and when that arrived."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from penstock.schedule import Event, Timeline
+
+
+class Message(NamedTuple):
+    """What one rank hands to another: made by `source`, there at `arrival`."""
+
+    source: Event
+    arrival: float
+
+
+class Begun(NamedTuple):
+    """An event, for how long its rank was idle before it, and the messages that it needed, from other ranks."""
+
+    event: Event
+    waited: float
+    messages: tuple[Message, ...]
+
+    @property
+    def last(self) -> Message | None:
+        """What came last of what the rank was idle for."""
+        return max(self.messages, key=lambda message: message.arrival) if self.waited and self.messages else None
+
+
+def begun(timeline: Timeline, rank: int) -> Iterator[Begun]:
+    """The events of `rank`, in order.
+
+    Where what messages cost is known, their arrival is what the simulator says. In a measured timeline the events alone are
+    known: a message that its taker stood idle for arrived, at the latest, when the taker began, and any other counts as
+    there when it was made.
+    """
+    free = timeline.start
+    for cell in timeline.cells(rank):
+        for event in cell:
+            waited = max(0.0, event.start - free)
+            yield Begun(event, waited, tuple(_messages(timeline, event, waited)))
+        free = max(free, cell[0].end, cell[-1].end)
+
+
+def _messages(timeline: Timeline, taker: Event, waited: float) -> list[Message]:
+    away = [source for source in timeline.needs(taker) if source.rank != taker.rank]
+    if timeline.borders:
+        return [Message(source, timeline.arrivals[source.action, taker.action.stage].when) for source in away]
+    last = max(away, key=lambda source: source.end) if waited and away else None
+    return [Message(source, max(source.end, taker.start) if source is last else source.end) for source in away]

@@ -1,0 +1,77 @@
+"""One timeline as plain data, counted from its first start, and the verdict on it."""
+
+from typing import Any
+
+from penstock.schedule import Explanation, Timeline
+from penstock.view.data.messages import Begun, begun
+
+Data = dict[str, Any]  # what JSON can say
+
+
+def timeline_data(timeline: Timeline) -> Data:
+    """One timeline, counted from its first start, with all that follows from it."""
+    return {
+        "makespan": _since(timeline, timeline.end),
+        "span": timeline.span,
+        "idle_share": timeline.idle_share,
+        "bubble": timeline.bubble,
+        "bubble_by_span": timeline.bubble_by_span,
+        "busy": timeline.busy,
+        "causes": {str(cause): share for cause, share in timeline.causes.items()},
+        "peak_in_flight": timeline.peak_in_flight,
+        "peak_memory": timeline.peak_memory,
+        "critical_path": [str(event.action) for event in timeline.critical_path],
+        "overlaps": sorted([str(action) for action in pair] for pair in timeline.overlaps),
+        "borders": timeline.borders,
+        "skips": [[*skip, *border] for skip, border in sorted(timeline.skips.items())],
+        "sizes": timeline.sizes,
+        "memory_unit": timeline.memory_unit,
+        "between": [round(time, 9) for time in timeline.between],
+        "averaging": [round(time, 9) for time in timeline.averaging],
+        "ranks": [_row(timeline, rank) for rank in range(timeline.ranks)],
+    }
+
+
+def _row(timeline: Timeline, rank: int) -> Data:
+    """What a rank ran, why it was idle, and what it held."""
+    held = dict(timeline.held_after(rank))
+    return {
+        "events": [_event(timeline, each, held[each.event.action]) for each in begun(timeline, rank)],
+        "idle": [[_since(timeline, start), _since(timeline, end), str(cause)] for start, end, cause in timeline.idle[rank]],
+        "memory": [[_since(timeline, time), amount] for time, amount in timeline.memory(rank)],
+    }
+
+
+def verdict_data(told: Explanation) -> Data:
+    """What would make the step shorter, in one line and finding by finding, each with the step as it would be; and what each
+    other schedule would come to."""
+    findings = [
+        {"about": each.about, "text": each.text, "gain": each.gain, "rank": each.rank}
+        | {"name": each.timeline.name, "timeline": timeline_data(each.timeline)}
+        for each in told.verdict
+    ]
+    return {"text": told.verdict_told, "findings": findings, "others": told.others_told}
+
+
+def _event(timeline: Timeline, begun: Begun, held: float) -> Data:
+    event, last = begun.event, begun.last
+    data: Data = {"action": str(event.action), "start": _since(timeline, event.start), "end": _since(timeline, event.end)}
+    if event.sent is not None:
+        data["sent"] = _since(timeline, event.sent)
+    data["held"] = held
+    if begun.waited:
+        data["waited"] = round(begun.waited, 9)
+    if last is not None:
+        data["waited_for"] = str(last.source.action)
+    if begun.messages:
+        data["receives"] = [
+            {"action": str(source.action), "rank": source.rank, "arrived": _since(timeline, arrival)}
+            for source, arrival in begun.messages
+        ]
+    return data
+
+
+def _since(timeline: Timeline, time: float) -> float:
+    """To the nanosecond, where the unit is a second; a whole number stays one."""
+    since = round(time - timeline.start, 9)
+    return int(since) if since == int(since) else since

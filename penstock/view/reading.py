@@ -1,0 +1,121 @@
+"""Records read back from their files: what no step can be is refused before anything is worked out from it."""
+
+import json
+import math
+from graphlib import TopologicalSorter
+from itertools import chain, pairwise
+from os import PathLike
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.schedule import Action, Border, Event, MeasuredTimeline, ScheduleError, Size, Timeline
+from penstock.schedule.table import dependencies
+from penstock.view.data.timeline import Data
+from penstock.view.record import FILE, FORMAT, Record
+
+LARGEST = 2**28  # bytes of a file
+MOST_WORDS = 300  # characters of what is wrong with one
+
+
+def load(path: str | PathLike[str]) -> Record:
+    """Read what `save` wrote, from the file or from the folder of its run.
+
+    Raises PenstockError if there is no such file, or it is none of Penstock's timelines.
+    """
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise PenstockError(f"{path} has no timeline: there is no file {file}")
+    with file.open("rb") as opened:
+        data = opened.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise PenstockError(f"{file} has more than {LARGEST:,} bytes, the most that a timeline may have")
+    return read(data, str(file))
+
+
+def read(text: str | bytes, file: str) -> Record:
+    """The record that is written as `text`. Raises PenstockError, about the `file` it came from, if it is none."""
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError("it is no JSON object")
+        if data.get("format") != FORMAT:
+            raise ValueError(_other_format(data))
+        name, planned = str(data["name"]), data["planned"]
+        steps = tuple(_timeline(name, step["timeline"]) for step in data["steps"])
+        if not steps:
+            raise ValueError("it has no steps")
+        labels = tuple(str(step["label"]) for step in data["steps"])
+        layers = tuple(map(float, data.get("layers", ())))
+        return Record(steps, None if planned is None else _timeline(name, planned), str(data["unit"]), labels, layers)
+    except RecursionError as error:
+        raise PenstockError(f"{file} is not a timeline that Penstock wrote: it is nested too deeply") from error
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, ScheduleError) as error:
+        why = (str(error) if isinstance(error, ValueError) else repr(error))[:MOST_WORDS]
+        raise PenstockError(f"{file} is not a timeline that Penstock wrote: {why}") from error
+
+
+def _other_format(data: Data) -> str:
+    if "traceEvents" in data:
+        return "it is a trace, for ui.perfetto.dev; what Penstock reads is the timeline.json of a run"
+    return f"its format is {data.get('format')!r}, not {FORMAT!r}"
+
+
+# ---- its timelines
+
+
+def _timeline(name: str, data: Data) -> MeasuredTimeline:
+    rows = tuple(tuple(_read_event(rank, event) for event in row["events"]) for rank, row in enumerate(data["ranks"]))
+    overlaps = frozenset((Action.parse(first), Action.parse(second)) for first, second in data["overlaps"])
+    borders = tuple(Border(*map(float, border)) for border in data["borders"])
+    skips = {(int(lower), int(upper)): Border(float(time), float(on)) for lower, upper, time, on in data["skips"]}
+    sizes = tuple(Size(*map(float, size)) for size in data["sizes"])
+    unit = str(data.get("memory_unit", ""))  # this and the next two are not in older files
+    between, averaging = (tuple(map(float, data.get(key, ()))) for key in ("between", "averaging"))
+    timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging)
+    _check(timeline)
+    return timeline
+
+
+def _check(timeline: Timeline) -> None:
+    """Raises ValueError for what no step can be: the chains that are followed through its events would not end."""
+    homes: dict[int, int] = {}
+    needs: dict[Action, set[Action]] = {}
+    stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
+    for event in timeline.events:
+        if homes.setdefault(event.action.stage, event.rank) != event.rank:
+            raise ValueError(f"stage {event.action.stage} is on rank {homes[event.action.stage]} and on rank {event.rank}")
+        if event.action in needs:
+            raise ValueError(f"{event.action} is there twice")
+        needs[event.action] = {each for one in dependencies(event.action, stages, timeline.skips) for each in one}
+    neighbours = [pair for row in timeline.rows for pair in pairwise(row)]
+    for before, event in neighbours:
+        if event.start < before.start or event.end < before.end:
+            raise ValueError(f"rank {event.rank} has {event.action} out of order")
+        needs[event.action].add(before.action)
+    TopologicalSorter(needs).prepare()  # a CycleError is a ValueError
+    for one, other in timeline.overlaps - {(before.action, event.action) for before, event in neighbours}:
+        raise ValueError(f"{one} and {other} are no pair, they do not follow each other")
+    numbers = chain(*timeline.borders, *timeline.sizes, *timeline.skips.values(), timeline.between, timeline.averaging)
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("it has a time or a size that is no finite number")
+    if timeline.borders and len(timeline.borders) != stages - 1:
+        raise ValueError(f"there are {len(timeline.borders)} borders between {stages} stages")
+    if timeline.sizes and len(timeline.sizes) != stages:
+        raise ValueError(f"there are {len(timeline.sizes)} sizes for {stages} stages")
+    if timeline.memory_unit not in ("", "bytes"):
+        raise ValueError(f"its memory is in {timeline.memory_unit!r}, not in bytes")
+    for what, times in (("between steps", timeline.between), ("of averaging", timeline.averaging)):
+        if times and (len(times) != timeline.ranks or not min(times) >= 0):
+            raise ValueError(f"the times {what} are {list(times)} on {timeline.ranks} ranks")
+    if any(not 0 <= lower < upper < stages for lower, upper in timeline.skips):
+        raise ValueError(f"there is a skip between other than the {stages} stages")
+
+
+def _read_event(rank: int, data: Data) -> Event:
+    start, end = float(data["start"]), float(data["end"])
+    if not 0 <= start <= end < float("inf"):
+        raise ValueError(f"{data['action']} runs from {start} to {end}")
+    sent = float(data["sent"]) if "sent" in data else None
+    if sent is not None and not end <= sent < float("inf"):
+        raise ValueError(f"{data['action']} ends at {end} and was sent at {sent}")
+    return Event(rank, Action.parse(data["action"]), start, end, sent)

@@ -10,11 +10,11 @@ import pytest
 from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
-from penstock.schedule import Size, Timeline, build, simulate
+from penstock.schedule import Costs, Size, Timeline, build, simulate
 from penstock.view.figure.png import save_png
 from penstock.view.figure.shapes import Box, Line, Text, hatching
 from penstock.view.figure.svg import svg
-from penstock.view.figure.timeline import CAUSES, HATCHES, KINDS, LABEL, MEMORY, SHADE, figure
+from penstock.view.figure.timeline import CAUSES, HATCHES, KINDS, LABEL, MEMORY, ROW, SHADE, figure
 from penstock.view.record import Record
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -85,6 +85,26 @@ def test_idle_time_is_hatched_by_its_cause_within_its_box():
         lines = list(hatching(Box(10, 20, 30, 12, "#6c2507", hatch=hatch)))
         assert lines
         assert all(10 <= line.x <= line.to_x <= 40.8 and 20 <= line.y <= 32 and 20 <= line.to_y <= 32 for line in lines), hatch
+
+
+def test_where_actions_are_denser_than_pixels_the_parts_of_each_slice_of_time_are_drawn():
+    timeline = simulate(build("1f1b", 2, 400), Costs(1, 1, 2, send=0.5))
+    drawn = figure(Record((timeline,)))
+    boxes = [shape for shape in drawn.shapes if isinstance(shape, Box)]
+    assert len(boxes) < 2 * 256 * 4
+    whole = drawn.width - LABEL - 8
+    took = sum(event.end - event.start for event in timeline.events if event.action.kind.value == "B")
+    area = sum(box.width * box.height for box in boxes if box.color == KINDS["B"] and box.width < 10)  # not the legend
+    assert area / (2 * whole * ROW) == pytest.approx(took / (2 * timeline.makespan), abs=2e-3)
+    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+    assert {"forward", "backward", "idle: fill", "idle: drain", "idle: communication"} <= set(texts)
+    with pytest.raises(PenstockError, match=r"1f1b has more actions than a figure has pixels: it shows no arrows or path"):
+        figure(Record((timeline,)), ("path", "arrows"))
+
+
+def test_more_ranks_than_a_figure_has_room_for_are_told():
+    with pytest.raises(PenstockError, match="1f1b has 129 ranks: a figure has room for 128, a page for all"):
+        figure(Record((simulate(build("1f1b", 129, 1)),)))
 
 
 def test_the_svg_is_well_formed_whatever_the_name_and_says_the_same_each_time():

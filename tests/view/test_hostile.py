@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.commands.source import table_of
 from penstock.schedule import Schedule, build, simulate
 from penstock.schedule.pytorch_csv import from_lowered_csv
-from penstock.view import record, serving
+from penstock.view import reading, record, serving
 from penstock.view.studio import worker
 from penstock.view.studio.answers import answer
 
@@ -93,7 +93,7 @@ NUMBERS = ["1e400", "-1", "9" * 400, "9" * 5000, "NaN", "null", '"1"', "[]", "{}
 @given(changes)
 def test_a_mutated_timeline_is_read_or_refused(changes):
     with suppress(ps.PenstockError):
-        record.read(mutated(TIMELINE, changes), "timeline.json")
+        reading.read(mutated(TIMELINE, changes), "timeline.json")
 
 
 @FUZZ
@@ -112,7 +112,7 @@ def test_a_timeline_with_another_value_somewhere_is_read_or_refused(place, numbe
     inside, key = places[place % len(places)]
     inside[key] = "@here@"
     text = json.dumps(data).replace('"@here@"', number)
-    for read in (lambda: record.read(text, "timeline.json"), lambda: answer({"run": text})):
+    for read in (lambda: reading.read(text, "timeline.json"), lambda: answer({"run": text})):
         with suppress(ps.PenstockError):
             read()
 
@@ -123,7 +123,7 @@ def test_a_timeline_with_another_value_somewhere_is_read_or_refused(place, numbe
 def test_what_is_no_timeline_is_refused_in_a_sentence(text, tmp_path):
     (tmp_path / "timeline.json").write_bytes(text)
     with pytest.raises(ps.PenstockError, match=r"timeline.json is not a timeline that Penstock wrote") as raised:
-        record.load(tmp_path)
+        reading.load(tmp_path)
     assert len(str(raised.value)) < 500 + len(str(tmp_path))
 
 

@@ -14,6 +14,7 @@ from selenium.webdriver.common.keys import Keys
 from timelines import COSTS, measured
 
 from penstock.schedule import Costs, build, simulate
+from penstock.view import terminal
 from penstock.view.data import sums
 from penstock.view.data.timeline import timeline_data
 from penstock.view.html import page
@@ -46,6 +47,15 @@ def folder(tmp_path_factory, run, dense):
     (folder / "many.html").write_text(page([Record((simulate(build("1f1b", 64, 48)),))]))
     (folder / "dense.html").write_text(page([Record((dense,))]))
     return folder
+
+
+@pytest.fixture(scope="module")
+def opened(browser, folder):
+    """The page of the run, opened once."""
+    browser.get((folder / "run.html").as_uri())
+    drawn(browser)
+    yield browser
+    assert browser.get_log("browser") == []
 
 
 def ask(browser, words):
@@ -312,6 +322,11 @@ def test_idle_and_bubble_have_one_value_and_one_name_wherever_they_are_told(visi
     shown = {name: value for name, value, *_ in cards}
     assert shown["idle, of all ranks' time"] == f"{100 * data['idle_share']:.1f} %"
     assert shown["bubble, idle of the busiest rank"] == f"{100 * data['bubble']:.1f} %"
+    assert shown["makespan"] == terminal.told(data["makespan"], "s") == terminal.told(record.usual.makespan, "s")
+    assert told.startswith(f"makespan {shown['makespan']}, ")
+    assert (
+        shown["in flight, most at once"] == "/".join(map(str, data["peak_in_flight"])) or len(set(data["peak_in_flight"])) == 1
+    )
     assert f"idle {data['idle_share']:.1%}" in told
     assert f"bubble {data['bubble']:.1%}" in told
     assert browser.find_element(By.CSS_SELECTOR, ".shares h3").text.endswith(f"idle {shown[cards[1][0]]}")
@@ -322,6 +337,48 @@ def test_idle_and_bubble_have_one_value_and_one_name_wherever_they_are_told(visi
         assert share == 0 or f"{cause} {share:.1%}" in closing
         assert share == 0 or f"idle by {cause}{100 * share:.1f} %" in legend.replace("\n", "")
         assert share == 0 or f"{cause} {share:.1%}" in told
+
+
+def test_numbers_are_told_alike_by_the_page_and_the_terminal(visit):
+    browser = visit("run.html")
+    shares = [0, 1 / 16, 3 / 16, 5 / 16, 1 / 8, 1 / 3, 0.0125, 0.00049, 0.9999, 1]
+    told = browser.execute_script("return arguments[0].map(percent)", shares)
+    assert told == [f"{share:.1%}".replace("%", " %") for share in shares]
+    numbers = [15357, 15360.4, 0.1 + 0.2, 12.345678, 0.012345678, 12345678]
+    for unit, scales in (("", [1]), ("s", [1, 1e-3, 1e-6])):
+        times = [number * scale / 100 for number in numbers[:5] for scale in scales] + numbers[-1:] * (not unit)
+        record = "new TimelineRecord({unit: arguments[0], steps: []})"
+        found = browser.execute_script(
+            f"const record = {record}; return arguments[1].map((each) => record.time(each))", unit, times
+        )
+        assert found == [terminal.told(time, unit) for time in times]
+    sizes = [0, 1, 999, 1000, 1.5e6, 123456789, 2.5e9]
+    for unit in ("", "bytes"):
+        found = browser.execute_script("return arguments[0].map((each) => amount(each, arguments[1]))", sizes, unit)
+        assert found == [terminal.held(size, unit) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("2B99", "there is no 2B99"),
+        ("2B99 = 3", "there is no 2B99"),
+        ("m99", "there is no microbatch 99"),
+        ("rank 9", "there is no rank 9"),
+        ("rank 9 at the mean", "there is no rank 9"),
+        ("2B3 = -1 ms", "-1 is no time"),
+        ("2B3 = 1.2.3 ms", "1.2.3 is no time"),
+        ("2B3 = 1e999", "1e999 is no time"),
+        ("constructor", "“constructor” is none of 2F3, "),
+        ("<b>" + 90 * "x", "“<b>" + 37 * "x" + "…” is none of 2F3, "),
+        (" 2b3 = 20MS ", "2B3 at 20 ms: the step takes "),
+        ("2B3 = 1e-2 s", "2B3 at 10 ms: the step takes "),
+        ("Zero bubble", "“Zero bubble” is none of 2F3, "),
+        ("ZB-V", "zb-v (2 stages a rank): "),
+    ],
+)
+def test_what_cannot_be_answered_is_told_in_a_sentence(opened, words, told):
+    assert ask(opened, words).startswith(told)
 
 
 def test_a_step_of_too_many_actions_answers_with_its_sums(visit, folder, monkeypatch):

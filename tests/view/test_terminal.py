@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Action, Costs, Event, Kind, Timeline, build, names, simulate
-from penstock.view.terminal import COLOR, _kind, _scale, draw, summary, terminal_width
+from penstock.view.terminal import COLOR, _kind, _scale, draw, summary, terminal_width, told
 
 SHOWS = {color: "pair" if kind is None else kind.value for kind, color in COLOR.items()}
 
@@ -89,6 +89,10 @@ def test_rows_are_equally_wide(width):
     lines = draw(simulate(build("dualpipe-v", 4, 10), Costs(1, 1, 1, 0.2, overlap=0.5)), width).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= width
+
+
+def test_a_number_without_a_unit_has_six_digits_and_no_exponent():
+    assert [told(number) for number in (15357, 0.1 + 0.2, 12.345678, 12345678.0)] == ["15357", "0.3", "12.3457", "12345700"]
 
 
 def test_the_summary_of_many_ranks_is_short_and_says_idle_and_bubble():

@@ -39,8 +39,8 @@ def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> 
         raise PenstockError(f"{record.name} has {record.usual.ranks} ranks: a figure has room for {MOST_RANKS}, a page for all")
     if dense and also:
         raise PenstockError(f"{record.name} has more actions than a figure has pixels: it shows no {' or '.join(sorted(also))}")
-    timeline, planned = (step and _data(step, dense) for step in (record.usual, record.planned))
-    assert timeline
+    timeline = _data(record.usual, dense)
+    planned = None if record.planned is None else _data(record.planned, dense)
     whole = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1
     scale = (width - LABEL - PAD) / whole
     shapes: list[Shape] = []
@@ -72,6 +72,7 @@ def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> 
 
 
 def _data(timeline: Timeline, dense: bool) -> Data:
+    """Action by action, or slice by slice."""
     return sums_data(timeline) if dense else timeline_data(timeline)
 
 

@@ -22,7 +22,7 @@ function whatIf(record, words) {
   const chosen = new Set(alike.filter(({blocks}) => microbatch === undefined || blocks.some((block) => block.text === name)));
   if (!chosen.size) return {problem: `there is no ${name}`};
   const others = alike.filter((cell) => microbatch === undefined || !chosen.has(cell)), relative = /others|mean/i.test(amount);
-  const scale = record.unit === "s" ? {s: 1, ms: 1e-3, "µs": 1e-6, us: 1e-6}[unit || "ms"] : 1;
+  const scale = record.unit === "s" ? {s: 1, ms: 1e-3, "µs": 1e-6, us: 1e-6}[unit?.toLowerCase() || "ms"] : 1;
   if (relative && !others.length) return {problem: `there is no other ${stage}${kind}`};
   const time = relative ? middleOf(others.map(({took}) => took)) : Number(amount) * scale;
   if (!(time >= 0 && time < Infinity)) return {problem: `${amount} is no time`};

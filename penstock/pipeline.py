@@ -73,8 +73,8 @@ class Pipeline(NoModule):
     topology
         Where this rank stands; by default what `ps.comms.init_distributed()` finds.
     seed
-        Of the random numbers that layers draw in training (dropout), which depend on it, the step, the microbatch and the layer
-        only; and of weights that are on the meta device. None leaves them to torch's generator, and so to the schedule.
+        Of the random numbers that layers (dropout) and the loss draw in training, which depend on it, the step, the microbatch
+        and the layer only; and of weights that are on the meta device. None leaves them to torch's generator, and so to the schedule.
     cuts
         Names of submodules: where each stage but the first begins. See `ps.partition.split`.
     example_args, example_kwargs
@@ -360,7 +360,7 @@ class Pipeline(NoModule):
         return self._parameters.modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, by their names in the uncut model."""
+        """This rank's parameters, by their names in the uncut model; one that several of its stages share by its first."""
         return self._parameters.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -234,6 +234,11 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def in_functional_transform() -> bool:
+    """Whether `torch.func.grad`, `vmap` and the like are at work around this operation."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def version_of(tensor: Tensor) -> int:
     """How often its memory was changed in place, as far as autograd knows; what it checks itself before a backward."""
     return tensor._version

@@ -53,10 +53,10 @@ class Actions:
         self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
         for stage in stages.values():
             stage.copies.alike = agreed.alike
-        if ahead is not None:
+        if ahead is not None and ahead.microbatch in self.skipped:
+            stages[0].kept.pop(ahead.microbatch, None)
+        elif ahead is not None:
             self.auxiliary += [(ahead.microbatch, value) for value in ahead.auxiliary]
-            if ahead.microbatch in self.skipped:
-                stages[0].kept.pop(ahead.microbatch, None)
 
     @property
     def acts(self) -> Acts:
@@ -69,7 +69,7 @@ class Actions:
         stage, batch = self.stages[index], self.batch
         keep = batch.training and microbatch not in self.skipped
         output = forward(stage, batch, microbatch, values, keep, (index, microbatch) in self.program.split)
-        if stage.auxiliary:
+        if stage.auxiliary and microbatch not in self.skipped:
             self.auxiliary += [(microbatch, value) for value in stage.auxiliary]
         if index < self.last:
             return messages(stage, output)

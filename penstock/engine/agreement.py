@@ -31,6 +31,7 @@ class Agreed(NamedTuple):
     program: RankProgram  # what of the table this rank runs
     weights: Sequence[float]  # of each microbatch in the loss over all replicas, if there is a target
     without_backward: frozenset[int]  # microbatches of weight 0
+    counts: bool  # whether any has another, in any replica
     alike: bool  # whether all replicas have as many microbatches, and the same ones of weight 0
     wants_losses: bool  # of each microbatch, on some rank
     kind: tuple[object, ...]
@@ -64,6 +65,7 @@ class Agreement:
             program=self.programs.of(batch.training, len(microbatches[mine]), skipped[mine]),
             weights=weights[mine],
             without_backward=skipped[mine],
+            counts=any(map(any, weights)),
             alike=len({(len(each), skips) for each, skips in zip(microbatches, skipped, strict=True)}) == 1,
             wants_losses=any(vote.wants_losses for vote in votes),
             kind=kind,

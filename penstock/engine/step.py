@@ -102,7 +102,8 @@ class Engine:
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
         self.run(agreed.program.steps, observed(actions.acts, [self.checks, measurement]), channels, clock, ahead)
-        average(list(self.stages.values()), self.parameters, self.tied, self.position, batch.training)
+        tied = self.tied if agreed.counts else ()
+        average(list(self.stages.values()), self.parameters, tied, self.position, batch.training)
         clock.averaged()
 
         outcome = self._conclude(actions, clock, measurement)

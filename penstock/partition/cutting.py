@@ -1,7 +1,7 @@
 """Cutting: a model as a whole, where it can be cut, and the stages it is cut into."""
 
 import difflib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph
 from penstock.partition.unit_times import measure, record
 from penstock.partition.units import hooked, units_of
-from penstock.torch_private import layers_of, uncompiled_name
+from penstock.torch_private import has_hooks, layers_of, uncompiled_name
 
 
 def split(
@@ -107,6 +107,8 @@ class Whole:
             raise MismatchError(f"example_kwargs are a dict of the forward's keywords, got {type(example_kwargs).__name__}")
         self._example = tuple(example_args or ()), dict(example_kwargs or {})
         chain = type(model).forward is nn.Sequential.forward and layers_of(model).keys() >= set(cuts or ())
+        if chain or not self._has_example:  # an export calls them
+            _check_whole(model)
         self._graph = None if chain else self._followed()
         self.order = list(layers_of(model)) if self._graph is None else self._graph.order()
 
@@ -166,7 +168,9 @@ class Whole:
         return Balance.best(self.order, [times[module] for module in modules.values()], stages)
 
     def cut(self, starts: Sequence[str]) -> list[nn.Module]:
-        """The stages that begin so. Raises MismatchError if a parameter or buffer of the model is in none of them."""
+        """The stages that begin so. Raises MismatchError if a parameter or buffer of the model is in none of them, and for
+        running statistics that several would move.
+        """
         if self._graph is None:
             layers = list(layers_of(self.model).items())
             places = [0, *map(self.order.index, starts), len(layers)]
@@ -178,7 +182,28 @@ class Whole:
         lost = self.model.state_dict().keys() - {name for stage in stages for name in stage.state_dict()}
         if lost:
             raise MismatchError(f"the cut loses {', '.join(sorted(lost))}")
+        _check_statistics(stages)
         return stages
+
+
+def _check_whole(model: nn.Module) -> None:
+    if has_hooks(model) or "forward" in vars(model):
+        raise MismatchError(
+            f"a hook of the whole {type(model).__name__}, or a forward put in the place of its own, would run on none of its"
+            " stages: give it to one of its parts"
+        )
+
+
+def _check_statistics(stages: Sequence[nn.Module]) -> None:
+    homes = defaultdict[nn.Module, dict[int, str]](dict)  # a module with running statistics -> stage -> its name there
+    for stage, module in enumerate(stages):
+        for name, each in module.named_modules():
+            if getattr(each, "running_mean", None) is not None:
+                homes[each][stage] = name
+    for found in homes.values():
+        if len(found) > 1:
+            name, where = next(iter(found.values())), " and ".join(map(str, found))
+            raise MismatchError(f"{name} runs in stages {where}, which cannot share its running statistics: cut elsewhere")
 
 
 def _check_names(model: nn.Module, cuts: Sequence[str]) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import map_arg
 
-from penstock.errors import MismatchError
 from penstock.partition.model_graph import DEVICE, NO_GRAD, NUMBER, ModelGraph, two_ways
 from penstock.torch_private import is_saved
 
@@ -126,10 +125,9 @@ def cut(whole: ModelGraph, starts: Sequence[str]) -> list[GraphStage]:
 
     What stands between two units belongs to the stage of the first. Parameters and constants are where they are used, further
     names of them there too; those that nothing uses go with the last stage, so that no name is lost.
-    Raises MismatchError for running statistics of several stages, and where training and evaluation send different values.
+    Raises MismatchError where training and evaluation send different values.
     """
     cuts = {training: _Cut(graph, starts) for training, graph in whole.graphs.items()}
-    _check_statistics(whole.model, cuts[True].stage_of)
     counts, others = ({route: len(nodes) for route, nodes in each.routes.items()} for each in cuts.values())
     if counts != others:
         raise two_ways(whole.model)
@@ -192,19 +190,6 @@ def _stages(graph: fx.Graph, starts: Sequence[str]) -> Iterator[tuple[fx.Node, i
 
 def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _check_statistics(model: nn.Module, stage_of: Mapping[fx.Node, int]) -> None:
-    """Raises MismatchError for running statistics that several stages would move."""
-    stages = defaultdict[str, set[int]](set)
-    for node, stage in stage_of.items():
-        if node.op == "call_module":
-            stages[str(node.target)].add(stage)
-    for name, several in stages.items():
-        unit = model.get_submodule(name)
-        if len(several) > 1 and any(getattr(each, "running_mean", None) is not None for each in unit.modules()):
-            where = " and ".join(map(str, sorted(several)))
-            raise MismatchError(f"{name} runs in stages {where}, which cannot share its running statistics: cut elsewhere")
 
 
 # -- whose parts are whose --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from penstock.randomness import advance, generator_of
 from penstock.torch_private import buffer_slots, has_hooks, is_compiled, is_extended, layers_of
 
 Recompute = Literal["stage", "block"]
+LOSS = 2**32  # no layer's number
 
 # Layers that draw no random numbers need no seed, which would cost them a microsecond or two each time.
 NEVER_RANDOM = frozenset(
@@ -58,6 +59,10 @@ class Layers:
         if self.recompute == "stage" and torch.is_grad_enabled():
             return _again(self._run, seed, self.module, args, kwargs)
         return self._run(seed, args, kwargs)
+
+    def seed_loss(self, seed: int) -> None:
+        """After the last layer: what the loss draws depends on `seed` alone."""
+        self.generator.manual_seed(advance(seed, LOSS))
 
     def _run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if seed is None and self.recompute != "block":

@@ -36,14 +36,16 @@ class Parameters:
         self._unset = {name: (tensor, version_of(tensor)) for name, tensor in tensors.items() if name in unset}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names in the uncut model, parameters."""
+        """Each parameter once, by its first name in the uncut model."""
+        found = dict[int, tuple[str, nn.Parameter]]()
         for stage, module in self.modules.items():
             for name, parameter in module.named_parameters():
-                yield self.names[stage][name], parameter
+                found.setdefault(id(parameter), (self.names[stage][name], parameter))
+        return iter(found.values())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each parameter once."""
-        return iter({id(parameter): parameter for _, parameter in self.named_parameters()}.values())
+        return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and buffers by their names in the uncut model; if `keep_vars` they themselves, else cut off."""

@@ -108,6 +108,8 @@ class Stage:
             self._fresh_casts()
         with _grad_mode(keep), Collected() as auxiliary, _standing_in(deferred, received):
             output = self._layers.run(seed, args, kwargs)
+        if seed is not None and self.loss_fn is not None:
+            self._layers.seed_loss(seed)
         output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
@@ -148,6 +150,7 @@ class Stage:
         """
         received, edges, ends, auxiliary, deferred = self.kept.pop(microbatch)
         if deferred is not None:
+            deferred.check_untouched()
             self._deferred[microbatch] = deferred
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if auxiliary:

@@ -194,6 +194,7 @@ class Asking(nn.Module):
 def test_a_microbatchs_loss_has_its_auxiliary_losses_and_is_nan_where_nothing_counts():
     pipe = ps.Pipeline(nn.Sequential(Asking(), Asking()), nn.functional.cross_entropy, "gpipe", 3, counted)
     inputs, target, losses = torch.eye(3), torch.tensor([1, -100, 2]), []
+    inputs[1] = torch.nan  # what counts nothing adds nothing
     loss = pipe.step(inputs, target=target, losses=losses)
     own = nn.functional.cross_entropy(inputs[:1] * 4, target[:1]) + 1 / 3 + 4 / 3
     assert [each.isnan().item() for each in losses] == [False, True, False]

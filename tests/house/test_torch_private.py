@@ -198,6 +198,18 @@ def test_changes_in_place_are_counted_over_views():
     assert torch_private.version_of(view) == before + 1
 
 
+def test_functions_that_differentiate_or_map_others_are_known_from_inside():
+    inside = []
+
+    def sum_of(row):
+        inside.append(torch_private.in_functional_transform())
+        return row.sum()
+
+    torch.vmap(torch.func.grad(sum_of))(torch.ones(2, 3))
+    sum_of(torch.ones(3))
+    assert inside == [True, False]
+
+
 def test_the_base_of_a_view_is_known():
     leaf = torch.ones(2, 3, requires_grad=True)
     assert torch_private.base_of(leaf.t()) is leaf

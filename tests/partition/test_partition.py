@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -552,6 +553,22 @@ def test_running_statistics_that_two_stages_would_move_are_refused():
     with pytest.raises(MismatchError, match=told):
         split(Again(), 2, cuts=["b"])
     split(Again(), 2, cuts=["norm"])
+    norm = nn.BatchNorm1d(4)
+    with pytest.raises(MismatchError, match=r"^norm runs in stages 0 and 1, which cannot share"):
+        split(nn.Sequential(OrderedDict(norm=norm, a=nn.Linear(4, 4), again=norm)), 2, cuts=["a"])
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Undecided(lambda model, x: model.b(model.a(x)))])
+def test_a_hook_of_the_whole_model_is_refused_where_no_stage_would_run_it(model):
+    cuts = [list(dict(model.named_children()))[1]]
+    split(model, 2, cuts=cuts)
+    handle = model.register_forward_hook(lambda *_: None)
+    with pytest.raises(MismatchError, match=f"^a hook of the whole {type(model).__name__}, .* on none of its stages: give it"):
+        split(model, 2, cuts=cuts)
+    handle.remove()
+    model.forward = model.forward
+    with pytest.raises(MismatchError, match="or a forward put in the place of its own"):
+        split(model, 2, cuts=cuts)
 
 
 def test_stages_in_a_list_are_not_cut_again():

@@ -78,6 +78,21 @@ def test_what_is_drawn_around_a_layer_that_draws_nothing_is_the_same_for_any_cut
         assert_same(ours, grads)
 
 
+def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output + torch.rand_like(output), target)
+
+
+def test_what_a_loss_draws_differs_from_step_to_step_and_is_the_same_for_any_cut_and_schedule() -> None:
+    found = []
+    for schedule in ("gpipe", one_rank(2), one_rank(4)):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Linear(4, 4))
+        pipe = ps.Pipeline(model, noisy_loss, schedule, M, topology=ps.Topology())
+        found.append([pipe.step(torch.ones(7, 4), target=torch.ones(7, 4)).item() for _ in range(2)])
+    assert found[0][0] != found[0][1]
+    assert found[1:] == found[:1] * 2
+
+
 class Scaled(nn.Sequential):
     """A Sequential with a forward of its own."""
 

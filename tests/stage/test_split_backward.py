@@ -192,6 +192,17 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: Lambda(lambda self, x: (x @ self.w, {"b": x @ self.v, "n": None}), w=(6, 5), v=(6, 4)),
         lambda: rows(7, 6)),
     "unused parameter": (lambda: Lambda(lambda self, x: x @ self.w, w=(6, 5), unused=(3, 3)), lambda: rows(7, 6)),
+    "complex": (
+        lambda: nn.Sequential(
+            Lambda(lambda self, x: torch.complex(x, x.sin())),
+            nn.Linear(6, 5, dtype=torch.complex64),
+            nn.Conv1d(5, 4, 1, dtype=torch.complex64)),
+        lambda: rows(5, 6)),
+    "torch.func": (
+        lambda: Lambda(
+            lambda self, x: torch.func.grad(lambda y: torch.tanh(y @ self.w).sum())(x) + torch.vmap(lambda y: y @ self.v)(x),
+            w=(6, 6), v=(6, 6)),
+        lambda: rows(3, 4, 6)),
     "double": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double(), lambda: rows(7, 6).double()),
 }  # fmt: skip
 
@@ -443,6 +454,18 @@ def test_an_input_changed_in_place_is_an_error_as_in_a_full_backward() -> None:
     stage.backward(0, [torch.ones_like(output)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stage.backward_weight([0])
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_forward_that_differentiates_inside_is_refused_since_the_weights_part_in_that_would_be_lost(create_graph):
+    def force(self: Any, x: Tensor) -> Tensor:
+        energy = torch.tanh(x @ self.w).sum()
+        return x + torch.autograd.grad(energy, x, create_graph=create_graph)[0]
+
+    stage = split_stage(Lambda(force, w=(6, 6)))
+    output = stage.forward(0, [batch(7, 6)], split=True)
+    with pytest.raises(ps.StageError, match=r"differentiates inside .*: use a schedule without I and W, '1f1b' for instance"):
+        stage.backward(0, [torch.ones_like(output)])
 
 
 def test_the_parameters_are_back_in_their_places_whatever_happens() -> None:

@@ -315,6 +315,21 @@ def rank_tied(microbatches):
     return losses, norms, gradients(pipe.named_parameters()), pipe.state_dict()
 
 
+def rank_where_nothing_counts():
+    pipe = ps.Pipeline(tied(2), token_loss, "1f1b", 2, loss_weight=lambda target: 0.0)
+    tokens, target = data("gpt", 6)
+    pipe.step(tokens, target=target)
+    of_two_stages = ps.Pipeline(tied(2), token_loss, "zb-v", 2)
+    return [parameter.grad for parameter in pipe.parameters()], [name for name, _ in of_two_stages.named_parameters()]
+
+
+@pytest.mark.ranks
+def test_a_tied_weight_has_no_gradient_where_nothing_counts_and_one_name_on_the_rank_of_both_stages():
+    (first, names), (last, others) = ps.launch(rank_where_nothing_counts, 2)
+    assert first + last == [None] * 4
+    assert (names, others) == (["0.weight"], ["1.weight", "1.bias"])
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (3, 3)])
 def test_tied_weights_get_the_sum_of_their_owners_gradients_and_stay_equal(ranks, microbatches):

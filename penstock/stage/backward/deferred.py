@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.errors import StageError
 from penstock.stage.graph import Gradients, edge_of, enter
 from penstock.stage.parameter_slot import ParameterSlot
 from penstock.torch_private import DisableTorchFunctionSubclass, base_of, run_backward, saved_tensor_hooks, version_of
@@ -136,6 +137,14 @@ class DeferredGradients:
             return enter([output], keep)[0]
         output.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
         return output
+
+    def check_untouched(self) -> None:
+        """Before `I`. Raises StageError if the forward has differentiated inside: the weights' part in that would be lost."""
+        if self.gradients:
+            raise StageError(
+                "the forward differentiates inside (torch.autograd.grad), where a backward in two loses the weights' part: "
+                "use a schedule without I and W, '1f1b' for instance"
+            )
 
     # -- W ----------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.rules import RULES
-from penstock.torch_private import DisableTorchFunctionSubclass, leaf_of
+from penstock.torch_private import DisableTorchFunctionSubclass, in_functional_transform, leaf_of
 
 # What makes views of a weight whose products with an input are still a weight's.
 VIEWS = frozenset(
@@ -27,7 +27,7 @@ VIEWS = frozenset(
 
 
 class Weight(Tensor):
-    """The stand-in of a matrix, an embedding or a kernel, or a view of one: operations that take it go through the rules."""
+    """The stand-in of a real matrix, embedding or kernel, or a view of one: operations that take it go through the rules."""
 
     deferred: DeferredGradients
     parameter_index: int | None  # of the parameter it stands for; None for a view of one
@@ -37,7 +37,7 @@ class Weight(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """By its rule, if there is one; a function made of others by theirs; a view of a weight as a weight; else as it is."""
         kwargs = kwargs or {}
-        known = func in RULES or func in VIEWS
+        known = (func in RULES or func in VIEWS) and not in_functional_transform()
         if not known and isinstance(func, FunctionType) and func not in _running and torch.is_grad_enabled():
             _running.add(func)
             try:
@@ -88,6 +88,6 @@ def _no(*tensors: Any) -> bool:
 def stand_in(parameter: nn.Parameter, index: int) -> Any:
     """A stand-in for the stage's `parameter` of this index."""
     bare = parameter.detach()
-    leaf = leaf_of(bare, Weight if parameter.dim() > 1 else nn.Parameter)
+    leaf = leaf_of(bare, Weight if parameter.dim() > 1 and not parameter.is_complex() else nn.Parameter)
     leaf.parameter_index, leaf.bare = index, bare
     return leaf

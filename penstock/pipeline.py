@@ -74,7 +74,8 @@ class Pipeline(NoModule):
         Where this rank stands; by default what `ps.comms.init_distributed()` finds.
     seed
         Of the random numbers that layers (dropout) and the loss draw in training, which depend on it, the step, the microbatch
-        and the layer only; and of weights that are on the meta device. None leaves them to torch's generator, and so to the schedule.
+        and the layer only; and of weights that are on the meta device. None leaves them to torch's generator, and so to the
+        schedule.
     cuts
         Names of submodules: where each stage but the first begins. See `ps.partition.split`.
     example_args, example_kwargs

@@ -99,13 +99,13 @@ def send(control: Control, place: Path, peer: int, what: str) -> list[Pending]:
     """Begin to send what is in a drawer to `peer`; `what` as in `Control.gather`."""
     with opened(place, follow=True) as file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        lengths = torch.tensor([memory.numel(), int.from_bytes(file.read(8), "little")])
+        lengths = torch.tensor([memory.numel(), int.from_bytes(file.read(8), "little")], device="cpu")
     return [control.send(each, peer, what) for each in (lengths, *memory[8:].split(PIECE))]
 
 
 def receive(control: Control, file: int, peer: int, what: str) -> None:
     """Receive what `send` sends into an open file."""
-    size, header = control.receive(torch.zeros(2, dtype=torch.int64), peer, what).tolist()
+    size, header = control.receive(torch.zeros(2, dtype=torch.int64, device="cpu"), peer, what).tolist()
     _size(file, size)
     memory = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
     for each in memory[8:].split(PIECE):

@@ -48,4 +48,4 @@ def break_off_backend(backend: Any) -> None:
     for peer in range(backend.size()):
         if peer != backend.rank():
             with suppress(RuntimeError):
-                backend.recv([torch.empty(1)], peer, UNUSED_TAG).wait(NO_TIME)
+                backend.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG).wait(NO_TIME)

@@ -113,7 +113,7 @@ class Control:
         own all-gather goes around in a ring.
         """
         self.connect()
-        mine = torch.tensor([*row, *[0.0] * (WIDEST - len(row))], dtype=torch.float64)
+        mine = torch.tensor([*row, *[0.0] * (WIDEST - len(row))], dtype=torch.float64, device="cpu")
         self._told, self._width = mine, len(row)
         sent, self._sending = self._sending, []
         for number, peer in enumerate(self._peers):
@@ -142,7 +142,7 @@ class Control:
 
     def _post_receives(self) -> None:
         """Post the receives of the next exchange; a peer that has ended meanwhile matters only if there is one."""
-        self._rows = torch.zeros(self.topology.world_size, WIDEST, dtype=torch.float64)
+        self._rows = torch.zeros(self.topology.world_size, WIDEST, dtype=torch.float64, device="cpu")
         self._receiving = [self._post_receive(peer) for peer in self._peers]
 
     def _post_receive(self, peer: int) -> Any:
@@ -157,7 +157,7 @@ class Control:
             return [value]
         data = torch.frombuffer(bytearray(encode((what, value))), dtype=torch.uint8)
         sizes = [checked_size(int(size)) for (size,) in self.gather([data.numel()], what)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         everyone = padded.new_empty((len(sizes), max(sizes)))
         try:

@@ -171,7 +171,7 @@ def _read(told: Any, raw: BytesIO, depth: int) -> Any:
     if kind == "Tensor":
         dtype, shape = DTYPES[parts[0]], parts[1:]
         data = bytearray(_taken(raw, math.prod(shape) * dtype.itemsize))
-        return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype, device="cpu")
     if kind in _MADE_FROM:
         return _MADE_FROM[kind]([_read(part, raw, depth + 1) for part in parts])
     name, *rest = parts

@@ -40,7 +40,7 @@ def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
         raise MismatchError(f"cannot send a tensor of {tensor.dim()} dimensions and {tensor.dtype}")
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     with waiting_for_ranks(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}", [dest]):
-        dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header))), dest)
+        dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header)), device="cpu"), dest)
         data = as_bytes(tensor.detach().to(topology.carrier).contiguous())
         _finish(_backend(topology).send([data], dest, 0), topology, dest)
 
@@ -61,7 +61,7 @@ def recv_tensor(
     """
     topology = current_topology()
     src = _checked_peer(topology, src, "receive from", "previous")
-    header = torch.empty(MAX_DIMENSIONS + 2, dtype=torch.int64)
+    header = torch.empty(MAX_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
     with waiting_for_ranks(topology, f"for a {_words(shape, dtype)} from rank {src}", [src]):
         dist.recv(header, src)
         index, dimensions, *sizes = header.tolist()

@@ -23,16 +23,16 @@ def shared_memory(gloo: Any, rank: int, size: Callable[[], int]) -> mmap.mmap | 
 
     All ranks of the group call it. Raises OSError on a rank that has no file descriptor free.
     """
-    announced = torch.full((2 + 8,), -1)  # process, file and secret
+    announced = torch.full((2 + 8,), -1, device="cpu")  # process, file and secret
     memory, file = make(size()) if rank == 0 else (None, -1)
     if memory is not None:
-        announced = torch.tensor([os.getpid(), file, *SECRET.unpack_from(memory)])
+        announced = torch.tensor([os.getpid(), file, *SECRET.unpack_from(memory)], device="cpu")
     try:
         gloo.broadcast(announced, 0).wait()
         if rank:
             process, theirs, *secret = announced.tolist()
             memory = open_of(process, theirs, SECRET.pack(*secret))
-        seen = torch.tensor([float(memory is not None)])
+        seen = torch.tensor([float(memory is not None)], device="cpu")
         gloo.allreduce(seen, ReduceOp.MIN).wait()
     finally:
         if file >= 0:

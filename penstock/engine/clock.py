@@ -61,11 +61,11 @@ def _ask(control: Control) -> Skew:
 
 
 def _tell(control: Control, number: float, peer: int) -> None:
-    control.send(torch.tensor([number], dtype=torch.float64), peer, WHAT).wait()
+    control.send(torch.tensor([number], dtype=torch.float64, device="cpu"), peer, WHAT).wait()
 
 
 def _hear(control: Control, peer: int) -> float:
-    return control.receive(torch.zeros(1, dtype=torch.float64), peer, WHAT).item()
+    return control.receive(torch.zeros(1, dtype=torch.float64, device="cpu"), peer, WHAT).item()
 
 
 Interval = tuple[float, float, float]  # start and end of an action, and when what it made was sent

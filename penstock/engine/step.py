@@ -102,11 +102,12 @@ class Engine:
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
         self.run(agreed.program.steps, observed(actions.acts, [self.checks, measurement]), channels, clock, ahead)
-        tied = self.tied if agreed.counts else ()
-        average(list(self.stages.values()), self.parameters, tied, self.position, batch.training)
+        average(list(self.stages.values()), self.parameters, self.position, batch.training)
         clock.averaged()
 
         outcome = self._conclude(actions, clock, measurement)
+        for parameter in self.tied if batch.training and agreed.counts else ():  # now, where no rank can fail any more
+            parameter.share_gradient()
         channels.end()
         self.agreement.keep(agreed, agreed.known or Known(channels.learned(), outcome.sizes))
         self._ended = clock.end()

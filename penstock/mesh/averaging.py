@@ -8,13 +8,10 @@ from penstock.mesh.data_parallel import share_state
 from penstock.mesh.position import MeshPosition
 from penstock.stage.parameters import Parameters
 from penstock.stage.stage import Stage
-from penstock.stage.tied import TiedParameter
 
 
-def average(
-    stages: Iterable[Stage], parameters: Parameters, tied: Iterable[TiedParameter], position: MeshPosition, training: bool
-) -> None:
-    """Wait until gradients are averaged over replicas; sum what ranks along `tp` and tied parameters' owners have of them."""
+def average(stages: Iterable[Stage], parameters: Parameters, position: MeshPosition, training: bool) -> None:
+    """Wait until gradients are averaged over replicas; sum what ranks along `tp` have of them."""
     with waiting("for the replicas to average the gradients"):
         for stage in stages:
             stage.copies.end(training)
@@ -23,5 +20,3 @@ def average(
         if position.dp is not None and training:
             for stage in stages:
                 share_state(stage.module, position.dp.get_group())
-    for parameter in tied if training else ():
-        parameter.share_gradient()

@@ -141,7 +141,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:

@@ -44,4 +44,4 @@ class ReplicaSampler(Sampler[int]):
     def _shuffled(self, which: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.rows))
-        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(mix(self.seed, which))).tolist()
+        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(mix(self.seed, which)), device="cpu").tolist()

@@ -108,7 +108,7 @@ class Parameters:
     def clip(self, parts: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
         """Scale this rank's gradients by what all ranks' `gradient_norms` ask for; returns the norm of the whole model's."""
         norms = self._joined(parts, norm_type)
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device="cpu")
         parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
         total = total.to(parameters[0].device, non_blocking=True) if parameters else total
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)

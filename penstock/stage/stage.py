@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from penstock.errors import MismatchError
 from penstock.randomness import advance
 from penstock.stage.auxiliary import Collected
 from penstock.stage.backward.deferred import DeferredGradients
@@ -152,6 +153,9 @@ class Stage:
         if deferred is not None:
             deferred.check_untouched()
             self._deferred[microbatch] = deferred
+        if len(edges) != len(gradients):
+            told = f"stage {self.index} gets {len(gradients)} gradients for {len(edges)} values"
+            raise MismatchError(f"{told}: freeze or train a parameter that stages share on all ranks that have it")
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if auxiliary:
             pairs += [(edge, torch.full_like(value, weight)) for edge, value in auxiliary]

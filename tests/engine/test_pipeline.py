@@ -332,3 +332,29 @@ def test_a_table_from_a_file_runs(tmp_path):
     for loss, microbatches in ps.launch(rank_csv, 2, path):
         assert microbatches == 3
         assert torch.equal(loss, expected)
+
+
+def rank_with_a_default_device(folder):
+    """A step, saved and resumed, and generated text; the model and the batch are on the CPU, whatever the default is."""
+    model, loss_fn = make("gpt")
+    tokens, target = data("gpt", 4)
+    torch.set_default_device("meta")
+    try:
+        pipe = ps.Pipeline(model, loss_fn, "zb-h1", 2, loss_weight=len)
+        optimizer = torch.optim.Adam(pipe.parameters())
+        losses = []
+        loss = pipe.step(tokens, target=target, losses=losses)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        ps.checkpoint.save(folder, pipe, optimizer)
+        ps.checkpoint.resume(folder, pipe, optimizer)
+        return loss, pipe.generate(tokens[:, :2], max_new_tokens=2, temperature=1.0)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_torchs_default_device_is_the_models_alone(tmp_path):
+    model, loss_fn = make("gpt")
+    for loss, text in ps.launch(rank_with_a_default_device, 2, tmp_path):
+        assert torch.equal(loss, accumulate(model, loss_fn, data("gpt", 4), 2))
+        assert text.shape == (4, 4)

@@ -1,6 +1,7 @@
 """What stages may be, and what may pass between them."""
 
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -313,6 +314,47 @@ def rank_tied(microbatches):
         optimizer.zero_grad()
     pipe.step(tokens, target=target)
     return losses, norms, gradients(pipe.named_parameters()), pipe.state_dict()
+
+
+def rank_tied_fails(frozen):
+    """A step that fails on the first rank as the last of its gradients comes, or is refused there, and a good one."""
+    pipe = ps.Pipeline(tied(2), token_loss, "1f1b", 2)
+    tokens, target = data("gpt", 6)
+    fault, told = pipe.topology.rank == 0, ""
+    weight = next(pipe.parameters()).requires_grad_(not (fault and frozen))
+    hook = weight.register_hook(Fails(2)) if fault and not frozen else None
+    try:
+        pipe.step(tokens, target=target)
+    except ps.PenstockError as error:
+        told = str(error)
+    if hook is not None:
+        hook.remove()
+    weight.requires_grad_(True)
+    pipe.step(tokens, target=target)
+    return told, weight.grad
+
+
+class Fails:
+    """The hook that fails when it is called for this time."""
+
+    def __init__(self, time):
+        self.left = time
+
+    def __call__(self, gradient):
+        self.left -= 1
+        if not self.left:
+            raise ValueError("boom")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("frozen", "words"), [(False, "0B1, .* boom$"), (True, "stage 0 gets 2 gradients for 1 values: freeze")]
+)
+def test_a_rank_that_fails_at_last_ends_the_step_on_the_others_that_have_its_weight(frozen, words):
+    (told, first), (others, last) = ps.launch(rank_tied_fails, 2, frozen)
+    assert re.search(words, told)
+    assert told == others
+    assert torch.equal(first, last)
 
 
 def rank_where_nothing_counts():

@@ -140,7 +140,7 @@ class TensorFiles(Mapping[str, Tensor]):
         """A tensor whose memory is the file's, so that only what is looked at is read. It cannot be written to."""
         path, begin, dtype, shape = self.stored[name]
         if not shape.numel():
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if path != self._last[0]:  # one file at a time: each holds a descriptor
             self._last = path, _map(path, path in self.paths)
         data = self._last[1]

@@ -97,8 +97,8 @@ class CheckedGroup:
     def _exchange(self, call: CollectiveCall) -> None:
         """Every rank's header to every rank."""
         header = call.header
-        mine = torch.zeros(MAX_DIMENSIONS + 5, dtype=torch.int64)
-        mine[: len(header) + 1] = torch.tensor([len(header), *header])
+        mine = torch.zeros(MAX_DIMENSIONS + 5, dtype=torch.int64, device="cpu")
+        mine[: len(header) + 1] = torch.tensor([len(header), *header], device="cpu")
         everyone = mine.new_empty(self.size, len(mine))
         try:
             self._gloo.allgather([list(everyone)], [mine]).wait()

@@ -140,7 +140,7 @@ def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: Messa
     fitted = []
     for leaf, leaf_spec, wanted in zip(leaves, spec.leaves, agreed.leaves, strict=False):
         if isinstance(wanted, wire.TensorSpec) and leaf is None:
-            leaf = torch.zeros(wanted.shape, dtype=wanted.dtype)
+            leaf = torch.zeros(wanted.shape, dtype=wanted.dtype, device="cpu")
         elif not isinstance(wanted, wire.TensorSpec) or not isinstance(leaf_spec, wire.TensorSpec):
             if leaf_spec != wanted:
                 break
@@ -150,7 +150,8 @@ def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: Messa
     if len(fitted) != len(agreed.leaves) or len(leaves) != len(agreed.leaves) or spec.tree != agreed.tree:
         raise MismatchError(
             f"the {transfer} is ({spec}), but in an earlier step with the same batch shapes it was ({agreed}): "
-            "what passes between stages may depend on the shapes of the batch, not on its values"
+            "what passes between stages may depend on the shapes of the batch, not on its values; "
+            "a number that changes passes as a tensor"
         )
     return fitted
 

@@ -26,7 +26,7 @@ class GroupSender:
 
     def describe(self, packed: Tensor) -> None:
         """Send a description, its size before it."""
-        for part in (torch.tensor([packed.numel()]), packed):
+        for part in (torch.tensor([packed.numel()], device="cpu"), packed):
             self._outbox.post(self._gloo, part, wire.describe_tensor(part), "description")
 
     def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
@@ -43,9 +43,9 @@ class GroupReceiver:
 
     def description(self) -> Tensor:
         """Wait for a description."""
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         self._gloo.recv([size], SOURCE, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         self._gloo.recv([data], SOURCE, 0).wait()
         return data
 

@@ -33,7 +33,7 @@ def offer(groups: Groups, peer: int, kinds: Mapping[int, Callable[[mmap.mmap, in
             groups.at_close(sender.close)
             return sender
         instead = sender or instead
-    groups.everyone.send([torch.full((OFFER,), NOTHING)], peer, OPENING_TAG).wait()
+    groups.everyone.send([torch.full((OFFER,), NOTHING, device="cpu")], peer, OPENING_TAG).wait()
     return None
 
 
@@ -42,14 +42,14 @@ def _offered(groups: Groups, peer: int, kind: int, make_sender: Callable[[mmap.m
     memory, *files = make(addresses())
     if memory is None:
         return ""
-    opened = torch.zeros(1)
+    opened = torch.zeros(1, device="cpu")
     try:
         reader, writer = os.pipe()
         files.append(reader)
         sender = make_sender(memory, writer)
         if why := tried(sender):
             return why
-        where = torch.tensor([kind, os.getpid(), *files, *SECRET.unpack_from(memory)])
+        where = torch.tensor([kind, os.getpid(), *files, *SECRET.unpack_from(memory)], device="cpu")
         groups.everyone.send([where], peer, OPENING_TAG).wait()
         groups.everyone.recv([opened], peer, OPENING_TAG).wait()
     finally:
@@ -65,7 +65,7 @@ def accept(
     groups: Groups, peer: int, kinds: Mapping[int, Callable[[mmap.mmap, int, timedelta], MemoryReceiver]]
 ) -> MemoryReceiver | None:
     """The receiving end of a new line from the rank `peer`, likewise."""
-    where, instead = torch.zeros(OFFER, dtype=torch.int64), ""
+    where, instead = torch.zeros(OFFER, dtype=torch.int64, device="cpu"), ""
     while True:
         groups.everyone.recv([where], peer, OPENING_TAG).wait()
         kind, *place = where.tolist()
@@ -75,7 +75,7 @@ def accept(
         receiver = kinds[kind](*found, groups.topology.timeout) if found else None
         why = tried(receiver) if receiver else ""
         opened = receiver is not None and not why
-        groups.everyone.send([torch.tensor([float(opened)])], peer, OPENING_TAG).wait()
+        groups.everyone.send([torch.tensor([float(opened)], device="cpu")], peer, OPENING_TAG).wait()
         if receiver is not None and opened:
             receiver.way += instead
             groups.at_close(receiver.close)

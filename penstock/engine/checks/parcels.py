@@ -19,14 +19,14 @@ def send(control: Control, value: Any, peer: int, what: str) -> list[Pending]:
     data = wire.pack(spec)
     tensors = [each for each in leaves if isinstance(each, Tensor)]
     memory = [as_bytes(wire.memory(each, leaf).cpu()) for each, leaf in zip(tensors, spec.tensors, strict=True)]
-    parts = [torch.tensor([data.numel()]), data, *[each for each in memory if each.numel()]]
+    parts = [torch.tensor([data.numel()], device=CPU), data, *[each for each in memory if each.numel()]]
     return [control.send(each, peer, what) for each in parts]
 
 
 def receive(control: Control, peer: int, device: torch.device, what: str) -> Any:
     """What `peer` sends, with its tensors on `device`."""
-    size = control.receive(torch.zeros(1, dtype=torch.int64), peer, what)
-    data = control.receive(torch.empty(checked_size(int(size)), dtype=torch.uint8), peer, what)
+    size = control.receive(torch.zeros(1, dtype=torch.int64, device=CPU), peer, what)
+    data = control.receive(torch.empty(checked_size(int(size)), dtype=torch.uint8, device=CPU), peer, what)
     spec = wire.unpack(data)
     tensors = [wire.empty(leaf, CPU) for leaf in spec.tensors]
     for each, leaf in zip(tensors, spec.tensors, strict=True):

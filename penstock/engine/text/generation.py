@@ -217,5 +217,5 @@ def choose(logits: Tensor, request: Request, first_row: int, position: int) -> T
         scores = scores.masked_fill(scores < least, -torch.inf)
     weights = ((scores - scores.amax(-1, keepdim=True)) / request.temperature).exp().cumsum(-1)
     drawn = [(mix(request.seed, first_row + row, position) >> 11) / 2**53 for row in range(len(logits))]  # 0 up to 1
-    points = torch.tensor(drawn, dtype=torch.float64)[:, None] * weights[:, -1:]
+    points = torch.tensor(drawn, dtype=torch.float64, device=weights.device)[:, None] * weights[:, -1:]
     return torch.searchsorted(weights, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -170,7 +170,7 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Sequence[Tensor]], *parameters: Tensor) -> Tensor:
         ctx.compute = compute
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -77,10 +77,16 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
 
 
 def _check(timeline: Timeline) -> None:
-    """Raises ValueError for what no step can be: the chains that are followed through its events would not end."""
+    """Raises ValueError for what no step can be."""
+    stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
+    _check_order(timeline, stages)
+    _check_amounts(timeline, stages)
+
+
+def _check_order(timeline: Timeline, stages: int) -> None:
+    """Else the chains that are followed through its events would not end."""
     homes: dict[int, int] = {}
     needs: dict[Action, set[Action]] = {}
-    stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
     for event in timeline.events:
         if homes.setdefault(event.action.stage, event.rank) != event.rank:
             raise ValueError(f"stage {event.action.stage} is on rank {homes[event.action.stage]} and on rank {event.rank}")
@@ -95,6 +101,9 @@ def _check(timeline: Timeline) -> None:
     TopologicalSorter(needs).prepare()  # a CycleError is a ValueError
     for one, other in timeline.overlaps - {(before.action, event.action) for before, event in neighbours}:
         raise ValueError(f"{one} and {other} are no pair, they do not follow each other")
+
+
+def _check_amounts(timeline: Timeline, stages: int) -> None:
     numbers = chain(*timeline.borders, *timeline.sizes, *timeline.skips.values(), timeline.between, timeline.averaging)
     if not all(map(math.isfinite, numbers)):
         raise ValueError("it has a time or a size that is no finite number")

@@ -143,7 +143,7 @@ TEN = {  # question: what a person does; where the answer is; what it says, word
     "Where does microbatch 5 spend its time?": (
         [write("m5")],
         ANSWER,
-        lambda run: r"m5: 8 actions, from [\d.]+ ms to [\d.]+ ms; they take [\d.]+ ms, messages [\d.]+ ms",
+        lambda run: r"m5: 8 actions, from [\d.]+ ms to [\d.]+ ms; they take [\d.]+ ms, and for [\d.]+ ms none of them ran",
     ),
     "What happened here, on all ranks?": ([drag_over_all_ranks], SELECTED, lambda run: r"Selected: [\d.]+ ms, .*, ranks 0-3"),
     "What makes the step as long as it is?": ([], ".path", lambda run: r"The critical path is backward \("),

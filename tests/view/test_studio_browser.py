@@ -271,6 +271,9 @@ def test_the_keyboard_selects_moves_and_undoes(studio):
 def test_a_table_is_saved_and_loaded(studio):
     slide(studio, "schedule", "dualpipe-v")
     before = [row(studio, rank) for rank in range(4)]
+    color = "return [...document.querySelectorAll('.cell span')].map((half) => [half.className, getComputedStyle(half).color])"
+    halves = {tuple(half) for half in studio.execute_script(color)}
+    assert halves == {("paint-F", "rgb(11, 15, 22)"), ("paint-B", "rgb(255, 255, 255)")}  # which test_colors.py weighs
     studio.find_element("id", "save-csv").click()
     saved = studio.downloads / "dualpipe-v.csv"
     until(lambda: saved.exists() and saved.stat().st_size)
@@ -473,4 +476,7 @@ def test_the_page_fits_400_pixels(studio):
     studio.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     settle(studio)
     assert studio.execute_script("return document.documentElement.scrollWidth") <= 400
+    top = "return document.querySelector(arguments[0]).getBoundingClientRect().top"
+    picture, controls, table = (studio.execute_script(top, css) for css in (".chart", "#controls", "#editor"))
+    assert picture < controls < table
     studio.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -30,20 +30,20 @@ def begun(timeline: Timeline, rank: int) -> Iterator[Begun]:
     """The events of `rank`, in order.
 
     Where what messages cost is known, their arrival is what the simulator says. In a measured timeline the events alone are
-    known: a message that its taker stood idle for arrived, at the latest, when the taker began, and any other counts as
-    there when it was made.
+    known: a message that was made while its taker stood idle arrived, at the latest, when the taker began, and any other
+    counts as there when it was made.
     """
     free = timeline.start
     for cell in timeline.cells(rank):
         for event in cell:
-            waited = max(0.0, event.start - free)
-            yield Begun(event, waited, tuple(_messages(timeline, event, waited)))
+            yield Begun(event, max(0.0, event.start - free), tuple(_messages(timeline, event, free)))
         free = max(free, cell[0].end, cell[-1].end)
 
 
-def _messages(timeline: Timeline, taker: Event, waited: float) -> list[Message]:
+def _messages(timeline: Timeline, taker: Event, free: float) -> list[Message]:
+    """What `taker` needed from other ranks, on a rank that had nothing to run since `free`."""
     away = [source for source in timeline.needs(taker) if source.rank != taker.rank]
     if timeline.borders:
         return [Message(source, timeline.arrivals[source.action, taker.action.stage].when) for source in away]
-    last = max(away, key=lambda source: source.end) if waited and away else None
-    return [Message(source, max(source.end, taker.start) if source is last else source.end) for source in away]
+    last = max((source.end for source in away), default=free)
+    return [Message(source, max(last, taker.start) if source.end == last >= free else source.end) for source in away]

@@ -38,7 +38,8 @@ class Replay {
       const [transmission, latency] = high > low + 1 ? skips.find((skip) => skip[0] === low && skip[1] === high).slice(2) : borders[low];
       return {transmission, latency};
     }
-    return {transmission: 0, latency: awaited(source, taker) ? arrived - source.end : Math.min(usual.get(low) || 0, Math.max(0, taker.start - source.end))};
+    const waited = taker.waitedFor === source.text && arrived > source.end;
+    return {transmission: 0, latency: waited ? arrived - source.end : Math.min(usual.get(low) || 0, Math.max(0, taker.start - source.end))};
   }
 
   /** All cells, each after what it needs. */
@@ -123,15 +124,12 @@ function handedOver(cell, rows) {
   return before?.sent ? before.sent - before.end : 0;
 }
 
-/** Whether the taker's rank was idle already when the source ended: all the time until the taker began is the message's. */
-function awaited(source, taker) { return taker.waitedFor === source.text && source.end >= taker.start - taker.waited; }
-
 /** Border -> the middle of what messages took that somebody waited for. */
 function usualLags(timeline) {
   const seen = new Map();
   for (const block of timeline.blocks.values()) {
     const source = timeline.blocks.get(block.waitedFor), message = block.receives.find(({action}) => action === block.waitedFor);
-    if (!source || !awaited(source, block) || !(message.arrived > source.end)) continue;
+    if (!source || !(message.arrived > source.end)) continue;
     const border = Math.min(source.stage, block.stage);
     putInto(seen, border, message.arrived - source.end);
   }

@@ -6,7 +6,8 @@ function drawLabels(chart, row) {
   c.textBaseline = "middle";
   c.fillStyle = chart.pinned.has(row.rank) ? colors.accent : colors.ink;
   c.font = `600 ${chart.gutter > 60 && row.high > 11 ? 12 : 11}px system-ui, sans-serif`;
-  if (row.labelled) c.fillText(`${row.folded ? "▸ " : ""}rank ${row.rank}`, right, row.main + row.high / 2);
+  const name = `${row.folded ? "▸ " : ""}rank ${row.rank}`;
+  if (row.labelled) c.fillText(c.measureText(name).width < right ? name : String(row.rank), right, row.main + row.high / 2);
   if (row.planned && row.plannedHigh >= 8) drawLabel(chart, chart.beside.name, row.planned + row.plannedHigh / 2);
   if (row.memory) {
     const peak = timeline.amount(timeline.data.peak_memory[row.rank]), long = `peak ${peak}`;

@@ -30,11 +30,16 @@ function describe(record, block) {
 
 /** What there is to say of a microbatch. */
 function journeyTold(record, microbatch) {
-  const blocks = record.timeline.journey(microbatch), sum = (times) => record.time(times.reduce((all, each) => all + each, 0));
+  const blocks = record.timeline.journey(microbatch);
   if (!blocks.length) return `there is no microbatch ${microbatch}`;
-  const [from, to] = [blocks[0].start, Math.max(...blocks.map(({end}) => end))].map((each) => record.time(each));
-  const onTheWay = blocks.flatMap(({receives}) => receives).map(({action, arrived}) => Math.max(0, arrived - record.timeline.blocks.get(action).end));
-  return `m${microbatch}: ${blocks.length} actions, from ${from} to ${to}; they take ${sum(blocks.map(({start, end}) => end - start))}, messages ${sum(onTheWay)}`;
+  let took = 0, apart = 0, until = blocks[0].start;
+  for (const {start, end} of blocks) {
+    took += end - start;
+    apart += Math.max(0, start - until);
+    until = Math.max(until, end);
+  }
+  const [from, to, work, gaps] = [blocks[0].start, until, took, apart].map((each) => record.time(each));
+  return `m${microbatch}: ${blocks.length} actions, from ${from} to ${to}; they take ${work}, and for ${gaps} none of them ran`;
 }
 
 /** What there is to say of a time in which a rank was idle: why, before which action, and what that one needed. */

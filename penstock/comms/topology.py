@@ -22,7 +22,7 @@ from penstock.comms.encoding import told_by_all
 from penstock.comms.health.heartbeat import Heartbeat
 from penstock.comms.health.lives import gone, lost
 from penstock.comms.starting.gpus import backend_for, gpu_of, settle_nccl, told_by_ranks
-from penstock.comms.starting.interface import interface_to
+from penstock.comms.starting.interface import check_interfaces, interface_to
 from penstock.comms.starting.meeting import FINISHED, all_come, depart, left, looks, name_of_start
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, MismatchError, PenstockError
@@ -254,11 +254,13 @@ def _choose_device(backend: str | None, device: str | torch.device | None, local
 
 
 def _choose_interface(master: str) -> None:
-    """Tell Gloo which network leads to the rank at `master`, unless the user has."""
+    """Tell Gloo which network leads to the rank at `master`, unless the user has. Raises PenstockError for one not there."""
+    if given := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return check_interfaces(given)
     elsewhere = os.environ.get("LOCAL_WORLD_SIZE") not in (None, os.environ.get("WORLD_SIZE"))
     interface = interface_to("127.0.0.1" if master in LOOPBACK else master, elsewhere)
     if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 @contextmanager

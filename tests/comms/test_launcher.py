@@ -3,10 +3,12 @@
 This file is the program of torchrun's ranks as well.
 """
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it, but not this program
@@ -139,6 +141,37 @@ def test_a_program_without_a_main_guard_is_told_to_have_one_and_nothing_else(tmp
     words = "this program launches ranks wherever it is imported, and every rank imports it: put what launches under"
     assert ended.stderr.splitlines()[-1] == f'penstock.errors.PenstockError: {words} `if __name__ == "__main__":`'
     assert ended.stderr.count("Traceback (most") == 1
+
+
+@pytest.mark.ranks
+def test_what_ranks_cannot_import_is_told_to_be_put_into_a_file(monkeypatch):
+    typed = types.ModuleType("typed")
+    exec("def work(): return 1", typed.__dict__)
+    monkeypatch.setitem(sys.modules, "typed", typed)
+    with pytest.raises(ps.PenstockError, match=r"^ranks cannot read the function .*No module named 'typed'\): define it in a"):
+        ps.launch(typed.work, 2)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
+    with pytest.raises(ps.PenstockError, match=r"and this one is read from stdin: put it into a file$"):
+        ps.launch(rank_exits, 2)
+
+
+def test_a_process_that_may_have_no_children_is_told_so(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "daemon", True)
+    with pytest.raises(ps.PenstockError, match="^a daemonic process, as a Pool's worker is, may start no ranks"):
+        ps.launch(rank_comes, 2)
+
+
+def rank_comes():
+    return ps.comms.init_distributed().rank
+
+
+@pytest.mark.ranks
+def test_a_network_that_is_not_there_is_told_by_name(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
+    with pytest.raises(ps.PenstockError, match=r"^GLOO_SOCKET_IFNAME is lo,nope, and the networks of this machine are .*lo"):
+        ps.launch(rank_comes, 2)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert ps.launch(rank_comes, 2) == [0, 1]
 
 
 def rank_exits():

@@ -9,6 +9,8 @@ import struct
 import sys
 from contextlib import suppress
 
+from penstock.errors import PenstockError
+
 ANYWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737): the way there is the default route
 NAME, ADDRESS = struct.Struct("256s"), slice(20, 24)  # of a request, and of the answer to it
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -24,6 +26,15 @@ def interface_to(host: str, elsewhere: bool) -> str | None:
     if own is not None and own.startswith("127.") and elsewhere:
         own = _own_address(ANYWHERE)
     return None if own is None or sys.platform != "linux" else _interface_of(own)
+
+
+def check_interfaces(given: str) -> None:
+    """Raises PenstockError unless this machine has the interface that is `given`, or the several, with commas between them."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in given.split(","):
+        if name.partition(":")[0] not in there:  # behind a colon: one of its addresses
+            told = f"GLOO_SOCKET_IFNAME is {given}, and the networks of this machine are {', '.join(there)}"
+            raise PenstockError(f"{told}: set it to one of these, or leave it unset")
 
 
 def _own_address(target: str) -> str | None:

@@ -38,8 +38,8 @@ class RankTraceback(Exception):
 def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0, least: int | None = None) -> Results[T]:
     """Run `function(*args)` on `ranks` processes of this machine at once; returns a list of their results, by rank.
 
-    `function`: what every rank runs. It pickles, so it stands at the top level of a module, and a script that launches does so
-    under `if __name__ == "__main__":`. Arguments and results pickle too.
+    `function`: what every rank runs. It pickles, so it stands at the top level of a module, which a notebook imports, and a
+    script that launches does so under `if __name__ == "__main__":`. Arguments and results pickle too.
     `ranks`: how many, 1 or more.
     `restarts`: how often the ranks begin again after one of them has died, was stopped or raised. All others are ended, and the
     function is called anew with the same arguments: it finds its world by `init_distributed()`, makes its pipeline, and goes on
@@ -85,6 +85,8 @@ def _attempts(work: bytes, ranks: int, restarts: int, least: int | None, memory:
 def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
     if not isinstance(ranks, int) or ranks < 1:
         raise PenstockError(f"cannot launch {ranks!r} ranks: use a whole number of 1 or more")
+    if multiprocessing.current_process().daemon:
+        raise PenstockError("a daemonic process, as a Pool's worker is, may start no ranks: use a ProcessPoolExecutor")
     if not callable(function):
         raise PenstockError(f"cannot launch {function!r}: give a function, launch(train, 2), which each rank calls itself")
     if type(restarts) is not int or restarts < 0:

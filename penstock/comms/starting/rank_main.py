@@ -49,7 +49,9 @@ class Job(NamedTuple):
 
 
 def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What ranks are to do, as `Job.work`. Raises PenstockError if it does not pickle."""
+    """What ranks are to do, as `Job.work`. Raises PenstockError if it does not pickle, or is in no file."""
+    if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+        raise PenstockError("ranks import the program that launches them, and this one is read from stdin: put it into a file")
     try:
         return pickle.dumps((function, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -86,7 +88,7 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
     if job.page is not None:
         progress.tell_into(job.page, rank)
     try:
-        function, args = pickle.loads(job.work)
+        function, args = _unpickled(job.work)
         value = function(*args)
         data = _pickled_result(value, rank)
         tell_departure(FINISHED)
@@ -104,6 +106,14 @@ def _threads() -> int:
     """As many as the caller's environment says: torch has read that of the server."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else 1
+
+
+def _unpickled(work: bytes) -> Any:
+    try:
+        return pickle.loads(work)
+    except Exception as error:  # it was typed at a prompt or in a notebook, which ranks do not import
+        told = f"ranks cannot read the function that they are to run, or its arguments ({reason(error)})"
+        raise PenstockError(f"{told}: define it in a file, and import it from there") from error
 
 
 def _pickled_result(value: Any, rank: int) -> bytes:

@@ -157,7 +157,7 @@ def test_what_ranks_cannot_import_is_told_to_be_put_into_a_file(monkeypatch):
 
 def test_a_process_that_may_have_no_children_is_told_so(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "daemon", True)
-    with pytest.raises(ps.PenstockError, match="^a daemonic process, as a Pool's worker is, may start no ranks"):
+    with pytest.raises(ps.PenstockError, match=r"^a daemonic process, as a Pool's worker is, may start no ranks"):
         ps.launch(rank_comes, 2)
 
 

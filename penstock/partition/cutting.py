@@ -207,7 +207,7 @@ def _check_statistics(stages: Sequence[nn.Module]) -> None:
 
 
 def _check_names(model: nn.Module, cuts: Sequence[str]) -> None:
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for cut in cuts:
         if cut not in names:
             near = difflib.get_close_matches(str(cut), names, n=3) or names[:5]

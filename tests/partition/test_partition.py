@@ -63,6 +63,7 @@ def test_a_layer_that_stands_in_several_places_runs_in_each(stages, example):
     model = nn.Sequential(wide, act, nn.Linear(3, 3), act, wide)
     pieces = split(model, stages, example_args=example)
     assert layers_of(pieces) == list(model._modules.items())
+    assert layers_of(split(model, 2, cuts=["3"])[1:]) == [("3", act), ("4", wide)]
     inputs = torch.randn(5, 3)
     assert torch.equal(partition.run(pieces, inputs), model(inputs))
 

@@ -156,7 +156,7 @@ def emulated(options: Options) -> tuple[list[Row], Pairs]:
     rows, pairs = [], []
     for ranks, share in product(options.ranks, options.shares):
         layers, batch = layers_of(ranks), ROWS * MICROBATCHES
-        limit = limit_of(layers, ranks, batch, MICROBATCHES, share, 0.0)
+        limit = limit_of(layers, ranks, batch, MICROBATCHES, share)
         terms = Terms((limit,) * ranks, send=SEND, action=ACTION)
         found = planned(layers, batch, terms, options.effort)
         row, more = compared(found, default_of(layers, ranks, batch, terms), asleep, options)

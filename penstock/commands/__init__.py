@@ -4,7 +4,8 @@
 `options`  how options are typed that may be left out
 `source`   the schedule that a name or a CSV file stands for
 `show`     `penstock show` and `penstock compare`
-`plan`     `penstock plan` and `penstock search`
+`plan`     `penstock plan`
+`search`   `penstock search`
 `train/`   the main job: real data, checkpoints, metrics, a comparison with one process
 `audit`    two runs compared by their digests: the first step, stage and parameter that differ
 `trained`  `penstock generate` and `penstock eval`: their options

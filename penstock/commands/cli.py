@@ -170,7 +170,7 @@ COMMANDS = {  # name -> the module with its class, which is called after it
     "schedules": "cli",
     "show": "show",
     "plan": "plan",
-    "search": "plan",
+    "search": "search",
     "compare": "show",
     "studio": "cli",
     "watch": "cli",

@@ -1,10 +1,9 @@
-"""`penstock plan` and `penstock search`: the fastest step that fits the memory, for a model, and for stages as they are."""
+"""`penstock plan`: the fastest step of a model that fits the memory."""
 
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +17,8 @@ from penstock.learn.puzzles.judge import Missed, fault, loaded
 from penstock.plan import Layers, bytes_of, plan, robustness
 from penstock.plan import Plan as Planned
 from penstock.plan.of_run import FILE
-from penstock.schedule import Costs, search, simulate
-from penstock.schedule.table import PLACEMENTS
 from penstock.schedule.timing.explanation import bytes_told
 from penstock.view.files import writing
-from penstock.view.terminal import summary
 
 TRANSFORMERS = "transformers:"
 MORE_MEMORY = (1.1, 1.25, 1.5)
@@ -72,6 +68,7 @@ class Plan:
 
     def run(self) -> None:
         """Measure or read, plan, tell."""
+        check_writable(self.save_costs, self.out)
         layers = self._layers()
         if self.save_costs is not None:
             with writing(self.save_costs):
@@ -102,12 +99,18 @@ class Plan:
         if (self.costs is None) == (self.model is None):
             raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
         if self.costs is not None:
-            return Layers.load(self.costs / FILE if self.costs.is_dir() else self.costs)
+            costs = self.costs / FILE if self.costs.is_dir() else self.costs
+            if costs != self.costs and not costs.is_file():
+                raise PenstockError(f"{self.costs} has no {FILE}: a run of `penstock train` without --plan leaves it there")
+            return Layers.load(costs)
         from penstock.plan import measure, of_transformers
 
         if str(self.model).startswith(TRANSFORMERS):
+            config = Path(str(self.model).removeprefix(TRANSFORMERS))
+            if config.suffix == ".json" and not config.is_file():
+                raise PenstockError(f"there is no {config}{nearest_path(config)}")
             print(f"estimates, for {self.speed:g}e12 operations a second and rows of {self.tokens} tokens: nothing is measured")
-            return of_transformers(Path(str(self.model).removeprefix(TRANSFORMERS)), self.tokens, 1e12 * self.speed)
+            return of_transformers(config, self.tokens, 1e12 * self.speed)
         model, args, *loss = built(str(self.model))
         loss_fn, target = loss or (None, None)
         return measure(model, args, loss_fn=loss_fn, target=target)
@@ -161,11 +164,20 @@ class Watched:
         return self.enough
 
 
+def check_writable(*paths: Path | None) -> None:
+    """Raises PenstockError for a path in no folder, before minutes are spent on what is to be written there."""
+    for path in filter(None, paths):
+        if not path.absolute().parent.is_dir():
+            raise PenstockError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
 def built(source: str) -> Sequence[Any]:
     """What the function gives that `source`, FILE.py:FUNCTION, names. Raises PenstockError if it is none."""
-    file, _, name = source.rpartition(":")
-    if not Path(file).is_file():
-        raise PenstockError(f"{source} names no function: {file or source} is no file{nearest_path(Path(file or source))}")
+    file, _, name = source.partition(".py:")
+    if not name:
+        raise PenstockError(f"{source} names no function: write it as model.py:build")
+    if not Path(file := f"{file}.py").is_file():
+        raise PenstockError(f"{source} names no function: {file} is no file{nearest_path(Path(file))}")
     sys.path.insert(0, str(Path(file).parent))  # as if it had been started
     try:
         made = getattr(loaded(Path(file)), name, None)
@@ -206,7 +218,7 @@ def table(plans: Sequence[Planned], limit: float) -> str:
             (
                 str(number),
                 f"{1e3 * each.seconds:.4g} ms",
-                f"{each.seconds / each.bound - 1:.1%}",
+                f"{each.above:.1%}",
                 f"{each.timeline.bubble:.1%}",
                 f"{bytes_told(max(each.peak_memory))} ({max(each.peak_memory) / limit:.0%})",
                 f"{again} of {each.schedule.stages}",
@@ -218,51 +230,3 @@ def table(plans: Sequence[Planned], limit: float) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
-@dataclass(frozen=True)
-class Search:
-    """Search for the table with the shortest step, for stages as they are, in the memory there is for activations."""
-
-    costs: Path
-    """What each stage costs, in the form that `penstock plan --save-costs` writes for layers."""
-    ranks: int = 4
-    """P."""
-    placement: Literal["loop", "V"] = "loop"
-    """Where stages live: stage s on rank s mod P, or down the ranks and back up."""
-    microbatches: int = 8
-    """M."""
-    memory: str = "1TB"
-    """Of each rank, for activations."""
-    effort: Literal["quick", "normal", "long", "optimal"] = "normal"
-    """About 1, 10 or 60 seconds; optimal, for small pipelines: up to minutes of OR-Tools, to prove that nothing is shorter."""
-    send: float = 0.0
-    """Milliseconds that a message between two ranks takes."""
-    seed: int = 0
-    """The same gives the same table."""
-    csv: Path | None = None
-    """Write the table to this file."""
-
-    def run(self) -> None:
-        """Read, search, tell."""
-        stages = Layers.load(self.costs).samples[-1].layers
-        if len(stages) % self.ranks:
-            raise PenstockError(f"{self.costs} has {len(stages)} stages, which do not divide by --ranks {self.ranks}")
-        columns = dict(zip(stages[0]._fields, zip(*stages, strict=True), strict=True))
-        times = columns["forward"], columns["backward_input"], columns["backward_weight"]
-        held = [inside + end for inside, end in zip(columns["activation"], columns["ends"], strict=True)]
-        costs = Costs(*times, send=self.send / 1e3, act=held, keep=columns["keep"])
-        placement = PLACEMENTS[self.placement](len(stages), self.ranks)
-        with Watched() as watched:
-            told = partial(watched, self.effort)
-            found = search(costs, placement, self.microbatches, bytes_of(self.memory), self.effort, self.seed, progress=told)
-        print(summary(simulate(found.schedule, costs)))
-        least = f"no table within the limit is below {1e3 * found.bound:.4g} ms"
-        print(f"step {1e3 * found.makespan:.4g} ms, {least}: {found.because}")
-        if found.family is not None and found.family_makespan is not None:
-            less = 1 - found.makespan / found.family_makespan
-            print(f"the best published table, {found.family}, takes {1e3 * found.family_makespan:.4g} ms: {less:.1%} less")
-        if self.csv is not None:
-            with writing(self.csv):
-                found.schedule.to_csv(self.csv)
-            print(f"wrote {self.csv}")

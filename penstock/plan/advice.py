@@ -27,6 +27,7 @@ def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> s
 def bytes_of(text: str) -> float:
     """The bytes that `text` says, `2GB`, `2GiB` or `2e9` for instance. Raises PenstockError for anything else."""
     found = re.fullmatch(r"\s*(\d+\.?\d*(?:E\d+)?)\s*(?:(?:([TGMK])(I?))?B)?\s*", text.upper())
-    if found is None or not float(found[1]):
-        raise PenstockError(f"{text!r} is no amount of memory: write it as 2GB, 500MB")
-    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ") if found else 0.0
+    if size < 1000:
+        raise PenstockError(f"{text!r} is no amount of memory that a rank can have: write it as 2GB, 500MB")
+    return size

@@ -59,11 +59,15 @@ def names(schedules: str | Sequence[str] | None) -> list[str]:
     return list(names)
 
 
-def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int) -> list[int]:
-    """Numbers of microbatches that are tried: of those that divide the rows, or one that does not where none does."""
+def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int, largest: float) -> list[int]:
+    """Numbers of microbatches that are tried: of those that divide the rows, or one that does not where none does.
+
+    They have no more than `largest` rows, as far as that leaves any.
+    """
     if not microbatches and microbatches != 0:
         most = min(rows, 8 * ranks)
-        whole = [count for count in range(max(1, min(rows, ranks) // 4), most + 1) if rows % count == 0]
+        fewest = min(most, max(1, min(rows, ranks) // 4, math.ceil(rows / largest)))
+        whole = [count for count in range(fewest, most + 1) if rows % count == 0]
         return whole or [min(rows, 4 * ranks)]
     counts = [microbatches] if isinstance(microbatches, int) else sorted(set(microbatches))
     if wrong := [count for count in counts if not 1 <= count <= batch]:

@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A cut of the layers for one table. The less the better: first what is above the limits, then the time."""
+    """A cut of the layers for one table. The less the better: what is above the limits, the time, what is recomputed."""
 
     over: float  # bytes: the root of the squares' sum over the ranks, less where they are more even
     seconds: float
@@ -52,9 +52,14 @@ class Candidate(NamedTuple):
     passed: tuple[int, ...]  # of every rank, how many of the cheapest choices are passed over
     choices: tuple[Choice, ...]
 
+    @property
+    def again(self) -> float:
+        """Seconds of recomputation, for one microbatch."""
+        return sum([choice.seconds for choice in self.choices])
 
-def _key(candidate: Candidate) -> tuple[float, float]:
-    return candidate.over, candidate.seconds
+
+def _key(candidate: Candidate) -> tuple[float, float, float]:
+    return candidate.over, candidate.seconds, candidate.again
 
 
 AWAY = 3  # steps, from which a descent begins again

@@ -77,6 +77,11 @@ class Layers:
         """Of the layers, in order."""
         return [layer.name for layer in self.samples[0].layers]
 
+    @property
+    def largest(self) -> float:
+        """The most rows of a microbatch that they tell of: twice those of the largest sample; any, if all is proportional."""
+        return 2 * self.samples[-1].rows if len(self.samples) > 1 else math.inf
+
     def at(self, rows: float) -> tuple[Layer, ...]:
         """The layers at microbatches of so many rows: on the line through the two samples that are nearest.
 
@@ -116,8 +121,11 @@ def _layer(data: dict[str, Any]) -> Layer:
 
 
 def _mixed(few: Layer, many: Layer, share: float, scale: float = 1.0, least: float = 0.0) -> Layer:
-    """`few`, and `share` of the way to `many`, not below `least` of `few`; times `scale`, but for the parameters."""
-    values = [max(least * a, a + share * (b - a)) * scale for a, b in zip(few[1:], many[1:], strict=True)]
+    """`few`, and `share` of the way to `many`, where more rows take no less: at least `least` of `few`, and `scale` times that.
+
+    Parameters stay as they are.
+    """
+    values = [max(least * a, a + share * max(0.0, b - a)) * scale for a, b in zip(few[1:], many[1:], strict=True)]
     return Layer(few.name, *values)._replace(parameters=few.parameters)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.partition.balance import starts as balanced
@@ -46,9 +46,9 @@ class Way(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The less, the better: what does not fit; the time; and where that is the same, stages and memory."""
-        memory = sum(choice.bytes for choice in self.best.choices)
-        return self.best.over, float(f"{self.best.seconds:.6g}"), len(self.best.starts), memory
+        """The less, the better: what does not fit; the time; and where that is the same, recomputation, stages and memory."""
+        best, memory = self.best, sum(choice.bytes for choice in self.best.choices)
+        return best.over, float(f"{best.seconds:.6g}"), best.again, len(best.starts), memory
 
     def descended(self, actions: int, random: Random) -> "Way":
         """With a better cut, if one is found while so many actions are timed."""
@@ -134,7 +134,7 @@ def plan(
         here, rows = ranks // replicas, batch // replicas
         limits, own = asked.limits(memory, here), asked.speeds(speeds, here)
         terms = Terms(limits, optimizer, send, bandwidth, action, cores / replicas, own, replicas)
-        if counts := asked.counts(microbatches, batch, rows, here):
+        if counts := asked.counts(microbatches, batch, rows, here, layers.largest):
             tasks.append(Task(layers, rows, counts, terms))
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
@@ -147,7 +147,11 @@ def plan(
         with suppress(KeyboardInterrupt):
             for each, many in TABLES[effort]:
                 ways = _searched(ways, each, many, seed, random, progress)
-    return [_plan(way, batch, layers.names) for way in ways if not way.best.over][:SHOWN]
+    different: dict[tuple[Any, ...], Way] = {}
+    for way in ways:
+        if not way.best.over:
+            different.setdefault((way.cutting.table.schedule.actions, way.best.starts, way.cutting.terms.dp), way)
+    return [_plan(way, batch, layers.names) for way in [*different.values()][:SHOWN]]
 
 
 @lru_cache(maxsize=256)

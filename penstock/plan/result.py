@@ -44,6 +44,11 @@ class Plan:
         return self.schedule.ranks
 
     @property
+    def above(self) -> float:
+        """How far a step is above its bound, as a share of that."""
+        return max(0.0, self.seconds / self.bound - 1)
+
+    @property
     def timeline(self) -> Timeline:
         """The planned step, without optimizer."""
         return replace(simulate(self.schedule, self.costs), memory_unit="bytes")
@@ -62,11 +67,10 @@ class Plan:
     def __str__(self) -> str:
         """In a few lines."""
         again = [f"stage {stage} ({way})" for stage, way in enumerate(self.recompute) if way]
-        above = self.seconds / self.bound - 1
         return (
             f"{self.schedule.name} on {self.ranks} ranks{f', {self.dp} replicas' if self.dp > 1 else ''}, "
             f"{self.microbatches} microbatches: "
-            f"{1e3 * self.seconds:.4g} ms a step, {above:.1%} above what none can be below\n"
+            f"{1e3 * self.seconds:.4g} ms a step, {self.above:.1%} above what none can be below\n"
             f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(again) or 'nothing'}\n"
             f"at the fullest {', '.join(map(bytes_told, self.peak_memory))}\n"
             f"{self.why}"

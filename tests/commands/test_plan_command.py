@@ -4,12 +4,14 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
 from penstock import PenstockError
 from penstock.commands import cli
-from penstock.commands.plan import Plan, Search, Watched, built
+from penstock.commands.plan import Plan, Watched, built
+from penstock.commands.search import Search
 from penstock.commands.source import question_of
 from penstock.plan import Layer, Layers, bytes_of, load
 from penstock.schedule import Schedule
@@ -64,6 +66,8 @@ def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, ca
     words = ("--ranks", "2", "--batch", "8", "--effort", "quick", "--save-costs", tmp_path / "costs.json")
     run(monkeypatch, "plan", f"{tmp_path / 'mine.py'}:build", *words)
     assert Layers.load(tmp_path / "costs.json").names == ["0", "1", "2", "3"]
+    with pytest.raises(PenstockError, match=r"mine\.py names no function: write it as model\.py:build"):
+        built(str(tmp_path / "mine.py"))
     with pytest.raises(PenstockError, match="is to be a function that gives"):
         built(f"{tmp_path / 'mine.py'}:half")
     with pytest.raises(PenstockError, match=r"did you mean .*mine\.py"):
@@ -95,7 +99,7 @@ def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GB", 2e9), ("500 mb", 5e8), ("2GiB", 2**31), ("2e9", 2e9), ("1.5T", None), ("0MB", None), ("lots", None)],
+    [("2GB", 2e9), ("500 mb", 5e8), ("2GiB", 2**31), ("2e9", 2e9), ("1.5T", None), ("0MB", None), ("2", None), ("lots", None)],
 )
 def test_memory_is_written_with_a_unit(text, size):
     if size is None:
@@ -105,9 +109,15 @@ def test_memory_is_written_with_a_unit(text, size):
         assert bytes_of(text) == size
 
 
-def test_plan_takes_a_model_or_costs():
+def test_plan_takes_a_model_or_costs(tmp_path):
     with pytest.raises(PenstockError, match="give a model to measure"):
         Plan().run()
+    with pytest.raises(PenstockError, match=r"has no costs\.json: a run of `penstock train` without --plan"):
+        Plan(costs=tmp_path).run()
+    with pytest.raises(PenstockError, match=r"^there is no config\.jsn\.json"):
+        Plan("transformers:config.jsn.json").run()
+    with pytest.raises(PenstockError, match=r"plan\.json cannot be written: there is no folder /not/there"):
+        Plan("model.py:build", out=Path("/not/there/plan.json")).run()
 
 
 @pytest.mark.ranks

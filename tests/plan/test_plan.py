@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -45,6 +46,7 @@ def test_a_plan_is_proved_and_takes_what_the_simulator_says_it_takes():
 def test_the_best_comes_first_and_the_same_seed_gives_the_same_plans():
     once, again = quick(memory=100 * MB, head=2.5), quick(memory=100 * MB, head=2.5)
     assert once == again
+    assert len({(each.schedule.actions, each.cuts) for each in quick(microbatches=1)}) == 5  # most families are one table then
     assert [each.seconds for each in once] == sorted(each.seconds for each in once)
 
 
@@ -60,7 +62,8 @@ def test_no_family_on_an_even_cut_that_fits_is_faster_than_the_plan(memory):
 
 
 def test_memory_that_is_short_is_made_up_for_by_recomputation_of_the_stages_that_need_it():
-    assert set(quick(memory=1e9, microbatches=8)[0].recompute) == {None}
+    for head in (1.0, 8.0):  # also where it would cost nothing, since others take longer
+        assert set(quick(memory=1e9, microbatches=8, head=head)[0].recompute) == {None}
     tight = quick(memory=100 * MB, microbatches=8)[0]
     assert {"stage", "block"} & set(tight.recompute)
     assert tight.costs.act[0] < 20 * MB * 4
@@ -266,3 +269,12 @@ def test_layers_are_read_as_they_were_written_and_lie_on_a_line(tmp_path):
     assert known.at(16)[0].parameters == few.parameters
     steep = Layers((*Layers.of([few], 2).samples, *Layers.of([many._replace(forward=0.03)], 8).samples))
     assert steep.at(1)[0].forward == pytest.approx(0.0015)  # on the line it would be nothing
+    noisy = Layers((*Layers.of([few], 2).samples, *Layers.of([many._replace(forward=0.001)], 8).samples))
+    assert noisy.at(64)[0].forward == few.forward  # more rows take no less
+
+
+def test_microbatches_much_larger_than_those_that_were_measured_are_tried_only_if_asked():
+    known = Layers(tuple(Layers.of(layers(), rows).samples[0] for rows in (1, 4)))  # as long for 4 rows as for 1
+    find = partial(plan, known, 2, 1e9, batch=32, effort="quick", schedules="1f1b")
+    assert find()[0].microbatches == 4
+    assert find(microbatches=1)[0].microbatches == 1

@@ -95,7 +95,7 @@ def test_rows_that_would_stop_are_mended_where_they_stop():
     rows = [[0, 1, 4, 5], [2, 3, 6, 7]]  # rank 1 would take in both microbatches; it has room for one
     position = Position(machine, rows, [0.0, 0.0])
     assert position.rows == [[0, 1, 4, 5], [2, 6, 3, 7]]
-    assert position.attempt({0: Moved([4, 0, 1, 5], 0)}, INFINITE) == 300
+    assert position.attempt({0: Moved([4, 0, 1, 5], 0, 2)}, INFINITE) == 300
 
 
 def test_where_published_tables_fit_the_best_is_told():

@@ -70,18 +70,18 @@ def _on_one_rank(position: Position, dice: random.Random) -> dict[int, Moved]:
 def _on_stages(position: Position, dice: random.Random) -> dict[int, Moved]:
     """The F or I of a microbatch on some stages in a row, and of some or all that follow it, all moved by the same time."""
     machine, changed = position.machine, dict[int, Moved]()
-    first, microbatch = int(dice.random() * machine.stages), int(dice.random() * machine.microbatches)
-    stages = range(first, min(machine.stages, first + 2 + int(dice.random() * (machine.stages - 1))))
+    begin, microbatch = int(dice.random() * machine.stages), int(dice.random() * machine.microbatches)
+    stages = range(begin, min(machine.stages, begin + 2 + int(dice.random() * (machine.stages - 1))))
     kind = machine.stages if dice.random() < 0.5 else 0
     shift, actions = (2 * dice.random() - 1) * LONG * machine.typical, _how_many(machine, dice)
     for stage in stages:
         rank, action = machine.placement[stage], (kind + stage) * machine.microbatches + microbatch
         trace, index = position.trace[rank], position.rows[rank].index(action)
         places = bisect_right(trace, (trace[index + 1][0] + shift, INFINITE)) - 2 - index
-        row, before = changed.get(rank, Moved(position.rows[rank], len(machine.cost)))
+        row, first, last = changed.get(rank, Moved(position.rows[rank], len(machine.cost), 0))
         new = moved(machine, row, row.index(action), places, actions)
         if new.first < len(row):
-            changed[rank] = Moved(new.row, min(before, new.first))
+            changed[rank] = Moved(new.row, min(first, new.first), max(last, new.last))
     return changed
 
 

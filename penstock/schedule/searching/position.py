@@ -3,12 +3,13 @@
 This is the loop that a search spends its time in, hence a long function of plain lists. Three things make it short:
 
 * Only what can change is run again: what begins after the end of the last action before the change.
-* It gives up as soon as the step cannot end in time: by what a rank has idled, or by the chain behind an action.
+* It gives up as soon as the step cannot end in time: by what a rank has idled, or by what waits for an action, in its chain and
+  in the rows as they were. What was moved is not held to the rows; so an attempt that would do is given up very seldom.
 * The rows may leave out W. Then a W, the oldest, runs where it ends before the next F or I can start (plus the `slack` of its
   rank), where memory is full, and at the end.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from typing import NamedTuple
 from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Rows
 from penstock.schedule.searching.moves import Moved
 
-ATTEMPT, REPAIR, LOOK = 30, 20, 5  # steps that count for an attempt, a repair, and a look at a row, beside the actions that run
-
+ATTEMPT, REPAIR, LOOK = 25, 20, 5  # steps that count for an attempt, a repair, and a look at a row, beside the actions that run
+PREPARE, ACCEPT = 1 / 32, 1 / 2  # and for each action of the table, in an attempt and if it is accepted
 Trace = list[tuple[float, float, float, int, int]]  # before a row and after each action: time, memory, least end, W and I done
 Slots = list[float]  # when what is needed is there; -1: not yet; -2 - r: not yet, and rank r waits for it
 
@@ -36,6 +37,7 @@ class _Tried(NamedTuple):
     rows: Rows
     put_off: Rows
     there: Slots
+    lasts: dict[int, int]  # rank -> the last place at which its row is another
     begin: list[int]
     traces: list[Trace]
     ends: list[float]
@@ -53,7 +55,7 @@ class Position:
         self.rows, self.slack = state.rows[:], state.slack and state.slack[:]
         self.put_off: Rows = [self._weights(row) for row in self.rows]
         self.trace: list[Trace] = [[(0.0, 0.0, work, 0, 0)] for work in self.machine.work]
-        self.there, self.makespan = self.machine.there, INFINITE
+        self.there, self.makespan, self.tails = self.machine.there, INFINITE, self.machine.tails
         if self.attempt({}, INFINITE) < INFINITE:
             self.accept()
 
@@ -64,21 +66,45 @@ class Position:
     def attempt(self, changed: Mapping[int, Moved], most: float) -> float:
         """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run."""
         net = self.machine.net if self.slack else self.machine.change
-        for rank, (row, _) in changed.items():
+        for rank, (row, _, _) in changed.items():
             self.steps += LOOK
             if max(accumulate(map(net.__getitem__, row))) > self.machine.limits[rank]:
                 return INFINITE
         traces: list[Trace] = [[] for _ in self.rows]
         end = self._run(changed, most, traces)
-        self.steps += ATTEMPT + sum(map(len, traces))
+        self.steps += ATTEMPT + int(PREPARE * len(self.machine.cost)) + sum(map(len, traces))
         return end
 
     def accept(self) -> None:
         """Go on from what was attempted last."""
-        self.rows, self.put_off, self.there, begin, traces, self.ends = self.tried
+        self.steps += int(ACCEPT * len(self.machine.cost))
+        self.rows, self.put_off, self.there, lasts, begin, traces, self.ends = self.tried
         self.makespan, self.chain = max(self.ends), list[tuple[int, int]]()
         for trace, here, new in zip(self.trace, begin, traces, strict=True):
             trace[here:] = new
+        if self.machine.waits:
+            self.tails = self._behind(max(self.trace[rank][last + 1][0] for rank, last in lasts.items()))
+
+    def _behind(self, until: float) -> list[float]:
+        """How long it takes at least from the end of every action to the end of the step, with the rows as they are.
+
+        Nothing has changed behind what ends after `until`.
+        """
+        machine, chain, behind = self.machine, self.machine.tails, self.tails[:]
+        cost, slot, latency, nothing = machine.cost, machine.slot, machine.latency, len(machine.cost)
+        ends = list[tuple[float, int, int]]()
+        for row, trace in zip(self.rows, self.trace, strict=True):
+            here = bisect_right(trace, (until, INFINITE))
+            times = [each[0] for each in trace[1:here]]
+            ends += zip(times, row, [*row[1:here], nothing], strict=False)
+        for _, action, after in sorted(ends, reverse=True):
+            longest, taker = chain[action], slot[action]
+            if after != nothing and cost[after] + behind[after] > longest:
+                longest = cost[after] + behind[after]
+            if taker != nothing and latency[action] + cost[taker] + behind[taker] > longest:
+                longest = latency[action] + cost[taker] + behind[taker]
+            behind[action] = longest
+        return behind
 
     def critical(self) -> list[tuple[int, int]]:
         """Rank and place of the actions that make up the makespan: each begins as soon as the one before it lets it."""
@@ -112,7 +138,7 @@ class Position:
         """Whether the step takes at most `most` with another `slack` of `rank`; then it has that."""
         assert self.slack
         before, self.slack[rank] = self.slack[rank], slack
-        if self.attempt({rank: Moved(self.rows[rank], 0)}, most) > most:
+        if self.attempt({rank: Moved(self.rows[rank], 0, 0)}, most) > most:
             self.slack[rank] = before
             return False
         self.accept()
@@ -138,10 +164,10 @@ class Position:
     def _run(self, changed: Mapping[int, Moved], most: float, traces: list[Trace]) -> float:
         """One loop over all actions from where something changes: what they leave behind goes into `traces` and `tried`."""
         machine = self.machine
-        limits, plain, cost, change, tails = machine.limits, machine.plain, machine.cost, machine.change, machine.tails
+        limits, plain, cost, change, tails = machine.limits, machine.plain, machine.cost, machine.change, self.tails[:]
         slots, latency, sends, also_needs = machine.slot, machine.latency, machine.sends, machine.also_needs
         splits = machine.first_back if self.slack and not machine.whole else len(cost)
-        since = min([self.trace[rank][first][0] for rank, (_, first) in changed.items()] or [0.0]) if machine.waits else 0.0
+        since = min([self.trace[rank][first][0] for rank, (_, first, _) in changed.items()] or [0.0]) if machine.waits else 0.0
         rows, put_off, there = self.rows[:], self.put_off[:], self.there[:] if plain else machine.there[:]
         channels: dict[tuple[int, int], float] = {}
         begin = list[int]()
@@ -154,14 +180,17 @@ class Position:
             if plain:
                 for action in rows[rank][here:]:
                     there[slots[action]] = -1.0
-        for rank, (row, _) in changed.items():
+        for rank, (row, first, last) in changed.items():
+            for action in row[first : last + 1]:
+                tails[action] = machine.tails[action]
             rows[rank], put_off[rank] = row, self._weights(row)
+        lasts = {rank: each.last for rank, each in changed.items()} or {rank: len(row) - 1 for rank, row in enumerate(rows)}
         slacks, ends = self.slack or [0.0] * machine.ranks, [0.0] * machine.ranks
-        ready, unfinished = list(range(machine.ranks)), set(range(machine.ranks))
+        ready, unfinished = sorted(range(machine.ranks), key=changed.__contains__), set(range(machine.ranks))
         while unfinished:
             if not ready:
-                stuck = self._let_another_go_first(rows, put_off, begin, traces, there)
-                if stuck < 0 or (changed and rows == self.rows):
+                stuck = -1 if most < INFINITE else self._let_another_go_first(rows, put_off, begin, traces, there)
+                if stuck < 0:
                     return INFINITE
                 ready.append(stuck)
             r = ready.pop()
@@ -223,7 +252,7 @@ class Position:
                 ends[r] = time
                 if time > most:
                     return INFINITE
-        self.tried = _Tried(rows, put_off, there, begin, traces, ends)
+        self.tried = _Tried(rows, put_off, there, lasts, begin, traces, ends)
         return max(ends)
 
     def _let_another_go_first(self, rows: Rows, put_off: Rows, begin: list[int], traces: list[Trace], there: Slots) -> int:

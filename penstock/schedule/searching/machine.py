@@ -129,21 +129,6 @@ class Machine:
                 follows = tails[action] + self.cost[action]
         return tails
 
-    @cached_property
-    def fixed(self) -> list[set[int]]:
-        """Of every action those that it is not moved past: of its code, and of its microbatch if they need each other.
-
-        That may be by other ranks, so the F and I of a microbatch stay in order; a W stays behind its I.
-        """
-        count, first_weight, back = self.microbatches, self.first_weight, self.first_back
-        codes = [set(range(code * count, (code + 1) * count)) for code in range(len(self.times))]
-        chains = [set(range(m, first_weight, count)) for m in range(count)]
-        fixed = []
-        for action in range(len(self.cost)):
-            chain = chains[action % count] if action < first_weight else set()
-            fixed.append(codes[action // count] | chain | {action - back, action + back})
-        return fixed
-
     def without_weights(self, rows: Rows) -> Rows:
         """`rows` without their W."""
         return [[action for action in row if action < self.first_weight] for row in rows]

@@ -37,7 +37,7 @@ class _Tried(NamedTuple):
     rows: Rows
     put_off: Rows
     there: Slots
-    lasts: dict[int, int]  # rank -> the last place at which its row is another
+    changed: Mapping[int, Moved]  # empty: anything may have
     begin: list[int]
     traces: list[Trace]
     ends: list[float]
@@ -64,7 +64,10 @@ class Position:
         return State(self.makespan, self.rows[:], self.slack and self.slack[:])
 
     def attempt(self, changed: Mapping[int, Moved], most: float) -> float:
-        """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run."""
+        """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run.
+
+        Rows that would stop are mended only where `most` is infinite: for a random move that is seldom worth its time.
+        """
         net = self.machine.net if self.slack else self.machine.change
         for rank, (row, _, _) in changed.items():
             self.steps += LOOK
@@ -78,12 +81,13 @@ class Position:
     def accept(self) -> None:
         """Go on from what was attempted last."""
         self.steps += int(ACCEPT * len(self.machine.cost))
-        self.rows, self.put_off, self.there, lasts, begin, traces, self.ends = self.tried
+        self.rows, self.put_off, self.there, changed, begin, traces, self.ends = self.tried
         self.makespan, self.chain = max(self.ends), list[tuple[int, int]]()
         for trace, here, new in zip(self.trace, begin, traces, strict=True):
             trace[here:] = new
         if self.machine.waits:
-            self.tails = self._behind(max(self.trace[rank][last + 1][0] for rank, last in lasts.items()))
+            ends = [self.trace[rank][each.last + 1][0] for rank, each in changed.items()]
+            self.tails = self._behind(max(ends, default=INFINITE))
 
     def _behind(self, until: float) -> list[float]:
         """How long it takes at least from the end of every action to the end of the step, with the rows as they are.
@@ -184,7 +188,6 @@ class Position:
             for action in row[first : last + 1]:
                 tails[action] = machine.tails[action]
             rows[rank], put_off[rank] = row, self._weights(row)
-        lasts = {rank: each.last for rank, each in changed.items()} or {rank: len(row) - 1 for rank, row in enumerate(rows)}
         slacks, ends = self.slack or [0.0] * machine.ranks, [0.0] * machine.ranks
         ready, unfinished = sorted(range(machine.ranks), key=changed.__contains__), set(range(machine.ranks))
         while unfinished:
@@ -252,7 +255,7 @@ class Position:
                 ends[r] = time
                 if time > most:
                     return INFINITE
-        self.tried = _Tried(rows, put_off, there, lasts, begin, traces, ends)
+        self.tried = _Tried(rows, put_off, there, changed if most < INFINITE else {}, begin, traces, ends)
         return max(ends)
 
     def _let_another_go_first(self, rows: Rows, put_off: Rows, begin: list[int], traces: list[Trace], there: Slots) -> int:

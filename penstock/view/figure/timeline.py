@@ -36,9 +36,14 @@ def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> 
     """
     dense = len(record.usual.events) > width * record.usual.ranks
     if record.usual.ranks > MOST_RANKS:
-        raise PenstockError(f"{record.name} has {record.usual.ranks} ranks: a figure has room for {MOST_RANKS}, a page for all")
+        raise PenstockError(
+            f"{record.name} has {record.usual.ranks} ranks: a figure has room for {MOST_RANKS}, a page (--html) for all"
+        )
     if dense and also:
-        raise PenstockError(f"{record.name} has more actions than a figure has pixels: it shows no {' or '.join(sorted(also))}")
+        options = " and ".join(f"--{option}" for option in sorted(also))
+        raise PenstockError(
+            f"{record.name} has more actions than a figure has pixels: it shows their shares alone, leave out {options}"
+        )
     timeline = _data(record.usual, dense)
     planned = None if record.planned is None else _data(record.planned, dense)
     whole = max(timeline["makespan"], planned["makespan"] if planned else 0) or 1

@@ -1,6 +1,5 @@
 // The records that the page shows, as penstock/view/data has them, prepared for drawing.
 
-const MOST_REPLAYED = 50000; // actions, run again in a moment
 const KINDS = {F: "forward", B: "backward", I: "backward to the input", W: "backward to the weights"};
 const CAUSES = {
   fill: "before the rank's first backward: the pipeline is not full yet",
@@ -74,9 +73,6 @@ class Timeline {
 
   /** What the actions allow to ask: what if some took another time, and how much longer each may take. */
   get replay() { return (this._replay ??= new Replay(this)); }
-
-  /** How much longer an action may take before the step does; unknown of one that is not of this step, or of a step this large. */
-  slackOf(block) { return this.blocks.size <= MOST_REPLAYED && this.blocks.get(block.text) === block ? this.replay.slack.get(block) : undefined; }
   get peak() { return Math.max(0, ...this.data.peak_memory); }
 
   amount(held) { return amount(held, this.data.memory_unit); }

@@ -1,5 +1,7 @@
 // What there is to say of an action, or of a time in which a rank was idle.
 
+const MOST_REPLAYED = 50000; // actions
+
 function described(rows) { return element("dl", {}, ...rows.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text)])); }
 
 function interval(record, {start, end}) { return `${record.time(end - start)}, from ${record.time(start)} to ${record.time(end)}`; }
@@ -22,10 +24,16 @@ function describe(record, block) {
   }
   if (record.timeline.data.memory_unit) rows.push(["memory held", `${record.timeline.amount(block.held)} once it has ended`]);
   if (block.critical) rows.push(["critical path", "yes"], ["slack", "none: the step takes as much longer as it does"]);
-  else if (record.timeline.slackOf(block) !== undefined) rows.push(["slack", `${record.time(record.timeline.slackOf(block))}: how much longer it may take before the step does`]);
+  else if (record.timeline.blocks.get(block.text) === block) rows.push(["slack", slack(record, block)]);
   const title = element("h3", {}, element("span", {class: `swatch paint-${block.kind}`}), `${block.text} ${KINDS[block.kind]}`);
   const place = `stage ${block.stage}, microbatch ${block.microbatch}, rank ${block.rank}`;
   return element("div", {}, title, element("div", {class: "muted"}, place), described(rows));
+}
+
+/** How much longer an action may take, worked out for steps that are run again in a moment. */
+function slack(record, block) {
+  if (record.timeline.blocks.size > MOST_REPLAYED) return `not worked out for more than ${MOST_REPLAYED} actions; ask what if, as in: ${block.text} = 2`;
+  return `${record.time(record.timeline.replay.slack.get(block) ?? 0)}: how much longer it may take before the step does`;
 }
 
 /** What there is to say of a microbatch. */

@@ -1,24 +1,54 @@
-"""`penstock` as typed at a prompt: in a process of its own, forked from the ranks' server, where torch is imported already."""
+"""What is typed at a prompt, in a process of its own: forked from the ranks' server, where torch is imported already.
+
+If it launches ranks, they come from that server too.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
+from penstock.comms.starting import ranks
+from penstock.comms.starting.rank_main import rank_main
 from penstock.comms.starting.server import HELD, server_context
 
+Ended = subprocess.CompletedProcess[str]
 
-def penstock(*words: object, columns: int = 120) -> "subprocess.CompletedProcess[str]":
+
+class Typed(NamedTuple):
+    """What is typed, and where."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    said: tuple[Path, Path]  # where its standard output and its error output go
+    server: dict[str, Any]  # what leads there
+
+
+def penstock(*words: object, columns: int = 120) -> Ended:
     """What the command came to, and what it said."""
-    environment = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"}
+    return _ended(_command, ["penstock", *map(str, words)], COLUMNS=str(columns), NO_COLOR="1")
+
+
+def python(program: Path, *words: object) -> Ended:
+    """The same of `python program words`."""
+    return _ended(_program, [str(program.resolve()), *map(str, words)])
+
+
+def _ended(work: Callable[[], None], words: list[str], **variables: str) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / name for name in ("stdout", "stderr")]
-        process: Any = server_context().Process(target=_run, args=([*map(str, words)], environment, os.getcwd(), said))
+        context, said = server_context(), (Path(folder) / "stdout", Path(folder) / "stderr")
+        typed = Typed(words, os.environ | variables, os.getcwd(), said, _way_to_server())
+        process: Any = context.Process(target=_run, args=(work, typed))
         process.start()
         try:
             process.join(250)
@@ -30,16 +60,45 @@ def penstock(*words: object, columns: int = 120) -> "subprocess.CompletedProcess
         return subprocess.CompletedProcess(words, process.exitcode, *[path.read_text() for path in said])
 
 
-def _run(words: list[str], environment: dict[str, str], folder: str, said: list[Path]) -> None:
-    for number, path in enumerate(said, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+def _way_to_server() -> dict[str, Any]:
+    """Where it listens, and what Python 3.14 asks of those who come."""
+    names = ("_forkserver_address", "_forkserver_authkey")
+    return {name: value for name, value in vars(forkserver._forkserver).items() if name in names}
+
+
+def _run(work: Callable[[], None], typed: Typed) -> None:
+    vars(forkserver._forkserver).update(typed.server)
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # it is not this process's child
+    ranks.rank_main = partial(_rank, typed.said)
+    _speak_into(typed.said)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # as the server has them
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
+    os.environ.update(typed.environment)
+    os.chdir(typed.folder)
     torch.set_num_threads(1)
-    sys.argv = ["penstock", *words]
+    sys.argv = typed.words
+    work()
 
+
+def _rank(said: tuple[Path, Path], *args: Any) -> None:
+    _speak_into(said)
+    rank_main(*args)
+
+
+def _speak_into(said: tuple[Path, Path]) -> None:
+    for number, path in enumerate(said, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+
+
+def _command() -> None:
     from penstock.commands.cli import main
 
     main()
+
+
+def _program() -> None:
+    path = Path(sys.argv[0])
+    sys.path.insert(0, str(path.parent))
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    main.__file__ = str(path)  # from which its ranks import what they run
+    exec(compile(path.read_text(), path, "exec"), main.__dict__)

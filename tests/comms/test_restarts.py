@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from prompt import python
 from safetensors.torch import load_file
 from torch import nn
 
@@ -436,7 +437,7 @@ def test_the_documented_script_goes_on_under_torchrun_with_the_bits_of_one_that_
     )
     assert ended.returncode == 0, ended.stderr
     assert "exitcode: -9" in ended.stderr
-    alone = subprocess.run([sys.executable, "train.py", "alone"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    alone = python(tmp_path / "train.py", tmp_path / "alone")
     assert alone.returncode == 0, alone.stderr
     run, other = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "alone"))
     assert run.keys() == other.keys()

@@ -37,8 +37,9 @@ def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "1", "random")
+        for seed in ("0", "1")
     }
+    exec(BATCHES, {"print": lambda number: told.add(f"{number}\n")})  # here it is a random one
     assert len(told) == 1
     assert told.pop().strip().isdecimal()
 

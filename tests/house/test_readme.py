@@ -1,11 +1,10 @@
 """What the README and the documentation say is so."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from prompt import python
 from rooms import PAGE, with_table
 
 from penstock.schedule import Costs, build, names, simulate
@@ -23,7 +22,7 @@ def test_the_readme_is_short() -> None:
 def test_its_example_trains(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (tmp_path / "example.py").write_text(code)
-    ended = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    ended = python(tmp_path / "example.py")
     first, last = map(float, re.findall(r"[\d.]+", ended.stdout))
     assert last < first / 2, ended.stderr
 

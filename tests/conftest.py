@@ -1,6 +1,8 @@
 """How all tests run: on one thread, since bits depend on how many there are. Their tiers are marks (see pyproject.toml)."""
 
+import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,24 @@ from penstock.comms.starting import server
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of ranks, and of interpreters that tests start
-paths = [str(Path(__file__).parent / "interpreters"), os.environ.get("PYTHONPATH", "")]
+sys.path.append(str(Path(__file__).parent / "interpreters"))  # which some tests hand on to interpreters that they start
+paths = [sys.path[-1], os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one would stand for the folder each starts in
 # what ranks would import each time, with the file of their test
 server.PRELOAD += ["pytest", "penstock.commands.train.setup", "torch.export._trace", "transformers.models.llama.modeling_llama"]
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines may be busy
 settings.load_profile("patient")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected is here to stay: looking through it for garbage would take longer than some tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,6 +1,7 @@
 """Nothing but `torch_private` touches a private name of torch, and no value that ranks compare comes from `hash()`."""
 
 import ast
+from functools import cache
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ PUBLIC = {
 MODULE = {name for name in vars(torch.nn.Module()) if name.startswith("_")}
 OWNERS = (torch.nn.Module, torch.Tensor, torch.distributed.ProcessGroup, FSDPModule, DistributedDataParallel)
 TORCH = MODULE.union(*({name for name in dir(owner) if name.startswith("_")} for owner in OWNERS))
-NODES = {module: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for module, path in MODULES.items()}
+
+
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))))
 
 
 def private(name: object) -> bool:
@@ -32,7 +37,9 @@ def ours(nodes: list[ast.AST]) -> set[str]:
     )
 
 
-OURS = set().union(*(ours(nodes) for module, nodes in NODES.items() if module != DOOR)) - TORCH
+@cache
+def everyones() -> set[str]:
+    return set().union(*(ours(nodes_of(module)) for module in MODULES if module != DOOR)) - TORCH
 
 
 def torchs(node: ast.AST, own: set[str]) -> list[str]:
@@ -45,14 +52,14 @@ def torchs(node: ast.AST, own: set[str]) -> list[str]:
         case ast.Attribute(ast.Name("self" | "cls"), attr):
             return [attr] if attr in MODULE - own else []
         case ast.Attribute(_, attr) | ast.Call(ast.Name("getattr" | "setattr" | "hasattr"), [_, ast.Constant(attr), *_]):
-            return [attr] if private(attr) and attr not in OURS else []
+            return [attr] if private(attr) and attr not in everyones() else []
     return []
 
 
-@pytest.mark.parametrize("module", sorted(NODES.keys() - {DOOR}))
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {DOOR}))
 def test_no_private_name_of_torch_is_used_outside_its_one_door(module):
-    own = ours(NODES[module])
-    used = {f"line {node.lineno}: {name}" for node in NODES[module] for name in torchs(node, own)}
+    own = ours(nodes_of(module))
+    used = {f"line {node.lineno}: {name}" for node in nodes_of(module) for name in torchs(node, own)}
     assert not used, f"{module} goes past penstock/torch_private.py: {', '.join(sorted(used))}"
 
 
@@ -73,7 +80,7 @@ def test_what_goes_past_the_door_is_seen(source):
 
 
 def test_no_hash_is_taken_since_ranks_compare_values_and_each_process_has_other_hashes():
-    calls = [f"{module}, line {node.lineno}" for module, nodes in NODES.items() for node in nodes if is_hash(node)]
+    calls = [f"{module}, line {node.lineno}" for module in MODULES for node in nodes_of(module) if is_hash(node)]
     assert not calls, "compare a digest, or the value itself"
 
 

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from patience import within
 from reference import accumulate, assert_same
+from together import together
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +26,8 @@ pytestmark = pytest.mark.ranks
 Shape = tuple[int, int, int]  # pp, dp, tp
 ROWS, WIDTH = 13, 8
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v")
+SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
+WAYS = ("ddp", "fsdp")
 MESHES = {"pp2 dp2": (2, 2, 1), "pp2 tp2": (2, 1, 2), "dp2 tp2": (1, 2, 2), "pp2 dp2 tp2": (2, 2, 2)}
 
 
@@ -81,13 +85,14 @@ def close(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> N
             assert (value - expected).abs().max() < 1e-12, (name, (value - expected).abs().max())
 
 
+BLOCKS = 2  # enough for four stages, with the layers before and after
 Record = list[tuple[Tensor, Tensor, dict[str, Tensor | None]]]  # of each step: loss, norm, gradients
 
 
 def trained(shape: Shape, runs: dict[tuple[str, str], int]) -> dict[tuple[str, str], Record]:
     records = {}
     for (schedule, way), steps in runs.items():
-        pipe = built(shape, model(), schedule, data_parallel=way)
+        pipe = built(shape, model(BLOCKS), schedule, data_parallel=way)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         record: Record = []
         for step in range(steps):
@@ -102,7 +107,7 @@ def trained(shape: Shape, runs: dict[tuple[str, str], int]) -> dict[tuple[str, s
 
 
 def trained_alone(steps: int) -> Record:
-    whole = model()
+    whole = model(BLOCKS)
     optimizer, record = torch.optim.AdamW(whole.parameters(), lr=1e-2), []
     for step in range(steps):
         inputs, target = batch(step)
@@ -145,10 +150,17 @@ def replicas(schedule: str, way: str, pieces: int, rows: int, dropout: float, st
     return losses, gradients(pipe)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+REPLICAS = (
+    *(("1f1b", way, 1, 6, 0.0, 1) for way in WAYS),
+    *(("zb-h1", way, 2, 8, 0.5, 2) for way in WAYS),
+    *((schedule, "ddp", 4, ROWS, 0.0, 3) for schedule in SPLIT),
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_where_sums_have_the_same_order_the_bits_are_the_same(way: str) -> None:
     """Two replicas with a microbatch each add what one process adds with two microbatches."""
-    everyone = ps.launch(replicas, 4, "1f1b", way, 1, 6, 0.0, 1)
+    everyone = together(replicas, 4, REPLICAS)["1f1b", way, 1, 6, 0.0, 1]
     whole = model()
     loss = accumulate(whole, loss_fn, batch(0, 6), 2)
     expected = {name: p.grad for name, p in whole.named_parameters()}
@@ -163,18 +175,18 @@ def alone_with_dropout(pieces: int, rows: int, steps: int) -> tuple[list[Tensor]
     return losses, gradients(pipe)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_replicas_draw_random_numbers_as_if_their_microbatches_were_of_one_pipeline(way: str) -> None:
-    everyone = ps.launch(replicas, 4, "zb-h1", way, 2, 8, 0.5, 2)
+    everyone = together(replicas, 4, REPLICAS)["zb-h1", way, 2, 8, 0.5, 2]
     ((losses, expected),) = ps.launch(alone_with_dropout, 1, 4, 8, 2)
     for ours, mine in everyone:
         assert all(abs(a - b) < 1e-12 for a, b in zip(ours, losses, strict=True))
         close(mine, expected)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", SPLIT)
 def test_with_split_backwards_replicas_stay_equal_to_the_bit(schedule: str) -> None:
-    everyone = ps.launch(replicas, 4, schedule, "ddp", 4, ROWS, 0.0, 3)
+    everyone = together(replicas, 4, REPLICAS)[schedule, "ddp", 4, ROWS, 0.0, 3]
     for first, second in ((0, 1), (2, 3)):  # ranks 0 and 1 are replicas, as 2 and 3 are
         assert everyone[first][1]
         assert_same(everyone[first][1], everyone[second][1])
@@ -183,18 +195,26 @@ def test_with_split_backwards_replicas_stay_equal_to_the_bit(schedule: str) -> N
 # -- what is not alike on all replicas ----------------------------------------------------------------------------------
 
 
-def uneven(way: Any, schedule: str, sizes: list[int], ignored: slice, steps: int) -> tuple[list[Tensor], dict]:
+UNEVEN = {  # rows of the replicas, targets that count nothing
+    "fewer microbatches": ([11, 2], slice(0)),
+    "some count nothing": ([8, 5], slice(4, 6)),
+    "one replica counts nothing": ([8, 5], slice(8, 13)),
+}
+
+
+def uneven(way: Any, case: str) -> tuple[list[Tensor], dict]:
+    sizes, ignored = UNEVEN[case]
     pipe = ps.Pipeline(
         model(),
         masked_loss,
-        schedule,
+        "interleaved-zb",
         4,
         loss_weight=lambda target: (~target.isnan()).sum(),
         mesh=ps.comms.init_mesh(2, 2),
         data_parallel=way,
     )
     losses = []
-    for step in range(steps):
+    for step in range(2):
         inputs, target = batch(step)
         target[ignored] = torch.nan
         inputs, target = share(pipe, (inputs, target), sizes)
@@ -212,12 +232,13 @@ def masked_loss(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target.nan_to_num()).square() * counts).sum() / counts.sum()
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", may_be_unused])
-@pytest.mark.parametrize("case", ["fewer microbatches", "some count nothing", "one replica counts nothing"])
+UNEVEN_WAYS = tuple(product((*WAYS, may_be_unused), UNEVEN))
+
+
+@pytest.mark.parametrize(("way", "case"), UNEVEN_WAYS)
 def test_replicas_may_have_fewer_rows_microbatches_or_targets_than_others(way: Any, case: str) -> None:
-    sizes = [11, 2] if case == "fewer microbatches" else [8, 5]
-    ignored = {"fewer microbatches": slice(0), "some count nothing": slice(4, 6)}.get(case, slice(8, 13))
-    everyone = ps.launch(uneven, 4, way, "interleaved-zb", sizes, ignored, 2)
+    _, ignored = UNEVEN[case]
+    everyone = together(uneven, 4, UNEVEN_WAYS)[way, case]
     whole = model()
     expected = []
     for step in range(2):
@@ -237,9 +258,9 @@ def nothing_counts(way: str) -> tuple[Tensor, dict]:
     return pipe.step(inputs, target=target), gradients(pipe)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", WAYS)
 def test_where_nothing_counts_there_are_no_gradients(way: str) -> None:
-    for loss, ours in ps.launch(nothing_counts, 4, way):
+    for loss, ours in together(nothing_counts, 4, (("ddp",), ("fsdp",)))[way,]:
         assert loss == 0
         assert set(ours.values()) == {None}
 
@@ -247,9 +268,9 @@ def test_where_nothing_counts_there_are_no_gradients(way: str) -> None:
 # -- everyday use -------------------------------------------------------------------------------------------------------
 
 
-def everyday(way: str, schedule: str, **options: Any) -> dict[str, Any]:
+def everyday(way: str, option: str, value: Any) -> dict[str, Any]:
     """Two steps before the optimizer, an `eval` in between, and the first layer frozen from the third step on."""
-    pipe = built((2, 2, 1), model(), schedule, data_parallel=way, **options)
+    pipe = built((2, 2, 1), model(), "zb-v", data_parallel=way, **{option: value})
     for step in range(2):
         inputs, target = share(pipe, batch(step))
         pipe.step(inputs, target=target)
@@ -281,11 +302,14 @@ def everyday_alone() -> dict[str, Any]:
     return {"twice": twice, "frozen": {name: p.grad for name, p in whole.named_parameters()}}
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": "stage"}, {"recompute": "block"}, {"merge_weight_gradients": True}])
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_steps_add_up_eval_changes_nothing_and_layers_can_be_frozen(way: str, options: dict[str, Any]) -> None:
+OPTIONS = (("recompute", None), ("recompute", "stage"), ("recompute", "block"), ("merge_weight_gradients", True))
+EVERYDAYS = tuple((way, *option) for way, option in product(WAYS, OPTIONS))
+
+
+@pytest.mark.parametrize("case", EVERYDAYS, ids=str)
+def test_steps_add_up_eval_changes_nothing_and_layers_can_be_frozen(case: tuple[str, str, Any]) -> None:
     expected = everyday_alone()
-    for ours in ps.launch(partial(everyday, **options), 4, way, "zb-v"):
+    for ours in together(everyday, 4, EVERYDAYS)[case]:
         close(ours["twice"], expected["twice"])
         close(ours["frozen"], expected["frozen"])
 
@@ -326,7 +350,7 @@ def test_a_function_may_say_how_replicas_are_held_equal(schedule: str) -> None:
     for step in range(2):
         inputs, target = batch(step)
         loss_fn(whole(inputs), target).backward()
-    for ways in ps.launch(own_ways, 4, schedule):
+    for ways in together(own_ways, 4, (("1f1b",), ("zb-h1",)))[schedule,]:
         for ours in ways:
             close(ours, {name: p.grad for name, p in whole.named_parameters()})
 
@@ -352,7 +376,7 @@ def test_auxiliary_losses_count_once(name: str) -> None:
     loss = loss_fn(nn.Sequential(*list(whole)[2:])(hidden), target) + 0.1 * hidden.square().mean()
     loss.backward()
     expected = {str(int(name[0]) + (int(name[0]) > 1)) + name[1:]: p.grad for name, p in whole.named_parameters()}
-    for ours, found in ps.launch(with_auxiliary, 4, MESHES[name]):
+    for ours, found in together(with_auxiliary, 4, ((MESHES["pp2 dp2"],), (MESHES["pp2 tp2"],)))[MESHES[name],]:
         assert abs(ours - loss.detach()) < 1e-12
         close(found, expected)
 
@@ -565,15 +589,17 @@ def chosen(way: str, schedule: str) -> list[dict[str, Tensor | None]]:
     return found
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+CHOSEN = tuple(product(WAYS, ("1f1b", "zb-h1")))
+
+
+@pytest.mark.parametrize(("way", "schedule"), CHOSEN)
 def test_replicas_need_not_use_the_same_parameters(way: str, schedule: str) -> None:
     whole, expected = choices(), []
     for step in range(3):
         inputs, target = signed(step)
         (sum(loss_fn(whole(x), y) for x, y in zip(inputs.split(4), target.split(4), strict=True)) / 2).backward()
         expected.append({name: None if p.grad is None else p.grad.clone() for name, p in whole.named_parameters()})
-    for found in ps.launch(chosen, 4, way, schedule):
+    for found in together(chosen, 4, CHOSEN)[way, schedule]:
         for ours, theirs in zip(found, expected, strict=True):
             close(ours, theirs)
 

@@ -212,7 +212,7 @@ def _shape(tensor: Tensor) -> Tensor:
 
 def _fill(made: Any, func: Any, *args: Any, **kwargs: Any) -> None:
     for to, each in zip(tree_leaves(made), tree_leaves(func(*args, **kwargs)), strict=True):
-        if to is not None:
+        if to is not None and each is not None and to.shape == each.shape:  # else it is of no use: nobody has asked for it
             to.copy_(each)
 
 

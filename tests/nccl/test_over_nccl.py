@@ -385,12 +385,17 @@ def test_what_never_came_is_not_looked_up_by_a_device_that_would_break():
 
 
 def rank_loses_another(how):
-    """Rank 1 dies while others wait for it, in a step or in other ways."""
+    """Rank 1 dies, or leaves, while others wait for it, in a step or in other ways."""
     if how in MANNERS:
         *_, (kind, text, seconds) = rank_fails(how, "dies")
         raise AssertionError(f"{kind} after {seconds}: {text}") if not within(seconds, SOON) else ps.LostRankError(text)
     install()
-    if ps.comms.init_distributed(timeout=60).rank == 1:
+    rank = ps.comms.init_distributed(timeout=600).rank
+    if how == "leaves":
+        ps.comms.all_reduce(torch.ones(2), check=False)
+        if rank == 1:
+            return
+    elif rank == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "recv_tensor":
@@ -399,11 +404,11 @@ def rank_loses_another(how):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["lazy", "ahead", "recv_tensor", "all_reduce"])
-def test_who_waits_for_a_rank_that_dies_is_told_within_seconds(how):
+@pytest.mark.parametrize("how", ["lazy", "ahead", "recv_tensor", "all_reduce", "leaves"])
+def test_who_waits_for_a_rank_that_dies_or_leaves_is_told_within_seconds(how):
     ps.launch(os.getpid, 1)  # the ranks' server is there
     begin = time.monotonic()
-    with pytest.raises(ps.LostRankError, match=r"rank 1 (is gone|was killed by SIGKILL)"):
+    with pytest.raises(ps.LostRankError, match=r"rank 1 (is gone|was killed by SIGKILL|has finished)"):
         ps.launch(rank_loses_another, 3, how)
     assert within(time.monotonic() - begin, SOON + 3)  # for the start
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from patience import SHARED, patience, within
 from reference import accumulate, assert_same, data, gradients, make, merged
+from together import together
 from torch import nn
 
 import penstock as ps
@@ -138,11 +139,12 @@ STEP_FAULTS = [
     ),
     (1, "dtype", "MismatchError", "the output of 1F0 is ((2, 12) float64), but in an earlier step"),
 ]  # fmt: skip
+ALL_FAULTS = (*((where, fault) for where, fault, *_ in STEP_FAULTS), (1, "foreign"))
 
 
 @pytest.mark.parametrize(("where", "fault", "family", "words"), STEP_FAULTS)
 def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is_right(where, fault, family, words):
-    everyone = ps.launch(rank_fails_and_goes_on, RANKS, where, fault)
+    everyone = together(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[where, fault]
     uncut = model()
     expected = accumulate(uncut, nn.functional.cross_entropy, data("mlp", 16), 8)
     for name, text, seconds, loss, _ in everyone:
@@ -156,7 +158,7 @@ def test_a_failing_step_ends_on_all_ranks_with_the_same_line_and_the_next_one_is
 
 
 def test_an_error_of_a_class_from_elsewhere_is_the_nearest_of_the_family_on_the_others():
-    everyone = ps.launch(rank_fails_and_goes_on, RANKS, 1, "foreign")
+    everyone = together(rank_fails_and_goes_on, RANKS, ALL_FAULTS)[1, "foreign"]
     assert [name for name, *_ in everyone] == ["MismatchError", "Foreign", "MismatchError", "MismatchError"]
     assert {text for _, text, *_ in everyone} == {
         "rank 1, stage 1, action 1F0, microbatch 0: of a class that only this rank's program knows"
@@ -287,7 +289,7 @@ def rank_different_calls(what):
     ],
 )
 def test_ranks_that_call_different_things_are_told_so_before_data_flows(what, words):
-    everyone = ps.launch(rank_different_calls, RANKS, what)
+    everyone = together(rank_different_calls, RANKS, (("target",), ("eval",)))[what,]
     assert [text for text, _ in everyone] == [words] * RANKS
     assert [nothing for _, nothing in everyone] == [True, True, True, False]
 

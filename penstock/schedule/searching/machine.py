@@ -15,6 +15,8 @@ from penstock.schedule.table import Action, Kind, Table, takers
 from penstock.schedule.timing.simulate import Costs
 
 Rows = list[list[int]]  # rank -> the numbers of its actions, in order
+After = tuple[float, float, float, int, int]  # what an action leaves on its rank: time, memory, least end, W and I done
+Slots = list[float]  # when what is needed is there; -1: not yet; -2 - r: not yet, and rank r waits for it
 INFINITE = float("inf")
 TOLERANCE = 1e-9  # relative: memories that differ by less are the same
 

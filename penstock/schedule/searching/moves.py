@@ -1,8 +1,8 @@
-"""Rows with actions moved past others. What can only run in one order stays in it."""
+"""Rows with actions moved past others, and which to move where rows would stop. What can only run in one order stays in it."""
 
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import Machine
+from penstock.schedule.searching.machine import INFINITE, After, Machine, Rows, Slots
 
 
 class Moved(NamedTuple):
@@ -36,3 +36,26 @@ def moved(machine: Machine, row: list[int], index: int, places: int, actions: in
             new.insert(at, new.pop(here))
             first, last = min(first, here, at), max(last, here, at)
     return Moved(new, first, last)
+
+
+def soonest(machine: Machine, rows: Rows, put_off: Rows, nexts: list[int], lasts: list[After], there: Slots) -> tuple[int, int]:
+    """Rank and place of what can begin first of what stands behind `nexts`, where no rank can go on; (-1, -1): nothing can.
+
+    A rank cannot go on if its next F does not fit, or if ranks wait for each other in a circle. `lasts`: after what they ran.
+    """
+    count, change, best = machine.microbatches, machine.change, (INFINITE, False, -1, -1)
+    for rank, (row, first, (time, held, _, done, made)) in enumerate(zip(rows, nexts, lasts, strict=True)):
+        freed = sum(change[each] for each in put_off[rank][done:made])
+        of_code = {action // count: index for index, action in reversed([*enumerate(row)][first:])}  # the first of each
+        for code, index in of_code.items():
+            action = row[index]
+            when = there[action]
+            if index == first or when < 0.0 or any(there[slot] < 0.0 for slot in machine.also_needs[action]):
+                continue  # the first is what does not fit
+            if action >= machine.first_weight and action - machine.first_back in row[first:index]:
+                continue
+            later = machine.later[code] if action < machine.first_back else 0.0
+            if change[action] > 0.0 and held + freed + change[action] + later > machine.limits[rank]:
+                continue
+            best = min(best, (max(when, time), action < machine.first_back, rank, index))
+    return best[2:]

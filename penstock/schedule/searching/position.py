@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Rows
-from penstock.schedule.searching.moves import Moved
+from penstock.schedule.searching.machine import INFINITE, TOLERANCE, After, Machine, Rows, Slots
+from penstock.schedule.searching.moves import Moved, soonest
 
 ATTEMPT, REPAIR, LOOK = 25, 20, 5  # steps that count for an attempt, a repair, and a look at a row, beside the actions that run
 PREPARE, ACCEPT = 1 / 32, 1 / 2  # and for each action of the table, in an attempt and if it is accepted
-Trace = list[tuple[float, float, float, int, int]]  # before a row and after each action: time, memory, least end, W and I done
-Slots = list[float]  # when what is needed is there; -1: not yet; -2 - r: not yet, and rank r waits for it
+
+Trace = list[After]  # before a row and after each of its actions
 
 
 class State(NamedTuple):
@@ -259,41 +259,15 @@ class Position:
         return max(ends)
 
     def _let_another_go_first(self, rows: Rows, put_off: Rows, begin: list[int], traces: list[Trace], there: Slots) -> int:
-        """Where no rank can go on: the action that can begin first, of those later in a row, comes next; returns its rank.
-
-        A rank is stuck if its next F does not fit, or if ranks wait for each other in a circle. -1: nothing can begin.
-        """
+        """Where no rank can go on: what can begin first, of what is later in a row, comes next. Its rank; -1: there is none."""
         self.steps += REPAIR
-        machine, best = self.machine, (INFINITE, False, 0, 0)
-        count, change, back = machine.microbatches, machine.change, machine.first_back
-        for rank, row in enumerate(rows):
-            time, held, _, done, made = traces[rank][-1]
-            freed = sum(change[each] for each in put_off[rank][done:made])
-            first, seen = begin[rank] + len(traces[rank]) - 1, set[int]()
-            for index in range(first, len(row)):
-                action = row[index]
-                code = action // count
-                if code in seen:
-                    continue
-                if len(seen) == len(machine.kinds) * len(machine.stages_of[rank]):
-                    break
-                seen.add(code)
-                when = there[action]
-                if index == first or when < 0.0 or any(there[slot] < 0.0 for slot in machine.also_needs[action]):
-                    continue  # the first is what does not fit
-                if action >= machine.first_weight and action - back in row[first:index]:
-                    continue
-                later = machine.later[code] if action < back else 0.0
-                if change[action] > 0.0 and held + freed + change[action] + later > machine.limits[rank]:
-                    continue
-                best = min(best, (max(when, time), action < back, rank, index))
-        when, _, rank, index = best
-        if when == INFINITE:
-            return -1
-        first = begin[rank] + len(traces[rank]) - 1
-        row = rows[rank] = rows[rank][:]
-        if there[row[first]] < -1.5:
-            there[row[first]] = -1.0
-        row.insert(first, row.pop(index))
-        put_off[rank] = self._weights(row)
+        nexts = [here + len(trace) - 1 for here, trace in zip(begin, traces, strict=True)]
+        lasts = [trace[-1] for trace in traces]
+        rank, index = soonest(self.machine, rows, put_off, nexts, lasts, there)
+        if rank >= 0:
+            row = rows[rank] = rows[rank][:]
+            if there[row[nexts[rank]]] < -1.5:
+                there[row[nexts[rank]]] = -1.0
+            row.insert(nexts[rank], row.pop(index))
+            put_off[rank] = self._weights(row)
         return rank

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,7 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
+@cache
 def imports(module: str) -> set[str]:
     """The modules of penstock that `module` imports, wherever in it."""
     found = set()

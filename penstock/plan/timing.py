@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import ge
 from random import Random
 
 from penstock.schedule import Action, Kind, Schedule, simulate
@@ -112,9 +113,8 @@ def _counts(row: Sequence[Action], home: Sequence[int]) -> list[tuple[int, ...]]
         now[at + 1] += 1 if kind is Kind.I else -1 if kind is Kind.W else 0
         if kind is Kind.I or (kind is Kind.F and (following is None or following.kind is not Kind.F)):
             seen.add(tuple(now))  # after B or W less is held than before
-    rows = sorted(seen, reverse=True)
-    return [one for one in rows if not any(_above(other, one) for other in rows)]
-
-
-def _above(other: Sequence[int], one: Sequence[int]) -> bool:
-    return other != one and all(a >= b for a, b in zip(other, one, strict=True))
+    fullest: list[tuple[int, ...]] = []
+    for one in sorted(seen, reverse=True):  # none is above one that comes before it
+        if not any(all(map(ge, other, one)) for other in fullest):
+            fullest.append(one)
+    return fullest

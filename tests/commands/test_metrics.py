@@ -14,7 +14,7 @@ from penstock.commands.train.job import crowding
 from penstock.commands.train.metrics import Metrics, recorded
 from penstock.commands.train.progress import closing
 from penstock.commands.train.result import TrainResult
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, PenstockError
 
 PAUSE = 0.05  # seconds between two steps
 
@@ -57,6 +57,14 @@ def test_metrics_are_lines_of_json_and_go_on_without_doubled_steps(tmp_path):
     with Metrics(tmp_path / "run", 2) as metrics:
         metrics.write({"step": 3, "loss": 0.25})
     assert recorded(tmp_path / "run", 9) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, {"step": 3, "loss": 0.25}]
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path):
+    with Metrics(tmp_path, 0) as metrics:
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+        with pytest.raises(PenstockError, match=r"metrics.jsonl cannot be written: No space left on device"):
+            metrics.write({"step": 1})
 
 
 @pytest.mark.parametrize("line", ["not JSON", '{"loss": 1}', "[1]", "\0\0"])

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.files import json_lines
+from penstock.view.files import writing
 from penstock.view.watch.growing import METRICS
 
 
@@ -30,8 +31,9 @@ class Metrics:
             self._board.close()
 
     def write(self, record: Mapping[str, float]) -> None:
-        """Add what one step, `record["step"]`, came to; it is there when this returns."""
-        json_lines.add(self._path, record)
+        """Add what one step, `record["step"]`, came to; it is there when this returns. Raises PenstockError if it cannot be."""
+        with writing(self._path):
+            json_lines.add(self._path, record)
         if self._board is not None:
             for name, value in record.items():
                 if name != "step":

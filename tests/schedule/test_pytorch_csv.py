@@ -28,6 +28,9 @@ from penstock.schedule.table import loop_placement, v_placement
 
 Texts = list[list[str]]
 
+DEFERS = hasattr(peer, "_defer_recv_ops")
+deferring = pytest.mark.skipif(not DEFERS, reason="torch before 2.13 defers no receives")
+
 
 def read(text: str) -> Script:
     """The script of the lowered table drawn in `text`, a line for each rank."""
@@ -94,6 +97,7 @@ REFUSED = {
 }
 
 
+@deferring
 @pytest.mark.parametrize("name", CLASSES)
 def test_most_of_the_peers_tables_with_deferred_receives_can_stop(name):
     scripts = [script_of(name, *size, deferred=True) for size in sizes(name)]
@@ -101,6 +105,7 @@ def test_most_of_the_peers_tables_with_deferred_receives_can_stop(name):
     assert (*refused, len(scripts)) == REFUSED[name]
 
 
+@deferring
 def test_the_smallest_table_with_deferred_receives_that_stops():
     script = script_of("looped-bfs", 2, 2, 2, deferred=True)
     assert refusal(script, shared=True) == (
@@ -112,6 +117,7 @@ def test_the_smallest_table_with_deferred_receives_that_stops():
     assert refusal(script, shared=False) == ""
 
 
+@deferring
 def test_deferred_receives_can_also_take_each_others_place():
     # run on Gloo, the peer ends this step without an error and with wrong gradients
     assert refusal(script_of("zb-v", 2, 3, 2, deferred=True)) == (
@@ -121,11 +127,11 @@ def test_deferred_receives_can_also_take_each_others_place():
 
 def test_the_csv_that_the_peer_writes_is_read(tmp_path):
     for name in CLASSES:
-        rows = lowered(name, 2, 4, 2, deferred=True)
+        rows = lowered(name, 2, 4, 2, deferred=DEFERS)
         peer._PipelineScheduleRuntime._dump_csv(types.SimpleNamespace(pipeline_order_with_comms=rows), tmp_path / "theirs.csv")
         script = from_lowered_csv(tmp_path / "theirs.csv")
         assert script.schedule.name == str(tmp_path / "theirs.csv")
-        assert from_lowered_csv(tmp_path / "theirs.csv", name=name) == script_of(name, 2, 4, 2, deferred=True)
+        assert from_lowered_csv(tmp_path / "theirs.csv", name=name) == script_of(name, 2, 4, 2, deferred=DEFERS)
 
 
 # ---- what is read, and what is not

@@ -18,6 +18,8 @@ from penstock.checkpoint.files import manifest, schema
 from penstock.checkpoint.files.reading import Damaged
 from penstock.checkpoint.files.tensor_files import TensorFiles
 
+pytestmark = pytest.mark.slow
+
 STEPS = 1, 2
 NEWEST = "step-00000002"
 

@@ -61,6 +61,7 @@ def test_plan_tells_plans_what_memory_would_buy_and_how_robust_the_best_is(costs
         answer(question_of(str(out), ranks=4, microbatches=8))
 
 
+@pytest.mark.slow
 def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(MODEL)
     words = ("--ranks", "2", "--batch", "8", "--effort", "quick", "--save-costs", tmp_path / "costs.json")

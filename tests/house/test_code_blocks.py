@@ -105,6 +105,7 @@ def test_no_example_is_left_out_that_is_not_there() -> None:
     assert set(LEFT_OUT) <= set(EXAMPLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in LEFT_OUT])
 def test_the_example_of_a_docstring_runs(name: str) -> None:
     setup = "\n".join([READERS, *(code for end, code in BESIDE.items() if name.endswith(end))])

@@ -634,6 +634,7 @@ def test_what_compile_adds_to_names_is_left_out():
     assert partition.plain(stage) == {"_orig_mod.0.weight": "0.weight", "_orig_mod.0.bias": "0.bias"}
 
 
+@pytest.mark.slow
 def test_a_measured_cut_of_any_model_tells_its_balance():
     whole = partition.Whole(Nested(), example_args=(torch.ones(2, 4),))
     assert whole.measures

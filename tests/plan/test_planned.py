@@ -122,6 +122,7 @@ def test_layers_that_are_not_there_are_estimated_by_their_operations():
     assert (first.parameters, last.output) == (4 * (16 * 32 + 32), 4 * 4 * 8)
 
 
+@pytest.mark.slow
 def test_a_config_of_transformers_is_estimated_without_a_device(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32}')
     found = of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)

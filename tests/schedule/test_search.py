@@ -55,6 +55,7 @@ def pipelines(draw: st.DrawFn, stages: int = 6, microbatches: int = 4) -> tuple[
     return Costs(**every), tuple(placement), draw(whole_numbers(1, microbatches))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(pipelines(), st.sampled_from([1.0, 1.3, 2.0, INFINITE]))
 def test_what_is_found_is_proved_timed_within_its_limit_and_no_longer_than_a_published_table(pipeline, more):
@@ -146,6 +147,7 @@ def test_what_can_run_in_one_order_only_is_not_moved():
                 assert all(new.index(action) < new.index(action + machine.first_back) for action in chain[2:])
 
 
+@pytest.mark.slow
 def test_tables_for_many_microbatches_grow_from_those_for_few():
     found = search(COSTS, V, 24, limit=1.5, effort="quick", progress=lambda done, makespan: done > 0.8)
     verify(found.schedule)

@@ -20,6 +20,8 @@ from penstock.view import reading, record, serving
 from penstock.view.studio import worker
 from penstock.view.studio.answers import answer
 
+pytestmark = pytest.mark.slow
+
 FUZZ = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 TABLES = {

@@ -90,6 +90,7 @@ def test_an_incomplete_table_is_shown_and_said_to_be():
     assert found["rows"] == [["0F0", "0B0"], ["1F0"]]
 
 
+@pytest.mark.slow
 def test_a_better_table_is_found_within_the_memory_that_was_taken_or_the_limit():
     told, costs = [], {"forward": 3, "backward_input": 4, "backward_weight": 2}
     question = {"schedule": "zb-h1", "ranks": 3, "microbatches": 6, "costs": costs}

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
 from penstock.learn.puzzles.judge import Missed, fault, loaded
+from penstock.learn.written import FAULTS
 from penstock.plan import Layers, bytes_of, plan, robustness
 from penstock.plan import Plan as Planned
 from penstock.plan.of_run import FILE
@@ -186,7 +187,7 @@ def built(source: str) -> Sequence[Any]:
         raise PenstockError(str(error)) from error
     except PenstockError:
         raise
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         raise PenstockError(f"{name}() fails: {fault(error, Path(file))}") from error
     if not isinstance(given, tuple) or len(given) not in (2, 4):
         raise PenstockError(f"{source} is to be a function that gives (model, args) or (model, args, loss_fn, target)")

@@ -13,6 +13,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule import Action, Costs, Schedule
 
 MOST = 10_000  # actions of a rank; a function that yields more does not end
+FAULTS = Exception, SystemExit  # of somebody's file: one that exits must not end what reads it, as if all were well
 
 
 def table_in(path: str, ranks: int, microbatches: int) -> Schedule:
@@ -49,7 +50,7 @@ def _rule(name: str, source: str) -> tuple[str, Callable[[int, int, int], Any]]:
     defined: dict[str, Any] = {"__name__": "written"}
     try:
         exec(compile(source, name, "exec"), defined)
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         raise ScheduleError(fault(error, name)) from error
     for called in ("schedule", "row"):
         if callable(rule := defined.get(called)):
@@ -65,7 +66,7 @@ def _row(name: str, called: str, rule: Callable[..., Any], rank: int, ranks: int
     try:
         cells = rule(rank, ranks, microbatches)
         texts = list(itertools.islice(cells, MOST + 1)) if isinstance(cells, Iterable) else None
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         raise ScheduleError(f"{fault(error, name)}, in {call}") from error
     if texts is None:
         raise ScheduleError(f"{name}: {call} returns {cells!r}: let it yield actions, as in yield f'{{rank}}F0'")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.learn.puzzles.judge import Missed, Passed, fault, loaded
+from penstock.learn.written import FAULTS
 
 NAMES = (
     "p01_cut_by_hand", "p02_memory", "p03_swap", "p04_mean_of_means", "p05_naive", "p06_gpipe", "p07_bubble", "p08_circle",
@@ -119,7 +120,7 @@ class Folder:
             passed = each.check(loaded(path))
         except Missed:
             raise
-        except (Exception, SystemExit) as error:
+        except FAULTS as error:
             raise Missed(fault(error, path)) from error
         self._write({**self.progress(), "passed": sorted({*self.passed(), each.number})})
         return passed

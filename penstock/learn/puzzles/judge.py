@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from penstock.errors import LostRankError, PenstockError, ScheduleError
+from penstock.learn.written import FAULTS, MOST
 from penstock.learn.written import fault as written_fault
 from penstock.schedule import Costs, Schedule, Timeline, from_rows, simulate, verify
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
-MOST = 10_000  # actions of a rank; a function that yields more does not end
 WAIT = 20.0  # seconds that ranks wait for each other
 
 
@@ -45,7 +45,7 @@ def loaded(path: Path) -> Any:
     try:
         # not imported: Python would take what it has compiled for a file of the same length that was saved in the same second
         exec(compile(path.read_bytes(), place, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         raise Missed(fault(error, path)) from error
     return module
 

@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(VENV)/ready
 
 train: $(VENV)/ready
-	$(RUN)/penstock train --ranks 4 --compare
+	$(RUN)/penstock train --ranks 4 --plan auto --compare
 
 # What starts no process, and one pipeline on two ranks: under a minute.
 quick: $(VENV)/ready

@@ -29,7 +29,7 @@ class Overheads(NamedTuple):
         return Layers(tuple(Sample(rows, tuple(map(self._less, some))) for rows, some in layers.samples))
 
     def _less(self, layer: Layer) -> Layer:
-        times = {kind: max(0.0, getattr(layer, kind) - getattr(self.alone, kind)) for kind in Layer._fields[1:4]}
+        times = {kind: max(0.0, getattr(layer, kind) - getattr(self.alone, kind)) for kind in (*Layer._fields[1:4], "split")}
         return layer._replace(**times)
 
 

@@ -146,7 +146,8 @@ class Cutting:
         speeds = self.terms.speeds or (1.0,) * len(choices)
         for stage, way, rank in zip(stages, self.ways(choices), self.table.placement, strict=True):
             inputs, weights = stage.backward_input + way.seconds, stage.backward_weight
-            times.append([(action + each) / speeds[rank] for each in (stage.forward, inputs + weights, inputs, weights)])
+            in_two = inputs + stage.split, weights
+            times.append([(action + each) / speeds[rank] for each in (stage.forward, inputs + weights, *in_two)])
         return tuple(map(list, zip(*times, strict=True)))
 
     def _lags(self, stages: Sequence[StageCost]) -> list[float]:
@@ -171,7 +172,7 @@ class Cutting:
             forward,
             inputs,
             weights,
-            backward=full if self.terms.action else None,
+            backward=full,
             send=self.terms.send,
             size=[stage.output for stage in stages[:-1]],
             bandwidth=self.terms.bandwidth,

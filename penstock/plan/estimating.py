@@ -67,7 +67,7 @@ def _counted(unit: Unit, speed: float) -> Layer:
     times = [each / speed for each in (forward.get_total_flops(), inputs, both - inputs)]
     size = sum(kept.values())
     ends = sum(each.nbytes for each in parameters), sum(tensor.nbytes for tensor in output)
-    return Layer._make((unit.name, *times, size, size, *ends, 0.0))
+    return Layer._make((unit.name, *times, size, size, *ends, 0.0, 0.0))
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

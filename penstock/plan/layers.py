@@ -30,6 +30,7 @@ class Layer(NamedTuple):
     parameters: float = 0.0
     output: float = 0.0  # what a border between stages behind it carries
     ends: float = 0.0  # of its output, what it keeps itself; its activation has that only where a stage ends with it
+    split: float = 0.0  # seconds that it takes longer where its backward is in two, I and W
 
     @property
     def seconds(self) -> float:

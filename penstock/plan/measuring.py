@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import Any, TypeVar, cast
 
@@ -24,11 +25,12 @@ from penstock.stage.stage import Stage
 from penstock.torch_private import as_exported, gradient_hooks, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 ROUNDS, SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
+CACHE = 1 << 20  # floats that are touched before each run, as the work of other layers does in a step
 FEWER = 4  # the second sample has one row for so many of the first
 MIDDLE = 1  # the number of a stage that gets messages and gives some
 
 T = TypeVar("T")
-Times = tuple[float, float, float]  # seconds of F, I and W
+Times = tuple[float, ...]  # seconds of F and B; and of F, I and W where the backward is in two
 
 
 def measure(
@@ -48,7 +50,7 @@ def measure(
     too, so that the plan knows what many small microbatches cost more than few large ones.
     `loss_fn`, `target`: as in `step`; what the loss costs counts to the last layer.
     `device`: where the layers run, each in its turn; by default where the model is, and the CPU for one on the meta device.
-    `rounds`, `seconds`: how often each layer runs at least, and on until when; the fastest counts.
+    `rounds`, `seconds`: how often each layer runs at least, and on until when; the median counts.
 
     Parameters, gradients, buffers and random numbers stay as they are. Raises MismatchError for a model that cannot be cut.
 
@@ -103,8 +105,11 @@ def _layers(units: Sequence[Unit], device: torch.device | None, rounds: int, sec
             each.append(_alone(unit, device, _times))
     found = []
     for unit, each in zip(units, times, strict=True):
-        fastest = [min(column) for column in zip(*each, strict=True)]
-        found.append(Layer._make((unit.name, *fastest, *_alone(unit, device, _bytes))))
+        forward, backward, *in_two = (median(column) for column in zip(*each, strict=True))
+        weights = min(in_two[-1], backward)
+        longer = max(0.0, sum(in_two) - forward - backward)
+        size = _alone(unit, device, _bytes)
+        found.append(Layer(unit.name, forward, backward - weights, weights, *size, split=longer))
     return found
 
 
@@ -188,24 +193,26 @@ def _message(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _times(stage: Stage, inputs: list[Tensor]) -> Times:
-    """Of one run, after one to warm up."""
-    synchronise = torch.get_device_module(inputs[0].device if inputs else CPU).synchronize
-    for _ in range(2):
-        message, laps = _message(inputs), []
+    """Of one run with the backward as one and one with it in two, each after one to warm up."""
+    device = inputs[0].device if inputs else CPU
+    synchronise, others = torch.get_device_module(device).synchronize, torch.zeros(CACHE, device=device)
+
+    def took(run: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[float, T]:
+        others.add_(1)
         synchronise()
-        laps.append(perf_counter())
-        output = stage.forward(0, message, split=True)
-        synchronise()
-        laps.append(perf_counter())
-        gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
         begin = perf_counter()
-        stage.backward(0, gradients)
+        result = run(*args, **kwargs)
         synchronise()
-        laps += [begin, perf_counter()]
-        stage.backward_weight([0])
-        synchronise()
-        laps.append(perf_counter())
-    return laps[1] - laps[0], laps[3] - laps[2], laps[4] - laps[3]
+        return perf_counter() - begin, result
+
+    times = []
+    for split in (False, False, True, True):
+        forward, output = took(stage.forward, 0, _message(inputs), split=split)
+        gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
+        backward, _ = took(stage.backward, 0, gradients)
+        weights, _ = took(stage.backward_weight, [0])
+        times.append((forward, backward, weights))
+    return *times[1][:2], *times[3]
 
 
 def _bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float, float]:

@@ -21,6 +21,8 @@ def of_run(measured: Measurement, balance: Balance, parameters: Sequence[float],
     for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs)))):
         for place in range(start, end):
             share = balance.costs[place] / balance.stages[stage] if balance.stages[stage] else 1 / (end - start)
-            taken = [share * each for each in (*(times[kind][stage] for kind in (Kind.F, Kind.I, Kind.W)), *sizes[stage])]
-            layers.append(Layer._make((balance.names[place], *taken, parameters[place], 0.0, 0.0)))
+            forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
+            activation, keep = (share * each for each in sizes[stage])
+            layer = Layer(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])
+            layers.append(layer._replace(split=max(0.0, inputs + weights - full)))
     return Layers.of(layers, rows)

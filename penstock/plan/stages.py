@@ -31,6 +31,7 @@ class StageCost(NamedTuple):
     input: float  # what comes over the border before it
     output: float
     ways: tuple[Held, ...]  # nothing recomputed comes first
+    split: float  # longer, where the backward is in two
 
 
 class Line:
@@ -55,7 +56,7 @@ class Line:
         return self._known[start, end]
 
     def _stage(self, start: int, end: int) -> StageCost:
-        forward, inputs, weights, activation, keep, parameters = (
+        forward, inputs, weights, activation, keep, parameters, split = (
             self._sums[name][end] - self._sums[name][start] for name in _SUMMED
         )
         activation += self.layers[end - 1].ends
@@ -68,7 +69,7 @@ class Line:
         ways = [Held(None, activation, 0.0, 0.0), Held("stage", first, max(0.0, activation - first), forward)]
         if end - start > 1:
             ways.append(Held("block", blocks, largest, forward))
-        return StageCost(forward, inputs, weights, keep, parameters, first, self._inputs[end], tuple(ways))
+        return StageCost(forward, inputs, weights, keep, parameters, first, self._inputs[end], tuple(ways), split)
 
 
-_SUMMED = ("forward", "backward_input", "backward_weight", "activation", "keep", "parameters")
+_SUMMED = ("forward", "backward_input", "backward_weight", "activation", "keep", "parameters", "split")

@@ -13,6 +13,7 @@ from operator import ge
 from random import Random
 
 from penstock.schedule import Action, Kind, Schedule, simulate
+from penstock.schedule.transform import with_full_backwards
 
 KINDS = tuple(Kind)  # F, B, I, W: the order of costs
 
@@ -25,7 +26,8 @@ class TimedTable:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = replace(schedule, overlaps=frozenset())  # the engine runs the two of a pair one after the other
+        table = with_full_backwards(schedule)  # as the engine runs it, and the two of a pair one after the other
+        self.schedule = schedule = replace(table, overlaps=frozenset())
         self.placement, self.microbatches = schedule.placement, schedule.microbatches
         self.homes = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
         self.lines = _lines(self.schedule)

@@ -107,6 +107,16 @@ def test_what_the_engine_takes_counts_once_for_each_action():
         assert sum(taken.busy) == pytest.approx(sum(free.busy) + 4 * actions * 0.001)
 
 
+def test_a_backward_in_two_takes_as_much_longer_as_the_layers_say():
+    def seconds(name, split=0.0):
+        every = [layer._replace(split=split) for layer in layers()]
+        return plan(every, 4, 1e9, batch=16, effort="quick", schedules=[name], microbatches=8, fewer=False)[0].seconds
+
+    assert seconds("zb-h1") < seconds("1f1b") == seconds("1f1b", split=0.002)
+    longer = 8 * 2 * 4 * 0.002  # on a rank that splits all: microbatches, their rows, layers
+    assert seconds("zb-h1", split=0.002) >= seconds("zb-h1") + 0.9 * longer
+
+
 def test_all_ranks_are_used_if_that_is_asked():
     assert quick(ranks=4, send=0.2, microbatches=2, batch=2, fewer=False)[0].ranks == 4
 

@@ -5,6 +5,7 @@ Only that command is imported, so that those that need little answer at once.
 
 import difflib
 import importlib
+import io
 import os
 import sys
 import textwrap
@@ -225,7 +226,13 @@ def main() -> None:
 
 @contextmanager
 def _flushed() -> Iterator[None]:
-    """What is printed inside has gone out afterwards; if it cannot, that is raised once, and not at Python's exit as well."""
+    """What is printed inside has gone out afterwards; if it cannot, that is raised once, and not at Python's exit as well.
+
+    Where there is no output (`>&-`) nothing is printed; a character that the terminal's encoding lacks is a question mark.
+    """
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
     finally:

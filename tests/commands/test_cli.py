@@ -168,6 +168,18 @@ def test_output_that_nobody_takes_ends_the_command_without_a_traceback(words, ou
     assert (done.returncode, done.stderr) == (code, "" if out == "pipe" else "penstock: No space left on device\n")
 
 
+def test_output_that_is_closed_or_lacks_a_character_ends_no_command():
+    closed = ["sh", "-c", f"{sys.executable} -m penstock schedules >&-"]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (0, "")
+    program = (
+        "import sys; from penstock.commands import cli; sys.argv = ['penstock', '--version']; cli.main(); print('\\u0735')"
+    )
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ascii_only, timeout=250)
+    assert (done.returncode, done.stdout.splitlines()[1:], done.stderr) == (0, ["?"], "")
+
+
 def test_an_environment_that_torchrun_has_not_made_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -1,6 +1,5 @@
 """The commands, run as a person would."""
 
-import importlib.util
 import json
 import os
 import re
@@ -45,32 +44,6 @@ def test_train_compares_bit_for_bit_and_leaves_metrics_and_weights_of_the_uncut_
     model = GPT(GPTConfig(context=16, width=16, layers=3, heads=4))
     model.load_state_dict(load_file(folder / "model.safetensors"))
     assert json.loads((folder / "run.json").read_text())["losses"] == [record["loss"] for record in records]
-
-
-def test_train_runs_under_torchrun_on_a_folder_of_ones_own_text(tmp_path):
-    text = tmp_path / "text"
-    text.mkdir()
-    (text / "a.txt").write_text("to be or not to be, " * 200)
-    (text / "b.txt").write_text("that is the question. " * 200)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock")
-    done = fresh("train", "--data", str(text), "--out", str(tmp_path / "runs"), *SMALL, launcher=torchrun)
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks  step 3/3" in done.stdout
-    assert "cut by measured times of a microbatch:\nstage 0  embedding" in done.stdout
-    assert "1f1b, 2 ranks, 2 stages, 4 microbatches: " in done.stdout  # where the time went
-    assert "timeline.html in a browser" in done.stdout
-    assert [path.name for path in sorted(next((tmp_path / "runs").iterdir()).iterdir())] == [
-        ".writer",
-        "costs.json",
-        "digests.jsonl",
-        "metrics.jsonl",
-        "model.safetensors",
-        "run.json",
-        "step-00000003",
-        *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
-        "timeline.html",
-        "timeline.json",
-    ]
 
 
 @pytest.mark.parametrize(

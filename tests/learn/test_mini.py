@@ -20,7 +20,7 @@ def rank_mini(ranks, kind):
     """Loss and gradients of every schedule, as the file makes them; two steps without an optimizer between."""
     rank, results = ps.comms.init_distributed().rank, {}
     for name in ps.schedule.names():
-        model, loss_fn = make(kind, depth=8)
+        model, loss_fn = make(kind, depth=2 * ranks)
         table = ps.schedule.build(name, ranks=ranks, microbatches=MICROBATCHES)
         mine = mini.Rank(list(model), loss_fn, table, rank)
         losses = [mine.step(*data(kind, ROWS, seed)) for seed in (3, 4)]
@@ -33,7 +33,7 @@ def rank_mini(ranks, kind):
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_pipeline_in_one_file_has_the_bits_of_one_process_for_every_schedule(ranks, kind):
-    model, loss_fn = make(kind, depth=8)
+    model, loss_fn = make(kind, depth=2 * ranks)
     expected = [accumulate(model, loss_fn, data(kind, ROWS, seed), MICROBATCHES) for seed in (3, 4)]
     everyone = ps.launch(rank_mini, ranks, ranks, kind)
     for name in ps.schedule.names():

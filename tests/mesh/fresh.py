@@ -1,8 +1,11 @@
 """What ranks do that share nothing but the rendezvous: `fresh.py FOLDER CASE ..` leaves what each of them came to in FOLDER."""
 
+import io
 import os
+import runpy
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from penstock.commands.cli import main
 from penstock.stage.dtensor import full
 
 WIDTH = 8
+TUTORIAL, FEW = Path(__file__).parents[2] / "examples" / "tutorial.py", ("--steps", "3", "--layers", "4")
 SMALL = {"steps": 3, "batch": 8, "width": 16, "context": 16, "layers": 2, "microbatches": 4, "dropout": 0}
 
 
@@ -123,12 +127,22 @@ def message(work: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-def by_command(folder: Path) -> None:
-    """A tensor parallel run of `penstock train`."""
-    options = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
-    where = ["--data", str(folder / "text.txt"), "--out", str(folder / "runs")]
-    sys.argv = ["penstock", "train", "--ranks", "1", "--tp", "2", *where, *options]
-    main()
+def said(program: Callable[[], Any], *words: object) -> str:
+    """What it prints here for these words."""
+    sys.argv = list(map(str, words))
+    with redirect_stdout(io.StringIO()) as told:
+        program()
+    return told.getvalue()
+
+
+def trains(folder: Path, data: str, out: str, *words: object) -> str:
+    """What `penstock train` says of a small run."""
+    options = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+    return said(main, "penstock", "train", "--data", folder / data, "--out", folder / out, *words, *options)
+
+
+def tutorial() -> str:
+    return said(lambda: runpy.run_path(str(TUTORIAL), run_name="__main__"), TUTORIAL, "--schedule", "1f1b", *FEW)
 
 
 CASES: dict[str, Callable[[Path], Any]] = {
@@ -139,7 +153,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "resume": resumed,
     "transformers": lambda _: exported(),
     "errors": lambda _: failed(),
-    "train": by_command,
+    "train": lambda folder: trains(folder, "text", "own"),
+    "train with tp": lambda folder: trains(folder, "text/a.txt", "shared", "--ranks", 1, "--tp", 2),
+    "tutorial": lambda _: tutorial(),
 }
 
 

@@ -1,8 +1,10 @@
 """Ranks that start as users start them, by torchrun or spawn: nothing in one of them holds only because another was like it."""
 
+import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ from typing import Any
 import fresh
 import pytest
 import torch
+from prompt import python
 from reference import accumulate, assert_same, merged
 from torch import nn
 
@@ -26,9 +29,9 @@ HERE = Path(__file__).parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ALIKE = ["tp", "fsdp", "split backward", "resume", "errors"]
 STARTS = {  # who starts how many ranks, for what
-    "torchrun": (2, [*ALIKE, "transformers", "train"]),
+    "torchrun": (2, [*ALIKE, "transformers", "train", "train with tp"]),
     "spawn": (2, ALIKE),
-    "torchrun, 4 ranks": (4, ["pp and tp"]),
+    "torchrun, 4 ranks": (4, ["pp and tp", "tutorial"]),
 }
 
 
@@ -69,7 +72,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
     checkpoint.save(base / "saved", pipe, optimizer, extra={"told": ["text", 1]})
     for name in STARTS:
         (base / name).mkdir()
-    (base / "torchrun" / "text.txt").write_text("to be or not to be, that is the question. " * 100)
+    text = base / "torchrun" / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("to be or not to be, " * 200)
+    (text / "b.txt").write_text("that is the question. " * 200)
     with ThreadPoolExecutor() as threads, pytest.MonkeyPatch.context() as monkeypatch:
         others = [threads.submit(by_torchrun, base / name, *STARTS[name]) for name in STARTS if name != "spawn"]
         by_spawn(base / "spawn", *STARTS["spawn"], monkeypatch)
@@ -149,10 +155,43 @@ def test_an_error_on_one_rank_is_the_same_on_all_and_so_are_tables_that_differ(s
         )
 
 
-def test_penstock_train_shares_products_under_torchrun(started: Any) -> None:
+def test_penstock_train_runs_on_a_folder_of_ones_own_text(started: Any) -> None:
+    ((first, _),) = results(started, "train")
+    assert "2 ranks  step 3/3" in first
+    assert "cut by measured times of a microbatch:\nstage 0  embedding" in first
+    assert "1f1b, 2 ranks, 2 stages, 4 microbatches: " in first  # where the time went
+    assert "timeline.html in a browser" in first
+    (run,) = (started[1] / "own").iterdir()
+    assert [path.name for path in sorted(run.iterdir())] == [
+        ".writer",
+        "costs.json",
+        "digests.jsonl",
+        "metrics.jsonl",
+        "model.safetensors",
+        "run.json",
+        "step-00000003",
+        *(["tensorboard"] if importlib.util.find_spec("tensorboard") else []),
+        "timeline.html",
+        "timeline.json",
+    ]
+
+
+def test_penstock_train_shares_products(started: Any) -> None:
     _, folder = started
-    (run,) = (folder / "runs").iterdir()
+    (run,) = (folder / "shared").iterdir()
     losses = json.loads((run / "run.json").read_text())["losses"]
-    alone = train_rank(TrainConfig(ranks=1, data=folder / "text.txt", **fresh.SMALL), None).losses
+    alone = train_rank(TrainConfig(ranks=1, data=folder / "text" / "a.txt", **fresh.SMALL), None).losses
     assert len(losses) == 3
     assert losses == pytest.approx(alone, abs=1e-5)  # float32
+
+
+def test_the_tutorials_program_prints_the_same_losses_cut_by_hand_under_torchrun_and_traced_alone(started: Any) -> None:
+    ((by_hand, *_),) = results(started, "tutorial")
+    traced = python(fresh.TUTORIAL, "--cut", "traced", "--schedule", "gpipe", *fresh.FEW)
+    assert traced.returncode == 0, traced.stderr
+    assert "1f1b over 4 stages" in by_hand
+    assert "gpipe over 4 stages" in traced.stdout
+    losses = [re.findall(r"step \d  loss ([\d.]+)", told) for told in (by_hand, traced.stdout)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+    assert float(losses[0][0]) > float(losses[0][-1])

@@ -1,10 +1,14 @@
 """The errors Penstock raises, one family."""
 
+from collections.abc import Iterable
+
 
 class PenstockError(Exception):
     """The root of every error Penstock raises on purpose."""
 
-    ranks: tuple[int, ...] = ()  # of those raised on all ranks: where it began, as far as that is known
+    def __init__(self, text: object = "", ranks: Iterable[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)  # of those raised on all ranks: where it began, as far as that is known
 
 
 class ScheduleError(PenstockError, ValueError):

@@ -16,11 +16,12 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.files import manifest
+from penstock.checkpoint.files.reading import opened
 from penstock.errors import PenstockError
 
 NAME = ".writer"
@@ -51,14 +52,14 @@ class Lock:
     def __init__(self, folder: Path, before: "Lock | None" = None) -> None:
         self.path, self.busy = folder / NAME, threading.Lock()  # busy: while one of the run's savings writes
         self.run: str = before.run if before else uuid.uuid4().hex[:8]
-        self._file = self._opened()
-        self.close = weakref.finalize(self, os.close, self._file)
         deadline = time.monotonic() + PATIENCE
-        while not self._locked():
+        while (locked := self._locked()) is None:
             if time.monotonic() > deadline:
                 raise PenstockError(f"{folder} is written to by {self._holder()}: {_WHY}")
             time.sleep(0.02)
-        if before and not self.has_locks:
+        self._file, has_locks = locked
+        self.close = weakref.finalize(self, os.close, self._file)
+        if before and not has_locks:
             self.check()
         me = {"run": self.run, "host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%F %T %z")}
         os.ftruncate(self._file, 0)
@@ -85,35 +86,26 @@ class Lock:
             return False
         return os.path.samestat(there, os.fstat(self._file)) and self._text().get("run") == self.run
 
-    def _opened(self) -> int:
-        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-
-    def _locked(self) -> bool:
-        """Lock the file that is there now, if nobody else has."""
-        self.has_locks = True
+    def _locked(self) -> tuple[int, bool] | None:
+        """The file, open and locked, and whether the file system has locks; None if somebody else has it."""
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), os.stat(self.path)):  # whoever had it may have deleted it
+                return file, True
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                return False
-            self.has_locks = False
-            warnings.warn(
-                f"{self.path.parent} is on a file system without locks: see that no other run saves there", stacklevel=5
-            )
-        newest = self._opened()  # whoever had it may have deleted it
-        if os.path.sameopenfile(newest, self._file):
-            os.close(newest)
-            return True
-        os.dup2(newest, self._file, inheritable=False)
-        os.close(newest)
-        return False
+            if error.errno in _NO_LOCKS:
+                told = f"{self.path.parent} is on a file system without locks: see that no other run saves there"
+                warnings.warn(told, stacklevel=5)
+                return file, False
+        os.close(file)
+        return None
 
     def _text(self) -> dict[str, Any]:
-        try:
-            text = json.loads(os.pread(self._file, 1000, 0))
+        with suppress(OSError, ValueError), opened(self.path) as file:
+            text = json.loads(file.read(1000))
             return text if isinstance(text, dict) else {}
-        except (OSError, ValueError):
-            return {}
+        return {}
 
     def _holder(self) -> str:
         told = self._text()

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.tensor_files import TensorFiles
-from penstock.checkpoint.parts import Mark, Part, newest_of, part_of, parts_in, read, receive, send, write
+from penstock.checkpoint.parts import Mark, Part, newest_of, parts_in, read, receive, send, write
 from penstock.checkpoint.saving import check_steps, collected, merged
 from penstock.checkpoint.together import as_one, control_for, failing_as_one
 from penstock.comms.breaking import broken_off
 from penstock.comms.control import Control, Pending
 from penstock.comms.starting import drawers
 from penstock.comms.starting.drawers import Drawers
-from penstock.comms.system import say
+from penstock.comms.system import from_torchrun, say
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 
@@ -79,7 +79,7 @@ class _Memory:
 
     def __init__(self, control: Control, there: Drawers, mark: Mark, turn: int, machines: Sequence[Sequence[int]]) -> None:
         self.control, self.there, self.mark, self.turn = control, there, mark, turn
-        self.own, rank = int(os.environ["LOCAL_RANK"]), control.topology.rank
+        self.own, rank = from_torchrun("LOCAL_RANK"), control.topology.rank
         pairs = list(_copies(machines))
         self.to = [taker for giver, taker in pairs if giver == rank]
         self.of = [giver for giver, taker in pairs if taker == rank]
@@ -106,15 +106,14 @@ def _opened(control: Control, folder: str) -> _Memory | None:
     with as_one(control, WHAT):
         _check_folder(folder)
         there, rank = drawers.find(start=True), control.topology.rank
-        told = [[list(part) for part in parts_in(there)], there and there.name, uuid4().hex]
-        everyone = control.gather_objects(told, f"to {WHAT}")
+        everyone = control.gather_objects((parts_in(there), there and there.name, uuid4().hex), f"to {WHAT}")
     if there is None or not all(name for _, name, _ in everyone):
         if rank == 0:
             warnings.warn(
                 "a machine has no memory that outlives its ranks: checkpoints are kept on the disk only", stacklevel=3
             )
         return None
-    parts = [part_of(each) for each, _, _ in everyone for each in each]
+    parts = [part for told, _, _ in everyone for part in told]
     last = max((part.mark.number for part in parts), default=0)
     whole = newest_of(parts, folder)
     mark = Mark(folder, everyone[0][2], last, 0, rank, control.topology.world_size)
@@ -155,9 +154,9 @@ def newest(control: Control, folder: Path) -> tuple[Path, dict[str, Any], Tensor
     """
     there = drawers.find() if drawers.wanted() else None
     disk = [manifest.step_of(path) or 0 for path in manifest.newest_first(folder)] if folder.is_dir() else []
-    mine = [[list(part) for part in parts_in(there)], there.name if there else socket.gethostname(), max(disk, default=-1)]
+    mine = parts_in(there), there.name if there else socket.gethostname(), max(disk, default=-1)
     everyone = control.gather_objects(mine, f"to look into {folder}")
-    parts = [part_of(each) for each, _, _ in everyone for each in each]
+    parts = [part for told, _, _ in everyone for part in told]
     found = newest_of(parts, os.path.abspath(folder))
     if found is None or found[0].mark.step < everyone[0][2]:
         return None
@@ -192,8 +191,13 @@ def _brought(control: Control, found: Sequence[Part], parts: Sequence[Part], nam
             mine[number] = homes[names[rank]]
     for each in sending:
         each.wait()
-    everyone = control.gather_objects([[number, place] for number, place in mine.items()], "to look into memory")
-    here = {number: place for name, each in zip(names, everyone, strict=True) if name == names[rank] for number, place in each}
+    everyone = control.gather_objects(mine, "to look into memory")
+    here = {
+        number: place
+        for name, told in zip(names, everyone, strict=True)
+        if name == names[rank]
+        for number, place in told.items()
+    }
     files = TensorFiles(*(Path(here[number]) for number in range(len(found))))
     for file in received:
         weakref.finalize(files, os.close, file)

@@ -76,12 +76,6 @@ def parts_in(there: Drawers | None) -> list[Part]:
     return found
 
 
-def part_of(told: Sequence[Any]) -> Part:
-    """A part as other ranks tell of it."""
-    mark, *rest = told
-    return Part(Mark(*mark), *rest)
-
-
 def read(place: Path) -> tuple[Mark, dict[str, Any]]:
     """What a drawer says of itself. Raises ValueError if there is no part in it, or not the whole of one."""
     with opened(place, follow=True) as file:

@@ -13,7 +13,7 @@ from penstock.checkpoint import lock
 from penstock.checkpoint.audit.digests import check_replicas
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import pack
-from penstock.checkpoint.together import MODEL, Saving, as_one, own_state, settled, write
+from penstock.checkpoint.together import MODEL, Saving, as_one, own_state, settled, written
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.checkpoint.weights import settings
 from penstock.comms.breaking import broken_off
@@ -69,12 +69,12 @@ def save(
         part, tensors = collected(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    written = partial(_write, control, final, part, tensors, keep, held)
+    write = partial(_write, control, final, part, tensors, keep, held)
     if wait:
-        written()
+        write()
         return Saving(final)
     thread = ThreadPoolExecutor(1, f"writing {final.name}")
-    pipe.beside = saving = Saving(final, thread.submit(written))
+    pipe.beside = saving = Saving(final, thread.submit(write))
     thread.shutdown(wait=False)
     return saving
 
@@ -134,21 +134,17 @@ def _write(
     `held`: the folder's lock, on rank 0.
     """
     folder, beside = final.parent, final.with_name(f".{final.name}.part")
-
-    def tell(files: list[str]) -> dict[str, Any]:
-        return {**part, "files": {name: manifest.entry(beside / name) for name in files}}
-
-    def put_in_place(parts: list[Any]) -> None:
-        if held:
-            held.check()
-        manifest.write(beside, merged(parts))
-        manifest.put_in_place(beside, final)
-        manifest.prune(folder, part["step"], keep)
-
     with as_one(control, f"write the checkpoint {final}"), held.saving(part["step"]) if held else nullcontext():
         if held:
             manifest.delete_left_overs(folder)
-        write(control, beside, tensors, tell, put_in_place)
+        with written(control, beside, tensors) as files:
+            mine = {**part, "files": {name: manifest.entry(beside / name) for name in files}}
+            parts = control.gather_objects(mine, f"to write {beside}")
+            if held:
+                held.check()
+                manifest.write(beside, merged(parts))
+                manifest.put_in_place(beside, final)
+                manifest.prune(folder, part["step"], keep)
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import itertools
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,9 +40,10 @@ class Saving:
 
     def wait(self) -> Path:
         """Wait until the checkpoint is whole; returns its folder. Raises, on every rank, what went wrong."""
+        error = self._written and self._written.exception()  # a Ctrl-C here leaves that to be told
         self._waited = True
-        if self._written is not None:
-            self._written.result()
+        if error:
+            raise error
         return self.path
 
     @property
@@ -60,9 +61,9 @@ def settled(pipe: Pipeline) -> Control:
     """The control group of the checkpoints of `pipe`, the save before having ended. Raises what went wrong with that."""
     if not isinstance(pipe, Pipeline):
         raise MismatchError(f"a checkpoint is of a Pipeline, not a {type(pipe).__name__}: save(folder, pipe)")
-    saving, pipe.beside = pipe.beside, None
-    if saving is not None:
-        saving.settle()
+    if pipe.beside is not None:
+        pipe.beside.settle()
+        pipe.beside = None
     return control_for(pipe, "checkpoint")
 
 
@@ -138,40 +139,23 @@ def failing_as_one(control: Control, what: str) -> Iterator[None]:
         control.fail(error)
 
 
-def write(
-    control: Control,
-    folder: Path,
-    tensors: dict[str, Tensor],
-    tell: Callable[[list[str]], Any],
-    put_in_place: Callable[[list[Any]], None],
-    most: float | None = None,
-) -> None:
-    """All ranks write their `tensors` into `folder`, of which rank 0 then makes what it is to be; it is gone afterwards.
-
-    `tell`: what rank 0 is to know of the files that this rank has written. `put_in_place`: gets that of every rank.
-    """
+@contextmanager
+def written(control: Control, folder: Path, tensors: Mapping[str, Tensor], most: float | None = None) -> Iterator[list[str]]:
+    """`folder` with what all ranks have written into it, each its `tensors`, as long as this lasts; the files of this rank."""
     first = control.topology.rank == 0
     try:
         if first:
             manifest.remove(folder)
             folder.mkdir(parents=True)
         control.gather_objects(None, f"to begin {folder}")
-        files = tensor_files.write(folder, control.topology.rank, tensors, most)
-        everyone = control.gather_objects((files, tell(files)), f"to write {folder}")
-        if first:
-            _see(folder, [files for files, _ in everyone])
-            put_in_place([told for _, told in everyone])
+        mine = tensor_files.write(folder, control.topology.rank, tensors, most)
+        for rank, files in enumerate(control.gather_objects(mine, f"to write {folder}")):
+            if first and (hidden := [folder / name for name in files if not (folder / name).exists()]):
+                raise PenstockError(f"rank {rank} wrote {hidden[0]}, but rank 0 does not see it: save where all ranks do")
+        yield mine
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _see(folder: Path, everyone: list[list[str]]) -> None:
-    """Raises PenstockError if a file cannot be seen from here; by rank, which it has written."""
-    for rank, files in enumerate(everyone):
-        for name in files:
-            if not (folder / name).exists():
-                raise PenstockError(f"rank {rank} wrote {folder / name}, but rank 0 does not see it: save where all ranks do")
 
 
 def newest_whole(control: Control, folder: Path) -> tuple[Path, dict[str, Any], TensorFiles]:

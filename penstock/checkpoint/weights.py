@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.tensor_files import TensorFiles, write_file
 from penstock.checkpoint.importing import INDEX, SINGLE
-from penstock.checkpoint.together import MODEL, as_one, newest_whole, own_state, settled, write
+from penstock.checkpoint.together import MODEL, as_one, newest_whole, own_state, settled, written
 from penstock.comms.control import Control
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
@@ -88,11 +88,12 @@ def _write(
     if one_file:
         tensors |= {name: tensors[first] for name, first in aliases.items() if first in tensors}
     parts = path.absolute().with_name(f".{path.name}.parts")
-
-    def put_in_place(everyone: list[list[str]]) -> None:
-        """On rank 0, from what all ranks have written and left out."""
-        if left_out := [name for each in everyone for name in each]:
-            warnings.warn(f"{path} holds tensors only: {', '.join(left_out)} left out", stacklevel=5)
+    with written(control, parts, tensors, float("inf") if one_file else most):
+        left_out = [name for each in control.gather_objects(no_tensors, f"to write {path}") for name in each]
+        if control.topology.rank != 0:
+            return
+        if left_out:
+            warnings.warn(f"{path} holds tensors only: {', '.join(left_out)} left out", stacklevel=3)
         files = TensorFiles(parts)
         if one_file or files.nbytes <= most:
             files = _joined(files, parts / SINGLE)
@@ -101,8 +102,6 @@ def _write(
             manifest.sync(path.parent)
         else:
             _put_folder(files, parts, path, contents)
-
-    write(control, parts, tensors, lambda _: no_tensors, put_in_place, float("inf") if one_file else most)
 
 
 def _joined(files: TensorFiles, path: Path) -> TensorFiles:

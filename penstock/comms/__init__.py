@@ -4,7 +4,7 @@ topology        which rank this is, among how many, on which device; the mesh of
 allocator       has a process keep the memory it frees
 encoding        values as bytes and back, without pickle
 point_to_point  a tensor from one rank to another
-system          what a rank's own system can refuse it
+system          what a rank's own system tells it, or refuses it
 groups          process groups that can be closed while somebody waits on them
 shared_memory   memory that processes of one machine see
 breaking        how everybody is woken who waits in a process group

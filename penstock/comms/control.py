@@ -16,7 +16,6 @@ from penstock.comms.breaking import break_off
 from penstock.comms.encoding import bytes_of, checked_size, decode, encode
 from penstock.comms.groups import Groups, is_of_transport
 from penstock.comms.health import reports
-from penstock.comms.health.lives import lost_error
 from penstock.comms.health.reports import Report
 from penstock.comms.system import named, reason
 from penstock.comms.topology import Topology, lost_or_silent
@@ -44,15 +43,22 @@ class Pending(NamedTuple):
 
     def wait(self) -> None:
         """Wait until it has arrived."""
-        try:
+        with failing(f"for rank {self.peer} {self.what}", self.peer):
             self.work.wait()
-        except RuntimeError as error:
-            raise WaitFailed(f"for rank {self.peer} {self.what}", self.peer, error) from error
+
+
+@contextmanager
+def failing(what: str, peer: int | None = None) -> Iterator[None]:
+    """Around operations of the control group: one that ends badly becomes a WaitFailed; `what` and `peer` as there."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WaitFailed(what, peer, error) from error
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Around collectives of others: one that ends because a rank is lost becomes a WaitFailed; `what` as there."""
+    """Around collectives of others, whose own errors stay what they are: the same for one that ends because a rank is lost."""
     try:
         yield
     except RuntimeError as error:
@@ -89,16 +95,14 @@ class Control:
         if self._lost:
             raise LostRankError(f"this pipeline ended when {self._lost}: start the ranks again")
         if self.groups is None and not self.alone:
-            self.generation += 1
+            self.generation, what = self.generation + 1, "connect to the other ranks"
             self.groups = Groups(self.topology, f"{self.name}/{self.generation}", beside=self.beside)
             try:
-                with named(f"rank {self.topology.rank} could not connect to the other ranks"):
+                with failing(f"to {what}"), named(f"rank {self.topology.rank} could not {what}"):
                     self._group = self.groups.everyone
-                self._post_receives()
-            except ResourceError as error:
+                    self._post_receives()
+            except (ResourceError, WaitFailed) as error:
                 self.fail(error)
-            except RuntimeError as error:
-                self.fail(WaitFailed("to connect to the other ranks", None, error))
         return self.groups
 
     def gather(self, row: Sequence[float], what: str) -> list[list[float]]:
@@ -117,12 +121,10 @@ class Control:
         self._told, self._width = mine, len(row)
         sent, self._sending = self._sending, []
         for number, peer in enumerate(self._peers):
-            try:
+            with failing(f"for rank {peer} {what}", peer):
                 self._sending.append((self._group.send([mine], peer, EXCHANGE_TAG), mine))
                 if sent:
                     sent[number][0].wait()  # long received
-            except RuntimeError as error:
-                raise WaitFailed(f"for rank {peer} {what}", peer, error) from error
         self._heard, self._receiving = (self._rows, self._receiving), []
         self._post_receives()
 
@@ -130,12 +132,10 @@ class Control:
         """The second half: wait for the others' rows."""
         rows, receiving = self._heard
         for peer, work in zip(self._peers, receiving, strict=True):
-            try:
+            with failing(f"for rank {peer} {what}", peer):
                 if isinstance(work, RuntimeError):
                     raise work
                 work.wait()
-            except RuntimeError as error:
-                raise WaitFailed(f"for rank {peer} {what}", peer, error) from error
         heard = rows[:, : self._width].tolist()
         heard[self.topology.rank] = self._told[: self._width].tolist()  # not into `rows`: it may be of an inference mode before
         return heard
@@ -160,10 +160,8 @@ class Control:
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         everyone = padded.new_empty((len(sizes), max(sizes)))
-        try:
+        with failing(f"for the other ranks {what}"):
             self._group.allgather([list(everyone)], [padded]).wait()
-        except RuntimeError as error:
-            raise WaitFailed(f"for the other ranks {what}", None, error) from error
         told = [decode(bytes_of(row[:size])) for row, size in zip(everyone, sizes, strict=True)]
         for rank, (other, _) in enumerate(told):
             if other.split()[:2] != told[0][0].split()[:2]:
@@ -181,16 +179,14 @@ class Control:
 
     def _transfer(self, way: str, tensor: torch.Tensor, peer: int, what: str) -> Pending:
         self.connect()
-        try:
+        with failing(f"for rank {peer} {what}", peer):
             return Pending(getattr(self._group, way)([tensor], peer, TRANSFER_TAG), tensor, peer, what)
-        except RuntimeError as error:
-            raise WaitFailed(f"for rank {peer} {what}", peer, error) from error
 
     def fail(self, error: BaseException) -> NoReturn:
         """End the step on every rank because of `error`; raises what happened, the same on every rank."""
         if broken := _of_device(error):
             self._lost = f"rank {self.topology.rank} has lost its GPU: {reason(broken)}"
-            error = lost_error(self._lost, [self.topology.rank])
+            error = LostRankError(self._lost, [self.topology.rank])
         if self.alone or self.groups is None:  # there is nobody, or nobody any more, to tell
             raise error
         if self.groups.woken and isinstance(error, Exception) and not isinstance(error, WaitFailed):
@@ -203,7 +199,7 @@ class Control:
         if not isinstance(error, WaitFailed):
             self._lost = str(error) if self.beside else self._lost
             raise error
-        verdict = reports.verdict(groups, mine)
+        verdict = reports.verdict(groups, *reports.read(groups, mine))
         if self.beside or isinstance(verdict, LostRankError):
             self._lost = str(verdict)
         raise verdict from (None if is_of_transport(error.cause) else error.cause)  # the transport's words help nobody
@@ -219,7 +215,7 @@ class Control:
         if not isinstance(error, WaitFailed):
             return reports.own_report(self.topology.rank, error)
         end = lost_or_silent(error.cause, self.topology.timeout)
-        return Report(self.topology.rank, time.time(), None, f"waited {error.what}", error.peer, end)
+        return Report(self.topology.rank, time.time(), None, error.what, error.peer, end)
 
 
 def _of_device(error: BaseException | None) -> torch.AcceleratorError | None:

@@ -3,7 +3,6 @@
 The file is gone when the processes are, however those end. Each holds one descriptor of it, its mapping's.
 """
 
-import errno
 import mmap
 import os
 import struct
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
+
+from penstock.comms.system import FULL
 
 NAME = "penstock"
 SECRET = struct.Struct("8q")  # how the memory begins, by which a process knows that it has opened the right file
@@ -82,5 +83,5 @@ def open_of(process: int, file: int, secret: bytes) -> mmap.mmap | None:
 
 
 def _raise_if_table_is_full(error: Exception) -> None:
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    if isinstance(error, OSError) and error.errno in FULL:
         raise error

@@ -1,15 +1,14 @@
-"""What a rank's own system can refuse it, in words; and a line for the user."""
+"""What a rank's own system tells it, or refuses it, in words; and a line for the user."""
 
 import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import NamedTuple
 
-from penstock.errors import ResourceError
+from penstock.errors import PenstockError, ResourceError
 
+FULL = (errno.EMFILE, errno.ENFILE)  # the table of this process' files, or of the machine's
 SPARE = 8  # descriptors that a new group and what is opened with it take beside one for each rank
 
 
@@ -29,6 +28,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def from_torchrun(name: str, default: str = "") -> int:
+    """The number that torchrun has put into the environment as `name`. Raises PenstockError where something else is there."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        where = f"RANK is set here, but {name} is" if "RANK" in os.environ else f"{name} is set here, to"
+        raise PenstockError(f"{where} {text!r}: start the command with torchrun, or unset {where.split()[0]}")
+    return int(text)
+
+
 @contextmanager
 def named(what: str) -> Iterator[None]:
     """An OSError inside becomes a ResourceError that begins with `what`."""
@@ -42,28 +50,6 @@ def is_refusal(error: BaseException) -> bool:
     """Whether `error` says that this rank's system has refused something; torch says so of memory in a RuntimeError."""
     told = ("allocate memory", "out of memory", "start new thread")
     return isinstance(error, (OSError, MemoryError)) or any(each in str(error) for each in told)
-
-
-class ProcessStat(NamedTuple):
-    """What Linux tells of a process of this machine."""
-
-    state: str  # `R`, `S`, .., `T`: stopped by a signal, `t`: by a debugger, `Z`: ended; empty: it is gone
-    parent: int
-    started: str  # when, in ticks since the system is up; numbers of processes come again
-
-
-def process_stat(process: int) -> ProcessStat:
-    """What there is of `process` in /proc. Raises OSError for one that is gone, and where there is no /proc."""
-    text = Path(f"/proc/{process}/stat").read_text(errors="replace")
-    fields = text.rpartition(")")[2].split()  # after its name, which may have anything in it
-    return ProcessStat(fields[0], int(fields[1]), fields[19])
-
-
-def process_state(process: int) -> ProcessStat:
-    """The same, with an empty state for one that is gone, and where there is no /proc."""
-    with suppress(OSError):
-        return process_stat(process)
-    return ProcessStat("", 0, "")
 
 
 def reason(error: BaseException) -> str:

@@ -21,10 +21,10 @@ from penstock.comms.breaking import break_off
 from penstock.comms.encoding import told_by_all
 from penstock.comms.health.heartbeat import Heartbeat
 from penstock.comms.health.lives import gone, lost
-from penstock.comms.starting.gpus import backend_for, gpu_of, settle_nccl, told_by_ranks
+from penstock.comms.starting.gpus import backend_for, common_backend, gpu_of, settle_nccl
 from penstock.comms.starting.interface import check_interfaces, interface_to
 from penstock.comms.starting.meeting import FINISHED, all_come, depart, left, looks, name_of_start
-from penstock.comms.system import reason
+from penstock.comms.system import from_torchrun, reason
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.randomness import repeat_bits
 
@@ -204,7 +204,7 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         timeout = timedelta(seconds=timeout)
     if backend == "nccl" and not dist.is_nccl_available():
         raise PenstockError("this torch comes without NCCL: use 'gloo', or install a build of torch for CUDA")
-    device = _choose_device(backend, device, int(os.environ.get("LOCAL_RANK", 0)))
+    device = _choose_device(backend, device)
     if backend == "nccl" and device.type != "cuda":
         raise PenstockError(f"NCCL carries tensors between GPUs, but this rank's device is {device}: use 'gloo'")
     if device.type == "cuda":
@@ -216,18 +216,13 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
         _choose_interface(os.environ.get("MASTER_ADDR", ""))
         backend = _connect(backend, device, timeout)
     elif backend is None:
-        backend = _backend(device, torch_private.default_store(), dist.get_rank(), dist.get_world_size(), timeout)
+        backend = common_backend(device, torch_private.default_store(), dist.get_rank(), dist.get_world_size(), timeout)
     return Topology(dist.get_rank(), dist.get_world_size(), device, backend, timeout, torch_private.default_store())
-
-
-def _backend(device: torch.device, store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
-    """What carries tensors between all ranks, the same on each."""
-    return backend_for(told_by_ranks(gpu_of(device), store, rank, ranks, timeout))
 
 
 def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> str:
     """Make the group of all ranks; the backend. No rank leaves before all have made it: to the others it would look lost."""
-    rank, waited = os.environ["RANK"], "to connect to the other ranks"
+    rank = os.environ["RANK"]
     try:
         try:
             store, number, world_size = next(rendezvous("env://", timeout=timeout))
@@ -235,22 +230,27 @@ def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> s
             told = f"RANK={rank} is set here, but not all that torchrun sets with it ({error})"
             raise PenstockError(f"{told}: start the program with torchrun, or unset RANK") from error
         store = dist.PrefixStore(name_of_start(store, number, world_size, timeout), store)
-        backend = backend or _backend(device, store, number, world_size, timeout)
+        backend = backend or common_backend(device, store, number, world_size, timeout)
         carriers = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(carriers, store=store, rank=number, world_size=world_size, timeout=timeout)
         all_come(store, world_size, timeout)
         return backend
     except RuntimeError as error:  # in the transport's words, which name nobody, but may know that an address is wrong
-        raise LostRankError(f"rank {rank} waited {waited} and gave up: {lost_or_silent(error, timeout)}") from error
+        end = lost_or_silent(error, timeout)
+        raise LostRankError(f"rank {rank} waited to connect to the other ranks and gave up: {end}") from error
 
 
-def _choose_device(backend: str | None, device: str | torch.device | None, local_rank: int) -> torch.device:
+def _choose_device(backend: str | None, device: str | torch.device | None) -> torch.device:
     chosen = torch.device(device or ("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise PenstockError("device 'cuda' was asked for, but torch finds no GPU here: use device='cpu'")
-        return torch.device("cuda", local_rank % torch.cuda.device_count() if chosen.index is None else chosen.index)
-    return chosen
+    if chosen.type != "cuda":
+        return chosen
+    if not torch.cuda.is_available():
+        raise PenstockError("device 'cuda' was asked for, but torch finds no GPU here: use device='cpu'")
+    count = torch.cuda.device_count()
+    index = from_torchrun("LOCAL_RANK", "0") % count if chosen.index is None else chosen.index
+    if index >= count:
+        raise PenstockError(f"device '{chosen}' was asked for, and torch finds cuda:0 to cuda:{count - 1} here: use one")
+    return torch.device("cuda", index)
 
 
 def _choose_interface(master: str) -> None:

@@ -9,6 +9,8 @@ import re
 import resource
 import shutil
 import signal
+from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
@@ -173,6 +175,33 @@ def rank_fails_beside(folder):
         saving.wait()  # what is asked for is told again
     checkpoint.save(folder, pipe)
     return told, pipe.step_count, str(caught.value), loss.item()
+
+
+class Writing(Future):
+    """What goes on in a thread; somebody presses Ctrl-C while it is waited for."""
+
+    def result(self, timeout=None):
+        self.exception()
+        return super().result(timeout)
+
+    def exception(self, timeout=None):
+        if not self.done():
+            raise KeyboardInterrupt
+        return super().exception(timeout)
+
+
+def test_a_ctrl_c_while_a_save_is_waited_for_loses_neither_its_error_nor_the_next_waits(tmp_path):
+    pipe = alone()
+    pipe.beside = saving = checkpoint.Saving(tmp_path, written := Writing())
+    for wait in (saving.wait, partial(checkpoint.save, tmp_path, pipe)):
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+    assert pipe.beside is saving  # no other save begins beside it
+    written.set_exception(ps.PenstockError("the disk is full"))
+    assert saving.failed
+    with pytest.raises(ps.PenstockError, match="the disk is full"):
+        checkpoint.save(tmp_path, pipe)
+    checkpoint.save(tmp_path, pipe)
 
 
 def test_what_fails_beside_the_steps_is_told_by_the_next_one_on_every_rank_before_it_begins(tmp_path):

@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.comms import point_to_point
 from penstock.comms import topology as topology_module
 from penstock.comms.collectives import checked_group
-from penstock.comms.collectives.call import call_from, call_of
+from penstock.comms.collectives.call import call_of
 from penstock.comms.health import reports
 from penstock.comms.starting import ranks
 
@@ -29,9 +29,6 @@ OPS = {"sum": torch.sum, "product": torch.prod, "min": torch.amin, "max": torch.
 
 def test_what_is_no_header_of_ours_is_told_and_not_followed(monkeypatch):
     told = "all ranks must make the same calls"
-    for header in ([99, 0, 0, 0], [0, 0, 0, 99], [0]):
-        with pytest.raises(ps.MismatchError, match=told):
-            call_from(header)
     for index, dimensions, size in ((99, 1, 1), (-1, 1, 1), (0, 99, 1), (0, -1, 1), (0, 1, -1)):
         header = torch.tensor([index, dimensions, *[size] * 14])
         monkeypatch.setattr(point_to_point.dist, "recv", lambda tensor, src, header=header: tensor.copy_(header))
@@ -309,9 +306,7 @@ def rank_lost(how: str) -> tuple[str, str]:
 @pytest.mark.timed
 def test_a_lost_rank_is_an_error_on_the_others(monkeypatch):
     monkeypatch.setattr(ranks, "LAST_WORDS", 60.0)  # however busy the machine is, rank 0 is heard
-    with pytest.raises(
-        ps.LostRankError, match=r"rank 0 waited in all_reduce of a \(2,\) float32 tensor, op sum and gave up: .*"
-    ):
+    with pytest.raises(ps.LostRankError, match=r"rank [02] waited in all_reduce of a \(2,\) float32 tensor, op sum: .*"):
         ps.launch(rank_lost, 3, "dies")
     errors = ps.launch(rank_lost, 3, "is silent")
     assert {kind for kind, _ in errors} == {"LostRankError"}
@@ -320,7 +315,14 @@ def test_a_lost_rank_is_an_error_on_the_others(monkeypatch):
 
 def rank_without_descriptors() -> str:
     """Rank 1 has none for another group."""
-    rank = comms.init_distributed(backend="gloo").rank
+    rank, held = comms.init_distributed(backend="gloo").rank, []
+    for _ in range(4):
+        group = dist.new_group([0, 1, 2])
+        assert comms.all_reduce(torch.ones(1), group=group).item() == 3
+        dist.destroy_process_group(group)
+        del group
+        held.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(held[1:])) == 1  # a group that has ended holds nothing here
     group = dist.new_group([0, 1, 2])
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 1:

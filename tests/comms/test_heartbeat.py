@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from penstock.comms.health import heartbeat
 from penstock.comms.health.doing import doing, told
 from penstock.comms.health.heartbeat import Pace, Ring, Watched, watched_by
 from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, machine, this_process
+from penstock.comms.health.reports import Report, verdict
 from penstock.schedule.table import Action, Kind
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
@@ -106,6 +108,14 @@ def test_a_rank_is_busy_that_was_in_an_action_when_it_beat_last():
         ring.look()
         seen.look()
         assert not seen.is_busy
+
+
+def test_a_rank_that_did_not_answer_in_time_is_not_told_as_gone_whatever_was_waited_for():
+    groups = SimpleNamespace(ranks=range(2), topology=SimpleNamespace(store=torch.distributed.HashStore()))
+    report = Report(0, 0.0, text="to connect to the other ranks", end="no answer within 5 s")
+    told = verdict(groups, [report], {})
+    assert str(told) == "rank 1 does not answer: rank 0 waited to connect to the other ranks: no answer within 5 s"
+    assert told.ranks == (1,)
 
 
 def write(path: Path, text: str) -> None:

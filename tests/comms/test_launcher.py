@@ -3,12 +3,15 @@
 This file is the program of torchrun's ranks as well.
 """
 
+import errno
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
 import types
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it, but not this program
@@ -19,7 +22,9 @@ from patience import within
 from torch import nn
 
 import penstock as ps
+from penstock.comms import topology
 from penstock.comms.starting import launcher, ranks
+from penstock.comms.starting.rank_main import Job
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
 
@@ -163,6 +168,69 @@ def test_a_process_that_may_have_no_children_is_told_so(monkeypatch):
 
 def rank_comes():
     return ps.comms.init_distributed().rank
+
+
+def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
+    begun = []
+
+    class Rank:
+        """A process that is there when it has been started."""
+
+        def __init__(self, **_):
+            self.pid = None
+
+        def start(self):
+            self.pid, self.is_there = 0, True
+            begun.append(self)
+
+        def is_alive(self):
+            return self.is_there
+
+        def kill(self):
+            self.is_there = False
+
+        def join(self):
+            assert not self.is_there
+
+    @contextmanager
+    def held():
+        yield
+        if any(each.is_there for each in begun):
+            raise KeyboardInterrupt  # which has come meanwhile
+
+    monkeypatch.setattr(ranks, "held", held)
+    context = types.SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Rank)
+    with pytest.raises(KeyboardInterrupt), ranks.started(Job(b"", 2, {}), context, torch.distributed.HashStore()):
+        pass
+    assert [each.is_there for each in begun] == [False]
+
+
+def test_where_no_file_descriptor_is_free_ranks_are_not_started_and_no_folder_is_blamed(monkeypatch):
+    def refuses():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    words = r"^ranks cannot be started: no file descriptor is free \(limit \d+\): raise `ulimit -n`$"
+    with monkeypatch.context() as patch:
+        patch.setattr(forkserver, "ensure_running", refuses)
+        with pytest.raises(ps.ResourceError, match=words):
+            ps.launch(rank_comes, 2)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda way: types.SimpleNamespace(Pipe=lambda **_: refuses()))
+    monkeypatch.setattr(launcher, "_sees_gpu", lambda: True)
+    with pytest.raises(ps.ResourceError, match=words):
+        ps.launch(rank_comes, 2)
+
+
+def test_a_gpu_that_is_not_there_and_a_number_of_torchruns_that_is_none_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ps.PenstockError, match="device 'cuda:2' was asked for, and torch finds cuda:0 to cuda:1 here"):
+        topology._join(None, None, "cuda:2")
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(
+        ps.PenstockError, match="LOCAL_RANK is set here, to 'x': start the command with torchrun, or unset LOCAL_RANK"
+    ):
+        topology._join(None, None, "cuda")
 
 
 @pytest.mark.ranks

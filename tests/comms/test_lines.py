@@ -17,13 +17,16 @@ from torch import nn
 import penstock as ps
 from penstock.comms import shared_memory
 from penstock.comms.groups import Groups
-from penstock.comms.messages import blocks
+from penstock.comms.messages import blocks, wire
 from penstock.comms.messages.blocks import FREE, SPARE, Blocks
+from penstock.comms.messages.channels import Incoming
 from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
 from penstock.comms.messages.lines import receiving_line, sending_line
 from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
 from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.messages.worker import SendFailure
+from penstock.schedule.program import Transfer
+from penstock.schedule.table import Action, Kind
 
 WIDTHS = (8, 40_000)  # a small message, and one that is lent
 
@@ -211,6 +214,19 @@ def test_ten_thousand_shapes_take_no_descriptors_and_no_memory():
         slope = sum((x - middle) * y for x, y in enumerate(settled)) / sum((x - middle) ** 2 for x in range(len(settled)))
         print(f"{descriptors[0]} descriptors, {settled[-1] / 2**20:.1f} MiB, {slope * 50 / 2**10:+.1f} KiB per 10,000 shapes")
         assert abs(slope) * 50 < 2**22
+
+
+def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
+    class Full:
+        """A line over which receives are posted, on a rank without memory."""
+
+        def post(self, spec):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    transfer, incoming = Transfer(Action(Kind.F, 0, 3), 0, 1), Incoming(Full(), 1, 0)
+    incoming.known, incoming.specs = True, {transfer: wire.describe(*wire.flatten(torch.ones(3)))}
+    with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
+        incoming.post(transfer)
 
 
 def rank_forks():

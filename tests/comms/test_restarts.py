@@ -27,11 +27,11 @@ from penstock import checkpoint
 from penstock.commands.train.again import for_world
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
+from penstock.comms.health.process import STOPPED, process_of
 from penstock.comms.starting import ranks
 from penstock.comms.starting.blame import blamed, death
 from penstock.comms.starting.rank_main import Outcome
 from penstock.comms.starting.restarts import Attempt, repeated
-from penstock.comms.system import process_state
 
 STEPS = 12
 
@@ -195,7 +195,7 @@ def rank_is_stopped_while_it_answers():
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
 def test_a_rank_that_is_stopped_amid_its_answer_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(ranks, "STOPPED", 2)
+    monkeypatch.setattr(ranks, "PATIENCE", 2)
     with pytest.raises(ps.LostRankError, match="rank 1 was stopped by a signal for 1 s, and was ended"):
         ps.launch(rank_is_stopped_while_it_answers, 2)
 
@@ -208,10 +208,10 @@ class Asleep(NamedTuple):
 def test_looks_in_a_row_and_not_the_clock_tell_that_a_rank_was_stopped():
     with subprocess.Popen(["sleep", "60"]) as process:
         stops = ranks._Stops([Asleep(process.pid)])
-        for number, looks in ((signal.SIGSTOP, ranks.STOPPED - 1), (signal.SIGCONT, 1), (signal.SIGSTOP, ranks.STOPPED)):
+        for number, looks in ((signal.SIGSTOP, ranks.PATIENCE - 1), (signal.SIGCONT, 1), (signal.SIGSTOP, ranks.PATIENCE)):
             assert not stops.ended
             process.send_signal(number)
-            while (process_state(process.pid).state == "T") != (number == signal.SIGSTOP):
+            while (process_of(process.pid).state() == STOPPED) != (number == signal.SIGSTOP):
                 time.sleep(0.01)
             for _ in range(looks):
                 stops.look()

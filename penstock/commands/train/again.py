@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from penstock.commands.train.config import TrainConfig
+from penstock.comms.health.process import process_of
 from penstock.comms.starting import drawers
-from penstock.comms.system import process_stat
 from penstock.errors import PenstockError
 
 ANY = "1f1b"  # the schedule for any number of ranks
@@ -53,8 +53,8 @@ def job_name() -> str:
 def _started(process: int) -> datetime:
     """When a process was started, by Linux's account; elsewhere: now."""
     try:
-        ticks = int(process_stat(process).started)
+        ticks = int(process_of(process).started)
         up = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
+    except (OSError, ValueError):
         return datetime.now()
     return datetime.now() - timedelta(seconds=up - ticks / os.sysconf("SC_CLK_TCK"))

@@ -14,6 +14,7 @@ from penstock.commands.train.again import for_world, may_begin_again
 from penstock.commands.train.config import TrainConfig, saved_options
 from penstock.comms.health.signals import catch_preemption
 from penstock.comms.starting.server import start_ahead
+from penstock.comms.system import from_torchrun
 from penstock.errors import PenstockError
 from penstock.view.files import writing
 
@@ -28,7 +29,7 @@ class Train(TrainConfig):
     def run(self) -> None:
         """Check first, then start."""
         catch_preemption()
-        processes = _of_torchrun() if "RANK" in os.environ else self.processes
+        processes = from_torchrun("WORLD_SIZE") if "RANK" in os.environ else self.processes
         config: TrainConfig = (
             dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
         )
@@ -59,11 +60,3 @@ class Train(TrainConfig):
         if "--schedule" in given:
             saved |= {"stages_per_rank": None, "group_size": None}
         return cls(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})
-
-
-def _of_torchrun() -> int:
-    """How many processes torchrun has started."""
-    told = os.environ.get("WORLD_SIZE", "")
-    if not told.isdecimal():
-        raise PenstockError(f"RANK is set here, but WORLD_SIZE is {told!r}: start the command with torchrun, or unset RANK")
-    return int(told)

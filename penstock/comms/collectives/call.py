@@ -1,15 +1,13 @@
-"""What a rank of a group was called with: in words for errors, as numbers for the other ranks."""
+"""What a rank of a group was called with: in words for errors, as a number for the other ranks."""
 
 import hashlib
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from penstock.comms.point_to_point import BOTH, DTYPES, type_name
-from penstock.errors import MismatchError
+from penstock.comms.point_to_point import DTYPES, type_name
 
 COLLECTIVES = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OPS: dict[str, Any] = {
@@ -29,7 +27,6 @@ class CollectiveCall(NamedTuple):
     dtype: torch.dtype
     root: int | None  # by its number in the group
     op: str | None
-    header: tuple[int, ...]  # all of it as numbers
     digest: int  # that stands for all of it, the same in every process
 
     def __str__(self) -> str:
@@ -41,15 +38,6 @@ class CollectiveCall(NamedTuple):
 @lru_cache(4096)
 def call_of(operation: str, shape: tuple[int, ...], dtype: torch.dtype, root: int | None, op: str | None) -> CollectiveCall:
     """The call; kept, because a program makes the same ones again and again."""
-    header = COLLECTIVES.index(operation), DTYPES.index(dtype), -1 if root is None else root, (None, *OPS).index(op), *shape
-    digest = hashlib.blake2b(repr(tuple(map(int, header))).encode(), digest_size=DIGEST_BITS // 8).digest()
-    return CollectiveCall(operation, shape, dtype, root, op, header, int.from_bytes(digest))
-
-
-def call_from(header: Sequence[int]) -> CollectiveCall:
-    """The call that has this header. Raises MismatchError if there is none."""
-    try:
-        operation, dtype, root, op, *shape = header
-        return call_of(COLLECTIVES[operation], tuple(shape), DTYPES[dtype], None if root < 0 else root, (None, *OPS)[op])
-    except (IndexError, ValueError) as error:
-        raise MismatchError(f"another rank sent what is no collective of Penstock's: {BOTH}") from error
+    numbers = COLLECTIVES.index(operation), DTYPES.index(dtype), -1 if root is None else root, (None, *OPS).index(op), *shape
+    digest = hashlib.blake2b(repr(tuple(map(int, numbers))).encode(), digest_size=DIGEST_BITS // 8).digest()
+    return CollectiveCall(operation, shape, dtype, root, op, int.from_bytes(digest))

@@ -35,12 +35,12 @@ class CallBoard:
     def arrive(self, digest: int, timeout: float) -> bool:
         """Write the digest of this rank's call; whether those of the ranks that came before are the same.
 
-        First it makes sure that all ranks came to the call before, in which this one may have been done early.
+        First it makes sure that all ranks came to the call before, in which this one may have been done early. Raises
+        RuntimeError if one does not within `timeout` seconds.
         """
-        if self.count and not self._all_came(timeout):
-            self.count += 1
-            return False
         self.count += 1
+        if self.count > 1 and not self._all_came(timeout):
+            return False
         self._tag = self.count % 2**COUNT_BITS
         self._mine = self._tag << DIGEST_BITS | digest
         self._row = 1 + self.count % ROWS * self._size
@@ -49,13 +49,15 @@ class CallBoard:
             return self._agree(self._read())
 
     def _all_came(self, timeout: float) -> bool:
-        """Wait until all ranks have come to this call; whether all of them have the same number."""
+        """Wait until all ranks have come to the call before; whether all of them have the same number."""
         looks, deadline = 0, 0.0
         while (words := self._read()).count(self._mine) < self._size:
             looks += 1
             deadline = deadline or time.monotonic() + timeout
-            if not self._agree(words) or time.monotonic() > deadline:
+            if not self._agree(words):
                 return False
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out")
             time.sleep(min(looks * NAP, LONGEST_NAP))
         return True
 

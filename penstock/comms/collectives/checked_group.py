@@ -8,29 +8,31 @@ starts, and their data never meets: that needs no waiting. Whoever sees a differ
 wakes those that had started. A rank that was done before the one that disagrees came, as may be in a broadcast, has the right
 data, and raises the error at its next call.
 
-Where memory cannot be shared (several machines, GPUs with NCCL) the ranks exchange a header of fixed size instead.
+Where memory cannot be shared (several machines, GPUs with NCCL) the ranks send each other that number instead. What each was
+called with is told only where they differ, in the reports of the ranks.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from penstock import torch_private
 from penstock.comms.breaking import break_off_backend
-from penstock.comms.collectives.call import CollectiveCall, call_from
+from penstock.comms.collectives.call import CollectiveCall
 from penstock.comms.collectives.call_board import CallBoard
 from penstock.comms.groups import Groups
-from penstock.comms.health.lives import lost, lost_error
-from penstock.comms.health.reports import Report, own_error, own_report, publish, read
-from penstock.comms.point_to_point import MAX_DIMENSIONS
+from penstock.comms.health.lives import lost
+from penstock.comms.health.reports import Report, own_error, own_report, publish, read, verdict
 from penstock.comms.shared_memory import shared_memory
-from penstock.comms.starting.meeting import left
 from penstock.comms.system import named
 from penstock.comms.topology import Topology, lost_or_silent
-from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError
+from penstock.errors import MismatchError, PenstockError, ResourceError
+
+IN = "in "  # what a rank waited in: a call
 
 
 class CheckedGroup:
@@ -39,7 +41,8 @@ class CheckedGroup:
     def __init__(self, topology: Topology, ranks: Sequence[int], group: Any) -> None:
         self.topology, self.ranks, self.size = topology, tuple(ranks), len(ranks)
         self.rank = self.ranks.index(topology.rank)
-        self._theirs = group  # torch's
+        self._name = None if group is None else group.group_name  # of torch's, which this is not to keep from its end
+        self._nccl = torch_private.backend_of(group, topology.device) if group and topology.backend == "nccl" else None
         self._groups: Groups | None = None
         self._gloo: Any = None
         self._backend: Any = None  # what carries tensors
@@ -55,10 +58,7 @@ class CheckedGroup:
         """
         groups = self._groups or self._open(call)
         if check:
-            if self._board is None:
-                self._exchange(call)
-            elif not self._board.arrive(call.digest, self._timeout):
-                self._fail(call, None)
+            self._compare(call)
             self._before = call
         work = start(self._backend)
         try:
@@ -70,7 +70,7 @@ class CheckedGroup:
         """Connect the ranks, at first use."""
         if self._ended is not None:
             raise type(self._ended)(f"this group has ended: {self._ended}")
-        name = f"collectives/{self._theirs.group_name}/{'-'.join(map(str, self.ranks))}"
+        name = f"collectives/{self._name}/{'-'.join(map(str, self.ranks))}"
         self._groups = groups = Groups(self.topology, name, self.ranks)
         try:
             with named(f"rank {self.topology.rank} could not connect for the {call}"):
@@ -84,29 +84,29 @@ class CheckedGroup:
         return groups
 
     def _connect(self, groups: Groups) -> None:
-        self._gloo = self._backend = groups.everyone
-        if self.topology.backend == "nccl":
-            self._backend = torch_private.backend_of(self._theirs, self.topology.device)
-        else:
+        self._gloo, self._backend = groups.everyone, self._nccl or groups.everyone
+        if self._nccl is None:
             memory = shared_memory(self._gloo, self.rank, lambda: CallBoard.bytes(self.size))
             self._board = board = None if memory is None else CallBoard(memory, self.rank, self.size)
             if board is not None:
                 groups.at_close(lambda: board.close(board.count + 1))
                 groups.at_wake(lambda: board.close(board.count))
 
-    def _exchange(self, call: CollectiveCall) -> None:
-        """Every rank's header to every rank."""
-        header = call.header
-        mine = torch.zeros(MAX_DIMENSIONS + 5, dtype=torch.int64, device="cpu")
-        mine[: len(header) + 1] = torch.tensor([len(header), *header], device="cpu")
-        everyone = mine.new_empty(self.size, len(mine))
+    def _compare(self, call: CollectiveCall) -> None:
+        """See that no rank is in another call."""
         try:
-            self._gloo.allgather([list(everyone)], [mine]).wait()
+            alike = self._exchange(call.digest) if self._board is None else self._board.arrive(call.digest, self._timeout)
         except RuntimeError as error:
             self._fail(call, error)
-        calls = [call_from(header[1 : 1 + header[0]]) for header in everyone.tolist()]
-        if any(each != call for each in calls):
-            self._end(_mismatch({rank: str(each) for rank, each in zip(self.ranks, calls, strict=True)}))
+        if not alike:
+            self._fail(call, None)
+
+    def _exchange(self, digest: int) -> bool:
+        """Every rank's digest to every rank; whether all are the same."""
+        mine = torch.tensor([digest], device="cpu")
+        everyone = mine.new_empty(self.size, 1)
+        self._gloo.allgather([list(everyone)], [mine]).wait()
+        return bool((everyone == mine).all())
 
     def _fail(self, call: CollectiveCall, error: RuntimeError | None) -> NoReturn:
         """End this call on all ranks; raises what happened."""
@@ -114,26 +114,16 @@ class CheckedGroup:
         assert groups is not None
         if board is not None and board.close(board.count) < board.count and self._before is not None:
             call = self._before  # in which this rank was done before
-        mine = Report(self.topology.rank, time.time(), text=str(call))
+        end = lost_or_silent(error, self.topology.timeout) if error else "another rank gave up"
+        mine = Report(self.topology.rank, time.time(), text=f"{IN}{call}", end=end)
         publish(groups, mine)
         groups.close()
-        if self._backend is not self._gloo:
-            break_off_backend(self._backend)
+        if self._nccl is not None:
+            break_off_backend(self._nccl)
         reports, gone = read(groups, mine)
-        if own := own_error(reports):
-            self._end(own)
-        if len({each.text for each in reports}) > 1 and not lost(gone):
-            self._end(_mismatch({each.rank: each.text for each in reports}))
-        waited = f"rank {self.topology.rank} waited in {call}"
-        if known := lost(gone):
-            told = ", ".join(f"rank {rank} {how}" for rank, how in known.items())
-            self._end(lost_error(f"{waited} and gave up: {told}", known))
-        if gone:
-            self._end(left(gone, waited))
-        end = lost_or_silent(error, self.topology.timeout) if error else "another rank gave up, or did not come"
-        absent = [str(rank) for rank in self.ranks if rank not in {each.rank for each in reports}]
-        silent = f"; nothing is heard of rank {', '.join(absent)}" if absent else ""
-        self._end(LostRankError(f"{waited} and gave up: {end}{silent}"))
+        calls = {each.rank: each.text.removeprefix(IN) for each in reports}
+        apart = len({*calls.values()}) > 1 and not lost(gone) and not own_error(reports)
+        self._end(_mismatch(calls) if apart else verdict(groups, reports, gone))
 
     def _end(self, ended: PenstockError) -> NoReturn:
         self._groups, self._ended = None, ended
@@ -149,16 +139,17 @@ def _mismatch(calls: dict[int, str]) -> MismatchError:
     return MismatchError(f"the ranks are in different calls: {'; '.join(told)}")
 
 
-_groups: dict[str | None, CheckedGroup] = {}
+_groups: "WeakKeyDictionary[dist.ProcessGroup, CheckedGroup]" = WeakKeyDictionary()  # torch's -> ours, which ends with it
 
 
 def checked_group(group: Any, topology: Topology) -> CheckedGroup:
     """This rank in torch's `group`, the whole world if None, with the calls of its ranks checked."""
     if group is not None and (group is dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0):
         raise PenstockError(f"rank {topology.rank} is not in this group, so it takes no part in its collectives")
-    name = None if group is None or group is dist.group.WORLD else group.group_name
-    checked = _groups.get(name)
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        return CheckedGroup(topology, [0], None)  # a world of one
+    checked = _groups.get(group)
     if checked is None or checked.topology is not topology:
-        ranks = range(topology.world_size) if name is None else dist.get_process_group_ranks(group)
-        checked = _groups[name] = CheckedGroup(topology, ranks, dist.group.WORLD if name is None else group)
+        checked = _groups[group] = CheckedGroup(topology, dist.get_process_group_ranks(group), group)
     return checked

@@ -21,7 +21,7 @@ from torch.distributed import DistNetworkError
 from penstock.comms.health.doing import doing, running, told
 from penstock.comms.health.lives import gone, have_told, life, stopped, tell_life
 from penstock.comms.health.process import ENDED, STOPPED, TRACED
-from penstock.comms.starting.meeting import depart
+from penstock.comms.starting.meeting import depart, said
 from penstock.comms.system import say
 from penstock.schedule.table import Action, Kind
 
@@ -129,8 +129,8 @@ class Watched:
 
     def look(self) -> None:
         """Look how it is: what is proof is told to all, what is not to the user."""
-        state, key = self.process.state(), beat_key(self.rank)
-        beat = json.loads(self.store.get(key)) if self.store.check([key]) else []
+        state = self.process.state()
+        beat = json.loads(said(self.store, beat_key(self.rank)) or "[]")
         self.silent = self.silent + 1 if beat == self.beat else 0
         self.stopped = self.stopped + 1 if state == STOPPED else 0
         self.beat = beat

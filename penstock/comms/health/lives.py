@@ -1,12 +1,11 @@
 """What is known for sure of the other ranks: each tells which process it is, and those on its machine can see how that is."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, this_process
-from penstock.comms.starting.meeting import depart, departed
-from penstock.errors import LostRankError
+from penstock.comms.health.process import ALIVE, ENDED, STOPPED, UNKNOWN, Process, this_process
+from penstock.comms.starting.meeting import depart, departed, said
 
 GONE, STANDS = "is gone", "is stopped (SIGSTOP)"
 
@@ -23,8 +22,8 @@ def have_told(store: Any, ranks: Collection[int]) -> bool:
 
 def life(store: Any, rank: int) -> Process:
     """The process of `rank`; one that nobody can see, if it has not told."""
-    told = json.loads(store.get(_key(rank))) if store.check([_key(rank)]) else ("", 0, "", -1)
-    return Process(*told)
+    told = said(store, _key(rank))
+    return Process(*json.loads(told)) if told else UNKNOWN
 
 
 def gone(store: Any, ranks: Collection[int]) -> dict[int, str]:
@@ -40,13 +39,6 @@ def gone(store: Any, ranks: Collection[int]) -> dict[int, str]:
 def lost(gone: Mapping[int, str]) -> dict[int, str]:
     """Those of the `gone` that did not leave by themselves."""
     return {rank: how for rank, how in gone.items() if how.startswith((GONE, STANDS))}
-
-
-def lost_error(text: str, ranks: Iterable[int]) -> LostRankError:
-    """The error about these `ranks`."""
-    error = LostRankError(text)
-    error.ranks = tuple(ranks)
-    return error
 
 
 def alive(store: Any, ranks: Collection[int]) -> set[int]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.comms.health.doing import BYTES, NAME, doing, told
-from penstock.comms.system import process_stat
 
 STOPPED, TRACED, ENDED = "stopped", "held by a debugger", "ended"
 STATES = {"T": STOPPED, "t": TRACED, "Z": ENDED, "X": ENDED}  # Linux's, in /proc/PID/stat; any other is alive
@@ -19,7 +18,7 @@ class Process(NamedTuple):
 
     machine: str  # this boot of the kernel, and what it numbers processes by; empty where the system tells nothing of others
     number: int
-    started: str  # a number may be given again
+    started: str  # in ticks since the system is up; a number may be given again
     file: int  # of what it is doing
 
     def state(self) -> str:
@@ -27,7 +26,7 @@ class Process(NamedTuple):
         if not self.machine or self.machine != machine():
             return ""
         try:
-            state, _, started = process_stat(self.number)
+            state, _, started = _stat(self.number)
         except FileNotFoundError:
             return ENDED
         except OSError:
@@ -43,12 +42,34 @@ class Process(NamedTuple):
         return ""
 
 
+UNKNOWN = Process("", 0, "", -1)  # one that cannot be seen
+
+
+def process_of(number: int, file: int = -1) -> Process:
+    """The process of this machine that has this number now."""
+    with suppress(OSError):
+        return Process(machine(), number, _stat(number)[2], file)
+    return UNKNOWN
+
+
+def parent_of(number: int) -> Process:
+    """The one that has started it."""
+    with suppress(OSError):
+        return process_of(int(_stat(number)[1]))
+    return UNKNOWN
+
+
 def this_process() -> Process:
     """The process that asks. What it is doing can be read from now on."""
     doing.share()
-    with suppress(OSError):
-        return Process(machine(), os.getpid(), process_stat(os.getpid()).started, doing.file)
-    return Process("", os.getpid(), "", doing.file)
+    return process_of(os.getpid(), doing.file)
+
+
+def _stat(number: int) -> tuple[str, str, str]:
+    """State, parent and start of a process. Raises OSError for one that is gone, and where there is no /proc."""
+    text = Path(f"/proc/{number}/stat").read_text(errors="replace")
+    fields = text.rpartition(")")[2].split()  # after its name, which may have anything in it
+    return fields[0], fields[1], fields[19]
 
 
 @cache

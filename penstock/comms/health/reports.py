@@ -2,16 +2,16 @@
 
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from penstock import errors
 from penstock.comms.groups import FAILED, Groups
-from penstock.comms.health.lives import STANDS, alive, gone, lost, lost_error, stopped
-from penstock.comms.starting.meeting import left, looks
+from penstock.comms.health.lives import STANDS, alive, gone, lost, stopped
+from penstock.comms.starting.meeting import left, looks, said
 from penstock.comms.topology import MOMENT
-from penstock.errors import PenstockError
+from penstock.errors import LostRankError, PenstockError
 
 GRACE = 1.0  # seconds a failing rank waits for the others' reports
 
@@ -23,7 +23,7 @@ class Report:
     rank: int
     when: float
     error: str | None = None  # the name of the error's class, when the error is this rank's own
-    text: str = ""
+    text: str = ""  # of that error, or what it waited for
     peer: int | None = None
     end: str = ""
 
@@ -53,8 +53,8 @@ def read(groups: Groups, mine: Report) -> tuple[list[Report], dict[int, str]]:
     with suppress(RuntimeError):
         for _ in looks(GRACE):
             for rank in set(groups.ranks) - reports.keys():
-                if groups.store.check([_key(rank)]):
-                    reports[rank] = Report(**json.loads(groups.store.get(_key(rank))))
+                if told := said(groups.store, _key(rank)):
+                    reports[rank] = Report(**json.loads(told))
             silent = set(groups.ranks) - reports.keys()
             left_here = gone(store, silent)
             if own_error(reports.values()) or not silent - left_here.keys():
@@ -74,22 +74,20 @@ def own_error(reports: Collection[Report]) -> PenstockError | None:
     if not own:
         return None
     _, rank, kind, text = min(own)
-    error: PenstockError = getattr(errors, kind)(text)
-    error.ranks = (rank,)
+    error: PenstockError = getattr(errors, kind)(text, [rank])
     return error
 
 
-def verdict(groups: Groups, mine: Report) -> PenstockError:
-    """The one error that explains all reports: a rank's own, else who is lost.
+def verdict(groups: Groups, reports: Sequence[Report], left_here: Mapping[int, str]) -> PenstockError:
+    """The one error that explains all that was `read`: a rank's own, else who is lost.
 
     That is who is known to be; else who has left; else who is blamed and tells nothing, unless it lives: then that is told of
     it only if it did not answer in time.
     """
-    reports, left_here = read(groups, mine)
     if error := own_error(reports):
         return error
     silent, store = set(groups.ranks) - {each.rank for each in reports}, groups.topology.store
-    witnesses = [each for each in reports if each.peer in silent]
+    witnesses = [each for each in reports if each.peer is None or each.peer in silent]
     in_time = not any("no answer" in each.end for each in witnesses)
     living, known = set[int](), lost(left_here)
     with suppress(RuntimeError):
@@ -98,13 +96,13 @@ def verdict(groups: Groups, mine: Report) -> PenstockError:
     blamed = {each.peer for each in witnesses if each.peer is not None} - living
     absent = sorted(known or blamed or silent - living)
     witness = min([each for each in witnesses if each.peer in absent] or witnesses or reports, key=lambda each: each.when)
-    waited = f"rank {witness.rank} {witness.text}"
+    waited = f"rank {witness.rank} waited {witness.text}"
     if told := {rank: left_here[rank] for rank in absent if rank in left_here and rank not in known}:
         return left(told, waited)
     verb = "is gone" if in_time else "does not answer"
     names = ", ".join(f"rank {rank} {known.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
     end = "" if STANDS in names else f": {witness.end}"  # this rank has closed the connection itself
-    return lost_error(f"{names}: {waited}{end}", absent)
+    return LostRankError(f"{names}: {waited}{end}", absent)
 
 
 def _key(rank: int) -> str:

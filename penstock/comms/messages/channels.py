@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comms.control import WaitFailed, waiting
+from penstock.comms.control import WaitFailed, failing, waiting
 from penstock.comms.groups import Groups, is_of_transport
 from penstock.comms.messages import wire
 from penstock.comms.messages.lines import Outbox, ReceivingLine, SendingLine, receiving_line, sending_line
@@ -22,7 +22,7 @@ from penstock.comms.messages.wire import MessageSpec
 from penstock.comms.messages.worker import SendFailure
 from penstock.comms.system import is_refusal, named, reason
 from penstock.comms.topology import Topology
-from penstock.errors import MismatchError, ResourceError
+from penstock.errors import MismatchError, PenstockError, ResourceError
 from penstock.schedule.program import Program, Transfer
 
 Specs = dict[Transfer, MessageSpec]
@@ -167,13 +167,11 @@ class Incoming:
         self.early: dict[Transfer, Any] = {}  # arrived, to be consumed later; rarely anything
 
     def post(self, transfer: Transfer) -> None:
-        """Post the receives of `transfer`, the next of this channel. Raises WaitFailed if the line is broken."""
+        """Post the receives of `transfer`, the next of this channel; raises as `take`."""
         try:
             self.posted.append((transfer, self._post(self.specs[transfer]) if self.known else []))
-        except RuntimeError as error:
-            if not is_of_transport(error):
-                raise
-            raise WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error) from error
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise self._failure(transfer, error) from error
 
     def take(self, transfer: Transfer, device: torch.device) -> Any:
         """Wait for `transfer` and return its message on `device`.
@@ -189,9 +187,7 @@ class Incoming:
                 spec = self.specs[arriving]
                 tensors = [self.line.wait(each, leaf) for each, leaf in posted]
             except (OSError, MemoryError, RuntimeError) as error:
-                if is_refusal(error):
-                    raise ResourceError(f"rank {self.rank} could not receive the {arriving}: {reason(error)}") from error
-                raise WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error) from error
+                raise self._failure(arriving, error) from error
             if device != self.line.carrier:
                 tensors = [tensor.to(device) for tensor in tensors]
             message = wire.rebuild(spec, tensors)
@@ -202,10 +198,14 @@ class Incoming:
 
     def settle(self) -> None:
         """Wait until what was taken has arrived. Raises WaitFailed if it does not."""
-        try:
+        with failing(f"for the last message from rank {self.source}", self.source):
             self.line.settle()
-        except RuntimeError as error:
-            raise WaitFailed(f"for the last message from rank {self.source}", self.source, error) from error
+
+    def _failure(self, transfer: Transfer, error: Exception) -> PenstockError:
+        """What it means that a receive has ended with `error`."""
+        if is_refusal(error):
+            return ResourceError(f"rank {self.rank} could not receive the {transfer}: {reason(error)}")
+        return WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error)
 
     def _post(self, spec: MessageSpec) -> list[tuple[Any, wire.TensorSpec]]:
         return [(self.line.post(leaf), leaf) for leaf in spec.tensors]

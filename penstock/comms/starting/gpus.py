@@ -24,20 +24,17 @@ def backend_for(gpus: Sequence[str]) -> str:
     return "nccl" if NO_GPU not in gpus and len(set(gpus)) == len(gpus) else "gloo"
 
 
-def told_by_ranks(gpu: str, store: Any, rank: int, ranks: int, timeout: timedelta) -> list[str]:
-    """The GPUs of all ranks, of which this one has `gpu`. All ranks call it; RuntimeError if they do not."""
-    store.set(_key(rank), gpu)
+def common_backend(device: torch.device, store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
+    """What carries tensors between all ranks, of which this one is on `device`. All call it; RuntimeError if they do not."""
+    keys, gpu = [f"gpu-{each}" for each in range(ranks)], gpu_of(device)
+    store.set(keys[rank], gpu)
     if gpu == NO_GPU:
-        return [gpu]  # which decides it
-    store.wait([_key(each) for each in range(ranks)], timeout)
-    return [store.get(_key(each)).decode() for each in range(ranks)]
+        return backend_for([gpu])  # which decides it
+    store.wait(keys, timeout)
+    return backend_for([store.get(key).decode() for key in keys])
 
 
 def settle_nccl() -> None:
     """How NCCL is to behave where the user's environment does not say it."""
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
-
-
-def _key(rank: int) -> str:
-    return f"gpu-{rank}"

@@ -20,9 +20,9 @@ from penstock.comms.starting.blame import UNGUARDED, Failure, blamed
 from penstock.comms.starting.progress import Page
 from penstock.comms.starting.rank_main import Job, Outcome, pickled
 from penstock.comms.starting.ranks import outcomes_of, part, started
-from penstock.comms.starting.restarts import Attempt, Results, attempt, furthest, is_final, repeated, said, told
+from penstock.comms.starting.restarts import Attempt, Results, furthest, is_final, repeated, said, told
 from penstock.comms.starting.server import ServerEndedError, server_context
-from penstock.comms.system import say
+from penstock.comms.system import named, say
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
@@ -95,6 +95,7 @@ def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
         raise PenstockError(f"cannot restart with {least!r} ranks at least: use 1 to {ranks}, or None for all of them")
 
 
+@named("ranks cannot be started")
 def _attempt(
     work: bytes, ranks: int, before: Sequence[Attempt], memory: dict[str, str], may_restart: bool
 ) -> tuple[dict[int, Outcome], Failure | None, Attempt]:
@@ -109,12 +110,13 @@ def _attempt(
         try:
             job = Job(work, ranks, environment, page.address, catches_preemption())
             with started(job, context, store) as (processes, results):
-                outcomes, ended = outcomes_of(processes, results, store, may_restart)
+                outcomes, ended = outcomes_of(processes, results, may_restart)
                 part([processes[rank] for rank in outcomes])
             failure = blamed(outcomes)
         except ServerEndedError as error:
             outcomes, ended, failure = {}, time.monotonic(), Failure(error, ())
-        return outcomes, failure, attempt(ranks, began, ended, failure, page.read())
+        why = (failure.error, failure.culprits) if failure else (None, ())
+        return outcomes, failure, Attempt(ranks, began, ended, *why, *page.read() or ())
 
 
 def _raise(failure: Failure, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> NoReturn:

@@ -33,6 +33,11 @@ def looks(seconds: float) -> Iterator[None]:
         yield
 
 
+def said(store: Any, key: str) -> str:
+    """What is written under `key`; empty if nothing is yet."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
 def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
     """A name for this start of `world_size` ranks, the same on all of them and never given before. All ranks call it.
 
@@ -44,14 +49,14 @@ def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) ->
     if rank == 0:
         store.set(CURRENT, mine)
     for _ in looks(seconds):
-        current = mine if rank == 0 else store.get(CURRENT).decode() if store.check([CURRENT]) else ""
+        current = mine if rank == 0 else said(store, CURRENT)
         if current != name:
             name = current
             store.set(f"{name}/rank-{rank}", mine)
         signatures = [f"{name}/rank-{other}" for other in range(world_size)]
         if rank == 0 and store.check(signatures):
             store.set(f"{name}/ready", json.dumps([store.get(each).decode() for each in signatures]))
-        if store.check([f"{name}/ready"]) and mine in json.loads(store.get(f"{name}/ready")):
+        if mine in json.loads(said(store, f"{name}/ready") or "[]"):
             return name
         if gone := departed(store, range(world_size)):
             raise left(gone, f"rank {rank} waited for the other ranks to start")
@@ -88,12 +93,10 @@ def departed(store: Any, ranks: Collection[int]) -> dict[int, str]:
     """What became of those of `ranks` that have left."""
     if store is None or not store.check([DEPARTED]):
         return {}
-    return {rank: store.get(key).decode() for rank in ranks if store.check([key := f"{DEPARTED}-{rank}"])}
+    return {rank: how for rank in ranks if (how := said(store, f"{DEPARTED}-{rank}"))}
 
 
 def left(gone: dict[int, str], waited: str) -> LostRankError:
     """The error where somebody `waited` for ranks of which some are gone."""
     what_to_do = ": every rank must make the same calls" if FINISHED in gone.values() else ""
-    error = LostRankError(f"{waited}, but {', '.join(f'rank {rank} {how}' for rank, how in gone.items())}{what_to_do}")
-    error.ranks = tuple(gone)
-    return error
+    return LostRankError(f"{waited}, but {', '.join(f'rank {rank} {how}' for rank, how in gone.items())}{what_to_do}", gone)

@@ -3,10 +3,10 @@
 import os
 import struct
 import time
-from mmap import mmap
 from typing import NamedTuple
 
-ROW = struct.Struct("qqd")  # of a rank: steps done when it began, steps done now, when it did one that was new
+ROW = struct.Struct("3d")  # of a rank: steps done when it began, steps done now, when it did one that was new
+BEFORE, DONE, NEW = range(3)
 
 
 class Address(NamedTuple):
@@ -32,20 +32,18 @@ class Page:
     def __init__(self, ranks: int, furthest: int) -> None:
         from penstock.comms.shared_memory import SECRET, make  # imports torch
 
-        self._ranks, self._begin = ranks, SECRET.size
+        self._begin, self.address = SECRET.size, None
         self._memory, self._file = make(SECRET.size + ranks * ROW.size)
-        secret = b"" if self._memory is None else self._memory[: SECRET.size]
-        self.address = None if self._memory is None else Address(os.getpid(), self._file, secret, furthest)
+        if self._memory is not None:
+            self.address = Address(os.getpid(), self._file, self._memory[: SECRET.size], furthest)
 
     def read(self) -> Steps | None:
         """What the ranks have told; None where they told nothing."""
-        memory = self._memory or bytes(self._begin + self._ranks * ROW.size)
-        rows = [ROW.unpack_from(memory, self._begin + rank * ROW.size) for rank in range(self._ranks)]
-        told = [(before, done, new) for before, done, new in rows if done]
+        told = [row for row in ROW.iter_unpack(self._memory[self._begin :] if self._memory else b"") if row[DONE]]
         if not told:
             return None
         befores, dones, news = zip(*told, strict=True)
-        return Steps(min(befores), max(dones), min([new for new in news if new], default=None))
+        return Steps(int(min(befores)), int(max(dones)), min([new for new in news if new], default=None))
 
     def close(self) -> None:
         """Let go of it: at the end of the attempt."""
@@ -54,34 +52,26 @@ class Page:
             os.close(self._file)
 
 
-class _Teller:
-    """This rank's row of the memory."""
-
-    def __init__(self, memory: mmap, offset: int, furthest: int) -> None:
-        self.memory, self.offset, self.furthest = memory, offset, furthest
-        self.before, self.new = -1, 0.0
-
-    def tell(self, done: int) -> None:
-        if self.before < 0:
-            self.before = done - 1
-        if not self.new and done > self.furthest:
-            self.new = time.monotonic()
-        ROW.pack_into(self.memory, self.offset, self.before, done, self.new)
-
-
-_teller: _Teller | None = None
+_row: "memoryview[float] | None" = None  # of this rank
+_furthest = 0
 
 
 def tell_into(address: Address, rank: int) -> None:
     """From now on this rank tells there."""
     from penstock.comms.shared_memory import SECRET, open_of
 
-    global _teller
-    memory = open_of(address.process, address.file, address.secret)
-    _teller = None if memory is None else _Teller(memory, SECRET.size + rank * ROW.size, address.furthest)
+    global _row, _furthest
+    if memory := open_of(address.process, address.file, address.secret):
+        begin = SECRET.size + rank * ROW.size
+        _furthest, _row = address.furthest, memoryview(memory)[begin : begin + ROW.size].cast("d")
 
 
 def step_done(steps: int) -> None:
     """Tell whoever launched this rank that it has done so many steps."""
-    if _teller is not None:
-        _teller.tell(steps)
+    if _row is None:
+        return
+    if not _row[DONE]:
+        _row[BEFORE] = steps - 1
+    if not _row[NEW] and steps > _furthest:
+        _row[NEW] = time.monotonic()
+    _row[DONE] = steps

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from penstock.comms.health.signals import catch_preemption
 from penstock.comms.starting import progress
-from penstock.comms.starting.meeting import FINISHED
+from penstock.comms.starting.meeting import FINISHED, depart
 from penstock.comms.starting.server import HELD
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, PenstockError
@@ -81,7 +81,8 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
     from penstock.comms.starting.store import PipeStore
     from penstock.comms.topology import shutdown, tell_departure
 
-    torch_private.meet_at(PipeStore(store))
+    meeting_place = PipeStore(store)
+    torch_private.meet_at(meeting_place)
     os.register_at_fork(after_in_child=sender.close)  # a process that the rank forks would hide the rank's death
     gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
     torch.set_num_threads(_threads())
@@ -90,11 +91,11 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
     try:
         function, args = _unpickled(job.work)
         value = function(*args)
-        data = _pickled_result(value, rank)
-        tell_departure(FINISHED)
+        data, how = _pickled_result(value, rank), FINISHED
     except BaseException as error:
-        data = _pickled_error(error, rank)
-        tell_departure(f"ended with {reason(error)}")
+        data, how = _pickled_error(error, rank), f"ended with {reason(error)}"
+    tell_departure(how)
+    depart(meeting_place, rank, how)  # and those that it has not joined
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
             stream.flush()

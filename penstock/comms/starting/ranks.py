@@ -11,19 +11,19 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from penstock.comms.health.process import ALIVE, STOPPED, Process, parent_of, process_of
 from penstock.comms.health.signals import tell_no_more, tell_too
 from penstock.comms.starting.blame import Died, death
-from penstock.comms.starting.meeting import FINISHED, depart
 from penstock.comms.starting.rank_main import Job, Outcome, rank_main
 from penstock.comms.starting.server import NOT_KNOWN, ServerEndedError, held
-from penstock.comms.system import process_state, reason
+from penstock.comms.system import reason
 from penstock.errors import PenstockError
 
 PARTING = 0.2  # seconds in which ranks may let go of what the system keeps for them: semaphores, files in /tmp
 LAST_WORDS = 2.0  # seconds the other ranks have to tell what they know once one has failed
 HURRY = 0.5  # the same where it is known which, and they are about to begin again
 LOOK = 0.5  # seconds between looks at whether a rank is stopped
-STOPPED = 6  # looks in a row that see a rank stopped, after which it is ended: no time, for the whole job may have been stopped
+PATIENCE = 6  # looks in a row that see a rank stopped, then it is ended: no time, for the whole job may have been stopped
 
 
 @contextmanager
@@ -42,6 +42,7 @@ def started(job: Job, context: Any, store: Any) -> Iterator[tuple[list[Any], lis
             ours, theirs = context.Pipe()
             serve(store, ours)
             process = context.Process(target=rank_main, args=(job, rank, sender, theirs), name=f"rank {rank}", daemon=False)
+            processes.append(process)  # before a Ctrl-C, which is held back until it has started
             try:
                 with held():
                     process.start()
@@ -49,18 +50,19 @@ def started(job: Job, context: Any, store: Any) -> Iterator[tuple[list[Any], lis
                 raise ServerEndedError from error
             sender.close()
             theirs.close()
-            processes.append(process)
             tell_too(process.pid)
         yield processes, results
     finally:
-        for process in processes:
-            tell_no_more(process.pid)
-            if process.is_alive():  # else its number may be another's
-                process.kill()
-        for process in processes:
-            process.join()
-        for receiver in results:
-            receiver.close()
+        with held():  # another Ctrl-C is to leave no rank behind
+            begun = [process for process in processes if process.pid is not None]
+            for process in begun:
+                tell_no_more(process.pid)
+                if process.is_alive():  # else its number may be another's
+                    process.kill()
+            for process in begun:
+                process.join()
+            for receiver in results:
+                receiver.close()
 
 
 def part(processes: Sequence[Any]) -> None:
@@ -70,18 +72,16 @@ def part(processes: Sequence[Any]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def outcomes_of(
-    processes: Sequence[Any], results: Sequence[Connection], store: Any, hurry: bool
-) -> tuple[dict[int, Outcome], float]:
+def outcomes_of(processes: Sequence[Any], results: Sequence[Connection], hurry: bool) -> tuple[dict[int, Outcome], float]:
     """What each rank came to, in the order in which that happened, and the moment of the first failure, or of the end.
 
     A rank that never ended is absent.
 
-    Once one rank has failed or died, the others have a short while to say why they did, shorter in a `hurry`. Those that wait
-    for one that has ended before it joined them find that in the `store`. A rank that a signal has stopped is ended.
+    Once one rank has failed or died, the others have a short while to say why they did, shorter in a `hurry`. A rank that a
+    signal has stopped is ended.
     """
     outcomes: dict[int, Outcome] = {}
-    server, failed, deadline = process_state(processes[0].pid).parent, float("inf"), float("inf")
+    server, failed, deadline = parent_of(processes[0].pid), float("inf"), float("inf")
     with _Stops(processes) as stops, selectors.DefaultSelector() as pending:  # epoll tells in the order in which it happened
         for rank, receiver in enumerate(results):
             pending.register(receiver, selectors.EVENT_READ, rank)
@@ -97,12 +97,10 @@ def outcomes_of(
                 else:
                     outcomes[rank] = _unpickled(data, rank)
                 tell_no_more(processes[rank].pid)
-                if outcomes[rank].well:
-                    depart(store, rank, FINISHED)
-                    continue
-                words = HURRY if hurry and not outcomes[rank].hearsay else LAST_WORDS
-                deadline = min(deadline, time.monotonic() + words)
-                failed = min(failed, stops.since.get(rank, time.monotonic()))
+                if not outcomes[rank].well:
+                    words = HURRY if hurry and not outcomes[rank].hearsay else LAST_WORDS
+                    deadline = min(deadline, time.monotonic() + words)
+                    failed = min(failed, stops.since.get(rank, time.monotonic()))
     return outcomes, min(failed, time.monotonic())
 
 
@@ -115,8 +113,8 @@ def _unpickled(data: bytes, rank: int) -> Outcome:
     return outcome
 
 
-def _death(rank: int, exitcode: int | None, server: int) -> PenstockError:
-    ended = exitcode == NOT_KNOWN and process_state(server).state in ("", "Z")
+def _death(rank: int, exitcode: int | None, server: Process) -> PenstockError:
+    ended = exitcode == NOT_KNOWN and server.state() != ALIVE
     return ServerEndedError() if ended else death(rank, exitcode)
 
 
@@ -124,7 +122,7 @@ class _Stops:
     """Which ranks are stopped, and since when: a thread that looks, as a rank may be stopped while it sends its outcome."""
 
     def __init__(self, processes: Sequence[Any]) -> None:
-        self.seen = [(each.pid, process_state(each.pid).started) for each in processes]  # numbers come again
+        self.seen = [process_of(each.pid) for each in processes]
         self.since: dict[int, float] = {}
         self.ended: dict[int, Died] = {}
         self._looks, self._over = [0] * len(processes), threading.Event()
@@ -144,13 +142,11 @@ class _Stops:
 
     def look(self) -> None:
         """End those that have been stopped for many looks in a row."""
-        for rank, (process, started) in enumerate(self.seen):
-            state = process_state(process)
-            is_stopped = state.state == "T" and state.started == started
-            self._looks[rank] = self._looks[rank] + 1 if is_stopped else 0
+        for rank, process in enumerate(self.seen):
+            self._looks[rank] = self._looks[rank] + 1 if process.state() == STOPPED else 0
             if self._looks[rank] == 1:
                 self.since[rank] = time.monotonic()
-            elif self._looks[rank] == STOPPED:
-                self.ended[rank] = Died(f"rank {rank} was stopped by a signal for {STOPPED * LOOK:g} s, and was ended")
+            elif self._looks[rank] == PATIENCE:
+                self.ended[rank] = Died(f"rank {rank} was stopped by a signal for {PATIENCE * LOOK:g} s, and was ended")
                 with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+                    os.kill(process.number, signal.SIGKILL)

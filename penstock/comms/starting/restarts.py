@@ -5,7 +5,6 @@ from textwrap import shorten
 from typing import NamedTuple, TypeVar
 
 from penstock.comms.starting.blame import Failure
-from penstock.comms.starting.progress import Steps
 from penstock.comms.starting.rank_main import LeftError
 from penstock.errors import PenstockError
 
@@ -32,12 +31,6 @@ class Results(list[T]):
     def __init__(self, values: Sequence[T], attempts: Sequence[Attempt]) -> None:
         super().__init__(values)
         self.attempts = tuple(attempts)
-
-
-def attempt(ranks: int, began: float, ended: float, failure: Failure | None, steps: Steps | None) -> Attempt:
-    """An attempt that has ended."""
-    told = Attempt(ranks, began, ended) if failure is None else Attempt(ranks, began, ended, failure.error, failure.culprits)
-    return told if steps is None else told._replace(steps_before=steps.before, steps_done=steps.done, new_step=steps.new)
 
 
 def furthest(attempts: Sequence[Attempt]) -> int:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from penstock.comms.health.signals import ASKING, catches_preemption
+from penstock.comms.system import FULL
 from penstock.errors import LostRankError, PenstockError
 
 # The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
@@ -56,6 +57,8 @@ def server_context() -> Any:
         with held():
             forkserver.ensure_running()
     except OSError as error:
+        if error.errno in FULL:
+            raise
         told = f"ranks cannot be started: {error.strerror or error}"
         raise PenstockError(f"{told}; set TMPDIR to a folder that can be written to, with a short path") from error
     return context

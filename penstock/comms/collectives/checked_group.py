@@ -42,10 +42,9 @@ class CheckedGroup:
         self.topology, self.ranks, self.size = topology, tuple(ranks), len(ranks)
         self.rank = self.ranks.index(topology.rank)
         self._name = None if group is None else group.group_name  # of torch's, which this is not to keep from its end
-        self._nccl = torch_private.backend_of(group, topology.device) if group and topology.backend == "nccl" else None
+        self._nccl = None if topology.backend != "nccl" or group is None else torch_private.backend_of(group, topology.device)
         self._groups: Groups | None = None
         self._gloo: Any = None
-        self._backend: Any = None  # what carries tensors
         self._board: CallBoard | None = None
         self._timeout = topology.timeout.total_seconds()
         self._before: CollectiveCall | None = None  # the last call
@@ -60,7 +59,7 @@ class CheckedGroup:
         if check:
             self._compare(call)
             self._before = call
-        work = start(self._backend)
+        work = start(self._gloo if self._nccl is None else self._nccl)
         try:
             groups.finish(work)
         except RuntimeError as error:
@@ -84,7 +83,7 @@ class CheckedGroup:
         return groups
 
     def _connect(self, groups: Groups) -> None:
-        self._gloo, self._backend = groups.everyone, self._nccl or groups.everyone
+        self._gloo = groups.everyone
         if self._nccl is None:
             memory = shared_memory(self._gloo, self.rank, lambda: CallBoard.bytes(self.size))
             self._board = board = None if memory is None else CallBoard(memory, self.rank, self.size)

@@ -58,7 +58,8 @@ def blamed(outcomes: Mapping[int, Outcome]) -> Failure | None:
     error, told_of = failed[first].value, failed[first].ranks
     if isinstance(error, Died):
         return _deaths(failed, first)
-    alike = [rank for rank, each in failed.items() if _same(each.value, error) and not each.ranks]
+    kind = type(error), str(error)
+    alike = [rank for rank, each in failed.items() if (type(each.value), str(each.value)) == kind and not each.ranks]
     culprits = told_of or (alike if len(alike) == 1 else ())  # if several have found the same, it is nobody's
     return Failure(error, tuple(culprits), failed[alike[0] if alike else first].traceback, _kind(error))
 
@@ -85,10 +86,6 @@ def _hearsay(failed: Mapping[int, Outcome], heard_of: Collection[int]) -> Failur
         return Failure(LostRankError(f"rank {first} has lost the other ranks"), silent, outcome.traceback)
     witness = next((each for each in told if set(each.ranks) & set(silent)), told[0])
     return Failure(witness.value, silent, witness.traceback)
-
-
-def _same(one: BaseException, other: BaseException) -> bool:
-    return type(one) is type(other) and str(one) == str(other)
 
 
 def _kind(error: BaseException) -> str:

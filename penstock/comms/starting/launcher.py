@@ -115,8 +115,8 @@ def _attempt(
             failure = blamed(outcomes)
         except ServerEndedError as error:
             outcomes, ended, failure = {}, time.monotonic(), Failure(error, ())
-        why = (failure.error, failure.culprits) if failure else (None, ())
-        return outcomes, failure, Attempt(ranks, began, ended, *why, *page.read() or ())
+        why, culprits = (failure.error, failure.culprits) if failure else (None, ())
+        return outcomes, failure, Attempt(ranks, began, ended, why, culprits, *page.read())
 
 
 def _raise(failure: Failure, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> NoReturn:

@@ -19,11 +19,11 @@ class Address(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """How far the ranks of an attempt have come."""
+    """How far the ranks of an attempt have come; None where they have told nothing."""
 
-    before: int  # steps that were done when it began
-    done: int
-    new: float | None  # time.monotonic() when one was done that no earlier attempt had done
+    before: int | None = None  # steps that were done when it began
+    done: int | None = None
+    new: float | None = None  # time.monotonic() when one was done that no earlier attempt had done
 
 
 class Page:
@@ -37,11 +37,11 @@ class Page:
         if self._memory is not None:
             self.address = Address(os.getpid(), self._file, self._memory[: SECRET.size], furthest)
 
-    def read(self) -> Steps | None:
-        """What the ranks have told; None where they told nothing."""
+    def read(self) -> Steps:
+        """What the ranks have told."""
         told = [row for row in ROW.iter_unpack(self._memory[self._begin :] if self._memory else b"") if row[DONE]]
         if not told:
-            return None
+            return Steps()
         befores, dones, news = zip(*told, strict=True)
         return Steps(int(min(befores)), int(max(dones)), min([new for new in news if new], default=None))
 

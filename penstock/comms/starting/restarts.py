@@ -63,17 +63,12 @@ def told(attempts: Sequence[Attempt]) -> str:
             words.append(f"steps {each.steps_before + 1} to {each.steps_done}")
         before = attempts[:number]
         if before and each.steps_before is not None:
-            steps = lost(before, each)
+            steps = max(0, furthest(before) - each.steps_before)
             words.append(f"{steps} step{'s' * (steps != 1)} lost")
         if before and each.new_step is not None:
             words.append(f"{each.new_step - _failure(before):.1f} s from the failure to the first new step")
         lines.append(f"  {number + 1}: {', '.join(words)}: {said(each)}")
     return "\n".join(lines)
-
-
-def lost(before: Sequence[Attempt], each: Attempt) -> int:
-    """Steps that an attempt had to do again."""
-    return max(0, furthest(before) - (each.steps_before or 0))
 
 
 def _failure(before: Sequence[Attempt]) -> float:

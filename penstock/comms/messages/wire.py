@@ -85,11 +85,8 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 
 def describe(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
     """The description of a message."""
-    return MessageSpec(tree, tuple([_describe_leaf(leaf) for leaf in leaves]))
-
-
-def _describe_leaf(leaf: Any) -> TensorSpec | Constant:
-    return describe_tensor(leaf) if isinstance(leaf, Tensor) else Constant(leaf, type(leaf))
+    described = [describe_tensor(leaf) if isinstance(leaf, Tensor) else Constant(leaf, type(leaf)) for leaf in leaves]
+    return MessageSpec(tree, tuple(described))
 
 
 def describe_tensor(tensor: Tensor) -> TensorSpec:

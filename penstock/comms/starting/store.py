@@ -43,6 +43,11 @@ def _serve(store: dist.HashStore, end: Connection) -> None:
             return
 
 
+def _asked_for(what: str) -> Any:
+    """A method of the store that asks for this, and gives what comes back."""
+    return lambda self, *given: self._ask(what, *given)
+
+
 class PipeStore(dist.Store):
     """The store as a rank has it, from Python and from torch's C++, from any thread.
 
@@ -81,21 +86,10 @@ class PipeStore(dist.Store):
                 return
         raise dist.DistStoreError(f"timed out: nobody has set {', '.join(keys)}")
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """As torch's."""
-        self._ask("set", key, value)
-
-    def add(self, key: str, number: int) -> int:
-        """As torch's."""
-        return int(self._ask("add", key, number))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """As torch's."""
-        return bool(self._ask("check", list(keys)))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """As torch's."""
-        return bytes(self._ask("compare_set", key, expected, desired))
+    # These do what torch's do.
+    set, add, compare_set = _asked_for("set"), _asked_for("add"), _asked_for("compare_set")
+    check, delete_key, num_keys = _asked_for("check"), _asked_for("delete_key"), _asked_for("num_keys")
+    deleteKey, getNumKeys = delete_key, num_keys  # the names that torch's C++ calls these two by
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """As torch's."""
@@ -106,16 +100,6 @@ class PipeStore(dist.Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
-    def delete_key(self, key: str) -> bool:
-        """As torch's."""
-        return bool(self._ask("delete_key", key))
-
-    def num_keys(self) -> int:
-        """As torch's."""
-        return int(self._ask("num_keys"))
-
     def clone(self) -> "PipeStore":
         """This one: nothing in it waits for the launching process to do more than answer."""
         return self
-
-    deleteKey, getNumKeys = delete_key, num_keys  # the names that torch's C++ calls these two by

@@ -32,8 +32,9 @@ def from_torchrun(name: str, default: str = "") -> int:
     """The number that torchrun has put into the environment as `name`. Raises PenstockError where something else is there."""
     text = os.environ.get(name, default)
     if not text.isdecimal():
-        where = f"RANK is set here, but {name} is" if "RANK" in os.environ else f"{name} is set here, to"
-        raise PenstockError(f"{where} {text!r}: start the command with torchrun, or unset {where.split()[0]}")
+        given = "RANK" if "RANK" in os.environ else name
+        told = f"{given} is set here, but {name} is {text!r}"
+        raise PenstockError(f"{told}: start the command with torchrun, or unset {given}")
     return int(text)
 
 

@@ -228,7 +228,8 @@ def test_a_gpu_that_is_not_there_and_a_number_of_torchruns_that_is_none_are_told
         topology._join(None, None, "cuda:2")
     monkeypatch.setenv("LOCAL_RANK", "x")
     with pytest.raises(
-        ps.PenstockError, match="LOCAL_RANK is set here, to 'x': start the command with torchrun, or unset LOCAL_RANK"
+        ps.PenstockError,
+        match="LOCAL_RANK is set here, but LOCAL_RANK is 'x': start the command with torchrun, or unset LOCAL_RANK",
     ):
         topology._join(None, None, "cuda")
 

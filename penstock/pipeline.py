@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from penstock import comms
+from penstock import comms, partition
 from penstock.comms.control import Control
 from penstock.comms.health.doing import doing
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, maker, placed, stages, table, wired
+from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, maker, placed, stages, table
 from penstock.engine.checks.asked import Asked, OnNonfinite
 from penstock.engine.checks.guard import Guard
 from penstock.engine.clock import skew
-from penstock.engine.comparison import compared, describe
+from penstock.engine.comparison import compared
 from penstock.engine.cut import agreed_cut
 from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
@@ -31,6 +31,7 @@ from penstock.errors import CorruptionError, MismatchError, NonFiniteError, Pens
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
 from penstock.mesh.sampler import ReplicaSampler
+from penstock.mesh.side_by_side import side_by_side
 from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.materialise import Init
 from penstock.randomness import aside
@@ -60,7 +61,8 @@ class Pipeline(NoModule):
         rank's own stage (in a world of one: the whole model). Any tree of tensors, numbers and None may pass between stages: a
         forward of several parameters gets a tuple spread over them and a dict by name, any other what the stage before gave.
     loss_fn
-        `loss_fn(output, target)`: a floating-point scalar, the mean over its microbatch. It runs on the last stage's rank.
+        `loss_fn(output, target)`: a floating-point scalar, the mean over its microbatch. It runs on the last stage's rank. What
+        is trained belongs to the model: a loss that is a module has no parameters, or frozen ones.
     schedule
         A name of `ps.schedule.names()`, built with `microbatches` and the `options` of its family (`stages_per_rank`,
         `group_size`); the path of a CSV table; a `Schedule`; or a function of (rank, ranks, microbatches) that gives the rank's
@@ -88,6 +90,7 @@ class Pipeline(NoModule):
         Or a sequence of these and None, one for each stage.
     plan
         What `ps.plan.plan` found, or `ps.plan.load` read: its schedule, microbatches, cuts and recomputation, instead of yours.
+        A model with other layers than it was made for is refused.
     scaler
         A GradScaler for float16, whose scale the backward starts with; `ShardedGradScaler` where there are several ranks.
     init
@@ -159,23 +162,25 @@ class Pipeline(NoModule):
                 check_plan(plan, cuts, recompute, options)
                 schedule, microbatches, cuts, recompute = plan.schedule, plan.microbatches, plan.cuts, plan.recompute
             self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
-            cut = agreed_cut(self._control, self.position, self.schedule, model, cuts, example_args, example_kwargs)
+            given = partition.whole(model, cuts, example_args, example_kwargs) or model
+            cut = agreed_cut(self._control, self.position, self.schedule, given, () if plan is None else plan.layers)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
             if cut.skips or runs.actions != self.schedule.actions:
                 self._program = verify(runs, skips=cut.skips).program
-            mine = describe(self.schedule, cut, seed, self.position, tensor_parallel, data_parallel, asked)
-            self._compared = compared(self._control, mine, whole=cut.whole is not None)
+            alike = {"seed": seed, "data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
+            self._compared = compared(self._control, self.position, self.schedule, cut, asked, alike)
             hollows = asked.hollows(cut.every)
             modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
-            copies = wired(self._control, self.position, cut, modules, self._compared, tensor_parallel, data_parallel)
             merge, names = merge_weight_gradients, self._compared.names
-            parts = stages(cut, modules, copies, self._compared, runs, self.position, loss_fn, recompute, merge)
+            copies = side_by_side(self.position, modules, cut.copies, cut.tied, names, tensor_parallel, data_parallel)
+            self._control.gather_objects(None, "to build the pipeline")
+            make = maker(cut, self._compared, runs, self.topology.device, loss_fn)
+            parts = stages(make, modules, copies, runs, self.position.replica, recompute, merge)
             shared = tied.owned(cut.tied, runs.placement, modules, self.topology)
             for each in shared:
                 each.share_value()
             self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
             self.skew = skew(self._control, self._compared.machines)
-            make = maker(cut, self._compared, runs, self.topology.device, loss_fn)
             checks = asked.checks(self._control, self.position, runs, parts, self._parameters, hollows, make)
         self.merge_weight_gradients = merge
         self.balance = cut.balance  # how even the cut is, on the rank that chose it

@@ -68,7 +68,8 @@ class Actions:
         _, index, microbatch = action
         stage, batch = self.stages[index], self.batch
         keep = batch.training and microbatch not in self.skipped
-        output = forward(stage, batch, microbatch, values, keep, (index, microbatch) in self.program.split)
+        split = (index, microbatch) in self.program.split
+        output = stage.forward(microbatch, batch.given(action, values), batch.seed, keep, split)
         if stage.auxiliary and microbatch not in self.skipped:
             self.auxiliary += [(microbatch, value) for value in stage.auxiliary]
         if index < self.last:
@@ -83,14 +84,13 @@ class Actions:
         """The gradients of what each source gave to the stage. Those of the weights are added too, unless it is split."""
         _, index, microbatch = action
         stage, weight = self.stages[index], self.weights[microbatch] * self.batch.scale
-        gradients: Sequence[Tensor | None]
         if index == self.last:
             seed = torch.full_like(self.losses[microbatch], weight)
-            gradients = [seed for _ in stage.kept[microbatch].edges]  # none if everything is frozen
+            gradients: Sequence[Tensor | None] = [seed for _ in stage.kept[microbatch].edges]  # none if everything is frozen
         else:
-            gradients = [each for value in values for each in ((value,) if isinstance(value, Tensor) else value)]
+            gradients = unpacked(values)
         return [
-            each[0] if len(each) == 1 and each[0] is not None else each  # the common case travels bare
+            each[0] if len(each) == 1 and each[0] is not None else each  # the common case travels bare, see `unpacked`
             for each in stage.backward(microbatch, gradients, action in self.program.last, weight)
         ]
 
@@ -112,12 +112,9 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def forward(stage: Stage, batch: Batch, microbatch: int, values: Sequence[Any], keep: bool, split: bool) -> Any:
-    """The stage's output, for the batch's own inputs on the first stage."""
-    if stage.index == 0:
-        args, kwargs = batch.inputs[microbatch]
-        return stage.first_forward(microbatch, args, kwargs, batch.seed, keep, split)
-    return stage.forward(microbatch, values, batch.seed, keep, split)
+def unpacked(values: Sequence[Any]) -> Sequence[Tensor | None]:
+    """The gradients in several messages, one after the other."""
+    return [each for value in values for each in ((value,) if isinstance(value, Tensor) else value)]
 
 
 def messages(stage: Stage, output: Any) -> Sequence[Any]:

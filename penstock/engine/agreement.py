@@ -44,7 +44,6 @@ class Agreement:
     def __init__(self, control: Control, position: MeshPosition, programs: RankPrograms) -> None:
         self.control, self.position, self.programs = control, position, programs
         self._known: OrderedDict[tuple[object, ...], Known] = OrderedDict()
-        self._generation = 0  # of the connections on which that is known
 
     def is_known(self, vote: Vote) -> bool:
         """Whether this rank has voted so in a step that is remembered: all it can know before it hears the others."""
@@ -78,10 +77,11 @@ class Agreement:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
 
+    def forget(self) -> None:
+        """A step failed: some ranks may know what others do not."""
+        self._known.clear()
+
     def _recalled(self, kind: tuple[object, ...]) -> Known | None:
-        if self._generation != self.control.generation:  # a step failed: some ranks may know what others do not
-            self._generation = self.control.generation
-            self._known.clear()
         if kind in self._known:
             self._known.move_to_end(kind)
         return self._known.get(kind)

@@ -13,7 +13,7 @@ from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.randomness import mix
-from penstock.schedule.table import Table
+from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
 from penstock.torch_private import tree_leaves
 
@@ -75,6 +75,10 @@ class Batch(NamedTuple):
         """Whether it is a step, not an evaluation."""
         return self.call.training
 
+    def given(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+        """What a forward works on: the batch's own inputs on the first stage, on others the `values` that other stages gave."""
+        return values if action.stage else self.inputs[action.microbatch]
+
 
 def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"") -> Batch:
     """This rank's share of the batch; `modes` is what else on it decides what its stages send.
@@ -90,8 +94,11 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     rows, target_rows, signature = NOTHING, NOTHING, 0
     if rank == first:
         _check_inputs(call, rank)
-        inputs, rows = microbatch.split_inputs(call.args, call.kwargs, most, device)
-        given = call.args[0] if len(call.args) == 1 and not call.kwargs else (call.args, call.kwargs)
+        bare = len(call.args) == 1 and not call.kwargs  # the common case, a short way
+        given = call.args[0] if bare else (call.args, call.kwargs)
+        sizes = microbatch.sizes_of(given, "the batch", most)
+        parts, rows = microbatch.split(given, sizes, device), sum(sizes)
+        inputs = [((part,), {}) for part in parts] if bare else parts
         signature = fingerprint(microbatch.signature(given).encode())
     if rank == last and (call.training or call.target is not None):
         _check_target(call, rank)

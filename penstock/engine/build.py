@@ -1,4 +1,4 @@
-"""From what the user gives to what this rank runs: the table, proved; the model cut, in memory, wired; its stages.
+"""From what the user gives to what this rank runs: the table, proved; the model, in memory; the stages made of it.
 
 All ranks build at once and compare what they build, so that whatever does not fit together is told before data flows.
 """
@@ -11,14 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import torch_private
-from penstock.comms.control import Control, waiting
 from penstock.engine.comparison import Compared
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
-from penstock.mesh.data_parallel import ApplyDataParallel
-from penstock.mesh.position import MeshPosition
-from penstock.mesh.side_by_side import side_by_side
-from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.graph_stage import on
 from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.schedule import Program, Schedule, build, from_rows, verify
@@ -51,6 +46,16 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
             raise MismatchError(f"{name} is a function or a module, not {_kind(function)}")
     if seed is not None and not isinstance(seed, int):
         raise MismatchError(f"seed is a whole number or None, not {_kind(seed)}")
+    if isinstance(loss_fn, nn.Module):
+        _check_loss(loss_fn, nn.ModuleList([model] if isinstance(model, nn.Module) else model))
+
+
+def _check_loss(loss_fn: nn.Module, model: nn.Module) -> None:
+    """What the loss is trained with must be in a stage, which its ranks' optimizers, norms and checkpoints know."""
+    known = {id(each) for each in model.parameters()}
+    if own := [name for name, each in loss_fn.named_parameters() if each.requires_grad and id(each) not in known]:
+        told = f"loss_fn has {len(own)} trained parameters that the model has not ({', '.join(own[:3])})"
+        raise MismatchError(f"{told}: have its last layer own them and give them to the loss, or freeze them")
 
 
 class Planned(Protocol):
@@ -64,6 +69,8 @@ class Planned(Protocol):
     def cuts(self) -> Sequence[str]: ...  # noqa: D102
     @property
     def recompute(self) -> Sequence[Recompute | None]: ...  # noqa: D102
+    @property
+    def layers(self) -> Sequence[str]: ...  # noqa: D102
 
 
 def check_plan(plan: Any, *besides: Any) -> None:
@@ -126,30 +133,12 @@ def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None,
     return {index: on(module, device) for index, module in cut.modules.items()}, unset
 
 
-def wired(
-    control: Control,
-    position: MeshPosition,
-    cut: Cut,
-    modules: Modules,
-    compared: Compared,
-    plan: Plan | None,
-    way: str | ApplyDataParallel,
-) -> dict[int, StageCopies]:
-    """What the ranks beside this one have of its stages; see `side_by_side`."""
-    with waiting("for the ranks beside it to build the pipeline"):
-        copies = side_by_side(modules, cut.copies, cut.tied, compared.names, position, plan, way)
-    control.gather_objects(None, "to build the pipeline")
-    return copies
-
-
 def stages(
-    cut: Cut,
+    make: Callable[..., Stage],
     modules: Modules,
     copies: Mapping[int, StageCopies],
-    compared: Compared,
     table: Schedule,
-    position: MeshPosition,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
+    replica: int,
     recompute: Recompute | Sequence[Recompute | None] | None,
     merge: bool,
 ) -> dict[int, Stage]:
@@ -157,37 +146,29 @@ def stages(
     ways = [recompute] * table.stages if recompute is None or isinstance(recompute, str) else list(recompute)
     if len(ways) != table.stages:
         raise MismatchError(f"recompute={ways} is for {len(ways)} stages, but {table.name} has {table.stages}")
-    make = maker(cut, compared, table, position.pipeline.device, loss_fn)
-    return {
-        index: make(
-            index,
-            module,
-            position.replica,
-            recompute=ways[index],
-            merge=merge,
-            copies=copies[index],
-            in_order=table.weights_in_order(index),
-        )
-        for index, module in modules.items()
-    }
+    made = {}
+    for index, module in modules.items():
+        options = {"recompute": ways[index], "copies": copies[index], "in_order": table.weights_in_order(index)}
+        made[index] = make(index, module, replica, merge=merge, **options)
+    return made
 
 
 def maker(
     cut: Cut, compared: Compared, table: Schedule, device: torch.device, loss_fn: Callable[[Any, Any], Tensor] | None
 ) -> Callable[..., Stage]:
-    """What makes a stage of the model: of its number, its module, the replica it belongs to, and further options of `Stage`."""
-    takes: Sequence[Sequence[str]] = compared.takes
+    """What makes stages of the model for `table`, those of other ranks too."""
     neighbours = neighbours_of(table.stages, cut.skips, cut.tied)
 
     def make(index: int, module: nn.Module, replica: int, **options: Any) -> Stage:
+        """The stage of this number, made of `module`, in one of the replicas; `options` as `Stage` has them."""
         return Stage(
             index,
             module,
             device,
             loss_fn if index == table.stages - 1 else None,
-            numbers=None if torch_private.fsdp_casts(module) else cut.numbers[index],
+            numbers=None if torch_private.fsdp_casts(module) else cut.numbers.get(index),
             neighbours=neighbours[index],
-            later=frozenset().union(*takes[index + 1 :]),
+            later=frozenset().union(*compared.takes[index + 1 :]),
             first=replica * table.microbatches,
             **options,
         )

@@ -1,7 +1,7 @@
 """What the ranks compare before they build a pipeline: they must all build the same one."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -11,9 +11,7 @@ from penstock.engine.checks.asked import Asked
 from penstock.engine.clock import machine
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
-from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import MeshPosition
-from penstock.mesh.tensor_parallel import Plan
 from penstock.schedule import Schedule
 from penstock.stage.exchange.arguments import takes
 
@@ -28,29 +26,18 @@ class Description(NamedTuple):
     machine: str
 
 
-def describe(
-    table: Schedule,
-    cut: Cut,
-    seed: int | None,
-    position: MeshPosition,
-    plan: Plan | None,
-    way: str | ApplyDataParallel,
-    asked: Asked,
-) -> Description:
-    """What this rank says of itself."""
-    styles = {name: type(style).__name__ for name, style in (plan or {}).items()}
+def describe(position: MeshPosition, table: Schedule, cut: Cut, asked: Asked, options: Mapping[str, Any]) -> Description:
+    """What this rank says of itself; `options` are the pipeline's that must be the same on all ranks."""
     alike = {
         "mesh": f"a mesh with the pipelines {position.pipelines}",
         "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
         "table": f"another table of that name ({table.digest()[:12]})",
-        "seed": f"seed {seed}",
         "backend": f"backend {position.world.backend}",
         "tied": f"tied parameters {cut.tied}",
         "skips": f"values that skip stages {sorted(cut.skips)}",
-        "uncut": "stages" if cut.whole is None else f"a model of {len(cut.whole.state_dict())} names",
-        "data_parallel": f"data_parallel={way if isinstance(way, str) else getattr(way, '__name__', type(way).__name__)}",
-        "tensor_parallel": f"tensor_parallel={styles}",
-        "checks": f"on_nonfinite={asked.on_nonfinite!r} and audit_every={asked.audit_every!r}",
+        "uncut": "stages" if cut.order is None else f"a model of {len(cut.order)} names",
+        "checks": str(asked),
+        **{name: f"{name}={_told(value)}" for name, value in options.items()},
     }
     modules = cut.modules.items()
     return Description(
@@ -60,6 +47,13 @@ def describe(
         {stage: takes(module) for stage, module in modules},
         machine(),
     )
+
+
+def _told(option: Any) -> str:
+    """In words that are the same in every process: functions by their names, styles of tensor parallel by their classes."""
+    if isinstance(option, Mapping):
+        return str({name: type(each).__name__ for name, each in option.items()})
+    return getattr(option, "__name__", type(option).__name__) if callable(option) else str(option)
 
 
 def _tensors(module: nn.Module) -> dict[str, str]:
@@ -94,13 +88,13 @@ class Compared(NamedTuple):
     machines: Sequence[str]  # of every rank: the same for those that share a clock
 
 
-def compared(control: Control, mine: Description, whole: bool) -> Compared:
-    """Compare all ranks' descriptions; `whole`: the stages were cut from one model. Raises MismatchError as `check`."""
-    everyone = control.gather_objects(mine, "to build the pipeline")
+def compared(
+    control: Control, position: MeshPosition, table: Schedule, cut: Cut, asked: Asked, options: Mapping[str, Any]
+) -> Compared:
+    """Compare all ranks' descriptions. Raises MismatchError as `check`."""
+    everyone = control.gather_objects(describe(position, table, cut, asked, options), "to build the pipeline")
     check(everyone)
     names = {stage: names for each in everyone for stage, names in each.names.items()}
     takes = {stage: takes for each in everyone for stage, takes in each.takes.items()}
-    plain = [names[stage] for stage in sorted(names)]
-    return Compared(
-        partition.names_of(plain, whole), [takes[stage] for stage in sorted(takes)], [each.machine for each in everyone]
-    )
+    plain, taken = ([found[stage] for stage in sorted(found)] for found in (names, takes))
+    return Compared(partition.names_of(plain, cut.whole is not None), taken, [each.machine for each in everyone])

@@ -1,6 +1,7 @@
 """The stages of this rank, cut from the model or given by the user."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -32,8 +33,8 @@ class Cut(NamedTuple):
 
     modules: dict[int, nn.Module]  # stage -> module, bare of DistributedDataParallel
     copies: dict[int, StageCopies]  # stage -> what the user's own data parallelism has made of it
-    numbers: dict[int, list[int] | None]  # stage -> numbers of its layers in the uncut model, where it is a Sequential
     every: Mapping[int, nn.Module]  # stage -> module, bare: of all stages that this rank was given
+    numbers: Mapping[int, range] = {}  # stage -> numbers of its layers in the uncut model, where it is a Sequential
     tied: Sequence[Sequence[Name]] = ()  # parameters that several stages share
     skips: frozenset[Skip] = frozenset()  # between which stages values, or gradients of shared parameters, go past others
     whole: nn.Module | None = None  # the uncut model, if that is what was cut
@@ -55,54 +56,58 @@ def agreed_cut(
     control: Control,
     position: MeshPosition,
     table: Schedule,
-    model: nn.Module | Sequence[nn.Module],
-    cuts: Sequence[str] | None,
-    example_args: Sequence[Any] | None,
-    example_kwargs: Mapping[str, Any] | None,
+    model: partition.Whole | nn.Module | Sequence[nn.Module],
+    planned: Sequence[str],
 ) -> Cut:
     """This rank's share of `model`; where the cut depends on measured times, rank 0 chooses for all.
 
-    Raises MismatchError if there are not as many stages as the table has.
+    Raises MismatchError if there are not as many stages as the table has, or other layers than a plan is made for (`planned`).
     """
-    model = list(model) if type(model) is nn.ModuleList else model
-    whole = partition.whole(model, cuts, example_args, example_kwargs)
-    chooses = whole is not None and not (whole.measures and position.world.rank)
-    starts = whole.starts(table.stages, position.pipeline.device) if whole is not None and chooses else []
+    whole = model if isinstance(model, partition.Whole) else None
+    starts: list[str] = []
+    if whole is not None:
+        _check_planned(planned, whole.order)
+        starts = [] if whole.measures and position.world.rank else whole.starts(table.stages, position.pipeline.device)
     starts = control.gather_objects(starts, "to agree on the cut")[0]
-    given, mine = model if whole is None else whole.cut(starts), table.stages_of(position.pipeline.rank)
-    if isinstance(given, nn.Module):
+    given = model.cut(starts) if isinstance(model, partition.Whole) else model
+    mine = table.stages_of(position.pipeline.rank)
+    if isinstance(given, nn.Module) and type(given) is not nn.ModuleList:  # this rank's stage
         if table.stages != table.ranks:
             has = f"{table.name} has {table.stages} stages on {table.ranks} ranks"
             raise MismatchError(f"{has}: give an nn.Sequential, or a list with one module for each stage, or cuts")
-        bare, copies = _bare({mine[0]: given})
-        return Cut(bare, copies, {mine[0]: None}, bare)
+        if past := skips_of({mine[0]: given}):
+            told = f"stage {mine[0]} gives values to stage {max(past)[1]}, past others"
+            raise MismatchError(f"{told}: give every rank all stages that split() made, as a list")
+        return _bare(mine, {mine[0]: given})
     if len(given) != table.stages:
         raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(given)} modules")
-    modules, _ = _bare(dict(enumerate(given)))
-    numbers, shared = _layer_numbers(list(modules.values())), tied.find(list(modules.values()))
-    return Cut(
-        *_bare({stage: given[stage] for stage in mine}),
-        dict(enumerate(numbers)),
-        modules,
-        shared,
-        skips_of(given) | skips_of_tied(shared),
-        None if whole is None else whole.model,
-        None if whole is None else whole.balance,
-    )
+    cut = _bare(mine, dict(enumerate(given)))
+    every = [*cut.every.values()]
+    shared = tied.find(every)
+    cut = cut._replace(numbers=_layer_numbers(every), tied=shared, skips=skips_of(cut.every) | skips_of_tied(shared))
+    return cut if whole is None else cut._replace(whole=whole.model, balance=whole.balance)
 
 
-def _bare(given: Mapping[int, nn.Module]) -> tuple[dict[int, nn.Module], dict[int, StageCopies]]:
+def _check_planned(planned: Sequence[str], here: Sequence[str]) -> None:
+    """The same layers, if their names are known, though a cut inside of one may have made several of it."""
+    for names, others, where in ((here, planned, "the plan"), (planned, here, "the model")) if planned else ():
+        for name in names:
+            if not any(f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}.") for other in others):
+                raise MismatchError(
+                    f"the plan is for a model of {len(planned)} layers, {planned[0]} to {planned[-1]}, and this one has "
+                    f"{len(here)}: {name} is not in {where}. Make a plan for this model: penstock plan, or ps.plan.plan"
+                )
+
+
+def _bare(mine: Sequence[int], given: Mapping[int, nn.Module]) -> Cut:
     """The stages inside what DistributedDataParallel has made of them, and what that is."""
     bare = {stage: each.module if isinstance(each, DistributedDataParallel) else each for stage, each in given.items()}
-    return bare, {stage: data_parallel.kind_of(module, given[stage]) for stage, module in bare.items()}
+    copies = {stage: data_parallel.kind_of(bare[stage], given[stage]) for stage in mine}
+    return Cut({stage: bare[stage] for stage in mine}, copies, bare)
 
 
-def _layer_numbers(stages: Sequence[nn.Module]) -> list[list[int] | None]:
+def _layer_numbers(stages: Sequence[nn.Module]) -> dict[int, range]:
     """For every stage that is a Sequential, the numbers of its layers, counted over all stages."""
-    numbers: list[list[int] | None] = []
-    first = 0
-    for module in stages:
-        count = len(module) if isinstance(module, nn.Sequential) else 1
-        numbers.append(list(range(first, first + count)) if isinstance(module, nn.Sequential) else None)
-        first += count
-    return numbers
+    counts = [len(each) if isinstance(each, nn.Sequential) else 1 for each in stages]
+    ends = list(accumulate(counts))
+    return {s: range(ends[s] - counts[s], ends[s]) for s, each in enumerate(stages) if isinstance(each, nn.Sequential)}

@@ -108,7 +108,7 @@ class MemoryMeasurement:
             return act(action, values)
 
     def _backward(self, act: Act, action: Action, values: Any) -> Any:
-        if not self._is_chosen(action):
+        if self._chosen.get(action.stage) != action.microbatch or action.stage not in self._noted:
             return act(action, values)
         before = self._noted.pop(action.stage).alive()
         made = act(action, values)
@@ -126,6 +126,3 @@ class MemoryMeasurement:
             before, after = self._owed.pop(action.stage)
             self.sizes[action.stage] = Size(before.gone(), after.gone())
         return made
-
-    def _is_chosen(self, action: Action) -> bool:
-        return self._chosen.get(action.stage) == action.microbatch and action.stage in self._noted

@@ -29,7 +29,7 @@ from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.health.doing import doing
 from penstock.comms.health.signals import preempted
 from penstock.comms.messages.channels import Channels
-from penstock.engine.actions import Actions, Acts, Ahead, Observer, explained, forward, messages, observed
+from penstock.engine.actions import Actions, Acts, Ahead, Observer, explained, messages, observed
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks.together import Checks
@@ -123,7 +123,7 @@ class Engine:
         stage, splits = self.stages[index], (index, microbatch) in self._whole.split
 
         def act(action: Action, values: Sequence[Any]) -> Sequence[Any]:
-            return messages(stage, forward(stage, batch, microbatch, values, batch.training, splits))
+            return messages(stage, stage.forward(microbatch, batch.given(action, values), batch.seed, batch.training, splits))
 
         try:
             stage.get_ready()
@@ -192,6 +192,7 @@ class Engine:
         groups = self.control.connect()
         if self._connected is None or self._connected[0] != self.control.generation:
             self._connected = self.control.generation, Channels(self.programs.program, self.position.pipeline, groups)
+            self.agreement.forget()
         return self._connected[1]
 
     def forget(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from penstock.comms.control import waiting
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.position import MeshPosition
@@ -11,12 +12,13 @@ from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.neighbours import Name
 
 
+@waiting("for the ranks beside it to build the pipeline")
 def side_by_side(
+    position: MeshPosition,
     modules: Mapping[int, nn.Module],
     copies: Mapping[int, StageCopies],
     tied: Sequence[Sequence[Name]],
     names: Sequence[Mapping[str, str]],
-    position: MeshPosition,
     plan: tensor_parallel.Plan | None,
     way: str | data_parallel.ApplyDataParallel,
 ) -> dict[int, StageCopies]:

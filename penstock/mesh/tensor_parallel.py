@@ -21,7 +21,8 @@ def check(plan: Plan | None, names: Sequence[Mapping[str, str]], position: MeshP
     """Raises MismatchError for a `plan` without an axis `tp` or the reverse, and for a name in it that no submodule with
     parameters has; `names` as in `Parameters`.
     """
-    if position.mesh is None and plan is not None:
+    axes = () if position.mesh is None else position.mesh.mesh_dim_names or ()
+    if plan is not None and "tp" not in axes:
         raise MismatchError("tensor_parallel= needs a mesh with an axis 'tp': give mesh=, for instance of init_mesh(tp=2)")
     if position.tp is not None and plan is None:
         raise MismatchError(

@@ -1,6 +1,7 @@
 """Which gradients there are on any replica: asked over the host where the group can, so that no device is waited for."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,9 @@ class Vote:
     def __init__(self, mine: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> None:
         where = "cpu" if "cpu" in device_types(group) else device
         self._votes = torch.tensor(mine, dtype=torch.uint8, device=where)
-        self._work = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=group, async_op=True)
+        self._work: Any = dist.all_reduce(self._votes, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def heard(self) -> list[bool]:
         """Whether any replica has one, for each."""
-        if self._work is not None:
-            self._work.wait()
+        self._work.wait()
         return [bool(vote) for vote in self._votes.tolist()]

@@ -76,7 +76,7 @@ def whole(
 ) -> "Whole | None":
     """`model` if it is one to be cut: an `nn.Sequential`, or one with cuts or an example. None if it is stages already."""
     asked = any(each is not None for each in (cuts, example_args, example_kwargs))
-    if isinstance(model, nn.Sequential) or (asked and isinstance(model, nn.Module)):
+    if isinstance(model, nn.Sequential) or (asked and isinstance(model, nn.Module) and type(model) is not nn.ModuleList):
         return Whole(model, cuts, example_args, example_kwargs)
     if asked:
         raise MismatchError("cuts= and example_args= are for a whole model, but the stages were given as a list")

@@ -60,7 +60,7 @@ class StageGraph:
     def __init__(self, stage: GraphStage, whole: ModelGraph, part: Part) -> None:
         self.sources, self.takers = part.sources, part.takers
         self.device = next((each.device for each in whole.model.parameters()), torch.device("cpu"))
-        self.stage, self._inputs, self._graphs = stage, whole.inputs, part.graphs
+        self.stage, self._inputs = stage, whole.inputs
         self._nodes = {training: tuple(graph.nodes) for training, graph in part.graphs.items()}
 
     def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call: Call) -> Any:
@@ -98,11 +98,6 @@ class StageGraph:
         elif node.op == "call_method":
             function, args = getattr(args[0], function), args[1:]
         return call(node.meta[NUMBER], function, args, kwargs) if NUMBER in node.meta else function(*args, **kwargs)
-
-    @property
-    def code(self) -> str:
-        """What the stage does in training, as Python."""
-        return self._graphs[True].python_code("self").src
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -234,9 +229,9 @@ def _entries(module: nn.Module) -> list[tuple[str, Tensor]]:
 # -- of stages --------------------------------------------------------------------------------------------------------
 
 
-def skips_of(stages: Sequence[nn.Module]) -> frozenset[Route]:
-    """The pairs of stages between which values go past others."""
-    graphs = [(stage, module.penstock) for stage, module in enumerate(stages) if isinstance(module, GraphStage)]
+def skips_of(stages: Mapping[int, nn.Module]) -> frozenset[Route]:
+    """The pairs of stages between which values go past others, as far as `stages` give them."""
+    graphs = [(stage, module.penstock) for stage, module in stages.items() if isinstance(module, GraphStage)]
     return frozenset((stage, taker) for stage, graph in graphs for taker in graph.takers if taker > stage + 1)
 
 

@@ -114,12 +114,9 @@ def _is_inside(name: str, module: str) -> bool:
 
 def _models(module: nn.Module) -> dict[str, Init]:
     """The `_init_weights(submodule)` of those in `module` that have one, by the names of these."""
-    own = {name: getattr(each, "_init_weights", None) for name, each in module.named_modules()}
-    return {name: each for name, each in own.items() if callable(each) and _takes_a_module(each)}
-
-
-def _takes_a_module(function: Callable[..., Any]) -> bool:
-    return [*inspect.signature(function).parameters] in (["module"], ["m"])
+    own: dict[str, Any] = {name: getattr(each, "_init_weights", None) for name, each in module.named_modules()}
+    takes = {name: [*inspect.signature(each).parameters] for name, each in own.items() if callable(each)}
+    return {name: own[name] for name, parameters in takes.items() if parameters in (["module"], ["m"])}
 
 
 def _model_of(name: str, models: Mapping[str, Init]) -> Init | None:

@@ -33,14 +33,11 @@ def _units(
     if id(module) in seen:  # under its first name, as in named_parameters()
         return
     seen.add(id(module))
-    whole = (element and not isinstance(module, UNCALLED)) or not _contains_container(module)
+    contains = any(isinstance(each, CONTAINERS) for each in module.modules())
+    whole = (element and not isinstance(module, UNCALLED)) or not contains
     if name and whole and not any(cut.startswith(name + ".") for cut in cuts):
         yield name, module
         return
     for child_name, child in module.named_children():
         inside = element or isinstance(module, CONTAINERS)
         yield from _units(f"{name}.{child_name}" if name else child_name, child, cuts, seen, inside)
-
-
-def _contains_container(module: nn.Module) -> bool:
-    return any(isinstance(each, CONTAINERS) for each in module.modules())

@@ -247,6 +247,7 @@ def _plan(way: Way, batch: int, names: Sequence[str]) -> Plan:
         costs=costs,
         batch=batch,
         dp=terms.dp,
+        layers=tuple(names),
     )
 
 

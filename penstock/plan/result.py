@@ -37,6 +37,7 @@ class Plan:
     costs: Costs  # of its stages, for `simulate`
     batch: int  # rows, of all replicas
     dp: int = 1  # replicas; the rest is said of each
+    layers: tuple[str, ...] = ()  # the names of all, in order; empty where they are not known
 
     @property
     def ranks(self) -> int:
@@ -96,7 +97,7 @@ def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) 
     return median(drawn) + averaging, max(drawn) + averaging
 
 
-_PLAIN = ("batch", "dp", "microbatches", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")
+_PLAIN = ("batch", "dp", "microbatches", "layers", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")
 
 
 def is_plan(path: str | PathLike[str]) -> bool:
@@ -159,4 +160,5 @@ def _plan(data: dict[str, Any]) -> Plan:
         costs,
         int(data["batch"]),
         int(data.get("dp", 1)),
+        tuple(map(str, data.get("layers", ()))),
     )

@@ -1,18 +1,19 @@
 """How a stage runs its module: layer by layer, each with random numbers of its own, and recomputed where that is asked for."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import MismatchError
 from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import advance, generator_of
-from penstock.torch_private import buffer_slots, has_hooks, is_compiled, is_extended, layers_of
+from penstock.stage.parameter_slot import installed
+from penstock.torch_private import buffer_slots, has_hooks, is_compiled, is_extended, layers_of, version_of
 
 Recompute = Literal["stage", "block"]
 LOSS = 2**32  # no layer's number
@@ -57,7 +58,7 @@ class Layers:
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module's output. `seed` is of this step and microbatch; it moves the device's generator."""
         if self.recompute == "stage" and torch.is_grad_enabled():
-            return _again(self._run, seed, self.module, args, kwargs)
+            return _again(self.module, self._run, seed, args, kwargs)
         return self._run(seed, args, kwargs)
 
     def seed_loss(self, seed: int) -> None:
@@ -75,15 +76,15 @@ class Layers:
         if has_hooks(self.module) and not hasattr(self.module, "unshard"):  # those of `fully_shard` want a whole
             if seed is not None:  # hooks may draw too; ~index is no layer's number
                 self.generator.manual_seed(advance(seed, ~self.index))
-            self.module.forward = partial(self._through, self._layers, seed)
+            self.module.forward = partial(self._through, seed)
             try:
                 return self.module(*args)
             finally:
                 del self.module.forward
-        return self._through(self._layers, seed, args[0])
+        return self._through(seed, args[0])
 
-    def _through(self, layers: Iterable[tuple[int, nn.Module]], seed: int | None, value: Any) -> Any:
-        for number, layer in layers:
+    def _through(self, seed: int | None, value: Any) -> Any:
+        for number, layer in self._layers or ():
             if self.recompute == "block":
                 value = self._call(seed, number, layer, (value,), {})
             else:  # the short way: this runs for every layer and microbatch
@@ -96,37 +97,42 @@ class Layers:
         self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if self.recompute == "block" and isinstance(layer, nn.Module) and torch.is_grad_enabled():
-            return _again(partial(self._seeded, number, layer), seed, layer, args, kwargs)
-        return self._seeded(number, layer, seed, args, kwargs)
+            return _again(layer, self._seeded, seed, number, layer, args, kwargs)
+        return self._seeded(seed, number, layer, args, kwargs)
 
     def _seeded(
-        self, number: int, layer: Callable[..., Any], seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if seed is not None and _may_draw(layer):
             self.generator.manual_seed(advance(seed, number))
         return layer(*args, **kwargs)
 
 
-def _again(run: Callable[..., Any], seed: int | None, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`run`, and in the backward once more; a seed makes random numbers the same, else torch brings them back.
-
-    The second run must not move a BatchNorm's statistics once more.
-    """
+def _again(module: nn.Module, run: Callable[..., Any], seed: int | None, *further: Any) -> Any:
+    """`run(seed, ..)`, and in the backward once more; a seed makes random numbers the same, else torch brings them back."""
+    moved: dict[str, Tensor] = {}
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": seed is None}
-    return checkpoint(run, seed, args, kwargs, context_fn=lambda: (nullcontext(), _buffers_aside(module)), **options)
+    return checkpoint(run, seed, *further, context_fn=lambda: (_noting(module, moved), _as_before(module, moved)), **options)
 
 
 @contextmanager
-def _buffers_aside(module: nn.Module) -> Iterator[None]:
-    """Whatever is done to buffers inside is done to copies of them."""
+def _noting(module: nn.Module, moved: dict[str, Tensor]) -> Iterator[None]:
+    """Around a forward: notes which buffers it moves, and what they were."""
+    before = {slot.name: (slot.tensor, version_of(slot.tensor), slot.tensor.clone()) for slot in buffer_slots(module)}
+    yield
+    now = {slot.name: slot.tensor for slot in buffer_slots(module)}
+    for name, (tensor, version, copied) in before.items():
+        if now.get(name) is not tensor or version_of(tensor) != version:
+            moved[name] = copied
+
+
+@contextmanager
+def _as_before(module: nn.Module, moved: dict[str, Tensor]) -> Iterator[None]:
+    """Around the same forward once more: it begins with what it had moved as that was, and moves only copies."""
     slots = buffer_slots(module)
-    try:
-        for slot in slots:
-            slot.put(slot.tensor.clone())
+    copies = [moved[slot.name] if slot.name in moved else slot.tensor.clone() for slot in slots]
+    with installed(list(zip(slots, copies, strict=True))):
         yield
-    finally:
-        for slot in slots:
-            slot.put(slot.tensor)
 
 
 @contextmanager

@@ -45,17 +45,6 @@ def split(batch: Any, rows_each: Sequence[int], device: torch.device | None = No
     return [tree_unflatten([column[microbatch] for column in columns], tree) for microbatch in range(len(rows_each))]
 
 
-def split_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], microbatches: int, device: torch.device
-) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], int]:
-    """(args, kwargs) of each of at most so many microbatches, and the rows. Raises MismatchError if there are no rows."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the common case, a short way
-        counts = sizes_of(args[0], "the batch", microbatches)
-        return [((microbatch,), {}) for microbatch in split(args[0], counts, device)], sum(counts)
-    counts = sizes_of((args, kwargs), "the batch", microbatches)
-    return split((args, kwargs), counts, device), sum(counts)
-
-
 def sizes_of(batch: Any, what: str, microbatches: int) -> list[int]:
     """Rows of each of at most so many microbatches, none of them empty. Raises MismatchError if there are no rows."""
     count = rows(batch, what)

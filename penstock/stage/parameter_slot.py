@@ -1,4 +1,4 @@
-"""A parameter of a stage as a slot: something else may stand in it while a microbatch's forward or backward runs."""
+"""Where a stage has its parameters: something else may stand there while a microbatch's forward or backward runs."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +17,6 @@ class ParameterSlot:
         self.places: list[TensorSlot] = []
         self._memory = parameter.data_ptr()
 
-    def put(self, tensor: Tensor) -> None:
-        """Have `tensor` in all its places."""
-        for place in self.places:
-            place.put(tensor)
-
     def identity(self) -> Any:
         """Equal as long as what was made for the parameter, in its memory and its places, can be used."""
         return id(self.parameter), self._memory, [(id(place.held), place.key) for place in self.places]
@@ -37,12 +32,12 @@ def slots_of(module: nn.Module) -> list[ParameterSlot]:
 
 
 @contextmanager
-def installed(standins: Sequence[tuple[ParameterSlot, Tensor]]) -> Iterator[None]:
-    """Tensors in the slots; afterwards, whatever happens, the parameters again."""
+def installed(standins: Sequence[tuple[TensorSlot, Tensor]]) -> Iterator[None]:
+    """Tensors in places of others; afterwards, whatever happens, what was there again."""
     try:
-        for slot, tensor in standins:
-            slot.put(tensor)
+        for place, tensor in standins:
+            place.put(tensor)
         yield
     finally:
-        for slot, _ in standins:
-            slot.put(slot.parameter)
+        for place, _ in standins:
+            place.put(place.tensor)

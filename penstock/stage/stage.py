@@ -14,7 +14,7 @@ from penstock.stage.auxiliary import Collected
 from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.split import Splitter
 from penstock.stage.copies import StageCopies
-from penstock.stage.exchange.arguments import Arguments, Signature
+from penstock.stage.exchange.arguments import Signature
 from penstock.stage.exchange.messages import Messages, Received
 from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.graph import Gradients, edge_of
@@ -64,7 +64,7 @@ class Stage:
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
         self.copies, self._first, self._device = copies or StageCopies(), first, device.type
-        self.neighbours = neighbours or Neighbours.of_chain(index)
+        self.neighbours = neighbours or Neighbours((index - 1,), (index + 1,))
         self.kept: dict[int, Kept] = {}
         self.auxiliary: list[Tensor] = []  # losses of the last forward
         self._signature = Signature(module, later)
@@ -79,30 +79,23 @@ class Stage:
             self.copies.get_ready()
             self._splitter.refresh()
 
-    def first_forward(
-        self, microbatch: int, args: Any, kwargs: Any, seed: int | None = None, keep: bool = True, split: bool = False
-    ) -> Any:
-        """As `forward`, for the stage that the batch goes into. Raises MismatchError for a keyword that no stage takes."""
-        return self._forward(microbatch, self._signature.of_batch(args, kwargs), _NOTHING_RECEIVED, seed, keep, split)
-
     def forward(
-        self, microbatch: int, values: Sequence[Any], seed: int | None = None, keep: bool = True, split: bool = False
+        self, microbatch: int, given: Sequence[Any], seed: int | None = None, keep: bool = True, split: bool = False
     ) -> Any:
-        """The output for the `values` that other stages gave; keeps what the backward needs unless told not to.
+        """The output for what is `given`: the batch's (args, kwargs) on the first stage, on others what other stages gave.
 
-        `split`: the backward will be `backward_input` and `backward_weight`. With a `seed`, every layer's random numbers
-        depend on it, the microbatch and the layer alone. Seeding moves the device's generator; whoever calls puts it back.
-        A stage with several takers gives a sequence, one message for each.
+        Keeps what the backward needs unless told not to. `split`: that will be `backward` and then `backward_weight`. With a
+        `seed`, every layer's random numbers depend on it, the microbatch and the layer alone. Seeding moves the device's
+        generator; whoever calls puts it back. A stage with several takers gives a sequence, one message for each.
+
+        Raises MismatchError for a keyword of the batch's that no stage takes.
         """
-        with _grad_mode(keep):
-            values, received = self._messages.receive(values)
-            arguments = self._signature.of_values(values)
-        return self._forward(microbatch, arguments, received, seed, keep, split)
-
-    def _forward(
-        self, microbatch: int, arguments: Arguments, received: Received, seed: int | None, keep: bool, split: bool
-    ) -> Any:
-        args, kwargs, keywords = arguments
+        if self.index == 0:
+            (args, kwargs, keywords), received = self._signature.of_batch(*given), _NOTHING_RECEIVED
+        else:
+            with _grad_mode(keep):
+                values, received = self._messages.receive(given)
+                args, kwargs, keywords = self._signature.of_values(values)
         deferred = self._splitter.begin() if split and keep else None
         seed = None if seed is None else advance(seed, self._first + microbatch)
         if self._splitter.tied:

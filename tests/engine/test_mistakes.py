@@ -94,6 +94,10 @@ REFUSED = {
         "rank 1, stage 1, action 1F0, microbatch 0: ValueError: loss_fn returned a loss without a graph",
     ),
     "a loss's class": (lambda: pipe(loss_fn=nn.MSELoss), "loss_fn is a function or a module, not the class MSELoss: make one,"),
+    "a loss that learns": (
+        lambda: pipe(loss_fn=nn.Sequential(nn.Linear(2, 2))),
+        "loss_fn has 2 trained parameters that the model has not (0.weight, 0.bias): have its last layer own them",
+    ),
     "a loss's name": (lambda: pipe(loss_fn="mse"), "loss_fn is a function or a module, not a str"),
     "a model's class": (lambda: pipe(Net), "the model is an nn.Module, or a list with one for each stage, not the class Net"),
     "a list of functions": (

@@ -12,6 +12,7 @@ from models import CASES, Recurrent, Tied, Transformer, UNet, differing
 from torch import nn
 from torch.nn import functional
 
+import penstock as ps
 from penstock import MismatchError, partition
 from penstock.partition import names_of, split
 
@@ -587,7 +588,10 @@ def test_values_go_straight_to_the_stages_that_use_them():
     stages = whole.cut(whole.starts(5))
     assert [stage.penstock.takers for stage in stages] == [(1, 4), (2, 3), (3,), (4,), ()]
     assert [stage.penstock.sources for stage in stages] == [{}, {0: 1}, {1: 1}, {1: 1, 2: 1}, {0: 1, 3: 1}]
-    assert "self.up2(" in stages[3].penstock.code
+    assert "up2" in [node.target for node in stages[3].penstock._nodes[True] if node.op == "call_module"]
+    told = "stage 0 gives values to stage 4, past others: give every rank all stages that split"
+    with pytest.raises(MismatchError, match=told):  # alone it does not say which tables will do
+        ps.Pipeline(stages[0], nn.functional.mse_loss, "1f1b", 2, topology=ps.Topology())
 
 
 def test_a_tied_weight_is_one_parameter_in_every_stage_that_uses_it():

@@ -10,7 +10,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.partition.balance import Balance
-from penstock.plan import Layer, estimate, measure, measuring, of_transformers, plan
+from penstock.plan import Layer, estimate, load, measure, measuring, of_transformers, plan
 from penstock.plan.of_run import of_run
 from penstock.plan.stages import Line
 from penstock.schedule import Kind, Measurement
@@ -175,6 +175,14 @@ def test_planned_pipelines_have_the_bits_of_one_process_and_the_memory_of_the_pl
         assert all(runs)
         assert peaks[0][1] == pytest.approx(found.timeline.peak_memory[1], rel=0.1)
         assert all(held <= 1.02 * said for held, said in zip(peaks[0], found.timeline.peak_memory, strict=True))
+
+
+@pytest.mark.parametrize(("count", "told"), [(8, "this one has 8: 4 is not in the plan"), (2, "has 2: 2 is not in the model")])
+def test_a_plan_for_a_model_of_other_layers_is_refused(tmp_path, count, told):
+    plan([Layer(str(number), 1, 1, 1) for number in range(4)], 1, 1e9, batch=1, effort="quick")[0].save(tmp_path / "plan.json")
+    found, model = load(tmp_path / "plan.json"), nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
+    with pytest.raises(ps.MismatchError, match=f"the plan is for a model of 4 layers, 0 to 3, and .*{told}"):
+        ps.Pipeline(model, nn.functional.mse_loss, plan=found)
 
 
 def test_a_plan_beside_cuts_of_ones_own_is_refused():

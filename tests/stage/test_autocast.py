@@ -162,7 +162,7 @@ class Casts(TorchDispatchMode):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_microbatches_of_a_split_backward_share_one_cast_of_each_weight_until_the_step_ends(transposed: bool) -> None:
     layer = Transposed() if transposed else nn.Linear(8, 5, bias=False)
-    stage = Stage(0, layer, CPU)
+    stage = Stage(1, layer, CPU)
     with torch.autocast("cpu", torch.bfloat16), Casts(*((8, 5) if transposed else (5, 8))) as casts:
         for step in range(1, 3):
             stage.forget()

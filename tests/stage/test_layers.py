@@ -145,3 +145,31 @@ def gradients_with_a_hook(recompute, before):
 def test_a_hook_of_the_whole_stage_draws_the_same_whatever_was_drawn_before_and_when_it_runs_again(recompute):
     expected = gradients_with_a_hook(None, 1)
     assert all(map(torch.equal, gradients_with_a_hook(recompute, 2), expected))
+
+
+class Counting(nn.Module):
+    """Scales by how often it has run; its buffer is another tensor each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("runs", torch.ones(()))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.runs = self.runs + 1
+        return value.tanh() * self.runs
+
+
+@pytest.mark.parametrize("recompute", ["stage", "block"])
+def test_what_runs_again_begins_with_the_buffers_that_it_began_with_the_first_time(recompute: Any) -> None:
+    found = []
+    for again in (None, recompute):
+        torch.manual_seed(1)
+        normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        model = nn.Sequential(normed, Counting(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, "gpipe", M, topology=ps.Topology(), recompute=again)
+        batch = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
+        for _ in range(2):
+            pipe.step(batch, target=batch)
+        state = {f"{name} now": value for name, value in pipe.state_dict().items()}
+        found.append(gradients(pipe.named_parameters()) | state)
+    assert_same(found[1], found[0])

@@ -238,7 +238,7 @@ def run(stage: Stage, batches: list[Tensor], split: bool, late: bool = True) -> 
 def compare(module: nn.Module, batches: list[Tensor], late: bool = True, in_order: bool = False) -> None:
     """Split against full, from the same weights, three steps without clearing the gradients."""
     other = copy.deepcopy(module)
-    stage, plain = Stage(0, module, CPU, in_order=in_order), Stage(0, other, CPU)
+    stage, plain = Stage(1, module, CPU, in_order=in_order), Stage(1, other, CPU)
     for _ in range(3):
         ours, theirs = run(stage, batches, split=True, late=late), run(plain, batches, split=False)
         assert all(torch.equal(a, b) for x, y in zip(ours[0], theirs[0], strict=True) for a, b in zip(x, y, strict=True))
@@ -529,8 +529,8 @@ def test_a_compiled_stage_does_all_of_it_in_i() -> None:
     compiled, plain = copy.deepcopy(module), copy.deepcopy(module)
     compiled.compile(backend="eager")
     batches = [torch.randn(7, 6) for _ in range(2)]
-    run(Stage(0, compiled, CPU), batches, split=True)
-    run(Stage(0, plain, CPU), batches, split=False)
+    run(Stage(1, compiled, CPU), batches, split=True)
+    run(Stage(1, plain, CPU), batches, split=False)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True))
 
 
@@ -546,7 +546,7 @@ def test_around_a_compiled_layer_the_others_are_split() -> None:
     assert compiled[0].weight.grad is not None
     compiled.zero_grad()
     run(stage, batches, split=True)
-    run(Stage(0, plain, CPU), batches, split=False)
+    run(Stage(1, plain, CPU), batches, split=False)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(compiled.parameters(), plain.parameters(), strict=True))
 
 
@@ -564,7 +564,7 @@ def test_gradients_are_added_in_one_go_where_nobody_listens(monkeypatch: Any) ->
             module[1].weight.register_hook(seen.append)
         batches = [torch.randn(64, 64) for _ in range(2)]
         run(split_stage(module), batches, split=True)
-        run(Stage(0, plain, CPU), batches, split=False)
+        run(Stage(1, plain, CPU), batches, split=False)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), plain.parameters(), strict=True))
         assert (added, len(seen)) == (expected, 2 * hooked)
         added.clear()
@@ -574,14 +574,26 @@ def test_gradients_are_added_in_one_go_where_nobody_listens(monkeypatch: Any) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "transformer", "conv2d", "conv transposed", "embedding = head", "tied", "x @ w", "norms", "x @ w.t()"]
+    "name",
+    [
+        "mlp",
+        "transformer",
+        "conv2d",
+        "conv transposed",
+        "embedding = head",
+        "embedding, by frequency",
+        "tied",
+        "x @ w",
+        "norms",
+        "x @ w.t()",
+    ],
 )
 def test_merged_weight_gradients_are_exact_to_rounding(name: str) -> None:
     module = make(name).double()
     other = copy.deepcopy(module)
     values = [MODULES[name][1]() for _ in range(4)]
     values = [value.double() if value.is_floating_point() else value for value in values]
-    merging = Stage(0, module, CPU, merge=True)
+    merging = Stage(1, module, CPU, merge=True)
     for _ in range(2):
         merging.forget()
         for m, value in enumerate(values):
@@ -606,7 +618,7 @@ def test_merged_weight_gradients_are_one_product() -> None:
 
     module = nn.Linear(6, 5)
     module.weight.grad, module.bias.grad = torch.zeros(5, 6), torch.zeros(5)
-    stage = Stage(0, module, CPU, merge=True)
+    stage = Stage(1, module, CPU, merge=True)
     stage.forget()
     for m in range(3):
         output = stage.forward(m, [torch.randn(7, 6)], split=True)

@@ -362,13 +362,19 @@ def rank_where_nothing_counts():
     tokens, target = data("gpt", 6)
     pipe.step(tokens, target=target)
     of_two_stages = ps.Pipeline(tied(2), token_loss, "zb-v", 2)
-    return [parameter.grad for parameter in pipe.parameters()], [name for name, _ in of_two_stages.named_parameters()]
+    model = tied(2)
+    model[1].spare = model[3].spare = nn.Parameter(torch.ones(2))  # in two stages, and used in none
+    unused = ps.Pipeline(model, token_loss, "1f1b", 2, cuts=["2"])
+    unused.step(tokens, target=target)
+    grads = [parameter.grad for parameter in pipe.parameters()]
+    grads += [parameter.grad for name, parameter in unused.named_parameters() if "spare" in name]
+    return grads, [name for name, _ in of_two_stages.named_parameters()]
 
 
 @pytest.mark.ranks
-def test_a_tied_weight_has_no_gradient_where_nothing_counts_and_one_name_on_the_rank_of_both_stages():
+def test_a_tied_weight_has_no_gradient_where_nothing_counts_or_uses_it_and_one_name_on_the_rank_of_both_stages():
     (first, names), (last, others) = ps.launch(rank_where_nothing_counts, 2)
-    assert first + last == [None] * 4
+    assert first + last == [None] * 6
     assert (names, others) == (["0.weight"], ["1.weight", "1.bias"])
 
 

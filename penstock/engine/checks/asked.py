@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple, get_args
 from torch import nn
 
 from penstock.comms.control import Control
-from penstock.engine.checks import audit
 from penstock.engine.checks.audit import Audit
 from penstock.engine.checks.nonfinite import Watch
 from penstock.engine.checks.skeleton import Make, Skeletons, hollow
@@ -25,6 +24,9 @@ class Asked(NamedTuple):
 
     on_nonfinite: OnNonfinite | None
     audit_every: int | None
+
+    def __str__(self) -> str:
+        return f"on_nonfinite={self.on_nonfinite!r} and audit_every={self.audit_every!r}"
 
     def check(self) -> None:
         """Raises MismatchError for what cannot be asked."""
@@ -49,10 +51,10 @@ class Asked(NamedTuple):
         make: Make,
     ) -> Checks:
         """What was asked for. Raises MismatchError where there is nobody to audit."""
-        audits = None
+        audit = watch = None
         if self.audit_every:
-            audit.check(position, len(hollows) == table.stages, stages)
             skeletons = Skeletons(hollows, make, position.pipeline.device)
-            audits = Audit(self.audit_every, control, position, table, stages, skeletons, len(hollows) == table.stages)
-        watch = Watch(position.world.rank, stages, parameters.names) if self.on_nonfinite else None
-        return Checks(control, parameters, watch, audits)
+            audit = Audit(self.audit_every, control, position, table, stages, skeletons)
+        if self.on_nonfinite:
+            watch = Watch(position.world.rank, stages, parameters.names)
+        return Checks(control, parameters, watch, audit)

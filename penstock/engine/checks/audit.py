@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.control import Control, Pending
-from penstock.engine.actions import Acts, explained
+from penstock.engine.actions import Acts, explained, unpacked
 from penstock.engine.batch import Batch
 from penstock.engine.checks import parcels
 from penstock.engine.checks.skeleton import MADE, Parcel, Skeletons, digest, modes_of, own, tensors_of, weights_gradients
@@ -42,7 +42,7 @@ class Turn(NamedTuple):
 
 def checkers_of(position: MeshPosition, place: int, replica: int, everywhere: bool) -> list[int]:
     """Who can compute what the rank at `place` of a pipeline does: its replicas, and if they know all stages its neighbours."""
-    pipelines = [shards[0] for shards in position.pipelines]
+    pipelines = position.counted
     beside = [pipelines[(replica + step) % len(pipelines)][place] for step in range(1, len(pipelines))]
     mine = pipelines[replica]
     after = [mine[(place + step) % len(mine)] for step in range(1, len(mine))]
@@ -50,7 +50,7 @@ def checkers_of(position: MeshPosition, place: int, replica: int, everywhere: bo
 
 
 class Audit:
-    """The audits of one rank with `stages`, one every so many steps."""
+    """The audits of one rank with `stages`, one every so many steps. Raises MismatchError where nobody could audit."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class Audit:
         table: Schedule,
         stages: Mapping[int, Stage],
         skeletons: Skeletons,
-        everywhere: bool,
     ) -> None:
         self.every, self.control, self.position, self.table = every, control, position, table
-        self.stages, self.skeletons, self.everywhere = stages, skeletons, everywhere
+        self.stages, self.skeletons, self.everywhere = stages, skeletons, len(skeletons.modules) == table.stages
+        check(position, self.everywhere, stages)
         self.rank = position.world.rank
         self.turn: Turn | None = None  # in this step
         self.weights: Sequence[float] = ()  # of the step's microbatches
@@ -85,7 +85,7 @@ class Audit:
         number, replica = divmod(number, position.replicas)
         place = table.placement[stage]
         checkers = checkers_of(position, place, replica, self.everywhere)
-        self.turn = Turn(stage, replica, number % table.microbatches, position.pipelines[replica][0][place], checkers)
+        self.turn = Turn(stage, replica, number % table.microbatches, position.counted[replica][place], checkers)
         self._what = f"to audit stage {stage}"
 
     def around(self, acts: Acts) -> Acts:
@@ -102,7 +102,7 @@ class Audit:
         if not self._is_due(action):
             return act(action, values)
         stage, batch = self.stages[action.stage], self._batch
-        given = own(batch.inputs[action.microbatch] if action.stage == 0 else list(values))
+        given = own(batch.given(action, values))
         target = own(batch.targets[action.microbatch]) if stage.loss_fn is not None else None
         state = [each.detach() if each.requires_grad else each.detach().clone() for each in tensors_of(stage.module)]
         random = generator_of(self.position.pipeline.device).get_state()
@@ -126,7 +126,7 @@ class Audit:
     def _backward(self, act: Callable[..., Any], action: Action, values: Any) -> Any:
         if not self._is_due(action):
             return act(action, values)
-        gradients = own([each for value in values for each in ((value,) if isinstance(value, Tensor) else value)])
+        gradients = own(unpacked(values))
         whole = action.kind is Kind.B
         with weights_gradients(self.stages[action.stage].module, whole) as of_weights:
             made = act(action, values)

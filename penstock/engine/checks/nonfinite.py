@@ -137,8 +137,8 @@ class Watch:
         self._action = None
         return made
 
-    def _layer(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After a layer's forward. What it was given is looked at only if what it gave is not finite."""
+    def _layer(self, name: str, module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> None:
+        """After a layer's forward, or a stage's. What it was given is looked at only if what it gave is not finite."""
         if self._action is None or self.found is not None or not self._is_new(output):
             return
         if value := in_tree(output):
@@ -152,14 +152,9 @@ class Watch:
             self._await_gradient(name, output)
 
     def _loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Any:
-        if self._action is None or self.found is not None:
-            return loss_fn(output, target)
-        if self._is_new(output):
-            if value := in_tree(output):
-                self._note("", f"the stage gave {value}")
-            self._await_gradient("", output)
+        self._layer("", None, (), {}, output)
         loss = loss_fn(output, target)
-        if self.found is None and isinstance(loss, Tensor) and (value := value_of(loss)):
+        if self._action is not None and self.found is None and isinstance(loss, Tensor) and (value := value_of(loss)):
             self._note("", f"{LOSS} gave {value}")
         return loss
 

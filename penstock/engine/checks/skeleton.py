@@ -14,6 +14,7 @@ from penstock.comms.encoding import bytes_of
 from penstock.errors import MismatchError
 from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import aside
+from penstock.stage.parameter_slot import installed
 from penstock.stage.stage import Stage
 from penstock.torch_private import is_compiled, tensor_slots, tree_leaves, tree_map
 
@@ -41,22 +42,18 @@ class Skeletons:
     """Hollow `modules`, by stage; `make` makes a stage of one that has been filled."""
 
     def __init__(self, modules: Mapping[int, nn.Module], make: Make, device: torch.device) -> None:
-        self._modules, self._make, self._device = modules, make, device
+        self.modules, self._make, self._device = modules, make, device
         for module in modules.values():
             if isinstance(module, GraphStage):
                 module.penstock.device = device
 
     def compute(self, index: int, replica: int, parcel: Parcel) -> list[str]:
         """What stage `index` makes of `parcel`, as digests: see MADE."""
-        module, microbatch, gradients = self._modules[index], parcel.microbatch, parcel.gradients
+        module, microbatch, gradients = self.modules[index], parcel.microbatch, parcel.gradients
         with filled(module, parcel, index), aside(self._device) as generator, torch.enable_grad():
             stage = self._make(index, module, replica)
             generator.set_state(parcel.random)
-            if index == 0:
-                args, kwargs = parcel.given
-                output = stage.first_forward(microbatch, args, kwargs, parcel.seed)
-            else:
-                output = stage.forward(microbatch, parcel.given, parcel.seed)
+            output = stage.forward(microbatch, parcel.given, parcel.seed)
             if stage.loss_fn is not None:
                 output = stage.loss(microbatch, output, parcel.target)
                 gradients = [torch.full_like(output, parcel.weight) for _ in stage.kept[microbatch].edges]
@@ -135,7 +132,7 @@ def hollow(module: nn.Module, index: int) -> nn.Module:
 @contextmanager
 def filled(module: nn.Module, parcel: Parcel, index: int) -> Iterator[None]:
     """`module` with the values of `parcel`. Raises MismatchError if they are another module's."""
-    slots, tensors, modules = tensor_slots(module), tensors_of(module), list(module.modules())
+    tensors, modules = tensors_of(module), list(module.modules())
     kinds = [[(each.shape, each.dtype) for each in several] for several in (tensors, parcel.state)]
     if kinds[0] != kinds[1] or len(parcel.modes) != len(modules) + len(tensors):
         raise MismatchError(f"stage {index} has other layers than when the pipeline was built: audit_every= cannot follow that")
@@ -144,10 +141,5 @@ def filled(module: nn.Module, parcel: Parcel, index: int) -> Iterator[None]:
     values: dict[int, Tensor] = {}
     for each, value, trained in zip(tensors, parcel.state, parcel.modes[len(modules) :], strict=True):
         values[id(each)] = nn.Parameter(value, trained) if type(each) is nn.Parameter else value
-    try:
-        for slot in slots:
-            slot.put(values[id(slot.tensor)])
+    with installed([(slot, values[id(slot.tensor)]) for slot in tensor_slots(module)]):
         yield
-    finally:
-        for slot in slots:
-            slot.put(slot.tensor)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.comms.control import waiting
 from penstock.comms.messages.channels import Channels, Specs
-from penstock.engine.actions import forward, messages
+from penstock.engine.actions import messages
 from penstock.engine.batch import Call, digest, split
 from penstock.engine.clock import Clock
 from penstock.engine.step import Engine
@@ -142,7 +142,7 @@ class Generation:
         _, index, microbatch = action
         stage, first = self.engine.stages[index], self.text.shape[1] - self._given
         with self._caches[index, microbatch].at(first) if self._cached else nullcontext():
-            output = forward(stage, self._batch, microbatch, values, keep=False, split=False)
+            output = stage.forward(microbatch, self._batch.given(action, values), keep=False)
         if index < self.engine.schedule.stages - 1:
             return messages(stage, output)
         logits = last_logits(output, self.sizes[microbatch], self._given)

@@ -65,8 +65,8 @@ def _idle_of(rank: int, step: Events) -> Iterator[Idle]:
     for cell, cause in zip(cells, _without_communication(cells), strict=True):
         for event in cell:
             if free < event.start:
-                elsewhere = [needed.end for each in cell for needed in step.needs(each) if needed.rank != rank]
-                yield from _idle(free, sent, max(elsewhere, default=event.start), event.start, cause)
+                awaited = step.awaited(cell)
+                yield from _idle(free, sent, awaited.end if awaited else event.start, event.start, cause)
             free, sent = max(free, event.end), max(sent, event.sent or event.end)
     yield from _idle(free, sent, step.end, step.end, Cause.DRAIN if cells else Cause.IMBALANCE)
 

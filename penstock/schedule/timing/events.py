@@ -1,7 +1,7 @@
 """The events of one step: when every action ran, or would run."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -90,6 +90,11 @@ class Events:
         at = self._at
         for options in dependencies(event.action, self.stages, self.skips):
             yield from [at[action] for action in options if action in at]
+
+    def awaited(self, cell: Iterable[Event]) -> Event | None:
+        """Of all that an action or a pair needs from other ranks, what ended last; None if it needs nothing from there."""
+        elsewhere = (needed for event in cell for needed in self.needs(event) if needed.rank != event.rank)
+        return max(elsewhere, key=lambda event: event.end, default=None)
 
     @cached_property
     def _at(self) -> dict[Action, Event]:

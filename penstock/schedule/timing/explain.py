@@ -138,7 +138,7 @@ def _others(here: Measurement) -> Iterator[Alternative]:
     """The other schedules of the catalog at this P and M, of V stages a rank or as many as they are made for."""
     table = here.schedule
     for name in names():
-        for stages_per_rank in {None, table.stages // table.ranks}:
+        for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.stages // table.ranks]):
             other = _built(name, table.ranks, table.microbatches, stages_per_rank)
             if other and other.actions != table.actions:
                 yield _alternative(here, other)
@@ -164,12 +164,12 @@ def _alternative(here: Measurement, other: Schedule) -> Alternative:
     return Alternative(other, timeline, _held(other, timeline), here.halved and split, max(_bytes(timeline), default=0.0))
 
 
-def _built(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule | None:
+def _built(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule | None:
     """A table of the catalog as the engine runs it; None if there is none of that size."""
     if name not in FAMILIES:
         return None
     try:
-        built = build(name, ranks, microbatches, stages_per_rank or None)
+        built = build(name, ranks, microbatches, stages_per_rank)
     except ScheduleError:
         return None
     return replace(with_full_backwards(built), overlaps=frozenset())

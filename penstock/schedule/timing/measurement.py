@@ -183,8 +183,7 @@ def gaps_of(timeline: Timeline) -> Iterator[Gap]:
     for rank in range(timeline.ranks):
         before: Event | None = None
         for cell in timeline.cells(rank):
-            elsewhere = (each for event in cell for each in timeline.needs(event) if each.rank != rank)
-            yield Gap(before, cell[0], max(elsewhere, key=lambda event: event.end, default=None))
+            yield Gap(before, cell[0], timeline.awaited(cell))
             before = cell[0]
 
 

@@ -92,7 +92,7 @@ class DeferredGradients:
         self.views = False  # whether a use of a weight was ever through a view of it
         self.gradients: dict[WeightUse, Gradients] = {}  # in the order in which the backward came by
         self._uses = itertools.count()
-        self.places = [(slots[index], standin) for index, standin in standins.items()]
+        self.places = [(place, standin) for index, standin in standins.items() for place in slots[index].places]
         for standin in standins.values():
             standin.deferred = self
 

@@ -59,12 +59,11 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """`F.embedding`: indices of any shape and (N, H) -> (.., H)."""
-    if max_norm is not None or sparse or not deferred.owns(weight):
+    if max_norm is not None or sparse or scale_grad_by_freq or not deferred.owns(weight):  # counted in each microbatch
         return NotImplemented
     _, matrix = deferred.operands(input, weight)  # indices: autocast leaves it alone
-    output = F.embedding(input, matrix, padding_idx, None, norm_type, scale_grad_by_freq)
     padding = -1 if padding_idx is None else padding_idx % len(weight)
-    return deferred.defer(output, partial(_of_embedding, padding, scale_grad_by_freq), input, weight)
+    return deferred.defer(F.embedding(input, matrix, padding_idx), partial(_of_embedding, padding), input, weight)
 
 
 def _convolution(
@@ -136,8 +135,8 @@ PRODUCTS: dict[Formula, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-def _of_embedding(padding: int, scale: bool, gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
-    return torch.ops.aten.embedding_dense_backward(gradient, value, len(weight), padding, scale), None
+def _of_embedding(padding: int, gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
+    return torch.ops.aten.embedding_dense_backward(gradient, value, len(weight), padding, False), None
 
 
 def _of_convolution(

@@ -64,7 +64,8 @@ class Splitter:
         self.tied = any(len(slot.places) > 1 for slot in every)
         compiled = [each for each in self.module.modules() if is_compiled(each)]  # which is bound to the parameters themselves
         bound = self._shared.union(id(parameter) for each in compiled for parameter in each.parameters())
-        slots = [slot for slot in every if _may_split(slot.parameter) and id(slot.parameter) not in bound]
+        trained = [slot for slot in every if type(slot.parameter) is nn.Parameter and slot.parameter.requires_grad]
+        slots = [slot for slot in trained if id(slot.parameter) not in bound]
         if [slot.identity() for slot in slots] != [slot.identity() for slot in self._slots]:
             self._slots, self._stock, self._groups = slots, [], {}
             self._active = range(len(slots))
@@ -158,10 +159,6 @@ class Splitter:
         with torch.no_grad():
             weight.grad.addmm_(*factors(gradient, use.unpack()))
         return True
-
-
-def _may_split(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and parameter.requires_grad
 
 
 class _HandOver(torch.autograd.Function):

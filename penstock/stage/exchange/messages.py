@@ -13,14 +13,15 @@ from penstock.comms.messages import wire
 from penstock.partition.graph_stage import GraphStage
 from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.graph import StageInput
-from penstock.stage.parameter_slot import ParameterSlot, slots_of
+from penstock.stage.parameter_slot import slots_of
+from penstock.torch_private import TensorSlot
 
 
 class Received(NamedTuple):
     """What a microbatch got from other stages and gives gradients back to; nothing on the first stage."""
 
     inputs: tuple[StageInput, ...] = ()  # one for each message
-    borrowed: Sequence[tuple[ParameterSlot, Tensor]] = ()  # what stands in for parameters of earlier stages
+    borrowed: Sequence[tuple[TensorSlot, Tensor]] = ()  # what stands in for parameters of earlier stages, place by place
 
 
 class Messages:
@@ -42,7 +43,7 @@ class Messages:
 
     def receive(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Received]:
         """The values for the module, as part of the graph, and what else came with them."""
-        inputs, borrowed = tuple([StageInput() for _ in messages]), list[tuple[ParameterSlot, Tensor]]()
+        inputs, borrowed = tuple([StageInput() for _ in messages]), list[tuple[TensorSlot, Tensor]]()
         if not self._slots:
             values = [each.admit(message) for each, message in zip(inputs, messages, strict=True)]
         else:
@@ -51,7 +52,7 @@ class Messages:
                 lent = [slot.parameter.detach().requires_grad_(slot.parameter.requires_grad) for slot in slots]
                 value, entered = each.admit((message, lent))  # as if it had come from there
                 values.append(value)
-                borrowed += zip(slots, entered, strict=True)
+                borrowed += [(place, each) for slot, each in zip(slots, entered, strict=True) for place in slot.places]
         if len(values) > len(self._with_values):
             values = [each for source, each in zip(self._sources, values, strict=True) if source in self._with_values]
         return values, Received(inputs, borrowed)
@@ -67,7 +68,7 @@ class Messages:
         """What the messages of `to_takers` are made of, with the parameters lent to a taker behind its message."""
         if not self._lends:
             return wire.flatten(output)[0]
-        here = {id(slot.parameter): tensor for slot, tensor in received.borrowed}
+        here = {id(place.tensor): tensor for place, tensor in received.borrowed}
         leaves: list[Any] = []
         for message, lent in zip(output if len(self._takers) > 1 else (output,), self._lent, strict=True):
             leaves += wire.flatten(message)[0]

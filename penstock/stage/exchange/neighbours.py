@@ -24,11 +24,6 @@ class Neighbours(NamedTuple):
     borrowed: Mapping[int, list[str]] = {}  # source -> own names of the parameters
     lent: Mapping[int, list[str]] = {}  # taker -> own names
 
-    @classmethod
-    def of_chain(cls, index: int) -> "Neighbours":
-        """Of a stage that has a neighbour on each side and nothing else."""
-        return cls((index - 1,), (index + 1,))
-
 
 def neighbours_of(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[Name]]) -> list[Neighbours]:
     """The neighbours of every stage: the next ones, those at the other end of `skips`, and who shares a group of `tied`."""

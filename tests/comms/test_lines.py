@@ -7,6 +7,7 @@ import resource
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from penstock.comms.messages.lines import receiving_line, sending_line
 from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
 from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.messages.worker import SendFailure
+from penstock.comms.topology import CPU
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 
@@ -227,6 +229,15 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
     incoming.known, incoming.specs = True, {transfer: wire.describe(*wire.flatten(torch.ones(3)))}
     with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
         incoming.post(transfer)
+
+
+@pytest.mark.parametrize("size", [-1, 2**40])
+def test_a_description_that_none_can_be_as_long_as_is_refused_and_no_rank_is_called_lost(size):
+    gloo = SimpleNamespace(name=lambda: "gloo", recv=lambda tensors, *_: SimpleNamespace(wait=lambda: tensors[0].fill_(size)))
+    incoming = Incoming(GroupReceiver(gloo, gloo, CPU), 1, 0)
+    incoming.post(transfer := Transfer(Action(Kind.F, 0, 3), 0, 1))
+    with pytest.raises(ps.MismatchError, match=r"another rank sends a value of .* bytes: 268,435,456 are the most"):
+        incoming.take(transfer, CPU)
 
 
 def rank_forks():

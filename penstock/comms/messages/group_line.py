@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.breaking import break_off_backend
-from penstock.comms.encoding import as_bytes
+from penstock.comms.encoding import as_bytes, checked_size
 from penstock.comms.groups import DESTINATION, SOURCE, is_of_transport
 from penstock.comms.messages import wire
 from penstock.comms.messages.wire import TensorSpec
@@ -42,10 +42,10 @@ class GroupReceiver:
         self.way = f"a {data.name()} group of their own"
 
     def description(self) -> Tensor:
-        """Wait for a description."""
+        """Wait for a description. Raises MismatchError where none can be as long as is told."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         self._gloo.recv([size], SOURCE, 0).wait()
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        data = torch.empty(checked_size(int(size)), dtype=torch.uint8, device="cpu")
         self._gloo.recv([data], SOURCE, 0).wait()
         return data
 

@@ -10,7 +10,8 @@ from penstock.schedule.searching.moves import Moved, moved
 from penstock.schedule.searching.position import Position
 
 FAR, LONG = 6, 3.0  # places that an action moves at most; and how far several stages do, in times of a typical action
-LOOSEN, ACROSS = 0.03, 0.15  # the share of moves of a rank's slack, and of those on several stages
+LOOSEN, ACROSS = 0.03, 0.4  # the share of moves of a rank's slack, and of those on several stages
+TURN = 0.4  # the share of the latter that may go on from F to I
 FOCUS = 0.5  # the share of moves, of the others, that begin on the critical chain: no step gets shorter without one
 SOON = 512  # moves between two reports
 Report = Callable[[int, Position], None]  # steps since the last report, and where the annealing stands
@@ -68,14 +69,15 @@ def _on_one_rank(position: Position, dice: random.Random) -> dict[int, Moved]:
 
 
 def _on_stages(position: Position, dice: random.Random) -> dict[int, Moved]:
-    """The F or I of a microbatch on some stages in a row, and of some or all that follow it, all moved by the same time."""
+    """A stretch of the way of a microbatch, and of some or all that follow it, all moved by the same time."""
     machine, changed = position.machine, dict[int, Moved]()
-    begin, microbatch = int(dice.random() * machine.stages), int(dice.random() * machine.microbatches)
-    stages = range(begin, min(machine.stages, begin + 2 + int(dice.random() * (machine.stages - 1))))
-    kind = machine.stages if dice.random() < 0.5 else 0
+    way = machine.order()[: 2 * machine.stages]
+    if dice.random() >= TURN:
+        way = way[: machine.stages] if dice.random() < 0.5 else way[machine.stages :]
+    begin, microbatch = int(dice.random() * len(way)), int(dice.random() * machine.microbatches)
     shift, actions = (2 * dice.random() - 1) * LONG * machine.typical, _how_many(machine, dice)
-    for stage in stages:
-        rank, action = machine.placement[stage], (kind + stage) * machine.microbatches + microbatch
+    for code in way[begin : begin + 2 + int(dice.random() * (len(way) - 1))]:
+        rank, action = machine.placement[code % machine.stages], code * machine.microbatches + microbatch
         trace, index = position.trace[rank], position.rows[rank].index(action)
         places = bisect_right(trace, (trace[index + 1][0] + shift, INFINITE)) - 2 - index
         row, first, last = changed.get(rank, Moved(position.rows[rank], len(machine.cost), 0))

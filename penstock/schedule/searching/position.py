@@ -132,9 +132,7 @@ class Position:
                 free += cost[weight]
             index -= 1
             if time - cost[action] > free * (1 + TOLERANCE):  # the rank was idle before it
-                there = self.there
-                slot = max([action, *machine.also_needs[action]], key=there.__getitem__)
-                source = machine.source[slot]
+                source = machine.source[self._last(action, self.there)]
                 rank = home[source // count % stages]
                 index = self.rows[rank].index(source)
 
@@ -168,31 +166,17 @@ class Position:
     def _run(self, changed: Mapping[int, Moved], most: float, traces: list[Trace]) -> float:
         """One loop over all actions from where something changes: what they leave behind goes into `traces` and `tried`."""
         machine = self.machine
-        limits, plain, cost, change, tails = machine.limits, machine.plain, machine.cost, machine.change, self.tails[:]
-        slots, latency, sends, also_needs = machine.slot, machine.latency, machine.sends, machine.also_needs
+        limits, plain, cost, change = machine.limits, machine.plain, machine.cost, machine.change
+        slots, latency, also_needs = machine.slot, machine.latency, machine.also_needs
         splits = machine.first_back if self.slack and not machine.whole else len(cost)
-        since = min([self.trace[rank][first][0] for rank, (_, first, _) in changed.items()] or [0.0]) if machine.waits else 0.0
-        rows, put_off, there = self.rows[:], self.put_off[:], self.there[:] if plain else machine.there[:]
+        begin, there = self._unrun(changed, traces)
+        rows, put_off, tails = self._with(changed)
         channels: dict[tuple[int, int], float] = {}
-        begin = list[int]()
-        for rank, trace in enumerate(self.trace):
-            here = bisect_left(trace, (since,), 1) - 1
-            if rank in changed and changed[rank].first < here:
-                here = changed[rank].first
-            begin.append(here)
-            traces[rank].append(trace[here])
-            if plain:
-                for action in rows[rank][here:]:
-                    there[slots[action]] = -1.0
-        for rank, (row, first, last) in changed.items():
-            for action in row[first : last + 1]:
-                tails[action] = machine.tails[action]
-            rows[rank], put_off[rank] = row, self._weights(row)
         slacks, ends = self.slack or [0.0] * machine.ranks, [0.0] * machine.ranks
         ready, unfinished = sorted(range(machine.ranks), key=changed.__contains__), set(range(machine.ranks))
         while unfinished:
             if not ready:
-                stuck = -1 if most < INFINITE else self._let_another_go_first(rows, put_off, begin, traces, there)
+                stuck = self._let_another_go_first(rows, put_off, begin, traces, there) if most == INFINITE else -1
                 if stuck < 0:
                     return INFINITE
                 ready.append(stuck)
@@ -201,16 +185,11 @@ class Position:
             time, held, least, done, made = trace[-1]
             put = trace.append
             for action in rows[r][begin[r] + len(trace) - 1 :]:
-                when = there[action]
+                last = action if plain or not also_needs[action] else self._last(action, there)
+                when = there[last]
                 if when < 0.0:
-                    there[action] = -2.0 - r
+                    there[last] = -2.0 - r
                     break
-                if not plain and also_needs[action]:
-                    missing = [slot for slot in also_needs[action] if there[slot] < 0.0]
-                    if missing:
-                        there[missing[0]] = -2.0 - r
-                        break
-                    when = max(when, max(there[slot] for slot in also_needs[action]))
                 held_then = held + change[action]
                 while done < made:
                     weight = weights[done]
@@ -240,14 +219,7 @@ class Position:
                     if woken < -1.5:
                         ready.append(int(-2.0 - woken))
                 else:
-                    for slot, channel, transmission, way in sends[action]:
-                        woken, arrives = there[slot], time
-                        if channel:
-                            arrives = channels[channel] = max(channels.get(channel, 0.0), time) + transmission
-                            arrives += way
-                        there[slot] = arrives
-                        if woken < -1.5:
-                            ready.append(int(-2.0 - woken))
+                    ready += self._send(action, time, there, channels)
             else:
                 unfinished.discard(r)
                 for weight in weights[done:]:
@@ -257,6 +229,46 @@ class Position:
                     return INFINITE
         self.tried = _Tried(rows, put_off, there, changed if most < INFINITE else {}, begin, traces, ends)
         return max(ends)
+
+    def _unrun(self, changed: Mapping[int, Moved], traces: list[Trace]) -> tuple[list[int], Slots]:
+        """Where each rank runs again, and what is there before; `traces` begin with that."""
+        machine = self.machine
+        since = min([self.trace[rank][first][0] for rank, (_, first, _) in changed.items()] or [0.0]) if machine.waits else 0.0
+        begin, there = list[int](), self.there[:] if machine.plain else machine.there[:]
+        for rank, trace in enumerate(self.trace):
+            here = bisect_left(trace, (since,), 1) - 1
+            if rank in changed and changed[rank].first < here:
+                here = changed[rank].first
+            begin.append(here)
+            traces[rank].append(trace[here])
+            if machine.plain:
+                for action in self.rows[rank][here:]:
+                    there[machine.slot[action]] = -1.0
+        return begin, there
+
+    def _with(self, changed: Mapping[int, Moved]) -> tuple[Rows, Rows, list[float]]:
+        """Rows, the W they leave out, and how long it takes at least behind an action, with other rows for some ranks."""
+        rows, put_off, tails = self.rows[:], self.put_off[:], self.tails[:]
+        for rank, (row, first, last) in changed.items():
+            for action in row[first : last + 1]:
+                tails[action] = self.machine.tails[action]
+            rows[rank], put_off[rank] = row, self._weights(row)
+        return rows, put_off, tails
+
+    def _last(self, action: int, there: Slots) -> int:
+        """The slot of what `action` needs that is not yet there, or came last."""
+        slots = [action, *self.machine.also_needs[action]]
+        return next((slot for slot in slots if there[slot] < 0.0), max(slots, key=there.__getitem__))
+
+    def _send(self, action: int, time: float, there: Slots, channels: dict[tuple[int, int], float]) -> Iterator[int]:
+        """Send what `action` leaves at `time`, over channels that carry one message at a time. The ranks that waited for it."""
+        for slot, channel, transmission, latency in self.machine.sends[action]:
+            woken, there[slot] = there[slot], time
+            if channel:
+                channels[channel] = max(channels.get(channel, 0.0), time) + transmission
+                there[slot] = channels[channel] + latency
+            if woken < -1.5:
+                yield int(-2.0 - woken)
 
     def _let_another_go_first(self, rows: Rows, put_off: Rows, begin: list[int], traces: list[Trace], there: Slots) -> int:
         """Where no rank can go on: what can begin first, of what is later in a row, comes next. Its rank; -1: there is none."""

@@ -18,7 +18,7 @@ from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.transform import with_full_backwards
 from penstock.schedule.verify import verify
 
-EFFORTS = {"quick": 2_500_000, "normal": 18_000_000, "long": 120_000_000, "optimal": 18_000_000}  # steps of a position
+EFFORTS = {"quick": 2_200_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # steps of a position
 Progress = Callable[[float, float], object]  # the share that is done, the best makespan so far -> true to stop
 
 
@@ -205,6 +205,7 @@ def _search(best: _Best, machine: Machine, work: float, dice: random.Random) -> 
 def _annealed(machine: Machine, begins: list[Rows], work: float, dice: random.Random, report: Report) -> Position | None:
     """From `begins` many are annealed for a short time, the best of these for longer, the best of those for the longest.
 
+    What becomes of a start takes its place: so those that go on differ, and one that is good early does not crowd out the rest.
     None: no start keeps the limit.
     """
     starting = dict[str, State]()
@@ -222,7 +223,7 @@ def _annealed(machine: Machine, begins: list[Rows], work: float, dice: random.Ra
             position.go_to(states[index % len(states)])
             heat = hot[index % len(hot)] * machine.typical
             anneal(position, dice, int(work * share / many), heat, heat / 10, report)
-            states.append(position.state())
+            states[index % len(states)] = position.state()
     position.go_to(min(states, key=lambda state: state.makespan))
     position = Position(machine, position.whole_rows())
     anneal(position, dice, int(work * LAST), machine.typical / 5, machine.typical / 20, report)

@@ -20,7 +20,7 @@ quick: $(VENV)/ready
 # What judges times comes last, and alone.
 test: $(VENV)/ready lint
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours or nccl)"
-	$(PYTEST) -m timed
+	$(PYTEST) -m timed $$(grep -rl mark.timed tests --include 'test_*.py')
 
 # The bits again, by the kernels of smaller processors.
 kernels: $(VENV)/ready

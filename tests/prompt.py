@@ -99,6 +99,7 @@ def _command() -> None:
 def _program() -> None:
     path = Path(sys.argv[0])
     sys.path.insert(0, str(path.parent))
-    sys.modules["__main__"] = main = ModuleType("__main__")
+    main = ModuleType("__main__")
+    sys.modules |= {"__main__": main, "__mp_main__": main}  # by the second name ranks know it
     main.__file__ = str(path)  # from which its ranks import what they run
     exec(compile(path.read_text(), path, "exec"), main.__dict__)

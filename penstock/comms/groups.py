@@ -20,7 +20,7 @@ from penstock.comms.breaking import break_off, break_off_backend
 from penstock.comms.health.doing import STEP, WITHIN, doing
 from penstock.comms.health.heartbeat import LOOK
 from penstock.comms.starting.meeting import all_come, departed, looks
-from penstock.comms.system import need_descriptors, words
+from penstock.comms.system import batch_threads, need_descriptors, words
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
@@ -166,23 +166,11 @@ _device: Any = None
 
 
 def _gloo_device() -> Any:
-    """The Gloo device, one event loop thread for all groups of this process.
-
-    The thread competes with the compute for a core. As a batch thread (Linux's SCHED_BATCH) it does not preempt the main
-    thread each time it wakes up, which makes small messages faster; it inherits the policy of the thread that starts it.
-    """
+    """The Gloo device, one event loop thread for all groups of this process."""
     global _device
     if _device is None:
-        policy = os.sched_getscheduler(0) if hasattr(os, "SCHED_BATCH") else None
-        try:
-            if policy == os.SCHED_OTHER:
-                with suppress(OSError):  # some sandboxes know no other policy
-                    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with batch_threads():
             _device = _new_gloo_device()
-        finally:
-            if policy == os.SCHED_OTHER:
-                with suppress(OSError):
-                    os.sched_setscheduler(0, policy, os.sched_param(0))
     return _device
 
 

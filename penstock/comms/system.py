@@ -39,6 +39,25 @@ def from_torchrun(name: str, default: str = "") -> int:
 
 
 @contextmanager
+def batch_threads() -> Iterator[None]:
+    """Threads started inside, Gloo's event loops, are batch threads where the system has them (Linux's SCHED_BATCH).
+
+    They compete with the compute for a core, and spin while the main thread holds a lock of theirs. So they do not preempt it
+    each time they wake up, which makes small messages faster. A thread inherits the policy of the one that starts it.
+    """
+    policy = os.sched_getscheduler(0) if hasattr(os, "SCHED_BATCH") else None
+    try:
+        if policy == os.SCHED_OTHER:
+            with suppress(OSError):  # some sandboxes know no other policy
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        yield
+    finally:
+        if policy == os.SCHED_OTHER:
+            with suppress(OSError):
+                os.sched_setscheduler(0, policy, os.sched_param(0))
+
+
+@contextmanager
 def named(what: str) -> Iterator[None]:
     """An OSError inside becomes a ResourceError that begins with `what`."""
     try:

@@ -24,7 +24,7 @@ from penstock.comms.health.lives import gone, lost
 from penstock.comms.starting.gpus import backend_for, common_backend, gpu_of, settle_nccl
 from penstock.comms.starting.interface import check_interfaces, interface_to
 from penstock.comms.starting.meeting import FINISHED, all_come, depart, left, looks, name_of_start
-from penstock.comms.system import from_torchrun, reason
+from penstock.comms.system import batch_threads, from_torchrun, reason
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.randomness import repeat_bits
 
@@ -152,7 +152,8 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
     for rank, sizes in enumerate(everyone):
         if sizes != everyone[0]:
             raise MismatchError(f"rank 0 makes a mesh of (pp, dp, tp) {everyone[0]}, rank {rank} one of {sizes}: make the same")
-    return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    with batch_threads():
+        return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def current_topology() -> Topology:
@@ -232,7 +233,8 @@ def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> s
         store = dist.PrefixStore(name_of_start(store, number, world_size, timeout), store)
         backend = backend or common_backend(device, store, number, world_size, timeout)
         carriers = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(carriers, store=store, rank=number, world_size=world_size, timeout=timeout)
+        with batch_threads():
+            dist.init_process_group(carriers, store=store, rank=number, world_size=world_size, timeout=timeout)
         all_come(store, world_size, timeout)
         return backend
     except RuntimeError as error:  # in the transport's words, which name nobody, but may know that an address is wrong

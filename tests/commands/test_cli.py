@@ -254,7 +254,6 @@ def test_only_the_command_that_was_typed_is_imported(name):
     assert fresh(launcher=("-c", code)).stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.timed
 def test_bench_and_doctor_say_what_they_measured(monkeypatch, capsys):
     for words in (["2"], ["3", "--schedule", "zb-v"]):  # here: the ranks' server is there already, and torch imported
         steps = ["bench", "--ranks", "2", "--forward", "2", "--steps", "2", "--microbatches", *words]

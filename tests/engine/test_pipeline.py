@@ -1,5 +1,6 @@
 """The numbers of one process: every comparison here is `torch.equal`."""
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -35,24 +36,31 @@ def rank_grid():
     return results
 
 
+@cache
+def alone(microbatches, kind, split):
+    """The same of one process, which has no schedule."""
+    model, loss_fn = make(kind)
+    batches = [data(kind, rows_of(split, microbatches), seed) for seed in (3, 4)]
+    return [accumulate(model, loss_fn, batch, microbatches) for batch in batches], gradients(model.named_parameters())
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.kernels), 3, 4])
 def test_loss_and_gradients_are_those_of_one_process(ranks):
     everyone = ps.launch(rank_grid, ranks)
     for schedule, microbatches, kind, split in GRID:
-        model, loss_fn = make(kind)
-        expected = [accumulate(model, loss_fn, data(kind, rows_of(split, microbatches), seed), microbatches) for seed in (3, 4)]
+        expected, whole = alone(microbatches, kind, split)
         results = [each[schedule, microbatches, kind, split] for each in everyone]
         for losses, _ in results:
             assert all(map(torch.equal, losses, expected)), (schedule, microbatches, kind, split)
-        assert_same(merged([grads for _, grads in results]), gradients(model.named_parameters()))
+        assert_same(merged([grads for _, grads in results]), whole)
 
 
-def rank_fifty_steps(kind, schedule, microbatches, dropout):
+def rank_steps(kind, schedule, microbatches, dropout, steps):
     model, loss_fn = make(kind, dropout)
     pipe = ps.Pipeline(model, loss_fn, schedule=schedule, microbatches=microbatches, seed=5)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     losses = []
-    for step in range(50):
+    for step in range(steps):
         inputs, target = data(kind, 9, seed=step)
         losses.append(pipe.step(inputs, target=target))
         pipe.clip_grad_norm_(1.0)
@@ -70,18 +78,18 @@ def test_after_fifty_clipped_optimizer_steps_the_weights_are_those_of_one_proces
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    everyone = ps.launch(rank_fifty_steps, 3, "mlp", "1f1b", 4, 0.0)
+    everyone = ps.launch(rank_steps, 3, "mlp", "1f1b", 4, 0.0, 50)
     assert all(all(map(torch.equal, ours, losses)) for ours, _ in everyone)
     assert_same(merged([state for _, state in everyone]), model.state_dict())
 
 
 def test_dropout_draws_the_same_for_every_schedule_cut_and_number_of_ranks():
-    [(losses, state)] = ps.launch(rank_fifty_steps, 1, "gpt", "naive", 4, 0.2)
+    [(losses, state)] = ps.launch(rank_steps, 1, "gpt", "naive", 4, 0.2, 10)
     for ranks, schedule in ((2, "gpipe"), (4, "1f1b")):
-        everyone = ps.launch(rank_fifty_steps, ranks, "gpt", schedule, 4, 0.2)
+        everyone = ps.launch(rank_steps, ranks, "gpt", schedule, 4, 0.2, 10)
         assert all(all(map(torch.equal, ours, losses)) for ours, _ in everyone)
         assert_same(merged([part for _, part in everyone]), state)
-    [(without, _)] = ps.launch(rank_fifty_steps, 1, "gpt", "naive", 4, 0.0)
+    [(without, _)] = ps.launch(rank_steps, 1, "gpt", "naive", 4, 0.0, 1)
     assert not torch.equal(losses[0], without[0])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prompt import python
 
 import penstock as ps
 from penstock import schedule
@@ -51,7 +52,7 @@ def run_python(*args: str) -> str:
     return done.stdout
 
 
-AS_A_SCRIPT, UNDER_TORCHRUN = 6, 3  # the others run in this process, as `penstock lab` runs them
+AS_A_SCRIPT, UNDER_TORCHRUN = 10, 12  # the others run in this process, as `penstock lab` runs them
 JUDGE_NO_TIME = {1, 2, 10, 11, 12, 13, 15, 16, 17, 19, 20}
 RUN_HERE = [
     pytest.param(number, marks=pytest.mark.ranks if number in JUDGE_NO_TIME else pytest.mark.timed)
@@ -69,7 +70,6 @@ def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys):
 
 
 @pytest.mark.ranks
-@pytest.mark.timed
 def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
     output = run_python("-m", catalog.LABS[AS_A_SCRIPT].module)
     assert "checked: " in output
@@ -78,7 +78,6 @@ def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
 
 
 @pytest.mark.ranks
-@pytest.mark.timed
 def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
     output = run_python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", catalog.LABS[UNDER_TORCHRUN].module
@@ -251,7 +250,7 @@ def schedule(rank, ranks, microbatches):
 def test_lab_9_judges_the_schedule_of_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(ZB_H1)
-    output = run_python("-m", catalog.LABS[9].module, str(file))
+    output = python(Path(lab9_your_schedule.__file__), file).stdout
     assert f"{file}: the target is reached" in output
     assert "checked: all 10 gradients" in output
     assert ends_with_a_measurement(output), output

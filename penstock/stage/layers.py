@@ -13,7 +13,7 @@ from penstock.errors import MismatchError
 from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import advance, generator_of
 from penstock.stage.parameter_slot import installed
-from penstock.torch_private import buffer_slots, has_hooks, is_compiled, is_extended, layers_of, version_of
+from penstock.torch_private import TensorSlot, buffer_slots, has_hooks, is_compiled, is_extended, layers_of, version_of
 
 Recompute = Literal["stage", "block"]
 LOSS = 2**32  # no layer's number
@@ -52,14 +52,19 @@ class Layers:
             raise MismatchError(f"recompute={recompute!r}: use 'stage', 'block' or None")
         self.index, self.module, self.recompute = index, module, recompute
         self.generator = generator_of(device)
+        self._buffers: dict[nn.Module, list[TensorSlot]] = {}  # of what runs again
         known = numbers is not None and type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
         self._layers = tuple(zip(numbers or (), layers_of(module).values(), strict=True)) if known else None
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module's output. `seed` is of this step and microbatch; it moves the device's generator."""
         if self.recompute == "stage" and torch.is_grad_enabled():
-            return _again(self.module, self._run, seed, args, kwargs)
+            return self._again(self.module, self._run, seed, args, kwargs)
         return self._run(seed, args, kwargs)
+
+    def forget(self) -> None:
+        """Before a step: there may be other buffers."""
+        self._buffers.clear()
 
     def seed_loss(self, seed: int) -> None:
         """After the last layer: what the loss draws depends on `seed` alone."""
@@ -97,7 +102,7 @@ class Layers:
         self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if self.recompute == "block" and isinstance(layer, nn.Module) and torch.is_grad_enabled():
-            return _again(layer, self._seeded, seed, number, layer, args, kwargs)
+            return self._again(layer, self._seeded, seed, number, layer, args, kwargs)
         return self._seeded(seed, number, layer, args, kwargs)
 
     def _seeded(
@@ -107,32 +112,36 @@ class Layers:
             self.generator.manual_seed(advance(seed, number))
         return layer(*args, **kwargs)
 
-
-def _again(module: nn.Module, run: Callable[..., Any], seed: int | None, *further: Any) -> Any:
-    """`run(seed, ..)`, and in the backward once more; a seed makes random numbers the same, else torch brings them back."""
-    moved: dict[str, Tensor] = {}
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": seed is None}
-    return checkpoint(run, seed, *further, context_fn=lambda: (_noting(module, moved), _as_before(module, moved)), **options)
+    def _again(self, module: nn.Module, run: Callable[..., Any], seed: int | None, *further: Any) -> Any:
+        """`run(seed, ..)`, and in the backward once more; a seed makes random numbers the same, else torch brings them back."""
+        if (slots := self._buffers.get(module)) is None:
+            slots = self._buffers[module] = buffer_slots(module)
+        moved, options = dict[str, Tensor](), dict[str, Any](use_reentrant=False, preserve_rng_state=seed is None)
+        if slots:
+            options["context_fn"] = lambda: (_noting(slots, moved), _as_before(slots, moved))
+        return checkpoint(run, seed, *further, **options)
 
 
 @contextmanager
-def _noting(module: nn.Module, moved: dict[str, Tensor]) -> Iterator[None]:
+def _noting(slots: Sequence[TensorSlot], moved: dict[str, Tensor]) -> Iterator[None]:
     """Around a forward: notes which buffers it moves, and what they were."""
-    before = {slot.name: (slot.tensor, version_of(slot.tensor), slot.tensor.clone()) for slot in buffer_slots(module)}
+    before = [(slot, version_of(slot.tensor), slot.tensor.clone()) for slot in _now(slots)]
     yield
-    now = {slot.name: slot.tensor for slot in buffer_slots(module)}
-    for name, (tensor, version, copied) in before.items():
-        if now.get(name) is not tensor or version_of(tensor) != version:
-            moved[name] = copied
+    for slot, version, copied in before:
+        if slot.held.get(slot.key) is not slot.tensor or version_of(slot.tensor) != version:
+            moved[slot.name] = copied
 
 
 @contextmanager
-def _as_before(module: nn.Module, moved: dict[str, Tensor]) -> Iterator[None]:
+def _as_before(slots: Sequence[TensorSlot], moved: dict[str, Tensor]) -> Iterator[None]:
     """Around the same forward once more: it begins with what it had moved as that was, and moves only copies."""
-    slots = buffer_slots(module)
-    copies = [moved[slot.name] if slot.name in moved else slot.tensor.clone() for slot in slots]
-    with installed(list(zip(slots, copies, strict=True))):
+    with installed([(slot, moved[slot.name] if slot.name in moved else slot.tensor.clone()) for slot in _now(slots)]):
         yield
+
+
+def _now(slots: Sequence[TensorSlot]) -> list[TensorSlot]:
+    """With what is there now: a forward may put another tensor in a buffer's place."""
+    return [slot._replace(tensor=here) for slot in slots if (here := slot.held.get(slot.key)) is not None]
 
 
 @contextmanager

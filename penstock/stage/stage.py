@@ -184,6 +184,7 @@ class Stage:
         """Before a step: let go of all microbatches that a step which did not end left in flight."""
         self.kept.clear()
         self._deferred.clear()
+        self._layers.forget()
         self._splitter.refresh()
         self._fresh_casts()
 

@@ -107,7 +107,7 @@ def rank_times(width):
         return time.perf_counter() - begin
 
     seconds(50)
-    return [(seconds(length), min(seconds(length) for _ in range(2))) for length in range(51, 71)]
+    return [(seconds(length), min(seconds(length) for _ in range(2))) for length in range(51, 81)]
 
 
 @pytest.mark.timed

@@ -18,7 +18,7 @@ from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.transform import with_full_backwards
 from penstock.schedule.verify import verify
 
-EFFORTS = {"quick": 2_200_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # steps of a position
+EFFORTS = {"quick": 2_500_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # steps of a position
 Progress = Callable[[float, float], object]  # the share that is done, the best makespan so far -> true to stop
 
 

@@ -49,7 +49,7 @@ def test_nccl_carries_where_every_rank_has_a_gpu_of_its_own(told, backend):
 def rank_of_gpus(told):
     """On which backend ranks agree that see the GPUs `told`, each as the only one of its process."""
     chosen, init = [], dist.init_process_group
-    topology.gpu_of = lambda device: told[int(os.environ["RANK"])]
+    gpus.gpu_of = lambda device: told[int(os.environ["RANK"])]
     dist.init_process_group = lambda carriers, **how: (chosen.append(carriers), init("gloo", **how))
     return ps.comms.init_distributed(device="cpu").backend, chosen
 

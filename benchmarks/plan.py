@@ -103,6 +103,7 @@ class Fixed(NamedTuple):
     microbatches: int
     cuts: list[str]
     recompute: tuple[Literal["stage"] | None, ...]
+    layers: list[str]  # by name
     seconds: float
 
 
@@ -112,7 +113,7 @@ def default_of(layers: Layers, ranks: int, batch: int, terms: Terms) -> Fixed:
     cutting, begins = Cutting(line, TimedTable(table), terms), tuple(starts(line.seconds, ranks))
     way: Literal["stage"] | None = "stage" if cutting.alike(begins, None).over else None
     cuts, seconds = [layers.names[begin] for begin in begins[1:]], cutting.alike(begins, way).seconds
-    return Fixed(table, MICROBATCHES, cuts, (way,) * ranks, seconds)
+    return Fixed(table, MICROBATCHES, cuts, (way,) * ranks, layers.names, seconds)
 
 
 class Task(NamedTuple):

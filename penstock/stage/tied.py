@@ -58,7 +58,7 @@ class TiedParameter:
         """At the end of a step: give every owner the gradient of the first."""
         parameter = self.parameter
         if parameter.requires_grad:
-            found = self._from_first(torch.tensor([parameter.grad is not None], device=parameter.device))
+            found = self._from_first(torch.tensor([parameter.grad is not None], device="cpu"))
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = self._from_first(mine) if found else None
 

@@ -198,6 +198,7 @@ def _times(stage: Stage, inputs: list[Tensor]) -> Times:
     synchronise, others = torch.get_device_module(device).synchronize, torch.zeros(CACHE, device=device)
 
     def took(run: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[float, T]:
+        """Seconds of a call that finds the caches as other layers leave them, and its result."""
         others.add_(1)
         synchronise()
         begin = perf_counter()

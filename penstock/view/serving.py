@@ -56,6 +56,7 @@ def application(answered: Callable[["Request"], Answer], policy: str, what: str)
         return Response(answer.text, answer.status, headers, content_type=f"{TYPES[answer.kind]}; charset=utf-8")
 
     def routed(request: "Request") -> Answer:
+        """The answer to a request of this machine's and of the page's own; others are told that there is none."""
         if not host_is_trusted(request.headers.get("Host"), LOOPBACK):
             told = f"{what.capitalize()} answers at http://127.0.0.1 only, not at {request.headers.get('Host')!r}.\n"
             return Answer(told, "txt", 403)

@@ -19,6 +19,8 @@ def check(content: Any) -> list[str]:
     found: list[str] = []
 
     def packed(*kinds: str) -> Check:
+        """What `packing` wrote, of one of these kinds; its tensors are among those found."""
+
         def look(value: Any, at: str) -> None:
             if kinds and not (isinstance(value, dict) and len(value) == 1 and next(iter(value)) in kinds):
                 raise ValueError(f"{at} is no {' or '.join(kinds)}")

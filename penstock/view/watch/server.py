@@ -41,6 +41,7 @@ def server(folder: Path, port: int = 0) -> "BaseWSGIServer":
     run = GrowingRun(folder)
 
     def answered(request: "Request") -> Answer:
+        """The page, its files, and how far the run is."""
         name = request.path.removeprefix("/")
         if request.method != "GET":
             return Answer("A run is only looked at.\n", "txt", 405)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from open_files import open_files
 from torch import nn
 
 import penstock as ps
@@ -142,8 +143,7 @@ def private():
 
 def held():
     """The memory of ours that this process has open."""
-    paths = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
-    return sorted(each for each in paths if each.startswith("/memfd:penstock-"))
+    return sorted(each for each in open_files() if each.startswith("/memfd:penstock-"))
 
 
 def test_the_disk_is_taken_where_it_is_newer_and_memory_is_private_to_the_launch(tmp_path):

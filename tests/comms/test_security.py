@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it, but no
 import pytest
 import torch
 import torch.distributed as dist
+from open_files import open_files
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -33,8 +34,7 @@ NOBODY = 65534
 
 def listening(process):
     """The addresses, in hexadecimal, at which a process listens to TCP, and the paths of its listening Unix sockets."""
-    links = [os.readlink(each) for each in Path(f"/proc/{process}/fd").iterdir() if each.is_symlink()]
-    sockets = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    sockets = {each.removeprefix("socket:[").removesuffix("]") for each in open_files(process) if each.startswith("socket:[")}
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     paths = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return (

@@ -88,6 +88,7 @@ class Whole:
 
     `order`: the names of the layers or units it can be cut before, in the order in which they run.
     `balance`: how even the cut is that `starts` chose; None where it was given by names.
+    `example`: the arguments and keywords that the forward is called with, as far as they were given.
     """
 
     def __init__(
@@ -98,14 +99,18 @@ class Whole:
         example_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         cuts = [cuts] if isinstance(cuts, str) else cuts
+        if not isinstance(model, nn.Module):
+            raise MismatchError(f"a model that is to be cut is one nn.Module, not a {type(model).__name__}")
         _check_names(model, cuts or ())
         self.model, self.cuts = model, cuts
         self.balance: Balance | None = None
         self._has_example = example_args is not None or example_kwargs is not None
         example_args = (example_args,) if isinstance(example_args, Tensor) else example_args
+        if not isinstance(example_args or (), Sequence):
+            raise MismatchError(f"example_args are a tuple of the forward's arguments, got {type(example_args).__name__}")
         if not isinstance(example_kwargs or {}, Mapping):
             raise MismatchError(f"example_kwargs are a dict of the forward's keywords, got {type(example_kwargs).__name__}")
-        self._example = tuple(example_args or ()), dict(example_kwargs or {})
+        self.example = tuple(example_args or ()), dict(example_kwargs or {})
         chain = type(model).forward is nn.Sequential.forward and layers_of(model).keys() >= set(cuts or ())
         if chain or not self._has_example:  # an export calls them
             _check_whole(model)
@@ -124,12 +129,12 @@ class Whole:
         if not self._has_example:
             return trace.symbolic(self.model, units)
         try:
-            return export.exported(self.model, units, *self._example)
+            return export.exported(self.model, units, *self.example)
         except MismatchError:  # perhaps for what hooks inside units have taken out of them, as transformers' router logits
             opened = units_of(self.model, [*(self.cuts or ()), *hooked(self.model)])
             if opened.keys() == units.keys():
                 raise
-        return export.exported(self.model, opened, *self._example)
+        return export.exported(self.model, opened, *self.example)
 
     def starts(self, stages: int, device: torch.device | None = None) -> list[str]:
         """The unit that each of `stages` stages but the first begins with: of the cuts, or of the best balance.
@@ -163,7 +168,7 @@ class Whole:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
             return Balance.best(self.order, sizes, stages, PARAMETERS)
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
-        recorded = record(self.model, {name: module for module, name in first.items()}, *self._example)
+        recorded = record(self.model, {name: module for module, name in first.items()}, *self.example)
         times = dict(zip([unit.module for unit in recorded], measure(recorded, device), strict=True))
         return Balance.best(self.order, [times[module] for module in modules.values()], stages)
 

@@ -39,7 +39,7 @@ def estimate(
         layers = ps.plan.estimate(model, (torch.zeros(1, 64, dtype=torch.long),), speed=100e12)
     """
     whole = Whole(model, None, example_args, example_kwargs)
-    example = tuple(example_args), dict(example_kwargs or {}), target
+    example = *whole.example, target
     units = recorded(whole, example, loss_fn)
     return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units], example))
 

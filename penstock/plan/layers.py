@@ -29,7 +29,7 @@ class Layer(NamedTuple):
     keep: float = 0.0  # what its W still needs after its I
     parameters: float = 0.0
     output: float = 0.0  # what a border between stages behind it carries
-    ends: float = 0.0  # of its output, what it keeps itself; its activation has that only where a stage ends with it
+    ends: float = 0.0  # of its output, what it keeps itself, if a stage ends with it; of the last layer's, what the loss keeps
     split: float = 0.0  # seconds that it takes longer where its backward is in two, I and W
 
     @property

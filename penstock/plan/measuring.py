@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from penstock.comms.topology import CPU
 from penstock.engine.memory import Memory, MemoryMeasurement
+from penstock.errors import MismatchError, PenstockError
 from penstock.partition import Whole, run
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.materialise import is_meta
+from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import Unit, device_of, place_of, real, record, stand_ins
 from penstock.plan.layers import Layer, Layers, Sample
 from penstock.randomness import aside
@@ -52,13 +54,14 @@ def measure(
     `device`: where the layers run, each in its turn; by default where the model is, and the CPU for one on the meta device.
     `rounds`, `seconds`: how often each layer runs at least, and on until when; the median counts.
 
-    Parameters, gradients, buffers and random numbers stay as they are. Raises MismatchError for a model that cannot be cut.
+    Parameters, gradients, buffers and random numbers stay as they are. Raises MismatchError for a model that cannot be cut, and
+    for an example without rows or one that it fails on.
 
         layers = measure(model, (tokens,), loss_fn=loss_fn, target=target)  # with (8, 1024) tokens: for 8 rows, and for 2
     """
     whole = Whole(model, None, example_args, example_kwargs)
-    example = tuple(example_args), dict(example_kwargs or {}), target
-    rows = microbatch.rows(example) or 1
+    example = *whole.example, target
+    [rows] = microbatch.sizes_of(example, "the example", 1)
     samples = []
     for count in sorted({max(1, rows // FEWER), rows}):
         part = microbatch.split(example, [count, rows - count])[0] if count < rows else example
@@ -91,10 +94,22 @@ class _Loss(nn.Module):
 
 def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None) -> list[Unit]:
     """Every layer, the loss last, with what it is called with."""
+    if not whole.order:
+        raise MismatchError(
+            f"{type(whole.model).__name__} has no layers to plan with: give an nn.Sequential or a model of several"
+        )
     model = _WithLoss(whole.model, loss_fn)
     model.training = whole.model.training
     first = {whole.model.get_submodule(name): name for name in reversed(whole.order)}  # a layer may stand in several places
-    return record(model, {**{name: module for module, name in first.items()}, "": model.loss}, example)
+    try:
+        return record(model, {**{name: module for module, name in first.items()}, "": model.loss}, example)
+    except PenstockError:
+        raise
+    except Exception as error:
+        told = (
+            f"the forward of {type(whole.model).__name__}, or the loss, fails on {microbatch.rows(example)} rows of the example"
+        )
+        raise MismatchError(f"{told}, of which all and a quarter are measured: {first_line(error)}") from error
 
 
 def _layers(units: Sequence[Unit], device: torch.device | None, rounds: int, seconds: float) -> list[Layer]:
@@ -118,7 +133,8 @@ def in_order(whole: Whole, units: Sequence[Unit], found: Sequence[Layer], exampl
     of_unit = {unit.module: layer for unit, layer in zip(units, found, strict=True)}
     *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
     sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
-    layers += [Layer._make((last.name, *sums))._replace(output=last.output, ends=loss.ends)]
+    both = Layer._make((last.name, *sums))._replace(output=last.output)
+    layers += [both._replace(activation=last.activation, ends=loss.activation + loss.ends)]
     for border, size in _carried(whole, example).items():
         layers[border] = layers[border]._replace(output=size)
     return layers

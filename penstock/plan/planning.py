@@ -204,7 +204,7 @@ def _first(cutting: Cutting, cut: Callable[[int, float], Starts]) -> Way:
 
 def _even(line: Line, ranks: int, terms: Terms, stages: int, part: float) -> Starts:
     """The cut whose dearest stage is as cheap as can be, where bytes count for this `part` and seconds for the rest."""
-    memory = [(2 + terms.optimizer) * layer.parameters + ranks * layer.activation for layer in line.layers]
+    memory = [(2 + terms.optimizer) * layer.parameters + ranks * (layer.activation + layer.ends) for layer in line.layers]
     seconds, bytes_ = sum(line.seconds) or 1.0, sum(memory) or 1.0
     costs = [(1 - part) * one / seconds + part * other / bytes_ for one, other in zip(line.seconds, memory, strict=True)]
     return tuple(balanced(costs, stages))

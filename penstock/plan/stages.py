@@ -59,14 +59,15 @@ class Line:
         forward, inputs, weights, activation, keep, parameters, split = (
             self._sums[name][end] - self._sums[name][start] for name in _SUMMED
         )
-        activation += self.layers[end - 1].ends
-        first = self._inputs[start]
-        blocks = self._input_sums[end] - self._input_sums[start]
+        after, first = self.layers[end - 1].ends, self._inputs[start]
+        activation += after
+        loss = after if end == len(self.layers) else 0.0  # what it keeps: it is not recomputed
+        least, blocks = first + loss, self._input_sums[end] - self._input_sums[start] + loss
         largest = max(
             max(0.0, layer.activation - come)
             for layer, come in zip(self.layers[start:end], self._inputs[start:end], strict=True)
         )
-        ways = [Held(None, activation, 0.0, 0.0), Held("stage", first, max(0.0, activation - first), forward)]
+        ways = [Held(None, activation, 0.0, 0.0), Held("stage", least, max(0.0, activation - least), forward)]
         if end - start > 1:
             ways.append(Held("block", blocks, largest, forward))
         return StageCost(forward, inputs, weights, keep, parameters, first, self._inputs[end], tuple(ways), split)

@@ -99,6 +99,30 @@ def test_a_border_carries_what_flies_past_it_as_well():
     assert [layer.output for layer in estimate(model, example, speed=1e9).at(1)] == both
 
 
+ROW = torch.randn(4, 2)
+PAIR = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "told"),
+    [
+        ([nn.Linear(2, 2)], (ROW,), "one nn.Module, not a list"),
+        (nn.Linear(2, 2), (ROW,), "Linear has no layers to plan with"),
+        (PAIR, {"input": ROW}, "a tuple of the forward's arguments, got dict"),
+        (PAIR, (ROW[:0],), "a row or more"),
+        (PAIR, (ROW[:, :1],), "fails on 1 rows of the example, .*: mat1 and mat2 shapes cannot be multiplied"),
+        (nn.Sequential(PAIR, nn.BatchNorm1d(2)), (ROW,), "fails on 1 rows .* all and a quarter are measured: Expected more"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_in_a_sentence(model, args, told):
+    with pytest.raises(ps.MismatchError, match=told):
+        measure(model, args)
+
+
+def test_one_tensor_is_an_example_too(clock):
+    assert measure(PAIR, ROW, seconds=0).at(4)[0].output == 4 * 2 * 4
+
+
 def test_the_loss_counts_to_the_last_layer(clock):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 
@@ -108,6 +132,19 @@ def test_the_loss_counts_to_the_last_layer(clock):
 
     first, last = measure(model, (torch.randn(1, 16),), loss_fn=loss_fn, target=torch.randn(1, 16), seconds=0).at(1)
     assert (first.forward, last.forward) == (0, pytest.approx(0.005))
+
+
+def test_what_the_loss_keeps_is_counted_where_its_stage_is_recomputed_too():
+    model, rows = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 64)), torch.randn(ROWS, 16)
+    target, loss_fn = torch.zeros(ROWS, dtype=torch.long), nn.functional.cross_entropy
+    layers = measure(model, (rows[:2],), loss_fn=loss_fn, target=target[:2], seconds=0)
+    find = partial(plan, layers, 1, batch=ROWS, microbatches=4, schedules="gpipe", optimizer=0, effort="quick")
+    [found] = find(memory=0.95 * find(memory=1e9)[0].peak_memory[0])
+    assert found.recompute != (None,)
+    pipe = ps.Pipeline(model, loss_fn, plan=found)
+    pipe.step(rows, target=target)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert pipe.timeline().peak_memory[0] <= found.peak_memory[0] - 2 * weights
 
 
 def test_layers_that_are_not_there_are_estimated_by_their_operations():

@@ -1,5 +1,7 @@
 """`penstock plan`: the fastest step of a model that fits the memory."""
 
+import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -161,15 +163,20 @@ class Watched:
 
     def __call__(self, what: str, share: float, seconds: float) -> bool:
         """So much is done; whether that is enough."""
-        self.bars.update(self.task, description=what, completed=share, best=f"{1e3 * seconds:.4g} ms", visible=True)
+        best = f"{1e3 * seconds:.4g} ms" if math.isfinite(seconds) else "not yet found"
+        self.bars.update(self.task, description=what, completed=share, best=best, visible=True)
         return self.enough
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises PenstockError for a path in no folder, before minutes are spent on what is to be written there."""
+    """Raises PenstockError for a path that no file can have, before minutes are spent on what is to be written there."""
     for path in filter(None, paths):
         if not path.absolute().parent.is_dir():
             raise PenstockError(f"{path} cannot be written: there is no folder {path.parent}")
+        if path.is_dir():
+            raise PenstockError(f"{path} cannot be written: it is a folder, and a file is asked for")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise PenstockError(f"{path} cannot be written: you have no right to")
 
 
 def built(source: str) -> Sequence[Any]:

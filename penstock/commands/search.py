@@ -41,7 +41,7 @@ class Search:
         """Read, search, tell."""
         check_writable(self.csv)
         stages = Layers.load(self.costs).samples[-1].layers
-        if len(stages) % self.ranks:
+        if self.ranks < 1 or len(stages) % self.ranks:
             raise PenstockError(f"{self.costs} has {len(stages)} stages, which do not divide by --ranks {self.ranks}")
         columns = dict(zip(stages[0]._fields, zip(*stages, strict=True), strict=True))
         times = columns["forward"], columns["backward_input"], columns["backward_weight"]

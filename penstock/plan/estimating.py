@@ -38,6 +38,8 @@ def estimate(
             model = GPT(GPTConfig())
         layers = ps.plan.estimate(model, (torch.zeros(1, 64, dtype=torch.long),), speed=100e12)
     """
+    if not speed > 0:
+        raise PenstockError(f"speed={speed}: give the operations a second that a rank reaches, more than 0")
     whole = Whole(model, None, example_args, example_kwargs)
     example = *whole.example, target
     units = recorded(whole, example, loss_fn)
@@ -99,6 +101,8 @@ def of_transformers(path: Path, tokens: int, speed: float) -> Layers:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except (OSError, ValueError, KeyError) as error:
         raise PenstockError(f"{path} describes no causal language model: {str(error).splitlines()[0]}") from error
+    if tokens < 1:
+        raise PenstockError(f"rows of {tokens} tokens are none: give 1 or more")
     rows = torch.zeros(1, tokens, dtype=torch.long)
     return estimate(model, (rows,), {"use_cache": False}, speed=speed, loss_fn=_token_loss, target=rows)
 

@@ -1,6 +1,7 @@
 """A plan: what to run, how long it takes, and why it is not faster."""
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from os import PathLike
@@ -131,7 +132,7 @@ def read(text: str, name: str) -> Plan:
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
         return _plan(data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise PenstockError(f"{name} is no plan of `penstock plan`: {why}") from error
 
@@ -146,19 +147,12 @@ def _plan(data: dict[str, Any]) -> Plan:
         raise ValueError(f"it has {len(cuts)} cuts and recompute={list(recompute)} for {schedule.stages} stages")
     if schedule.microbatches != data["microbatches"]:
         raise ValueError(f"it has {data['microbatches']} microbatches, its table {schedule.microbatches}")
-    costs = Costs(**data["costs"])
+    costs, peaks = Costs(**data["costs"]), tuple(map(float, data["peak_memory"]))
     simulate(schedule, costs)
-    return Plan(
-        schedule,
-        cuts,
-        recompute,
-        schedule.microbatches,
-        float(data["seconds"]),
-        float(data["bound"]),
-        tuple(map(float, data["peak_memory"])),
-        str(data["why"]),
-        costs,
-        int(data["batch"]),
-        int(data.get("dp", 1)),
-        tuple(map(str, data.get("layers", ()))),
-    )
+    seconds, bound, batch, dp = float(data["seconds"]), float(data["bound"]), int(data["batch"]), int(data.get("dp", 1))
+    if not (0 < seconds < math.inf and 0 < bound < math.inf and batch > 0 and dp > 0):
+        raise ValueError(f"seconds={seconds}, bound={bound}, batch={batch}, dp={dp}: all are above 0")
+    if len(peaks) != schedule.ranks or not all(0 <= peak < math.inf for peak in peaks):
+        raise ValueError(f"peak_memory={list(peaks)}: bytes of each of {schedule.ranks} ranks")
+    layers, why = tuple(map(str, data.get("layers", ()))), str(data["why"])
+    return Plan(schedule, cuts, recompute, schedule.microbatches, seconds, bound, peaks, why, costs, batch, dp, layers)

@@ -96,6 +96,8 @@ def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
     assert "no table within the limit is below" in told
     assert "the best published table" in told
     assert Schedule.from_csv(tmp_path / "found.csv").stages == 8
+    with pytest.raises(PenstockError, match="8 stages, which do not divide by --ranks 0"):
+        Search(costs, ranks=0).run()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,8 @@ def test_plan_takes_a_model_or_costs(tmp_path):
         Plan("transformers:config.jsn.json").run()
     with pytest.raises(PenstockError, match=r"plan\.json cannot be written: there is no folder /not/there"):
         Plan("model.py:build", out=Path("/not/there/plan.json")).run()
+    with pytest.raises(PenstockError, match="cannot be written: it is a folder"):
+        Plan("model.py:build", out=tmp_path).run()
 
 
 @pytest.mark.ranks

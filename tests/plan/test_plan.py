@@ -266,7 +266,11 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     assert again.timeline == found.timeline
 
 
-@pytest.mark.parametrize("change", [{"format": "x"}, {"cuts": []}, {"microbatches": 3}, {"recompute": [1]}, {"schedule": None}])
+NO_PLANS = [{"format": "x"}, {"cuts": []}, {"microbatches": 3}, {"recompute": [1]}, {"schedule": None}, {"bound": 0}, {"dp": 0}]
+NO_PLANS += [{"seconds": float("nan")}, {"batch": -1}, {"peak_memory": [1.0]}, {"peak_memory": [-1.0] * 4}]
+
+
+@pytest.mark.parametrize("change", NO_PLANS)
 def test_a_file_that_is_no_plan_is_refused(tmp_path, change):
     path = tmp_path / "plan.json"
     quick(schedules="1f1b", microbatches=4)[0].save(path)

@@ -157,6 +157,8 @@ def test_layers_that_are_not_there_are_estimated_by_their_operations():
     products = 2 * 4 * 32 * 8 / 1e9
     assert last[1:4] == pytest.approx((products, products, products))
     assert (first.parameters, last.output) == (4 * (16 * 32 + 32), 4 * 4 * 8)
+    with pytest.raises(ps.PenstockError, match="speed=0: give the operations a second"):
+        estimate(model, (torch.randn(1, 16),), speed=0)
 
 
 @pytest.mark.slow
@@ -165,6 +167,8 @@ def test_a_config_of_transformers_is_estimated_without_a_device(tmp_path):
     found = of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
     assert sum(name.startswith("transformer.h.") for name in found.names) == 2
     assert plan(found, 2, 1e9, batch=4, effort="quick")[0].seconds > 0
+    with pytest.raises(ps.PenstockError, match="rows of 0 tokens are none"):
+        of_transformers(tmp_path / "config.json", tokens=0, speed=1e9)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ps.PenstockError, match="describes no causal language model"):
         of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)

@@ -27,8 +27,8 @@ V = (0, 1, 2, 2, 1, 0)
 
 
 def soon(done: float, makespan: float) -> bool:
-    """Stops a search after a twentieth of its work."""
-    return done > 0.05
+    """Stops a search after a twentieth of its work, with a table."""
+    return done > 0.05 and makespan < INFINITE
 
 
 @st.composite
@@ -126,7 +126,7 @@ def test_the_same_seed_gives_the_same_table_in_any_process():
     program = """
 from penstock.schedule import Costs, search
 costs = Costs(forward=30, backward_input=40, backward_weight=20, act=0.5)
-found = search(costs, (0, 1, 2, 2, 1, 0), 4, 1.5, "quick", 7, progress=lambda done, makespan: done > 0.05)
+found = search(costs, (0, 1, 2, 2, 1, 0), 4, 1.5, "quick", 7, progress=lambda done, best: 0.05 < done and best < 1e9)
 print(found.schedule.digest())
 """
     other = os.environ | {"PYTHONHASHSEED": "1"}
@@ -248,6 +248,14 @@ def test_ctrl_c_before_there_is_any_table_gives_one_microbatch_after_the_other(m
     monkeypatch.setattr(searching, "_search", pressed)
     found = search(COSTS, (0, 1, 0, 1, 1), 3, limit=1.5, effort="long")
     assert (found.makespan, found.family) == (3 * 5 * 90, None)
+
+
+def test_whoever_watches_can_end_a_search_before_any_published_table_fits():
+    told = []
+    found = search(Costs(3, 4, 2), (0, 0, 1, 1), 4, limit=2, effort="long", progress=lambda *far: told.append(far) or True)
+    assert found.family is None
+    assert told == [(0.0, INFINITE)]
+    assert found.makespan == 4 * 4 * (3 + 4 + 2)  # one microbatch after the other
 
 
 def test_ctrl_c_gives_the_best_so_far():

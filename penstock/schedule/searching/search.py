@@ -64,8 +64,8 @@ def search(
     give the same table anywhere. `optimal`, for small pipelines: `normal`, and then up to some minutes of OR-Tools
     (`pip install 'penstock[optimal]'`), which proves that there is nothing shorter, or finds it, or raises the bound.
     `start`: one more table to begin with, for example one found before.
-    `progress`: told the share of the work that is done and the best makespan so far, some ten times a second. If it returns
-    something true the search ends with what it has, as it does on Ctrl-C.
+    `progress`: told the share of the work that is done and the best makespan so far (infinite before there is one), some ten
+    times a second. If it returns something true the search ends with what it has, as it does on Ctrl-C.
 
     The table is never longer than the best published one within the limit. Raises ScheduleError for a limit that no table
     keeps, for costs, a placement or numbers that are none, and for `optimal` without OR-Tools or with overlapping pairs.
@@ -145,7 +145,7 @@ class _Best:
         self.done += steps
         if self.makespan <= self.bound.time * (1 + TOLERANCE):
             raise _Enough
-        if self.progress and self.makespan < INFINITE and self.progress(min(1.0, self.done / self.work), self.makespan):
+        if self.progress and self.progress(min(1.0, self.done / self.work), self.makespan):
             raise _Enough
 
     def prove(self, seed: int) -> None:

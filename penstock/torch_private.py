@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -95,12 +95,12 @@ class TensorSlot(NamedTuple):
 
 def parameter_slots(module: nn.Module) -> list[TensorSlot]:
     """Every place of a parameter in `module`; the public `named_parameters` does not say whose it is."""
-    return [slot for prefix, owner in module.named_modules() for slot in _slots(prefix, owner, owner._parameters)]
+    return _slots((prefix, owner, owner._parameters) for prefix, owner in module.named_modules())
 
 
 def buffer_slots(module: nn.Module) -> list[TensorSlot]:
     """Every place of a buffer in `module`, of those that are not saved too."""
-    return [slot for prefix, owner in module.named_modules() for slot in _slots(prefix, owner, owner._buffers)]
+    return _slots((prefix, owner, owner._buffers) for prefix, owner in module.named_modules())
 
 
 def tensor_slots(module: nn.Module) -> list[TensorSlot]:
@@ -108,9 +108,13 @@ def tensor_slots(module: nn.Module) -> list[TensorSlot]:
     return parameter_slots(module) + buffer_slots(module)
 
 
-def _slots(prefix: str, owner: nn.Module, held: dict[str, Tensor | None]) -> list[TensorSlot]:
-    names = {key: f"{prefix}.{key}" if prefix else key for key in held}
-    return [TensorSlot(names[key], owner, key, tensor, held) for key, tensor in held.items() if tensor is not None]
+def _slots(owners: Iterable[tuple[str, nn.Module, Any]]) -> list[TensorSlot]:
+    return [
+        TensorSlot(f"{prefix}.{key}" if prefix else key, owner, key, tensor, held)
+        for prefix, owner, held in owners
+        for key, tensor in held.items()
+        if tensor is not None
+    ]
 
 
 def layers_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -222,6 +226,11 @@ def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> 
     They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.
     """
     _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The public `function.apply`, without its care for `torch.func`, which takes half of the time: for use outside of that."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def is_python_node(node: Node) -> bool:

@@ -47,13 +47,17 @@ class Pending(NamedTuple):
             self.work.wait()
 
 
-@contextmanager
-def failing(what: str, peer: int | None = None) -> Iterator[None]:
+class failing:
     """Around operations of the control group: one that ends badly becomes a WaitFailed; `what` and `peer` as there."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise WaitFailed(what, peer, error) from error
+
+    def __init__(self, what: str, peer: int | None = None) -> None:
+        self._what, self._peer = what, peer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise WaitFailed(self._what, self._peer, error) from error
 
 
 @contextmanager
@@ -83,8 +87,6 @@ class Control:
         self._peers = [rank for rank in range(topology.world_size) if rank != topology.rank]
         self._sending: list[Any] = []
         self._receiving: list[Any] = []
-        if self.alone:
-            self._post_receives()
         self._lost: str | None = None
 
     def connect(self) -> Groups | None:
@@ -117,8 +119,10 @@ class Control:
         own all-gather goes around in a ring.
         """
         self.connect()
-        mine = torch.tensor([*row, *[0.0] * (WIDEST - len(row))], dtype=torch.float64, device="cpu")
-        self._told, self._width = mine, len(row)
+        self._told = [float(each) for each in row]
+        if self.alone:
+            return
+        mine = torch.tensor([*self._told, *[0.0] * (WIDEST - len(row))], dtype=torch.float64, device="cpu")
         sent, self._sending = self._sending, []
         for number, peer in enumerate(self._peers):
             with failing(f"for rank {peer} {what}", peer):
@@ -130,14 +134,16 @@ class Control:
 
     def hear(self, what: str) -> list[list[float]]:
         """The second half: wait for the others' rows."""
+        if self.alone:
+            return [self._told]
         rows, receiving = self._heard
         for peer, work in zip(self._peers, receiving, strict=True):
             with failing(f"for rank {peer} {what}", peer):
                 if isinstance(work, RuntimeError):
                     raise work
                 work.wait()
-        heard = rows[:, : self._width].tolist()
-        heard[self.topology.rank] = self._told[: self._width].tolist()  # not into `rows`: it may be of an inference mode before
+        heard = rows[:, : len(self._told)].tolist()
+        heard[self.topology.rank] = self._told  # not into `rows`: it may be of an inference mode before
         return heard
 
     def _post_receives(self) -> None:

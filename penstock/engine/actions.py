@@ -48,6 +48,7 @@ class Actions:
     def __init__(self, stages: Mapping[int, Stage], last: int, batch: Batch, agreed: Agreed, ahead: Ahead | None) -> None:
         self.stages, self.last, self.batch, self.agreed = stages, last, batch, agreed
         self.program, self.weights, self.skipped = agreed.program, agreed.weights, agreed.without_backward
+        self.training, self.seed, self.split = batch.training, batch.seed, agreed.program.split
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.outputs: dict[int, Any] = {}  # by microbatch, if they are wanted
         self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
@@ -67,9 +68,9 @@ class Actions:
         """What the stage makes for each of its takers; nothing on the last stage, whose output becomes the loss."""
         _, index, microbatch = action
         stage, batch = self.stages[index], self.batch
-        keep = batch.training and microbatch not in self.skipped
-        split = (index, microbatch) in self.program.split
-        output = stage.forward(microbatch, batch.given(action, values), batch.seed, keep, split)
+        keep = self.training and microbatch not in self.skipped
+        split = (index, microbatch) in self.split
+        output = stage.forward(microbatch, batch.given(action, values), self.seed, keep, split)
         if stage.auxiliary and microbatch not in self.skipped:
             self.auxiliary += [(microbatch, value) for value in stage.auxiliary]
         if index < self.last:

@@ -16,6 +16,11 @@ from penstock.stage.microbatch import shares, sizes
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
 CALLS = {1.0: "step()", 0.0: "eval()"}  # what votes `training`: other methods exchange rows too
 OTHER = "another of the pipeline's methods"
+ALIKE: Mapping[str, tuple[str, Callable[[float], str]]] = {  # what every vote must have the same
+    "training": ("do different things", lambda call: f"calls {CALLS.get(call, OTHER)}"),
+    "step": ("are apart", lambda step: f"is at step {step:.0f}"),
+    "scale": ("do not scale their gradients alike", lambda scale: f"has scale={scale:.6g}"),
+}
 
 
 class Known(NamedTuple):
@@ -102,12 +107,7 @@ class Agreement:
 
 def check(votes: Sequence[Vote], position: MeshPosition) -> None:
     """Raises MismatchError if `votes`, of all ranks, do not fit together."""
-    alike: dict[str, tuple[str, Callable[[float], str]]] = {
-        "training": ("do different things", lambda call: f"calls {CALLS.get(call, OTHER)}"),
-        "step": ("are apart", lambda step: f"is at step {step:.0f}"),
-        "scale": ("do not scale their gradients alike", lambda scale: f"has scale={scale:.6g}"),
-    }
-    for name, (differ, said) in alike.items():
+    for name, (differ, said) in ALIKE.items():
         first, *others = [getattr(vote, name) for vote in votes]
         for rank, other in enumerate(others, 1):
             if other != first:

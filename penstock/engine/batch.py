@@ -7,14 +7,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from penstock.comms.encoding import bytes_of
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.randomness import mix
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
+from penstock.stage.stage import Stage
 from penstock.torch_private import tree_leaves
 
 NOTHING = -1  # rows of a batch that this rank has no part of
@@ -92,10 +94,10 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     targets: Sequence[Any] = ()
     counts: Sequence[float] = ()
     rows, target_rows, signature = NOTHING, NOTHING, 0
+    bare = len(call.args) == 1 and not call.kwargs  # the common case, a short way
+    given = call.args[0] if bare else (call.args, call.kwargs)
     if rank == first:
         _check_inputs(call, rank)
-        bare = len(call.args) == 1 and not call.kwargs  # the common case, a short way
-        given = call.args[0] if bare else (call.args, call.kwargs)
         sizes = microbatch.sizes_of(given, "the batch", most)
         parts, rows = microbatch.split(given, sizes, device), sum(sizes)
         inputs = [((part,), {}) for part in parts] if bare else parts
@@ -107,7 +109,7 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
             counts = microbatch.counts(microbatch.split(call.target, sizes), call.loss_weight)
         targets, target_rows = microbatch.split(call.target, sizes, device), sum(sizes)
     compares = rank in (first, last) and (first != last or position.tp is not None)
-    values = (seen((call.args, call.kwargs)), seen(call.target)) if compares else (0, 0)
+    values = (seen(given), seen(call.target)) if compares else (0, 0)
     kind = call.training, rows, target_rows, len(counts), signature, fingerprint(modes)
     vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values)
     seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
@@ -115,10 +117,10 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged
 
 
-def modes(parameters: Iterable[nn.Parameter], device: torch.device) -> bytes:
+def modes(stages: Iterable[Stage], device: torch.device) -> bytes:
     """What decides, besides the batch, what stages send: which parameters are trained, and autocast."""
     cast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
-    return cast.encode() + bytes(parameter.requires_grad for parameter in parameters)
+    return cast.encode() + bytes(parameter.requires_grad for stage in stages for parameter in stage.parameters)
 
 
 def seen(batch: Any) -> int:
@@ -126,7 +128,8 @@ def seen(batch: Any) -> int:
 
     Nothing waits for a device: of a batch that is not on the CPU nothing is seen.
     """
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = [batch] if isinstance(batch, Tensor) else tree_leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(type(each) is not Tensor or each.layout != torch.strided or not each.is_cpu for each in tensors):
         return 0
     return digest(b"".join(map(_some_values, tensors)))
@@ -140,7 +143,7 @@ def _some_values(tensor: Tensor) -> bytes:
         slices.append(slice(None, None, max(1, math.ceil(size / taken))))
         left //= taken
     values = tensor[tuple(slices)].detach().resolve_conj().resolve_neg()
-    return bytes(values.contiguous().flatten().view(torch.uint8).tolist())
+    return bytes_of(values.contiguous())
 
 
 def digest(text: bytes) -> int:

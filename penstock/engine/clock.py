@@ -6,7 +6,8 @@ as in NTP (Mills 1991): of many messages there and back, the fastest of each dir
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,10 +105,11 @@ class Clock:
 
     def summary(self) -> tuple[float, float, float]:
         """First start, last end, and the time spent in actions."""
-        intervals = self.intervals()
-        if not intervals:
+        times = self._times(self._marks)
+        if not times:
             return 0.0, 0.0, 0.0
-        return intervals[0][0], intervals[-1][1], sum(end - start for start, end, _ in intervals)
+        starts, ends = times[::3], times[1::3]
+        return starts[0] + self.offset, ends[-1] + self.offset, sum(map(sub, ends, starts))
 
     def around(self) -> tuple[float, float]:
         """Seconds between the step before and this one, 0 if there was none, and those from the last action to `averaged`."""
@@ -115,8 +117,7 @@ class Clock:
         *ended, began, acted, averaged = self._times([*filter(None, [self.ended]), self._began, acted, self._averaged])
         return began - (ended or [began])[0], averaged - acted
 
-    def _mark(self) -> Any:
-        return time.perf_counter()
+    _mark: Callable[..., Any] = staticmethod(time.perf_counter)
 
     def _times(self, marks: Sequence[Any]) -> Sequence[float]:
         return marks

@@ -4,6 +4,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -162,9 +163,10 @@ def conclude(
     loss, *of_each = (torch.full((), value, dtype=dtype, device=device) for value in (math.fsum(values), *each))
     ran = [one for one in everyone if one.end]  # a rank may have no stage
     makespan = max(one.end for one in ran) - min(one.start for one in ran)
-    names = ("busy", "memory", "between", "averaging", "failed_beside", "preempted", "found")
-    columns = [tuple(getattr(one, name) for one in everyone) for name in names]
-    return loss, of_each, StepReport._make([makespan, *columns, False, ""])
+    return loss, of_each, StepReport._make([makespan, *zip(*map(_OF_EACH, everyone), strict=True), False, ""])
+
+
+_OF_EACH = attrgetter("busy", "memory", "between", "averaging", "failed_beside", "preempted", "found")  # as in StepReport
 
 
 def _of_microbatch(told: Sequence[Losses], which: int) -> float:

@@ -73,7 +73,7 @@ class Engine:
         self.beside: Beside | None = None  # what goes on beside the steps
 
     def step(self, call: Call) -> Outcome:
-        """Run one step, the same on every rank.
+        """Run one step, the same on every rank. `forget` comes before.
 
         Raises MismatchError for a batch that does not fit and for parameters without values, StageError when the model or the
         loss raises, and WaitFailed when a peer is lost or silent.
@@ -82,8 +82,7 @@ class Engine:
         forget_peak(self.device)
         channels = self.channels
         self.parameters.check_values()
-        self.forget()
-        batch = split(call, self.position, self.schedule, modes(self.parameters.parameters(), self.device))
+        batch = split(call, self.position, self.schedule, modes(self.stages.values(), self.device))
         self.checks.begin(batch)
         with waiting("for the replicas to begin the step"):
             begin([self.stages[index].copies for index in self._whole.stages])
@@ -177,8 +176,7 @@ class Engine:
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
         flags = bool(self.beside and self.beside.failed), preempted(), self.checks.found()
-        memory = peak_memory(self.device)
-        mine = Ended(*total, *clock.summary(), memory, len(losses.auxiliary), *clock.around(), *flags)
+        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *clock.around(), *flags)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
         judged = self.checks.verdict(actions.batch, report)
@@ -196,6 +194,6 @@ class Engine:
         return self._connected[1]
 
     def forget(self) -> None:
-        """Let go of whatever a step that failed has left."""
+        """Before a step: let go of whatever one that failed has left, and look at the modules anew."""
         for stage in self.stages.values():
             stage.forget()

@@ -16,6 +16,7 @@ by side they are one action, and a table that is proved for one pipeline is prov
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class MeshPosition:
         """The size of `dp`."""
         return len(self.pipelines)
 
-    @property
+    @cached_property
     def counted(self) -> list[tuple[int, ...]]:
         """Of each replica, the ranks of one pipeline: those beside it along `tp` say the same."""
         return [shards[0] for shards in self.pipelines]
@@ -63,12 +64,12 @@ class MeshPosition:
         """The axis, if it has more than one rank."""
         return self.mesh["dp"] if self.mesh is not None and self.replicas > 1 else None
 
-    @property
+    @cached_property
     def tp(self) -> DeviceMesh | None:
         """The axis, if it has more than one rank."""
         return self.mesh["tp"] if self.mesh is not None and len(self.pipelines[0]) > 1 else None
 
-    @property
+    @cached_property
     def stages(self) -> list[tuple[int, ...]]:
         """For each place in a pipeline, the ranks that stand there: they have the same stages."""
         return list(zip(*[ranks for shards in self.pipelines for ranks in shards], strict=True))

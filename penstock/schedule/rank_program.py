@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 
 from penstock.schedule.program import Program, Step, lower
@@ -21,7 +21,7 @@ class RankProgram:
     weights: dict[Action, tuple[int, ...]]  # W -> the microbatches whose weights' gradients it adds
     last: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
 
-    @property
+    @cached_property
     def stages(self) -> list[int]:
         """The rank's stages, in the order in which they come into use."""
         return list(dict.fromkeys(step.action.stage for step in self.steps))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.comms.messages import wire
-from penstock.torch_private import is_python_node, tree_unflatten
+from penstock.torch_private import applied, is_python_node, tree_unflatten
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -41,9 +41,10 @@ class StageInput:
 
 def handed_over(value: Any) -> Any:
     """`value` as the next stage of the same rank receives it: the same memory, cut off from the graph that made it."""
+    if isinstance(value, Tensor):  # the common case, a short way
+        return value.detach().requires_grad_(value.requires_grad)
     leaves, tree = wire.flatten(value)
-    cut = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return cut[0] if isinstance(value, Tensor) else tree_unflatten(cut, tree)
+    return tree_unflatten([handed_over(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
 
 
 def enter(tensors: Sequence[Tensor], keep: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
@@ -52,7 +53,7 @@ def enter(tensors: Sequence[Tensor], keep: Callable[[Gradients], None]) -> tuple
     They are not leaves: a layer may change them in place. When a backward has reached them, `keep` gets their gradients, None
     for those that it did not reach; it is not called if it reached none.
     """
-    return _Entrance.apply(_ANCHOR, tensors, keep)
+    return _entered(_ANCHOR, tensors, keep)
 
 
 class _Entrance(torch.autograd.Function):
@@ -71,6 +72,7 @@ class _Entrance(torch.autograd.Function):
 
 
 _ANCHOR = torch.empty(0, requires_grad=True)
+_entered = applied(_Entrance)
 
 
 def edge_of(tensor: Tensor) -> GradientEdge:

@@ -27,6 +27,9 @@ NEVER_RANDOM = frozenset(
 )  # fmt: skip
 
 
+LOSSES = (nn.functional.cross_entropy, nn.functional.mse_loss)  # which draw none either
+
+
 def _may_draw(layer: Callable[..., Any]) -> bool:
     """Whether `layer` may draw random numbers: of those that do not, its hooks may, or what was put over its forward."""
     return type(layer) not in NEVER_RANDOM or is_extended(layer)  # type: ignore[arg-type]

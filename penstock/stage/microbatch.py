@@ -71,8 +71,9 @@ def _split_leaf(leaf: Any, rows_each: Sequence[int], device: torch.device | None
     leaf = _sent(leaf, device) if device is not None else leaf
     if not leaf.dim():
         return [leaf] * len(rows_each)
-    parts = leaf.split(list(rows_each))
-    return parts if leaf.requires_grad else [part.data for part in parts]  # a layer may change one in place, others stay valid
+    if leaf.requires_grad:
+        return leaf.split(list(rows_each))
+    return leaf.unsafe_split_with_sizes(list(rows_each))  # a layer may change one in place, others stay valid
 
 
 def _sent(leaf: Tensor, device: torch.device) -> Tensor:

@@ -18,8 +18,8 @@ from penstock.stage.exchange.arguments import Signature
 from penstock.stage.exchange.messages import Messages, Received
 from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.graph import Gradients, edge_of
-from penstock.stage.layers import Layers, Recompute
-from penstock.stage.parameter_slot import installed
+from penstock.stage.layers import LOSSES, Layers, Recompute
+from penstock.stage.parameter_slot import installed, slots_of
 from penstock.torch_private import run_backward, tree_leaves
 
 
@@ -63,21 +63,26 @@ class Stage:
         first: int = 0,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
+        self._loss_may_draw = not any(loss_fn is each for each in (None, *LOSSES))
         self.copies, self._first, self._device = copies or StageCopies(), first, device.type
         self.neighbours = neighbours or Neighbours((index - 1,), (index + 1,))
         self.kept: dict[int, Kept] = {}
         self.auxiliary: list[Tensor] = []  # losses of the last forward
+        self.parameters: list[nn.Parameter] = []  # the module's, each once, when the step began
         self._signature = Signature(module, later)
         self._messages = Messages(index, module, self.neighbours)
         self._layers = Layers(index, module, device, numbers, recompute)
         self._splitter = Splitter(module, merge, self._messages.shared, in_order, self.copies.hooked)
         self._deferred: dict[int, DeferredGradients] = {}  # microbatch -> what its W will do
+        # Around a backward: what autocast did to the forward is in the graph, no more is done to it. So it is in plain PyTorch,
+        # whose users leave autocast before they call `backward()`.
+        self._outside_autocast: AbstractContextManager[Any] = _NOTHING
 
     def get_ready(self) -> None:
         """Before the step's first action: wait for parameters that are elsewhere."""
         if not self.copies.ready:
             self.copies.get_ready()
-            self._splitter.refresh()
+            self._splitter.refresh(slots_of(self.module))
 
     def forward(
         self, microbatch: int, given: Sequence[Any], seed: int | None = None, keep: bool = True, split: bool = False
@@ -90,19 +95,19 @@ class Stage:
 
         Raises MismatchError for a keyword of the batch's that no stage takes.
         """
-        if self.index == 0:
-            (args, kwargs, keywords), received = self._signature.of_batch(*given), _NOTHING_RECEIVED
-        else:
-            with _grad_mode(keep):
-                values, received = self._messages.receive(given)
-                args, kwargs, keywords = self._signature.of_values(values)
         deferred = self._splitter.begin() if split and keep else None
         seed = None if seed is None else advance(seed, self._first + microbatch)
         if self._splitter.tied:
             self._fresh_casts()
-        with _grad_mode(keep), Collected() as auxiliary, _standing_in(deferred, received):
-            output = self._layers.run(seed, args, kwargs)
-        if seed is not None and self.loss_fn is not None:
+        with _grad_mode(keep), Collected() as auxiliary:
+            if self.index == 0:
+                (args, kwargs, keywords), received = self._signature.of_batch(*given), _NOTHING_RECEIVED
+            else:
+                values, received = self._messages.receive(given)
+                args, kwargs, keywords = self._signature.of_values(values)
+            with _standing_in(deferred, received):
+                output = self._layers.run(seed, args, kwargs)
+        if seed is not None and self._loss_may_draw:
             self._layers.seed_loss(seed)
         output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output)
         self.auxiliary = [value.detach() for value in auxiliary]
@@ -115,7 +120,7 @@ class Stage:
     def _ends(self, leaves: Sequence[Any]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
         """Where a backward from `leaves` starts, and what copies of the stage must know of its graph."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        return tuple([edge_of(tensor) for tensor in tensors]), self.copies.ends_of(tensors)
+        return tuple(map(edge_of, tensors)), self.copies.ends_of(tensors)
 
     def loss(self, microbatch: int, output: Any, target: Any, keep: bool = True) -> Tensor:
         """The loss of `output`; if kept, the backward of `microbatch` now starts there. Raises ValueError if not a scalar."""
@@ -152,7 +157,7 @@ class Stage:
         pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         if auxiliary:
             pairs += [(edge, torch.full_like(value, weight)) for edge, value in auxiliary]
-        with self._outside_autocast():
+        with self._outside_autocast:
             if last:
                 self.copies.expect(ends)
             if pairs:
@@ -166,7 +171,7 @@ class Stage:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
         deferred = [self._deferred.pop(microbatch) for microbatch in microbatches if microbatch in self._deferred]
         expect = self.copies.expect if last and self.copies.hooked else None
-        with self._outside_autocast():
+        with self._outside_autocast:
             self._splitter.end(deferred, last, expect)
             if last:
                 self._complete()
@@ -181,19 +186,16 @@ class Stage:
         return self._deferred[microbatch].held() if microbatch in self._deferred else []
 
     def forget(self) -> None:
-        """Before a step: let go of all microbatches that a step which did not end left in flight."""
+        """Before a step: let go of microbatches that one which did not end left in flight, and look at the module anew."""
         self.kept.clear()
         self._deferred.clear()
         self._layers.forget()
-        self._splitter.refresh()
+        slots = slots_of(self.module)
+        self.parameters = [slot.parameter for slot in slots]
+        self._splitter.refresh(slots)
         self._fresh_casts()
-
-    def _outside_autocast(self) -> AbstractContextManager[Any]:
-        """Around a backward: what autocast did to the forward is in the graph, no more is done to it.
-
-        So it is in plain PyTorch, whose users leave autocast before they call `backward()`.
-        """
-        return torch.autocast(self._device, enabled=False) if torch.is_autocast_enabled(self._device) else _NOTHING
+        autocast = torch.is_autocast_enabled(self._device)
+        self._outside_autocast = torch.autocast(self._device, enabled=False) if autocast else _NOTHING
 
     def _fresh_casts(self) -> None:
         """Have autocast, where it is on, cast parameters anew: before a step, and where a parameter is in several places.

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from mmap import mmap
 
 from penstock.schedule.table import Action, Kind
@@ -23,6 +24,7 @@ class Doing:
     def __init__(self) -> None:
         self.words = memoryview(bytearray(BYTES)).cast("q")
         self.file = -1  # of the memory, once others can read it
+        self._running = RUNNING  # what `enter` wrote last
 
     def share(self) -> None:
         """From now on others can read it, where the system has such memory."""
@@ -47,12 +49,11 @@ class Doing:
 
     def enter(self, action: Action) -> None:
         """The action begins."""
-        kind, stage, microbatch = action
-        self.words[ACTION] = stage + 1 << 32 | microbatch << 3 | BITS[kind] | RUNNING
+        self.words[ACTION] = self._running = _word(action)
 
     def leave(self) -> None:
         """It is done."""
-        self.words[ACTION] &= ~RUNNING
+        self.words[ACTION] = self._running - RUNNING
 
 
 def running(words: Words) -> tuple[int, Action] | None:
@@ -71,6 +72,12 @@ def told(words: Words) -> str:
     if not action:
         return f"at the beginning of {where}"
     return f"{'in' if action & RUNNING else 'after'} {_action(action)} of {where}"
+
+
+@cache
+def _word(action: Action) -> int:
+    kind, stage, microbatch = action
+    return stage + 1 << 32 | microbatch << 3 | BITS[kind] | RUNNING
 
 
 def _action(word: int) -> Action:

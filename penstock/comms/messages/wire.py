@@ -110,14 +110,13 @@ def empty(spec: TensorSpec, device: torch.device) -> Tensor:
 
 def rebuild(spec: MessageSpec, tensors: list[Tensor]) -> Any:
     """The message `spec` describes, its tensors in place and requiring a gradient where the sender's did."""
-    for tensor, leaf in zip(tensors, spec.tensors, strict=True):
-        if leaf.requires_grad:
-            tensor.requires_grad_()
-    if len(spec.leaves) == 1 and tensors and spec.tree.is_leaf():
-        return tensors[0]
     rest = iter(tensors)
-    leaves = [next(rest) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
-    return tree_unflatten(leaves, spec.tree)
+    leaves = [_of(leaf, next(rest)) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
+    return leaves[0] if spec.tree.is_leaf() else tree_unflatten(leaves, spec.tree)
+
+
+def _of(spec: TensorSpec, tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
 def shaped(data: Tensor, spec: TensorSpec) -> Tensor:

@@ -16,13 +16,13 @@ class Guard:
 
     def __init__(self, engine: Engine, on_nonfinite: OnNonfinite | None) -> None:
         self.engine, self.choice = engine, on_nonfinite
-        self._modules = [stage.module for stage in engine.stages.values()]
 
     def step(self, call: Call) -> Outcome:
         """As the engine's. Raises NonFiniteError and CorruptionError the same on every rank, once all have ended the step."""
+        self.engine.forget()
         if not call.training:
             return self.engine.step(call)
-        with undone_on_failure(self._modules, self.engine.device, everything=self.choice is not None) as before:
+        with undone_on_failure(self.engine.stages.values(), self.engine.device, self.choice is not None) as before:
             outcome = self._run(call)
             if (found := outcome.verdict) is None:
                 return outcome
@@ -35,6 +35,7 @@ class Guard:
             if self.choice == "skip":
                 self._warn(f"{name}, and the step is skipped: {found.text}")
                 return outcome._replace(report=outcome.report._replace(skipped=True, nonfinite=found.text))
+            self.engine.forget()
             outcome = self._run(call)
             if (again := outcome.verdict) is None:
                 self._warn(f"{name}, and was transient: run once more, the step is finite. {found.text}")

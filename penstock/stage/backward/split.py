@@ -21,7 +21,7 @@ from penstock.stage.backward.deferred import Casts, DeferredGradients, Owed, Wei
 from penstock.stage.backward.groups import Group, grouped
 from penstock.stage.backward.rules import PRODUCTS
 from penstock.stage.backward.standins import stand_in
-from penstock.stage.parameter_slot import ParameterSlot, slots_of
+from penstock.stage.parameter_slot import ParameterSlot
 from penstock.torch_private import has_gradient_hooks, is_compiled, run_backward
 
 SMALL = 1 << 18  # products in a weight's gradient; to put off one takes about as long as so many
@@ -52,22 +52,22 @@ class Splitter:
         self.tied = False  # whether some parameter is in several places
         self._shared = {id(parameter) for parameter in shared}
         self._slots: list[ParameterSlot] = []
+        self._identities: list[Any] = []
         self._stock: list[DeferredGradients] = []
         self._groups: dict[Any, list[Group]] = {}  # for uses of the same parameters in the same order
         self._active: Sequence[int] = ()  # those of the slots that get stand-ins
         self._worth: Sequence[int] | None = ()  # those that get them from the next step on; None until that is known
 
-    def refresh(self) -> None:
-        """Look at the module anew, before a step: parameters may have been changed, frozen, replaced or moved."""
+    def refresh(self, every: Sequence[ParameterSlot]) -> None:
+        """Before a step: `every` parameter of the module, as it is now. It may have been changed, frozen, replaced or moved."""
         self.casts.clear()
-        every = slots_of(self.module)
         self.tied = any(len(slot.places) > 1 for slot in every)
         compiled = [each for each in self.module.modules() if is_compiled(each)]  # which is bound to the parameters themselves
         bound = self._shared.union(id(parameter) for each in compiled for parameter in each.parameters())
         trained = [slot for slot in every if type(slot.parameter) is nn.Parameter and slot.parameter.requires_grad]
         slots = [slot for slot in trained if id(slot.parameter) not in bound]
-        if [slot.identity() for slot in slots] != [slot.identity() for slot in self._slots]:
-            self._slots, self._stock, self._groups = slots, [], {}
+        if (identities := [slot.identity() for slot in slots]) != self._identities:
+            self._slots, self._identities, self._stock, self._groups = slots, identities, [], {}
             self._active = range(len(slots))
             self._worth = None if self.in_order and not self.merge else self._active
         elif self._worth is not None and len(self._worth) < len(self._active):

@@ -19,32 +19,42 @@ def check(layers: Layers, ranks: int, batch: int, effort: str, efforts: Iterable
         raise PenstockError(f"effort={effort!r}: use {', '.join(efforts)}")
 
 
-def check_terms(**numbers: float) -> None:
+def check_terms(**numbers: object) -> None:
     """Of messages, the engine and the optimizer."""
     for name, number in numbers.items():
-        if not number >= 0 or (number == 0 and name in ("bandwidth", "cores")):
-            raise PenstockError(f"{name}={number} cannot be: give a number above 0")
+        if not isinstance(number, int | float) or not number >= 0 or (number == 0 and name in ("bandwidth", "cores")):
+            raise PenstockError(f"{name}={number!r} cannot be: give a number above 0")
+
+
+def whole_numbers(name: str, given: int | Sequence[int]) -> list[int]:
+    """The one, or each of several once."""
+    asked = list(dict.fromkeys(given)) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(each, int) for each in asked):
+        raise PenstockError(f"{name}={given!r}: give a whole number, or several to choose from")
+    return asked
 
 
 def limits(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
     """Bytes of every rank."""
     each = memory if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * ranks
-    limits = tuple(bytes_of(one) if isinstance(one, str) else float(one) for one in each)
-    if len(limits) != ranks or not min(limits) > 0:
+    read: list[object] = [bytes_of(one) if isinstance(one, str) else one for one in each]
+    limits = tuple(float(one) for one in read if isinstance(one, int | float) and one > 0)
+    if not len(limits) == len(each) == ranks:
         raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
     return limits
 
 
 def speeds(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
     """Of every rank, or none."""
-    if speeds and (len(speeds) != ranks or not min(speeds) > 0):
-        raise PenstockError(f"speeds are {list(speeds)} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
-    return tuple(speeds)
+    each: tuple[float, ...] = tuple(speeds) if isinstance(speeds, Iterable) else (speeds,)
+    if each and (len(each) != ranks or not all(isinstance(one, int | float) and 0 < one < math.inf for one in each)):
+        raise PenstockError(f"speeds are {speeds} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
+    return each
 
 
 def replicas(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
     """Numbers of replicas that are tried: of those asked for the ones that divide both."""
-    asked = [dp] if isinstance(dp, int) else list(dict.fromkeys(dp))
+    asked = whole_numbers("dp", dp)
     if not (found := [each for each in asked if each > 0 and ranks % each == 0 and batch % each == 0]):
         most = math.gcd(ranks, batch)
         raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {most}")
@@ -69,7 +79,7 @@ def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, rank
         fewest = min(most, max(1, min(rows, ranks) // 4, math.ceil(rows / largest)))
         whole = [count for count in range(fewest, most + 1) if rows % count == 0]
         return whole or [min(rows, 4 * ranks)]
-    counts = [microbatches] if isinstance(microbatches, int) else sorted(set(microbatches))
+    counts = sorted(whole_numbers("microbatches", microbatches))
     if wrong := [count for count in counts if not 1 <= count <= batch]:
         raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
     return [count for count in counts if count <= rows]

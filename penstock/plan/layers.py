@@ -132,4 +132,9 @@ def _mixed(few: Layer, many: Layer, share: float, scale: float = 1.0, least: flo
 
 def as_layers(layers: "Layers | Sequence[Layer]") -> Layers:
     """`layers`; a plain sequence is of microbatches of one row."""
-    return layers if isinstance(layers, Layers) else Layers.of(layers)
+    if isinstance(layers, Layers):
+        return layers
+    each = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not all(isinstance(layer, Layer) for layer in each):
+        raise PenstockError("layers are what ps.plan.measure gives, or a list of ps.plan.Layer")
+    return Layers.of(each)

@@ -163,6 +163,13 @@ def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
         ({"ranks": 2.5}, "whole numbers"),
         ({"bandwidth": 0}, "bandwidth=0 cannot be"),
         ({"ranks": 32, "fewer": False}, "more stages than the 16 layers"),
+        ({"memory": None}, "memory is None for 4 ranks: give bytes above 0"),
+        ({"memory": [1e9, None]}, "give bytes above 0"),
+        ({"microbatches": "8"}, "microbatches='8': give a whole number"),
+        ({"microbatches": 4.0}, "microbatches=4.0: give a whole number"),
+        ({"dp": None}, "dp=None: give a whole number"),
+        ({"speeds": 0.5}, "speeds are 0.5 for 4 ranks"),
+        ({"optimizer": None}, "optimizer=None cannot be"),
     ],
 )
 def test_what_cannot_be_planned_for_is_told(wrong, told):
@@ -171,6 +178,8 @@ def test_what_cannot_be_planned_for_is_told(wrong, told):
 
 
 def test_layers_that_take_no_time_are_told():
+    with pytest.raises(PenstockError, match=r"what ps\.plan\.measure gives, or a list of ps\.plan\.Layer"):
+        plan(Layer("a", 1, 1, 1), 1, 1e9, batch=1)
     with pytest.raises(PenstockError, match="all layers take 0 seconds"):
         plan([Layer("a", 0, 0, 0)], 1, 1e9, batch=1)
 

@@ -23,6 +23,7 @@ from penstock.randomness import aside
 from penstock.torch_private import as_exported, tensor_slots, tree_leaves, tree_map_only
 
 _ROUNDS, _SECONDS = 3, 2.0  # measured at least so often, and on until so long
+_STEADY, _FASTER = 20, 0.98  # or until in so many rounds no unit took less than this share of its fastest time
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,18 @@ def measure(
 ) -> list[float]:
     """Seconds that forward and backward of every unit take, in their order: the fastest of several runs each.
 
-    All units run in turn, `rounds` times and then on until `seconds` have passed, so that what disturbs one disturbs all.
-    The backward is given ones, and adds its gradients to those of the run before, as in accumulation. All run on `device`, by
-    default each where it is; what is on the meta device has random values.
+    All units run in turn, so that what disturbs one disturbs all: `rounds` times, and then on until `seconds` have passed or
+    none gets faster any more. The backward is given ones, and adds its gradients to those of the run before, as in
+    accumulation. All run on `device`, by default each where it is; what is on the meta device has random values.
     """
     fastest = [float("inf")] * len(units)
     until = perf_counter() + seconds
-    done = 0
-    while done < rounds or perf_counter() < until:
-        fastest = [min(before, _time_of(unit, device)) for before, unit in zip(fastest, units, strict=True)]
+    done = last = 0
+    while done < rounds or (perf_counter() < until and done - last < _STEADY):
         done += 1
+        before, fastest = fastest, [min(least, _time_of(unit, device)) for least, unit in zip(fastest, units, strict=True)]
+        if any(now < _FASTER * least for now, least in zip(fastest, before, strict=True)):
+            last = done
     return fastest
 
 

@@ -27,6 +27,7 @@ from penstock.stage.stage import Stage
 from penstock.torch_private import as_exported, gradient_hooks, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 ROUNDS, SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
+ENOUGH = 50  # rounds whose median more would not change
 CACHE = 1 << 20  # floats that are touched before each run, as the work of other layers does in a step
 FEWER = 4  # the second sample has one row for so many of the first
 MIDDLE = 1  # the number of a stage that gets messages and gives some
@@ -52,7 +53,7 @@ def measure(
     too, so that the plan knows what many small microbatches cost more than few large ones.
     `loss_fn`, `target`: as in `step`; what the loss costs counts to the last layer.
     `device`: where the layers run, each in its turn; by default where the model is, and the CPU for one on the meta device.
-    `rounds`, `seconds`: how often each layer runs at least, and on until when; the median counts.
+    `rounds`, `seconds`: how often each layer runs at least, and on until when, or until 50 times; the median counts.
 
     Parameters, gradients, buffers and random numbers stay as they are. Raises MismatchError for a model that cannot be cut, and
     for an example without rows or one that it fails on.
@@ -115,7 +116,7 @@ def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any
 def _layers(units: Sequence[Unit], device: torch.device | None, rounds: int, seconds: float) -> list[Layer]:
     times: list[list[Times]] = [[] for _ in units]
     until = perf_counter() + seconds
-    while len(times[0]) < rounds or perf_counter() < until:
+    while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < ENOUGH):
         for unit, each in zip(units, times, strict=True):
             each.append(_alone(unit, device, _times))
     found = []

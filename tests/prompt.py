@@ -21,6 +21,7 @@ from penstock.comms.starting import ranks
 from penstock.comms.starting.rank_main import rank_main
 from penstock.comms.starting.server import HELD, server_context
 
+WAIT = 500  # seconds
 Ended = subprocess.CompletedProcess[str]
 
 
@@ -44,6 +45,11 @@ def python(program: Path, *words: object) -> Ended:
     return _ended(_program, [str(program.resolve()), *map(str, words)])
 
 
+def torchrun(ranks: int, *words: object, **variables: str) -> Ended:
+    """The same of `torchrun words`, on this machine; its ranks are interpreters of their own."""
+    return _ended(_torchrun, ["torchrun", "--standalone", "--nproc-per-node", str(ranks), *map(str, words)], **variables)
+
+
 def _ended(work: Callable[[], None], words: list[str], **variables: str) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
         context, said = server_context(), (Path(folder) / "stdout", Path(folder) / "stderr")
@@ -51,12 +57,12 @@ def _ended(work: Callable[[], None], words: list[str], **variables: str) -> Ende
         process: Any = context.Process(target=_run, args=(work, typed))
         process.start()
         try:
-            process.join(250)
+            process.join(WAIT)
             late = process.is_alive()
         finally:
             process.kill()
             process.join()
-        assert not late, f"{words} took 250 s: {said[1].read_text()}"
+        assert not late, f"{words} took {WAIT} s: {said[1].read_text()}"
         return subprocess.CompletedProcess(words, process.exitcode, *[path.read_text() for path in said])
 
 
@@ -92,6 +98,12 @@ def _speak_into(said: tuple[Path, Path]) -> None:
 
 def _command() -> None:
     from penstock.commands.cli import main
+
+    main()
+
+
+def _torchrun() -> None:
+    from torch.distributed.run import main
 
     main()
 

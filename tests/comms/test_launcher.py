@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where pytest finds it, but no
 import pytest
 import torch
 from patience import within
+from prompt import torchrun
 from torch import nn
 
 import penstock as ps
@@ -119,8 +120,7 @@ def test_the_others_of_a_rank_that_ends_with_an_error_of_its_own_are_told_which(
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_under_torchrun_too_they_are_told_of_one_that_has_finished(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    ended = torchrun(2, __file__, tmp_path)
     assert ended.returncode
     assert "gloo" not in ended.stderr
     told = [path.read_text() for path in tmp_path.iterdir()]

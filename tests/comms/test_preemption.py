@@ -110,7 +110,8 @@ threading.Thread(target=call).start()"""
         assert process.wait(60) == 0
 
 
-SMALL = ["--steps", "120", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--ranks", "2"]
+SMALL = ["--steps", "120", "--batch", "8", "--width", "16", "--context", "16", "--layers", "2", "--ranks", "2"]
+SMALL += ["--microbatches", "2"]
 
 
 def preempted(folder):

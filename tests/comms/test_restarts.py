@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from prompt import python
+from prompt import python, torchrun
 from safetensors.torch import load_file
 from torch import nn
 
@@ -429,12 +429,9 @@ if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
 def test_the_documented_script_goes_on_under_torchrun_with_the_bits_of_one_that_was_left_alone(tmp_path):
     (tmp_path / "train.py").write_text(documented_script())
     (tmp_path / "sitecustomize.py").write_text(FAULT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "WATCHED": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*torchrun, "train.py", "run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-    )
+    words = "--max-restarts", 1, tmp_path / "train.py", tmp_path / "run"
+    ended = torchrun(2, *words, PYTHONPATH=path, WATCHED=str(tmp_path / "run"))
     assert ended.returncode == 0, ended.stderr
     assert "exitcode: -9" in ended.stderr
     alone = python(tmp_path / "train.py", tmp_path / "alone")

@@ -6,7 +6,6 @@ This file is the program of torchrun's ranks as well.
 import ctypes
 import os
 import socket
-import subprocess
 import sys
 import threading
 from datetime import timedelta
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from open_files import open_files
+from prompt import torchrun
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -122,8 +122,7 @@ def test_launched_ranks_listen_on_the_loopback_only_and_another_user_comes_to_no
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_ranks_of_torchrun_on_one_machine_listen_on_the_loopback_only():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    done = torchrun(2, __file__)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("listens on the loopback") == 2
 

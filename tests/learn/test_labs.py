@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from prompt import python
+from prompt import python, torchrun
 
 import penstock as ps
 from penstock import schedule
@@ -79,9 +79,9 @@ def test_a_lab_runs_as_a_script_with_its_output_in_a_pipe():
 
 @pytest.mark.ranks
 def test_a_lab_runs_under_torchrun_and_tells_its_story_once():
-    output = run_python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", catalog.LABS[UNDER_TORCHRUN].module
-    )
+    done = torchrun(2, "-m", catalog.LABS[UNDER_TORCHRUN].module)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     assert "checked: " in output
     assert ends_with_a_measurement(output), output
     assert output.count("Measured: ") == 1

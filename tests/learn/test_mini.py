@@ -1,11 +1,10 @@
 """The pipeline in one file: the bits of the engine."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from prompt import torchrun
 from reference import accumulate, assert_same, data, gradients, make, merged
 
 import penstock as ps
@@ -55,18 +54,7 @@ def test_it_can_be_read_in_one_go():
 
 @pytest.mark.fresh
 def test_it_trains_under_torchrun():
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "penstock.learn.mini",
-        "mine",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    ended = torchrun(2, "-m", "penstock.learn.mini", "mine")
     lines = ended.stdout.splitlines()
     assert len(lines) == 10, ended.stderr
     assert all(line.endswith("the same bits: True") for line in lines)

@@ -5,8 +5,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import fresh
 import pytest
 import torch
-from prompt import python
+from prompt import python, torchrun
 from reference import accumulate, assert_same, merged
 from torch import nn
 
@@ -26,7 +24,6 @@ from penstock.commands.train.job import train_rank
 pytestmark = pytest.mark.fresh
 
 HERE = Path(__file__).parent
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ALIKE = ["tp", "fsdp", "split backward", "resume", "errors"]
 STARTS = {  # who starts how many ranks, for what
     "torchrun": (2, [*ALIKE, "transformers", "train", "train with tp"]),
@@ -35,16 +32,11 @@ STARTS = {  # who starts how many ranks, for what
 }
 
 
-def command(*words: object) -> None:
-    paths = os.pathsep.join([str(HERE), str(HERE.parent), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "COLUMNS": "120", "NO_COLOR": "1"}
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=500, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def by_torchrun(folder: Path, ranks: int, cases: list[str]) -> None:
-    command(*TORCHRUN, ranks, HERE / "own_hash_seed.py", HERE / "fresh.py", folder, *cases)
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    words = HERE / "own_hash_seed.py", HERE / "fresh.py", folder, *cases
+    done = torchrun(ranks, *words, PYTHONPATH=paths, COLUMNS="120", NO_COLOR="1")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def by_spawn(folder: Path, ranks: int, cases: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

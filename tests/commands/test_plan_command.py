@@ -13,6 +13,8 @@ from penstock.commands import cli
 from penstock.commands.plan import Plan, Watched, built
 from penstock.commands.search import Search
 from penstock.commands.source import question_of
+from penstock.commands.train.config import TrainConfig
+from penstock.commands.train.planned import with_plan
 from penstock.plan import Layer, Layers, bytes_of, load
 from penstock.schedule import Schedule
 from penstock.view.studio.answers import answer
@@ -56,6 +58,12 @@ def test_plan_tells_plans_what_memory_would_buy_and_how_robust_the_best_is(costs
     assert "same" in capsys.readouterr().out
     shown = answer(question_of(str(out), ranks=4, microbatches=8))
     assert shown["timeline"]["makespan"] == pytest.approx(load(out).timeline.makespan)
+    monkeypatch.setenv("RANK", "0")
+    assert with_plan(TrainConfig(plan=str(out)))[1] == load(out)
+    assert capsys.readouterr().out.startswith("planned: ")
+    monkeypatch.setenv("RANK", "1")  # of torchrun's processes one tells
+    with_plan(TrainConfig(plan=str(out)))
+    assert not capsys.readouterr().out
     out.write_text(out.read_text().replace('"penstock plan 1"', '"penstock plan 2"'))
     with pytest.raises(PenstockError, match=r"plan\.json"):
         answer(question_of(str(out), ranks=4, microbatches=8))

@@ -36,7 +36,8 @@ def with_plan(config: TrainConfig) -> tuple[TrainConfig, Plan | None]:
     if config.plan is None or config.resume is not None:
         return config, None
     chosen = load(config.plan) if config.plan.endswith(".json") else _fastest(config, _made(config))
-    print(f"planned: {chosen}", flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"planned: {chosen}", flush=True)
     return _as_planned(config, chosen), chosen
 
 

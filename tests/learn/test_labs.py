@@ -473,7 +473,6 @@ def test_only_rank_0_speaks(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.timed
 def test_an_emulated_layer_takes_its_time_and_multiplies():
     layer = EmulatedLayer(3, forward_seconds=0.02, backward_seconds=0.04)
     hidden = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
@@ -489,7 +488,6 @@ def test_an_emulated_layer_takes_its_time_and_multiplies():
 
 
 @pytest.mark.ranks
-@pytest.mark.timed
 def test_an_emulated_device_takes_the_time_of_its_weights_in_w():
     table = schedule.build("zb-h1", ranks=2, microbatches=3)
     timeline = story.on_ranks(emulated_step, 2, table, 0.01, 0.02, 0.03)[0]

@@ -220,7 +220,7 @@ def foreach_add(sums: list[Tensor], terms: list[Tensor]) -> None:
 # DisableTorchFunctionSubclass: inside, `__torch_function__` is not asked; the documents name it, if in a private module.
 
 
-def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """The public `torch.autograd.backward(edges, gradients)` without its checks of shapes, which whoever calls has made.
 
     They cost as much as the engine itself does for a small stage, and import half a second of symbolic algebra.

@@ -89,7 +89,7 @@ class Actions:
             seed = torch.full_like(self.losses[microbatch], weight)
             gradients: Sequence[Tensor | None] = [seed for _ in stage.kept[microbatch].edges]  # none if everything is frozen
         else:
-            gradients = unpacked(values)
+            gradients = values if len(values) == 1 and isinstance(values[0], Tensor) else unpacked(values)
         return [
             each[0] if len(each) == 1 and each[0] is not None else each  # the common case travels bare, see `unpacked`
             for each in stage.backward(microbatch, gradients, action in self.program.last, weight)

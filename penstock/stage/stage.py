@@ -154,15 +154,16 @@ class Stage:
         if len(edges) != len(gradients):
             told = f"stage {self.index} gets {len(gradients)} gradients for {len(edges)} values"
             raise MismatchError(f"{told}: freeze or train a parameter that stages share on all ranks that have it")
-        pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
-        if auxiliary:
+        if auxiliary or len(gradients) != 1 or gradients[0] is None:  # else a short way
+            pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
             pairs += [(edge, torch.full_like(value, weight)) for edge, value in auxiliary]
+            edges, gradients = tuple(edge for edge, _ in pairs), [gradient for _, gradient in pairs]
         with self._outside_autocast:
             if last:
                 self.copies.expect(ends)
-            if pairs:
+            if edges:
                 with _standing_in(deferred, received):
-                    run_backward(*zip(*pairs, strict=True))
+                    run_backward(edges, gradients)
             if last:
                 self._complete()
         return [each.gradients for each in received.inputs]

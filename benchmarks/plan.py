@@ -169,7 +169,8 @@ def emulated(options: Options) -> tuple[list[Row], Pairs]:
 
 def real(options: Options) -> tuple[list[Row], Pairs]:
     """Two ranks whose layers compute, measured here."""
-    layers, beside = ps.launch(measured, 2)[0]
+    ranks = ps.launch(measured, 2)
+    layers, beside = Layers.mean([layers for layers, _ in ranks]), ranks[0][1]
     terms = Terms((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=cores())
     row, pairs = compared(planned(layers, BATCH, terms, "quick"), default_of(layers, 2, BATCH, terms), computing, options)
     return [{"P": 2, "memory": "any", **row}], pairs

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
@@ -73,6 +74,16 @@ class Layers:
         """From one sample, all of whose times and activations are taken to be proportional to the rows."""
         return cls((Sample(rows, tuple(layers)),))
 
+    @classmethod
+    def mean(cls, several: "Sequence[Layers]") -> "Layers":
+        """Of the same layers measured on several ranks at once: a machine's cores are not all as fast, now one, now another."""
+        return cls(
+            tuple(
+                Sample(same[0].rows, tuple(map(_mean, zip(*(sample.layers for sample in same), strict=True))))
+                for same in zip(*(each.samples for each in several), strict=True)
+            )
+        )
+
     @property
     def names(self) -> list[str]:
         """Of the layers, in order."""
@@ -128,6 +139,11 @@ def _mixed(few: Layer, many: Layer, share: float, scale: float = 1.0, least: flo
     """
     values = [max(least * a, a + share * max(0.0, b - a)) * scale for a, b in zip(few[1:], many[1:], strict=True)]
     return Layer(few.name, *values)._replace(parameters=few.parameters)
+
+
+def _mean(same: Sequence[Layer]) -> Layer:
+    name, *columns = zip(*same, strict=True)
+    return Layer(name[0], *map(fmean, columns))
 
 
 def as_layers(layers: "Layers | Sequence[Layer]") -> Layers:

@@ -12,6 +12,7 @@ from penstock.partition.balance import starts
 from penstock.plan import Layer, Layers, load, plan
 from penstock.plan.bounds import least
 from penstock.plan.candidate import Cutting, Terms
+from penstock.plan.layers import Sample
 from penstock.plan.result import robustness
 from penstock.plan.stages import Line
 from penstock.plan.timing import TimedTable
@@ -300,6 +301,13 @@ def test_layers_are_read_as_they_were_written_and_lie_on_a_line(tmp_path):
     assert steep.at(1)[0].forward == pytest.approx(0.0015)  # on the line it would be nothing
     noisy = Layers((*Layers.of([few], 2).samples, *Layers.of([many._replace(forward=0.001)], 8).samples))
     assert noisy.at(64)[0].forward == few.forward  # more rows take no less
+
+
+def test_layers_that_several_ranks_measured_count_with_the_mean():
+    fast, slow = [Layer("a", 1.0, 2.0, 3.0), Layer("b", 4.0, 0.0, 2.0)], [Layer("a", 3.0, 4.0, 3.0), Layer("b", 5.0, 0.0, 4.0)]
+    mean = Layers.mean([Layers((Sample(2, tuple(fast)), Sample(8, tuple(each)))) for each in (fast, slow)])
+    assert mean.samples[0] == (2, tuple(fast))
+    assert mean.samples[1] == (8, (Layer("a", 2.0, 3.0, 3.0), Layer("b", 4.5, 0.0, 3.0)))
 
 
 def test_microbatches_much_larger_than_those_that_were_measured_are_tried_only_if_asked():

@@ -52,7 +52,8 @@ def _made(config: TrainConfig) -> list[Plan]:
         raise PenstockError("--plan measures on processes of its own: plan with `penstock plan`, and give its plan.json")
     limit = MOST if config.plan == "auto" else bytes_of(str(config.plan))
     at_once = _at_once(config)
-    layers, beside = launch(_measured, min(config.ranks, max(2, at_once)), config)[0]  # they compute as the ranks will: at once
+    ranks = launch(_measured, min(config.ranks, max(2, at_once)), config)  # they compute as the ranks will: at once
+    layers, beside = Layers.mean([layers for layers, _ in ranks]), ranks[0][1]
     planned = partial(
         plan,
         layers,

@@ -197,12 +197,11 @@ def uncompiled_name(name: str) -> str:
 def full_tensor(tensor: Any) -> Tensor:
     """The public `DTensor.full_tensor()`, without its warning that two all-gathers are slower than one, which is known."""
     about = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = about.level
-    about.setLevel(logging.ERROR)
+    before, about.disabled = about.disabled, True  # a level would take as long: it clears what all loggers remember
     try:
         return tensor.full_tensor()
     finally:
-        about.setLevel(level)
+        about.disabled = before
 
 
 def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
@@ -251,6 +250,15 @@ def in_functional_transform() -> bool:
 def version_of(tensor: Tensor) -> int:
     """How often its memory was changed in place, as far as autograd knows; what it checks itself before a backward."""
     return tensor._version
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether another tensor lies in its memory, which no public call tells. Of sparse ones and DTensors it is not seen."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        return False
+    users = getattr(torch._C, "_storage_Use_Count", None)
+    storage = tensor.untyped_storage()
+    return users is None or users(storage._cdata) > 2  # this tensor, and what was asked for its memory
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

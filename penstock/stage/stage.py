@@ -19,8 +19,8 @@ from penstock.stage.exchange.messages import Messages, Received
 from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import LOSSES, Layers, Recompute
-from penstock.stage.parameter_slot import installed, slots_of
-from penstock.torch_private import run_backward, tree_leaves
+from penstock.stage.parameter_slot import ParameterSlot, installed, slots_of
+from penstock.torch_private import run_backward, shares_memory, tree_leaves
 
 
 class Kept(NamedTuple):
@@ -69,6 +69,7 @@ class Stage:
         self.kept: dict[int, Kept] = {}
         self.auxiliary: list[Tensor] = []  # losses of the last forward
         self.parameters: list[nn.Parameter] = []  # the module's, each once, when the step began
+        self._without_sum: list[nn.Parameter] = []  # those of them that had no gradient then, and still have none
         self._signature = Signature(module, later)
         self._messages = Messages(index, module, self.neighbours)
         self._layers = Layers(index, module, device, numbers, recompute)
@@ -82,7 +83,7 @@ class Stage:
         """Before the step's first action: wait for parameters that are elsewhere."""
         if not self.copies.ready:
             self.copies.get_ready()
-            self._splitter.refresh(slots_of(self.module))
+            self._begin_with(slots_of(self.module))
 
     def forward(
         self, microbatch: int, given: Sequence[Any], seed: int | None = None, keep: bool = True, split: bool = False
@@ -164,6 +165,7 @@ class Stage:
             if edges:
                 with _standing_in(deferred, received):
                     run_backward(edges, gradients)
+            self._part_sums(last)
             if last:
                 self._complete()
         return [each.gradients for each in received.inputs]
@@ -174,8 +176,22 @@ class Stage:
         expect = self.copies.expect if last and self.copies.hooked else None
         with self._outside_autocast:
             self._splitter.end(deferred, last, expect)
+            self._part_sums(last)
             if last:
                 self._complete()
+
+    def _part_sums(self, last: bool) -> None:
+        """Give sums that have begun memory of their own: autograd may make one of a view of a gradient that is needed yet.
+
+        What comes next is added to it in place. At the `last`, DistributedDataParallel has put it where it wants it.
+        """
+        if self._without_sum and not (last and self.copies.hooked):
+            begun = [each for each in self._without_sum if each.grad is not None]
+            for parameter in begun:
+                if parameter.grad is not None and shares_memory(parameter.grad):
+                    parameter.grad = parameter.grad.clone()
+            if begun:
+                self._without_sum = [each for each in self._without_sum if each.grad is None]
 
     def _complete(self) -> None:
         """The gradients of this step are complete."""
@@ -186,6 +202,12 @@ class Stage:
         """What `backward_weight` still needs of `microbatch`, besides parameters."""
         return self._deferred[microbatch].held() if microbatch in self._deferred else []
 
+    def _begin_with(self, slots: Sequence[ParameterSlot]) -> None:
+        """The parameters are here, as they are in this step."""
+        self._splitter.refresh(slots)
+        parameters = [slot.parameter for slot in slots]
+        self._without_sum = [each for each in parameters if each.grad is None and each.requires_grad]
+
     def forget(self) -> None:
         """Before a step: let go of microbatches that one which did not end left in flight, and look at the module anew."""
         self.kept.clear()
@@ -193,7 +215,7 @@ class Stage:
         self._layers.forget()
         slots = slots_of(self.module)
         self.parameters = [slot.parameter for slot in slots]
-        self._splitter.refresh(slots)
+        self._begin_with(slots)
         self._fresh_casts()
         autocast = torch.is_autocast_enabled(self._device)
         self._outside_autocast = torch.autocast(self._device, enabled=False) if autocast else _NOTHING

@@ -210,6 +210,16 @@ def test_functions_that_differentiate_or_map_others_are_known_from_inside():
     assert inside == [True, False]
 
 
+def test_memory_of_two_tensors_is_known():
+    tensor = torch.ones(2)
+    assert not torch_private.shares_memory(tensor)
+    view = tensor.view(1, 2)
+    assert torch_private.shares_memory(tensor)
+    assert torch_private.shares_memory(view)
+    del view
+    assert not torch_private.shares_memory(tensor)
+
+
 def test_the_base_of_a_view_is_known():
     leaf = torch.ones(2, 3, requires_grad=True)
     assert torch_private.base_of(leaf.t()) is leaf

@@ -1,5 +1,6 @@
 """What stages may be, and what may pass between them."""
 
+import copy
 import dataclasses
 import re
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import nn
 import penstock as ps
 from penstock.commands.train.setup import token_loss
 from penstock.errors import MismatchError
+from penstock.stage.stage import Stage
 
 # -- a rank's own slice ---------------------------------------------------------------------------------------------
 
@@ -462,3 +464,57 @@ def test_a_loss_that_is_no_scalar_is_refused_with_its_shape():
         ps.StageError, match=r"loss_fn must return a floating-point scalar tensor, got torch.float32 of shape \(2, 3\)"
     ):
         pipe.step(torch.ones(4, 12), target=torch.zeros(4).long())
+
+
+class Placed(nn.Module):
+    """A view of the gradient of what it adds is that of what it adds it to."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(4, 6))
+
+    def forward(self, hidden):
+        return torch.tanh(hidden + self.places.unsqueeze(0))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_what_a_microbatch_gives_back_is_not_changed_by_the_next_one(split):
+    stage = Stage(1, Placed(), torch.device("cpu"))
+    stage.forget()
+    given = []
+    for microbatch in range(2):
+        output = stage.forward(microbatch, [torch.randn(1, 4, 6).requires_grad_()], split=split)
+        [[gradient]] = stage.backward(microbatch, [torch.ones_like(output)])
+        given.append((gradient, gradient.clone()))
+        if split:
+            stage.backward_weight([microbatch])
+    assert all(torch.equal(gradient, before) for gradient, before in given)
+
+
+class Crossed(nn.Module):
+    """What the weight of the product is owed is the gradient of all three terms."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.linear = nn.Parameter(torch.zeros(64, 64)), nn.Linear(64, 64)
+
+    def forward(self, hidden):
+        return torch.tanh(hidden + self.places.unsqueeze(0) + self.linear(hidden))
+
+
+def test_what_a_weight_is_owed_is_not_changed_by_a_sum_that_begins_with_a_view_of_it():
+    module = Crossed()
+    stage, alone = Stage(1, module, torch.device("cpu"), in_order=True), copy.deepcopy(module)
+    batch = torch.randn(3, 1, 64, 64)
+    for each in batch:
+        alone(each).sum().backward()
+    for _ in range(2):  # from the second step on small gradients reach their parameters in I
+        module.zero_grad()
+        stage.forget()
+        for microbatch, each in enumerate(batch):
+            output = stage.forward(microbatch, [each.clone().requires_grad_()], split=True)
+            stage.backward(microbatch, [torch.ones_like(output)])
+        for microbatch in range(3):
+            stage.backward_weight([microbatch], last=microbatch == 2)
+    for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

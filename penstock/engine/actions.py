@@ -1,7 +1,7 @@
 """What F, B, I and W do in one step, and what they leave: losses, auxiliary losses, outputs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,23 +15,9 @@ from penstock.errors import PenstockError, StageError
 from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import numbers
 from penstock.stage.stage import Stage
-from penstock.torch_private import tree_map
+from penstock.torch_private import tree_map_only
 
 Acts = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]]  # (action, values) -> what it makes, for each taker
-
-
-class Observer(Protocol):
-    """What looks at actions as they run."""
-
-    def around(self, acts: Acts) -> Acts:
-        """`acts`, looked at."""
-
-
-def observed(acts: Acts, observers: Sequence[Observer | None]) -> Acts:
-    """`acts` with all observers around them, the first one innermost."""
-    for observer in filter(None, observers):
-        acts = observer.around(acts)
-    return acts
 
 
 class Ahead(NamedTuple):
@@ -48,7 +34,6 @@ class Actions:
     def __init__(self, stages: Mapping[int, Stage], last: int, batch: Batch, agreed: Agreed, ahead: Ahead | None) -> None:
         self.stages, self.last, self.batch, self.agreed = stages, last, batch, agreed
         self.program, self.weights, self.skipped = agreed.program, agreed.weights, agreed.without_backward
-        self.training, self.seed, self.split = batch.training, batch.seed, agreed.program.split
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.outputs: dict[int, Any] = {}  # by microbatch, if they are wanted
         self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
@@ -68,15 +53,15 @@ class Actions:
         """What the stage makes for each of its takers; nothing on the last stage, whose output becomes the loss."""
         _, index, microbatch = action
         stage, batch = self.stages[index], self.batch
-        keep = self.training and microbatch not in self.skipped
-        split = (index, microbatch) in self.split
-        output = stage.forward(microbatch, batch.given(action, values), self.seed, keep, split)
+        keep = batch.training and microbatch not in self.skipped
+        split = (index, microbatch) in self.program.split
+        output = stage.forward(microbatch, batch.given(action, values), batch.seed, keep, split)
         if stage.auxiliary and microbatch not in self.skipped:
             self.auxiliary += [(microbatch, value) for value in stage.auxiliary]
         if index < self.last:
             return messages(stage, output)
         if batch.call.wants_outputs:
-            self.outputs[microbatch] = tree_map(_detached, output)
+            self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
         if batch.targets and microbatch not in self.skipped:
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
         return ()
@@ -89,7 +74,7 @@ class Actions:
             seed = torch.full_like(self.losses[microbatch], weight)
             gradients: Sequence[Tensor | None] = [seed for _ in stage.kept[microbatch].edges]  # none if everything is frozen
         else:
-            gradients = values if len(values) == 1 and isinstance(values[0], Tensor) else unpacked(values)
+            gradients = unpacked(values)
         return [
             each[0] if len(each) == 1 and each[0] is not None else each  # the common case travels bare, see `unpacked`
             for each in stage.backward(microbatch, gradients, action in self.program.last, weight)
@@ -109,12 +94,10 @@ class Actions:
         return Losses(own, [(each, value, self.weights[each]) for (each, _), value in zip(auxiliary, values, strict=True)])
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
 def unpacked(values: Sequence[Any]) -> Sequence[Tensor | None]:
-    """The gradients in several messages, one after the other."""
+    """The gradients in several messages, one after the other; a bare one, the common case, takes a short way."""
+    if len(values) == 1 and isinstance(values[0], Tensor):
+        return values
     return [each for value in values for each in ((value,) if isinstance(value, Tensor) else value)]
 
 

@@ -1,6 +1,5 @@
 """What all ranks agree on before a step's data flows: each tells a vote, and reads the same from all votes."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,7 +47,7 @@ class Agreement:
 
     def __init__(self, control: Control, position: MeshPosition, programs: RankPrograms) -> None:
         self.control, self.position, self.programs = control, position, programs
-        self._known: OrderedDict[tuple[object, ...], Known] = OrderedDict()
+        self._known: dict[tuple[object, ...], Known] = {}  # the last kind last
 
     def is_known(self, vote: Vote) -> bool:
         """Whether this rank has voted so in a step that is remembered: all it can know before it hears the others."""
@@ -73,23 +72,19 @@ class Agreement:
             alike=len({(len(each), skips) for each, skips in zip(microbatches, skipped, strict=True)}) == 1,
             wants_losses=any(vote.wants_losses for vote in votes),
             kind=kind,
-            known=self._recalled(kind),
+            known=self._known.get(kind),
         )
 
     def keep(self, agreed: Agreed, known: Known) -> None:
         """The step is over: what it taught holds for the next of its kind. All ranks forget the same kinds."""
+        self._known.pop(agreed.kind, None)
         self._known[agreed.kind] = known
         if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+            del self._known[next(iter(self._known))]
 
     def forget(self) -> None:
         """A step failed: some ranks may know what others do not."""
         self._known.clear()
-
-    def _recalled(self, kind: tuple[object, ...]) -> Known | None:
-        if kind in self._known:
-            self._known.move_to_end(kind)
-        return self._known.get(kind)
 
     def _weights(
         self, votes: Sequence[Vote], microbatches: Sequence[Sequence[float]], mine: Sequence[float], what: str

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock import partition
 from penstock.comms.control import Control
-from penstock.engine.checks.asked import Asked
+from penstock.engine.checks.together import Asked
 from penstock.engine.clock import machine
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError

@@ -29,7 +29,7 @@ from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.health.doing import doing
 from penstock.comms.health.signals import preempted
 from penstock.comms.messages.channels import Channels
-from penstock.engine.actions import Actions, Acts, Ahead, Observer, explained, messages, observed
+from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks.together import Checks
@@ -91,7 +91,7 @@ class Engine:
         why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
         self.control.tell(batch.vote, why)
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
-        ahead = self._head_start(batch, clock, [self.checks, measurement])
+        ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
         self.checks.agreed(agreed.weights)
         if batch.training and agreed.known is None:  # new to this rank, or to another
@@ -100,7 +100,7 @@ class Engine:
 
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
-        self.run(agreed.program.steps, observed(actions.acts, [self.checks, measurement]), channels, clock, ahead)
+        self.run(agreed.program.steps, self.checks.around(actions.acts, measurement), channels, clock, ahead)
         average(list(self.stages.values()), self.parameters, self.position, batch.training)
         clock.averaged()
 
@@ -112,7 +112,7 @@ class Engine:
         self._ended = clock.end()
         return outcome
 
-    def _head_start(self, batch: Batch, clock: Clock, observers: Sequence[Observer | None]) -> Ahead | None:
+    def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
         action = self._whole.steps[0].action if self._whole.steps else None
         alone = self.schedule.stages == 1 or self.position.tp is not None  # it waits for little, or for others in the action
@@ -128,7 +128,7 @@ class Engine:
             stage.get_ready()
             doing.enter(action)
             clock.start()
-            made = observed({Kind.F: act}, observers)[Kind.F](action, ())
+            made = self.checks.around({Kind.F: act}, measurement)[Kind.F](action, ())
             clock.stop()
             doing.leave()
         except Exception as error:

@@ -1,11 +1,9 @@
 """What watches over a step, and takes it back where it failed, or something in it was not finite or not the same twice.
 
-asked      what a user may ask for
-before     what a step changes, as it was: gradients, and where a batch may be taken back buffers and random state too
 nonfinite  the first value on a rank that is not finite, by its place
 audit      now and then one microbatch of a stage computed once more on another rank
 skeleton   a stage without its values, which a rank keeps for that
 parcels    what goes to that rank
-together   these as one, and what all ranks come to
-guard      what follows: the step is raised, skipped, or run once more
+together   what a user may ask for, these as one, and what all ranks come to
+guard      what follows: the step is raised, skipped, or run once more; what it has changed is put back
 """

@@ -40,6 +40,9 @@ class Turn(NamedTuple):
     checkers: Sequence[int]  # the rank that computes it too, and one more for the case that they differ
 
 
+NOBODYS = Turn(-1, -1, -1, -1, ())
+
+
 def checkers_of(position: MeshPosition, place: int, replica: int, everywhere: bool) -> list[int]:
     """Who can compute what the rank at `place` of a pipeline does: its replicas, and if they know all stages its neighbours."""
     pipelines = position.counted
@@ -65,7 +68,7 @@ class Audit:
         self.stages, self.skeletons, self.everywhere = stages, skeletons, len(skeletons.modules) == table.stages
         check(position, self.everywhere, stages)
         self.rank = position.world.rank
-        self.turn: Turn | None = None  # in this step
+        self.turn = NOBODYS  # in this step
         self.weights: Sequence[float] = ()  # of the step's microbatches
         self._batch: Batch
         self._parcel: Parcel | None = None  # what is computed twice, once it is whole
@@ -77,7 +80,7 @@ class Audit:
 
     def begin(self, batch: Batch) -> None:
         """A step begins: whose turn is it?"""
-        self._batch, self.turn, self._parcel, self._digests = batch, None, None, []
+        self._batch, self.turn, self._parcel, self._digests = batch, NOBODYS, None, []
         if not batch.training or batch.call.step % self.every != self.every - 1:
             return
         number, table, position = batch.call.step // self.every, self.table, self.position
@@ -90,13 +93,13 @@ class Audit:
 
     def around(self, acts: Acts) -> Acts:
         """What the engine does for each kind of action, noted for the one microbatch."""
-        if self.turn is None or self.turn.rank != self.rank:
+        if self.turn.rank != self.rank:
             return acts
         noted = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward}
         return {kind: partial(noted[kind], act) if kind in noted else act for kind, act in acts.items()}
 
     def _is_due(self, action: Action) -> bool:
-        return self.turn is not None and (action.stage, action.microbatch) == (self.turn.stage, self.turn.microbatch)
+        return (action.stage, action.microbatch) == (self.turn.stage, self.turn.microbatch)
 
     def _forward(self, act: Callable[..., Any], action: Action, values: Any) -> Any:
         if not self._is_due(action):
@@ -137,29 +140,22 @@ class Audit:
         return made
 
     def _send(self, checker: int) -> None:
-        assert self.turn is not None
         receiver = self.turn.checkers[checker]
         self._sending = parcels.send(self.control, (self._parcel, self._digests), receiver, self._what)
 
     def differs(self) -> bool:
         """This rank's actions are over: if it is the one that computes once more, whether it came to the same."""
-        if self.turn is None:
-            return False
         if self.turn.rank == self.rank and self._parcel is None:  # there was no such microbatch, or it counted nothing
             self._send(0)
-        if self.turn.checkers[0] != self.rank:
-            return False
-        return self._receive() != self._digests
+        return self.rank in self.turn.checkers[:1] and self._receive() != self._digests
 
     def _receive(self) -> list[str]:
         """What the rank whose turn it is came to; this one's own digests are there then."""
-        assert self.turn is not None
         self._parcel, theirs = parcels.receive(self.control, self.turn.rank, self.position.pipeline.device, self._what)
         self._digests = self._compute() if self._parcel is not None else theirs
         return theirs
 
     def _compute(self) -> list[str]:
-        assert self.turn is not None
         assert self._parcel is not None
         try:
             return self.skeletons.compute(self.turn.stage, self.turn.replica, self._parcel)
@@ -169,7 +165,7 @@ class Audit:
     def end(self) -> None:
         """The step is over on all ranks: let go of what was noted for it."""
         self._arrived()
-        self._sending, self._parcel, self.turn = [], None, None
+        self._sending, self._parcel, self.turn = [], None, NOBODYS
 
     def _arrived(self) -> None:
         for each in self._sending:
@@ -177,7 +173,6 @@ class Audit:
 
     def blame(self) -> str:
         """Two ranks differ: what all of them come to about who is wrong. All ranks call it."""
-        assert self.turn is not None
         rank, checker, *further = self.turn.rank, *self.turn.checkers
         first, again = self._digests, self._compute() if self.rank in (rank, checker) else []
         if self.rank == rank and further:

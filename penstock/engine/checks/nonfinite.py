@@ -24,7 +24,6 @@ from penstock.stage.stage import Stage
 from penstock.torch_private import is_compiled, storage_key, tree_leaves, uncompiled_name
 
 OWN, SHARED, RECEIVED = range(3)  # made here; averaged with other ranks'; given by another rank. The first is the best to blame
-BACKWARD = (Kind.B, Kind.I, Kind.W)
 LOSS = "the loss"
 SMALL = 2**14  # elements: gradients that are looked at after each backward, so that the microbatch is known; all are at the end
 
@@ -121,7 +120,7 @@ class Watch:
         return {kind: partial(self._act, act) for kind, act in acts.items()} if self.active else acts
 
     def _act(self, act: Callable[..., Any], action: Action, values: Any) -> Any:
-        stage, backward = self._stages[action.stage], action.kind in BACKWARD
+        stage, backward = self._stages[action.stage], action.kind is not Kind.F
         self._action, self._passed = action, LOSS if stage.loss_fn is not None else ""
         looks = self._gradients or not backward
         if looks and self.found is None and (value := in_tree(values, not backward)):

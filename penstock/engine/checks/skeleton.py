@@ -16,7 +16,7 @@ from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import aside
 from penstock.stage.parameter_slot import installed
 from penstock.stage.stage import Stage
-from penstock.torch_private import is_compiled, tensor_slots, tree_leaves, tree_map
+from penstock.torch_private import is_compiled, tensor_slots, tree_leaves, tree_map_only
 
 
 class Parcel(NamedTuple):
@@ -91,9 +91,7 @@ def digest(tree: Any) -> str:
 
 def own(tree: Any) -> Any:
     """A copy of it that nobody writes to."""
-    return tree_map(
-        lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, tree
-    )
+    return tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), tree)
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

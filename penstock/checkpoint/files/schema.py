@@ -1,97 +1,79 @@
 """What a manifest may say: all of it is checked before any of it is believed."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from penstock.checkpoint.files import packing
 
-Check = Callable[[Any, str], None]  # raises ValueError for a value at a place that is not what it should be
-
-_DIGEST = re.compile("[0-9a-f]{64}")
-_FILE = re.compile(r"[\w-][\w.-]{0,200}\.safetensors", re.ASCII)  # a plain name, in the folder
 SETTINGS = ("config.json", "generation_config.json")  # what transformers keeps beside a model's weights
 MOST_STEPS = 2**53
 
 
+class Is(NamedTuple):
+    """A value that `fits`, or the names of an object that do."""
+
+    what: str
+    fits: Callable[[Any], Any]
+
+
+class Packed(NamedTuple):
+    """What `packing` wrote, of one of these kinds, or of any."""
+
+    kinds: tuple[str, ...] = ()
+
+
+def _like(pattern: str) -> Callable[[Any], Any]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII)
+
+
+_TEXT = Is("a text", lambda value: isinstance(value, str))
+_LIST = Is("a list", lambda value: isinstance(value, list))
+_OBJECT = Is("an object", lambda value: isinstance(value, dict))
+_WHOLE = Is("a whole number", lambda value: type(value) is int and 0 <= value < MOST_STEPS)
+_DIGEST = Is("a SHA-256", _like("[0-9a-f]{64}"))
+_FILE = Is("the plain name of a safetensors file", _like(r"[\w-][\w.-]{0,200}\.safetensors"))
+_SETTING = Is(" or ".join(SETTINGS), lambda value: value in SETTINGS)
+_STATE = Packed(("dict", "items"))
+_GROUP = {"options": Packed(("dict",)), "names": [_TEXT]}
+_OPTIONAL = ("optimizer", "scheduler")
+_MANIFEST = {
+    "format": _TEXT,
+    "step": _WHOLE,
+    "settings": {_SETTING: _OBJECT},
+    "files": {_FILE: {"bytes": _WHOLE, "sha256": _DIGEST}},
+    "aliases": {_TEXT: _TEXT},
+    "model": {_TEXT: Packed()},
+    "optimizer": {"kind": _TEXT, "groups": [_GROUP], "state": {_TEXT: _STATE}},
+    "scheduler": _STATE,
+    "extra": _STATE,
+    "random": [Packed(("dict",))],
+}
+
+
 def check(content: Any) -> list[str]:
     """The names of the tensors that a manifest's `content` tells of. Raises ValueError, naming the place, if it is none."""
-    found: list[str] = []
-
-    def packed(*kinds: str) -> Check:
-        """What `packing` wrote, of one of these kinds; its tensors are among those found."""
-
-        def look(value: Any, at: str) -> None:
-            if kinds and not (isinstance(value, dict) and len(value) == 1 and next(iter(value)) in kinds):
-                raise ValueError(f"{at} is no {' or '.join(kinds)}")
-            found.extend(packing.tensors_of(value, at))
-
-        return look
-
-    group = _record({"options": packed("dict"), "names": _each(_text)})
-    optimizer = _record({"kind": _text, "groups": _each(group), "state": _under(_text, packed("dict", "items"))})
-    manifest = {
-        "format": _text,
-        "step": _whole,
-        "settings": _under(_setting, _mapping),
-        "files": _under(_file, _record({"bytes": _whole, "sha256": _digest})),
-        "aliases": _under(_text, _text),
-        "model": _under(_text, packed()),
-        "optimizer": _optional(optimizer),
-        "scheduler": _optional(packed("dict", "items")),
-        "extra": packed("dict", "items"),
-        "random": _each(packed("dict")),
-    }
-    _record(manifest)(content, "it")
-    return found
+    return list(_tensors_of(content, _MANIFEST, "it"))
 
 
-def _is(fits: Callable[[Any], Any], what: str) -> Check:
-    def look(value: Any, at: str) -> None:
-        if not fits(value):
-            raise ValueError(f"{at} is {repr(value)[:60]}, not {what}")
-
-    return look
-
-
-_text = _is(lambda value: isinstance(value, str), "a text")
-_whole = _is(lambda value: type(value) is int and 0 <= value < MOST_STEPS, "a whole number")
-_digest = _is(lambda value: isinstance(value, str) and _DIGEST.fullmatch(value), "a SHA-256")
-_file = _is(lambda value: isinstance(value, str) and _FILE.fullmatch(value), "the plain name of a safetensors file")
-_setting = _is(lambda value: value in SETTINGS, " or ".join(SETTINGS))
-_mapping = _is(lambda value: isinstance(value, dict), "an object")
-_list = _is(lambda value: isinstance(value, list), "a list")
-
-
-def _record(fields: Mapping[str, Check]) -> Check:
-    def look(value: Any, at: str) -> None:
-        _mapping(value, at)
-        for name, each in fields.items():
-            if name not in value:
-                raise ValueError(f"{at} has no {name!r}")
-            each(value[name], f"{at}.{name}")
-
-    return look
-
-
-def _under(name: Check, each: Check) -> Check:
-    def look(value: Any, at: str) -> None:
-        _mapping(value, at)
-        for key, one in value.items():
-            name(key, f"a name in {at}")
-            each(one, f"{at}.{key}")
-
-    return look
-
-
-def _each(each: Check) -> Check:
-    def look(value: Any, at: str) -> None:
-        _list(value, at)
-        for number, one in enumerate(value):
-            each(one, f"{at}.{number}")
-
-    return look
-
-
-def _optional(each: Check) -> Check:
-    return lambda value, at: None if value is None else each(value, at)
+def _tensors_of(value: Any, expected: Any, at: str) -> Iterator[str]:
+    if isinstance(expected, Packed):
+        if expected.kinds and not (isinstance(value, dict) and len(value) == 1 and next(iter(value)) in expected.kinds):
+            raise ValueError(f"{at} is no {' or '.join(expected.kinds)}")
+        yield from packing.tensors_of(value, at)
+        return
+    kind = expected if isinstance(expected, Is) else _LIST if isinstance(expected, list) else _OBJECT
+    if not kind.fits(value):
+        raise ValueError(f"{at} is {repr(value)[:60]}, not {kind.what}")
+    if isinstance(expected, list):
+        for number, each in enumerate(value):
+            yield from _tensors_of(each, expected[0], f"{at}.{number}")
+    for name, each in expected.items() if isinstance(expected, dict) else ():
+        if isinstance(name, Is):
+            for key, one in value.items():
+                yield from _tensors_of(key, name, f"a name in {at}")
+                yield from _tensors_of(one, each, f"{at}.{key}")
+        elif name not in value:
+            raise ValueError(f"{at} has no {name!r}")
+        elif value[name] is not None or name not in _OPTIONAL:
+            yield from _tensors_of(value[name], each, f"{at}.{name}")

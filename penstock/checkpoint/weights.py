@@ -18,8 +18,8 @@ from penstock.comms.control import Control
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
+from penstock.schedule.timing.explanation import bytes_meant
 
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights is made of
 
 
@@ -82,7 +82,10 @@ def _write(
     max_shard_size: int | str,
 ) -> None:
     """Write all ranks' parts of the state to `path`."""
-    one_file, most = path.suffix == ".safetensors", _bytes(max_shard_size)
+    one_file, most = path.suffix == ".safetensors", bytes_meant(str(max_shard_size))
+    if most is None:
+        told = f"max_shard_size={max_shard_size!r} is no size"
+        raise MismatchError(f"{told}: give a number of bytes, or one with a unit, like '5GB'")
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     no_tensors = [name for name in state if name not in tensors]
     if one_file:
@@ -135,10 +138,3 @@ def _put_folder(files: TensorFiles, parts: Path, path: Path, contents: Mapping[s
     for name in sorted([*names.values(), *contents]):
         os.replace(parts / name, path / name)
     manifest.sync(path)
-
-
-def _bytes(size: int | str) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*) *([KMG]I?B)?", str(size).upper())
-    if match is None:
-        raise MismatchError(f"max_shard_size={size!r} is no size: give a number of bytes, or one with a unit, like '5GB'")
-    return float(match[1]) * UNITS.get(match[2], 1)

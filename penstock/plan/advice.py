@@ -1,11 +1,10 @@
 """What is told of memory: bytes to read, and where nothing fits, what would."""
 
-import re
 from collections.abc import Iterable
 
 from penstock.errors import PenstockError
 from penstock.plan.candidate import Candidate, Cutting
-from penstock.schedule.timing.explanation import bytes_told
+from penstock.schedule.timing.explanation import bytes_meant, bytes_told
 
 
 def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> str:
@@ -26,8 +25,7 @@ def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> s
 
 def bytes_of(text: str) -> float:
     """The bytes that `text` says, `2GB`, `2GiB` or `2e9` for instance. Raises PenstockError for anything else."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*(?:E\d+)?)\s*(?:(?:([TGMK])(I?))?B)?\s*", text.upper())
-    size = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ") if found else 0.0
-    if size < 1000:
+    size = bytes_meant(text)
+    if size is None or size < 1000:
         raise PenstockError(f"{text!r} is no amount of memory that a rank can have: write it as 2GB, 500MB")
     return size

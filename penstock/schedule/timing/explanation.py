@@ -1,5 +1,6 @@
 """What is said of a measured step, in numbers and in words."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -201,6 +202,12 @@ def bytes_told(size: float) -> str:
     """A number of bytes as people read it: `12.3 MB`."""
     factor, unit = next((each for each in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= each[0]), (1.0, "bytes"))
     return f"{size / factor:.4g} {unit}"
+
+
+def bytes_meant(text: str) -> float | None:
+    """The bytes that people mean by `text`, `2GB`, `2GiB` or `2e9` for instance; None for anything else."""
+    found = re.fullmatch(r"\s*(\d+\.?\d*(?:E\d+)?)\s*(?:(?:([TGMK])(I?))?B)?\s*", text.upper())
+    return float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ") if found else None
 
 
 def _ms(seconds: float) -> str:

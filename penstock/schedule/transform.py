@@ -1,9 +1,9 @@
 """Tables made from tables."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from penstock.schedule.schedule import Schedule, from_rows
-from penstock.schedule.table import Action, Cell, Kind
+from penstock.schedule.table import Action, Cell, Kind, Pair, Table
 
 
 def with_full_backwards(schedule: Schedule) -> Schedule:
@@ -48,3 +48,28 @@ def _weights_last(schedule: Schedule, rank: int) -> Iterator[Cell]:
 
 def _input_only(action: Action) -> Action:
     return action._replace(kind=Kind.I) if action.kind is Kind.B else action
+
+
+def paired(table: Schedule, time: Callable[[Table], float], tries: int) -> Schedule:
+    """`table` with neighbours made pairs, one after the other, where `time` does not get longer; at most `tries` are tried."""
+    rows, best = [list(table.cells(rank)) for rank in range(table.ranks)], time(table)
+    for row in rows:
+        for at in reversed(range(len(row) - 1)):
+            pair = _pair(*row[at : at + 2])
+            if pair and tries > 0:
+                tries -= 1
+                row[at : at + 2] = [pair]
+                tried = from_rows(table.name, rows, table.placement)
+                if (shorter := time(tried)) <= best:
+                    table, best = tried, shorter
+                else:
+                    row[at : at + 1] = pair
+    return table
+
+
+def _pair(one: Cell, other: Cell) -> Pair | None:
+    """The two if they are a forward and a backward of different microbatches."""
+    if not (isinstance(one, Action) and isinstance(other, Action)) or one.microbatch == other.microbatch:
+        return None
+    kinds = {one.kind, other.kind}
+    return (one, other) if Kind.F in kinds and kinds & {Kind.B, Kind.I} else None

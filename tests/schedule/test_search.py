@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from random_tables import some_skips, whole_numbers
 
 from penstock.schedule import Costs, Found, ScheduleError, build, search, simulate, verify
-from penstock.schedule.searching import annealing
 from penstock.schedule.searching import search as searching
+from penstock.schedule.searching.annealing import anneal, moved
 from penstock.schedule.searching.machine import INFINITE, Machine
-from penstock.schedule.searching.moves import Moved, moved
-from penstock.schedule.searching.pairs import paired
 from penstock.schedule.searching.position import Position
 from penstock.schedule.searching.starts import families, in_groups
 from penstock.schedule.searching.wheel import turning, unrolled
+from penstock.schedule.transform import paired
 
 COSTS = Costs(forward=30, backward_input=40, backward_weight=20, act=0.5)
 V = (0, 1, 2, 2, 1, 0)
@@ -84,19 +83,11 @@ def test_rows_that_are_changed_step_by_step_run_as_the_simulator_says(pipeline, 
     costs, placement, microbatches = pipeline
     machine = Machine(costs, placement, microbatches, [INFINITE] * (max(placement) + 1))
     position = Position(machine, in_groups(machine, 2), [0.0] * machine.ranks)
-    annealing.anneal(position, random.Random(seed), 3000, 3.0, 1.0, lambda steps, at: None)
+    anneal(position, random.Random(seed), 3000, 3.0, 1.0, lambda steps, at: None)
     table = machine.table(position.whole_rows())
     assert simulate(table, Costs(**{**vars(costs), "backward": None})).makespan <= position.makespan * (1 + 1e-12)
     full = Position(machine, position.whole_rows())
     assert full.makespan == simulate(table, Costs(**{**vars(costs), "backward": None})).makespan
-
-
-def test_rows_that_would_stop_are_mended_where_they_stop():
-    machine = Machine(COSTS, (0, 1), 2, [INFINITE, 0.5])
-    rows = [[0, 1, 4, 5], [2, 3, 6, 7]]  # rank 1 would take in both microbatches; it has room for one
-    position = Position(machine, rows, [0.0, 0.0])
-    assert position.rows == [[0, 1, 4, 5], [2, 6, 3, 7]]
-    assert position.attempt({0: Moved([4, 0, 1, 5], 0, 2)}, INFINITE) == 300
 
 
 def test_where_published_tables_fit_the_best_is_told():

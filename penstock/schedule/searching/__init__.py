@@ -3,13 +3,11 @@
 `limits`     what is asked for, checked
 `machine`    what a search knows of a pipeline: numbers for actions, flat lists of what they cost, send and hold
 `position`   rows of numbers and when everything in them runs; the loop that a search spends its time in
-`moves`      rows with actions moved past others, and which to move where rows would stop
 `annealing`  moves tried at random, those that lengthen the step ever more seldom taken
 `starts`     rows to begin with
 `wheel`      rows that do the same for every microbatch
 `growing`    rows for many microbatches from those for few
 `bounds`     what no table can be shorter than
-`pairs`      forwards and backwards that overlap
 `proving`    small pipelines to the end, by OR-Tools
 `search`     all of it together, and what is found
 """

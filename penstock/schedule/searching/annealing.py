@@ -6,8 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from penstock.schedule.searching.machine import INFINITE, Machine
-from penstock.schedule.searching.moves import Moved, moved
-from penstock.schedule.searching.position import Position
+from penstock.schedule.searching.position import Moved, Position
 
 FAR, LONG = 6, 3.0  # places that an action moves at most; and how far several stages do, in times of a typical action
 LOOSEN, ACROSS = 0.03, 0.4  # the share of moves of a rank's slack, and of those on several stages
@@ -66,6 +65,31 @@ def _on_one_rank(position: Position, dice: random.Random) -> dict[int, Moved]:
     places = 1 + int(dice.random() * FAR)
     new = moved(machine, row, index, places if dice.random() < 0.5 else -places, _how_many(machine, dice))
     return {rank: new} if new.first < len(row) else {}
+
+
+def moved(machine: Machine, row: list[int], index: int, places: int, actions: int) -> Moved:
+    """The action at `index` and those after it of its code, `actions` in all, up to `places` later, or -`places` earlier.
+
+    It stays in order with those of its code, and with those of its microbatch that it needs, if only by other ranks.
+    """
+    count, first_weight, apart = machine.microbatches, machine.first_weight, machine.first_back
+    new, first, last = row[:], len(row), 0
+    step = 1 if places > 0 else -1
+    code = row[index] // count
+    of_code = range(code * count, (code + 1) * count)
+    for action in range(row[index], min(row[index] + actions, of_code.stop))[::-step]:
+        chain = range(action % count, first_weight if action < first_weight else 0, count)
+        here = at = new.index(action, index)
+        furthest = max(0, min(here + places, len(new) - 1))
+        while at != furthest:
+            other = new[at + step]
+            if other in of_code or other in chain or abs(other - action) == apart:
+                break
+            at += step
+        if at != here:
+            new.insert(at, new.pop(here))
+            first, last = min(first, here, at), max(last, here, at)
+    return Moved(new, first, last)
 
 
 def _on_stages(position: Position, dice: random.Random) -> dict[int, Moved]:

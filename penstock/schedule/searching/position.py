@@ -15,12 +15,19 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from penstock.schedule.searching.machine import INFINITE, TOLERANCE, After, Machine, Rows, Slots
-from penstock.schedule.searching.moves import Moved, soonest
 
-ATTEMPT, REPAIR, LOOK = 25, 20, 5  # steps that count for an attempt, a repair, and a look at a row, beside the actions that run
+ATTEMPT, LOOK = 25, 5  # steps that count for an attempt and for a look at a row, beside the actions that run
 PREPARE, ACCEPT = 1 / 32, 1 / 2  # and for each action of the table, in an attempt and if it is accepted
 
 Trace = list[After]  # before a row and after each of its actions
+
+
+class Moved(NamedTuple):
+    """A new row, and the first and the last place where it differs from the old one: behind its end if nothing could move."""
+
+    row: list[int]
+    first: int
+    last: int
 
 
 class State(NamedTuple):
@@ -37,7 +44,7 @@ class _Tried(NamedTuple):
     rows: Rows
     put_off: Rows
     there: Slots
-    changed: Mapping[int, Moved]  # empty: anything may have
+    changed: Mapping[int, Moved]  # empty: all rows are new
     begin: list[int]
     traces: list[Trace]
     ends: list[float]
@@ -64,10 +71,7 @@ class Position:
         return State(self.makespan, self.rows[:], self.slack and self.slack[:])
 
     def attempt(self, changed: Mapping[int, Moved], most: float) -> float:
-        """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run.
-
-        Rows that would stop are mended only where `most` is infinite: for a random move that is seldom worth its time.
-        """
+        """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run."""
         net = self.machine.net if self.slack else self.machine.change
         for rank, (row, _, _) in changed.items():
             self.steps += LOOK
@@ -176,10 +180,7 @@ class Position:
         ready, unfinished = sorted(range(machine.ranks), key=changed.__contains__), set(range(machine.ranks))
         while unfinished:
             if not ready:
-                stuck = self._let_another_go_first(rows, put_off, begin, traces, there) if most == INFINITE else -1
-                if stuck < 0:
-                    return INFINITE
-                ready.append(stuck)
+                return INFINITE
             r = ready.pop()
             trace, weights, limit, slack = traces[r], put_off[r], limits[r], slacks[r]
             time, held, least, done, made = trace[-1]
@@ -227,7 +228,7 @@ class Position:
                 ends[r] = time
                 if time > most:
                     return INFINITE
-        self.tried = _Tried(rows, put_off, there, changed if most < INFINITE else {}, begin, traces, ends)
+        self.tried = _Tried(rows, put_off, there, changed, begin, traces, ends)
         return max(ends)
 
     def _unrun(self, changed: Mapping[int, Moved], traces: list[Trace]) -> tuple[list[int], Slots]:
@@ -269,17 +270,3 @@ class Position:
                 there[slot] = channels[channel] + latency
             if woken < -1.5:
                 yield int(-2.0 - woken)
-
-    def _let_another_go_first(self, rows: Rows, put_off: Rows, begin: list[int], traces: list[Trace], there: Slots) -> int:
-        """Where no rank can go on: what can begin first, of what is later in a row, comes next. Its rank; -1: there is none."""
-        self.steps += REPAIR
-        nexts = [here + len(trace) - 1 for here, trace in zip(begin, traces, strict=True)]
-        lasts = [trace[-1] for trace in traces]
-        rank, index = soonest(self.machine, rows, put_off, nexts, lasts, there)
-        if rank >= 0:
-            row = rows[rank] = rows[rank][:]
-            if there[row[nexts[rank]]] < -1.5:
-                there[row[nexts[rank]]] = -1.0
-            row.insert(nexts[rank], row.pop(index))
-            put_off[rank] = self._weights(row)
-        return rank

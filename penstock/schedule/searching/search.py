@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.searching import growing, pairs, proving, starts, wheel
+from penstock.schedule.searching import growing, proving, starts, wheel
 from penstock.schedule.searching.annealing import Report, anneal
 from penstock.schedule.searching.bounds import Bound, bound
 from penstock.schedule.searching.limits import check_whole, checked_limits, checked_placement
@@ -15,7 +15,7 @@ from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Ro
 from penstock.schedule.searching.position import Position, State
 from penstock.schedule.table import Kind, Table, must_be_table
 from penstock.schedule.timing.simulate import Costs, simulate
-from penstock.schedule.transform import with_full_backwards
+from penstock.schedule.transform import paired, with_full_backwards
 from penstock.schedule.verify import verify
 
 EFFORTS = {"quick": 2_500_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # steps of a position
@@ -164,7 +164,7 @@ class _Best:
             table = machine.table(rows)
             halves = [table, with_full_backwards(table)]
             tries = int(PAIRS * self.work / len(machine.cost)) if machine.costs.overlap else 0
-            tables = [*(pairs.paired(each, self._time, tries) for each in halves), *tables]
+            tables = [*(paired(each, self._time, tries) for each in halves), *tables]
         time, at = min((self._time(table), index) for index, table in enumerate(tables))
         verify(tables[at], skips=list(self.machine.costs.skips))
         best = Schedule(*(getattr(tables[at], each.name) for each in fields(Table)))

@@ -49,38 +49,29 @@ class RankPrograms:
         return self._known(training, microbatches, without_backward if training else frozenset())
 
     def _made(self, training: bool, microbatches: int, without_backward: frozenset[int]) -> RankProgram:
-        whole = self.program.schedule
+        program, whole = self.program, self.program.schedule
 
         def wanted(action: Action) -> bool:
             forward = action.kind is Kind.F
             return action.microbatch < microbatches and (forward or (training and action.microbatch not in without_backward))
 
-        if training and microbatches >= whole.microbatches and not without_backward:
-            return rank_program(self.program, self.rank, self.merge)
-        program = lower(whole.keep(wanted), skips=self.program.skips)
-        prove(program)
-        return rank_program(program, self.rank, self.merge)
+        if not training or microbatches < whole.microbatches or without_backward:
+            program = lower(whole.keep(wanted), skips=program.skips)
+            prove(program)
+        steps = program.steps[self.rank]
+        row = [step.action for step in steps]
+        return RankProgram(
+            steps,
+            frozenset((stage, microbatch) for kind, stage, microbatch in row if kind is Kind.I),
+            _weights(row, self.merge),
+            frozenset({action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}.values()),
+        )
 
 
-def rank_program(program: Program, rank: int, merge: bool = False) -> RankProgram:
-    """What `rank` does of `program`; `merge` as in `RankPrograms`."""
-    steps = program.steps[rank]
-    row = [step.action for step in steps]
-    return RankProgram(
-        steps,
-        frozenset((stage, microbatch) for kind, stage, microbatch in row if kind is Kind.I),
-        dict(_weights(row, merge)),
-        frozenset({action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}.values()),
-    )
-
-
-def _weights(row: Sequence[Action], merge: bool) -> list[tuple[Action, tuple[int, ...]]]:
-    if not merge:
-        return [(action, (action.microbatch,)) for action in row if action.kind is Kind.W]
-    weights: list[tuple[Action, tuple[int, ...]]] = []
-    for (kind, _), run in groupby(row, key=lambda action: action[:2]):
+def _weights(row: Sequence[Action], merge: bool) -> dict[Action, tuple[int, ...]]:
+    weights: dict[Action, tuple[int, ...]] = {}
+    for _, run in groupby(row, key=lambda action: action[:2] if merge else action):
         actions = list(run)
-        if kind is Kind.W:
-            weights += [(action, ()) for action in actions[:-1]]
-            weights.append((actions[-1], tuple(action.microbatch for action in actions)))
+        if actions[0].kind is Kind.W:
+            weights |= dict.fromkeys(actions, ()) | {actions[-1]: tuple(action.microbatch for action in actions)}
     return weights

@@ -1,12 +1,8 @@
 """The proof: a table is complete, and its program runs to the end with nothing buffered - or what exactly is wrong.
 
-The proof is an execution of the program on an abstract machine. Nothing is buffered: each end of a channel is a queue of
-what its rank has posted there, and a transfer happens when it stands in front of both. Compute goes on meanwhile; it waits
-for what it receives and never for a send. Which rank is looked at first does not matter (what can happen stays possible
-until it does), so one execution decides for all. When the machine stops, every rank that is not done waits for another,
-and following them leads into the circle that is reported.
-
-Two kinds of channels can be asked about:
+The proof is an execution of the program on an abstract machine (docs/explanation/proof.md says why one decides for all).
+Each end of a channel is a queue of what its rank has posted there, and a transfer happens when it stands in front of both.
+Compute goes on meanwhile; it waits for what it receives and never for a send. Two kinds of channels can be asked about:
 
 * *directed*, what Penstock has: a channel for each direction between two ranks, receives posted ahead. With NCCL each is
   a communicator and a stream of its own, on which operations run in the order they were posted, each blocking that stream
@@ -16,9 +12,8 @@ Two kinds of channels can be asked about:
   makes of plain `isend` and `irecv` on NCCL: one communicator and one stream for each pair of ranks. Two ranks that both
   have a send in front there have stopped for good.
 
-Two actions that overlap start together, when what either of them needs has arrived. That is the stricter question: an
-engine that runs the pair one after the other posts the same in the same order and only waits less, so the proof holds for
-it too.
+Two actions that overlap start together, when what either of them needs has arrived. An engine that runs the pair one after
+the other posts the same in the same order and only waits less, so the proof holds for it too.
 """
 
 from collections import defaultdict, deque

@@ -18,8 +18,8 @@ from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, maker, placed, stages, table
-from penstock.engine.checks.asked import Asked, OnNonfinite
 from penstock.engine.checks.guard import Guard
+from penstock.engine.checks.together import Asked, Checks, OnNonfinite
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared
 from penstock.engine.cut import agreed_cut
@@ -181,7 +181,7 @@ class Pipeline(NoModule):
                 each.share_value()
             self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
             self.skew = skew(self._control, self._compared.machines)
-            checks = asked.checks(self._control, self.position, runs, parts, self._parameters, hollows, make)
+            checks = Checks(asked, self._control, self.position, runs, parts, self._parameters, hollows, make)
         self.merge_weight_gradients = merge
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.origin = cut.origin  # of a model with a configuration: that, and its class

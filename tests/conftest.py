@@ -19,6 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one 
 # what ranks would import each time, with the file of their test
 server.PRELOAD += ["pytest", "penstock.commands.train.command", "penstock.commands.train.job", "penstock.partition.export"]
 server.PRELOAD += ["torch.utils.tensorboard", "sympy.tensor.tensor", "transformers.models.llama.modeling_llama"]
+server.PRELOAD += ["exported_once"]  # and what they would set up each time
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines may be busy
 settings.load_profile("patient")
 

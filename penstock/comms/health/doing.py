@@ -24,7 +24,6 @@ class Doing:
     def __init__(self) -> None:
         self.words = memoryview(bytearray(BYTES)).cast("q")
         self.file = -1  # of the memory, once others can read it
-        self._running = RUNNING  # what `enter` wrote last
 
     def share(self) -> None:
         """From now on others can read it, where the system has such memory."""
@@ -49,11 +48,11 @@ class Doing:
 
     def enter(self, action: Action) -> None:
         """The action begins."""
-        self.words[ACTION] = self._running = _word(action)
+        self.words[ACTION] = _word(action)
 
     def leave(self) -> None:
         """It is done."""
-        self.words[ACTION] = self._running - RUNNING
+        self.words[ACTION] &= ~RUNNING
 
 
 def running(words: Words) -> tuple[int, Action] | None:

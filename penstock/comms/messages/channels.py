@@ -208,4 +208,4 @@ class Incoming:
         return WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error)
 
     def _post(self, spec: MessageSpec) -> list[tuple[Any, wire.TensorSpec]]:
-        return [(self.line.post(leaf), leaf) for leaf in spec.leaves if isinstance(leaf, wire.TensorSpec)]
+        return [(self.line.post(leaf), leaf) for leaf in spec.tensors]

@@ -1,6 +1,7 @@
 """What travels between two stages: a tree of tensors, described once and then sent as bare memory."""
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,12 @@ def pack(spec: MessageSpec) -> Tensor:
 
 def unpack(data: Tensor) -> MessageSpec:
     """The description `pack` made bytes of. Raises MismatchError for anything else."""
-    match decode(bytes_of(data)):
+    return _unpacked(bytes_of(data))
+
+
+@lru_cache(64)  # of one step many are alike
+def _unpacked(data: bytes) -> MessageSpec:
+    match decode(data):
         case (example, list(leaves)) if all(_is_leaf(leaf) for leaf in leaves):
             numbers, tree = tree_flatten(example)
             if numbers == list(range(len(leaves))):

@@ -96,7 +96,7 @@ def really(tables: dict[str, Schedule]) -> dict[str, Timeline]:
     for name, table in tables.items():
         plan = timed(table)
         real, gradients[name] = settled(
-            partial(run_on_ranks, table), lambda ran: ran[0].makespan, enough=1.1 * UNIT * plan.makespan
+            partial(run_on_ranks, table), lambda ran: ran[0].makespan, enough=1.15 * UNIT * plan.makespan
         )
         measured[name] = real
         times = f"{1e3 * UNIT * plan.makespan:7.0f} {1e3 * real.makespan:8.0f}"

@@ -1,12 +1,15 @@
 """A rank that is stopped ends the step everywhere by name; one whose launcher is gone ends itself; nobody is blamed wrongly."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +23,8 @@ from penstock.comms.health import heartbeat
 from penstock.comms.health.doing import doing, told
 from penstock.comms.health.heartbeat import Pace, Ring, Watched, watched_by
 from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, machine, this_process
-from penstock.comms.health.reports import Report, verdict
+from penstock.comms.health.reports import Report, publish, read, verdict
+from penstock.comms.starting.meeting import CURRENT, FINISHED, depart, name_of_start
 from penstock.schedule.table import Action, Kind
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
@@ -116,6 +120,46 @@ def test_a_rank_that_did_not_answer_in_time_is_not_told_as_gone_whatever_was_wai
     told = verdict(groups, [report], {})
     assert str(told) == "rank 1 does not answer: rank 0 waited to connect to the other ranks: no answer within 5 s"
     assert told.ranks == (1,)
+
+
+class StandsStill:
+    """A store whose reader stands still once it has seen that `key` is not there, while something is done."""
+
+    def __init__(self, store: torch.distributed.Store, key: str, meanwhile: Callable[[], None]) -> None:
+        self._store, self._key, self._meanwhile = store, key, meanwhile
+        self.get, self.set = store.get, store.set
+
+    def check(self, keys: list[str]) -> bool:
+        seen = self._store.check(keys)
+        if keys == [self._key] and not seen:
+            self._meanwhile()
+        return seen
+
+
+def test_a_rank_that_leaves_once_it_has_told_all_is_heard_by_who_looked_just_before():
+    job = torch.distributed.HashStore()
+    there, mine = SimpleNamespace(store=job), Report(0, 0.0, text="in a scatter")
+
+    def tell_and_leave() -> None:
+        publish(there, Report(1, 1.0, text="in a broadcast"))
+        depart(job, 1, FINISHED)
+
+    publish(there, mine)
+    store = StandsStill(job, "report-1", tell_and_leave)
+    reports, left_here = read(SimpleNamespace(ranks=range(2), store=store, topology=SimpleNamespace(store=job)), mine)
+    assert [each.text for each in reports] == ["in a scatter", "in a broadcast"]
+    assert left_here == {}
+
+
+def test_a_start_of_which_a_rank_has_left_as_soon_as_all_were_ready_is_a_start():
+    job = torch.distributed.HashStore()
+
+    def start_and_leave() -> None:
+        job.set("here/ready", json.dumps([job.get("here/rank-1").decode()]))
+        depart(job, 0, FINISHED)
+
+    job.set(CURRENT, "here")
+    assert name_of_start(StandsStill(job, "here/ready", start_and_leave), 1, 2, timedelta(seconds=60)) == "here"
 
 
 def write(path: Path, text: str) -> None:

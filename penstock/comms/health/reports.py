@@ -52,11 +52,13 @@ def read(groups: Groups, mine: Report) -> tuple[list[Report], dict[int, str]]:
     reports, left_here, begin, store = dict[int, Report](), dict[int, str](), time.monotonic(), groups.topology.store
     with suppress(RuntimeError):
         for _ in looks(GRACE):
-            for rank in set(groups.ranks) - reports.keys():
+            silent = set(groups.ranks) - reports.keys()
+            left_here = gone(store, silent)  # before its report is looked for: a rank tells all before it leaves
+            for rank in silent:
                 if told := said(groups.store, _key(rank)):
                     reports[rank] = Report(**json.loads(told))
-            silent = set(groups.ranks) - reports.keys()
-            left_here = gone(store, silent)
+                    left_here.pop(rank, None)
+            silent -= reports.keys()
             if own_error(reports.values()) or not silent - left_here.keys():
                 break
             blamed, late = {each.peer for each in reports.values()}, time.monotonic() > begin + MOMENT

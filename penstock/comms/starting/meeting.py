@@ -49,6 +49,7 @@ def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) ->
     if rank == 0:
         store.set(CURRENT, mine)
     for _ in looks(seconds):
+        gone = departed(store, range(world_size))  # first: who is ready may have done all it had to before the next look
         current = mine if rank == 0 else said(store, CURRENT)
         if current != name:
             name = current
@@ -58,7 +59,7 @@ def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) ->
             store.set(f"{name}/ready", json.dumps([store.get(each).decode() for each in signatures]))
         if mine in json.loads(said(store, f"{name}/ready") or "[]"):
             return name
-        if gone := departed(store, range(world_size)):
+        if gone:
             raise left(gone, f"rank {rank} waited for the other ranks to start")
     raise LostRankError(f"rank {rank} waited {seconds:g} s for the other ranks to start")
 

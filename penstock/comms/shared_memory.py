@@ -45,14 +45,16 @@ def make(size: int) -> tuple[mmap.mmap | None, int]:
     """Memory of `size` bytes that begins with a new secret, and the file to open it by; (None, -1) if the system refuses it."""
     if not CAN_SHARE:
         return None, -1
-    file = os.memfd_create(NAME)
+    file = -1
     try:
+        file = os.memfd_create(NAME)
         os.fchmod(file, 0o600)  # other users do not come to /proc entries of this one's processes anyway
         os.ftruncate(file, size)
         memory = mmap.mmap(file, size)
         memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would give memory to every address
     except OSError as error:
-        os.close(file)
+        if file >= 0:
+            os.close(file)
         _raise_if_table_is_full(error)
         return None, -1
     memory[: SECRET.size] = os.urandom(SECRET.size)

@@ -63,7 +63,7 @@ class Views:
     def at(self, start: int, spec: TensorSpec) -> Tensor:
         """The memory of the block at `start` as `spec` describes it: nearly always as the time before."""
         last, view = self._last.get(start, (None, self._bytes))
-        if last is not spec and last != spec:
+        if last is not spec and (last is None or last.layout != spec.layout):  # an activation is laid out as its gradient
             with torch.inference_mode(False):
                 view = wire.shaped(self._bytes[start + HEADER : start + HEADER + spec.bytes], spec)
             self._last[start] = spec, view

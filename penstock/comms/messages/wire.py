@@ -21,6 +21,11 @@ class TensorSpec(NamedTuple):
     requires_grad: bool
     bytes: int
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """How its bytes are read."""
+        return self[:3]
+
     def __str__(self) -> str:
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
 

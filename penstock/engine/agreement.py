@@ -48,6 +48,8 @@ class Agreement:
     def __init__(self, control: Control, position: MeshPosition, programs: RankPrograms) -> None:
         self.control, self.position, self.programs = control, position, programs
         self._known: dict[tuple[object, ...], Known] = {}  # the last kind last
+        self._said: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what the votes said last
+        self._agreed: Agreed  # which is what that came to
 
     def is_known(self, vote: Vote) -> bool:
         """Whether this rank has voted so in a step that is remembered: all it can know before it hears the others."""
@@ -57,13 +59,19 @@ class Agreement:
         """Hear the others. Raises MismatchError, the same on every rank, if the votes do not fit together."""
         votes = [Vote(*row) for row in self.control.hear(what)]
         check(votes, self.position)
+        said = [vote.kind for vote in votes], any(vote.wants_losses for vote in votes)
+        if said != self._said or any(vote.counts for vote in votes):
+            self._said, self._agreed = said, self._read(votes, batch, what)
+        return self._agreed._replace(known=self._known.get(self._agreed.kind))
+
+    def _read(self, votes: Sequence[Vote], batch: Batch, what: str) -> Agreed:
+        """What the votes come to, but for what is known of their kind."""
         rows = [int(_said(votes, ranks, "rows")) for ranks in self.position.counted]
         most = self.programs.program.schedule.microbatches
         microbatches = [sizes(each, min(each, most)) for each in rows]
         weights = self._weights(votes, microbatches, batch.counts, what)
         skipped = [frozenset(number for number, weight in enumerate(each) if not weight) for each in weights]
         mine = self.position.replica
-        kind = (skipped[mine], *[vote.kind for vote in votes])
         return Agreed(
             program=self.programs.of(batch.training, len(microbatches[mine]), skipped[mine]),
             weights=weights[mine],
@@ -71,8 +79,8 @@ class Agreement:
             counts=any(map(any, weights)),
             alike=len({(len(each), skips) for each, skips in zip(microbatches, skipped, strict=True)}) == 1,
             wants_losses=any(vote.wants_losses for vote in votes),
-            kind=kind,
-            known=self._known.get(kind),
+            kind=(skipped[mine], *[vote.kind for vote in votes]),
+            known=None,
         )
 
     def keep(self, agreed: Agreed, known: Known) -> None:

@@ -15,7 +15,7 @@ def check(layers: Layers, ranks: int, batch: int, effort: str, efforts: Iterable
         raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
     if not any(layer.seconds for layer in layers.samples[-1].layers):
         raise PenstockError("all layers take 0 seconds, so any plan is as good: measure them, or say what they take")
-    if effort not in efforts:
+    if effort not in list(efforts):
         raise PenstockError(f"effort={effort!r}: use {', '.join(efforts)}")
 
 
@@ -63,10 +63,12 @@ def replicas(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
 
 def names(schedules: str | Sequence[str] | None) -> list[str]:
     """Of the families that are tried."""
-    names = [schedules] if isinstance(schedules, str) else schedules or [name for name in FAMILIES if name != "naive"]
-    if unknown := [name for name in names if name not in FAMILIES]:
+    given = list(schedules) if isinstance(schedules, Iterable) and not isinstance(schedules, str) else [schedules or ""]
+    if not any(given):
+        return [name for name in FAMILIES if name != "naive"]
+    if unknown := [name for name in given if name not in list(FAMILIES)]:
         raise PenstockError(f"there is no schedule {unknown[0]!r}: choose from {', '.join(FAMILIES)}")
-    return list(names)
+    return given
 
 
 def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int, largest: float) -> list[int]:

@@ -18,8 +18,8 @@ def differences(first: Record, second: Record, did: Sequence[Mapping[str, object
     Raises PenstockError where one is in seconds and the other is not.
     """
     if first.unit != second.unit:
-        told_of = (f"{each.name} is {'measured, in seconds' if each.unit else 'simulated'}" for each in (first, second))
-        raise PenstockError(f"{', and '.join(told_of)}: compare two runs, or two schedules")
+        told_of = (f"{each.name} is {'in seconds' if each.unit else 'in units of its costs'}" for each in (first, second))
+        raise PenstockError(f"{', and '.join(told_of)}: compare two runs or plans, or two schedules")
     one, other = first.usual, second.usual
     unlike = [
         f"{what} ({a} and {b})"

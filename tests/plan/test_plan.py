@@ -31,7 +31,7 @@ def layers(count=16, head=1.0):
 
 
 def quick(memory=1e9, ranks=4, batch=16, head=1.0, **options):
-    return plan(layers(head=head), ranks, memory, batch=batch, effort="quick", **options)
+    return plan(layers(head=head), ranks, memory, batch=batch, **{"effort": "quick", **options})
 
 
 def test_a_plan_is_proved_and_takes_what_the_simulator_says_it_takes():
@@ -171,6 +171,9 @@ def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
         ({"dp": None}, "dp=None: give a whole number"),
         ({"speeds": 0.5}, "speeds are 0.5 for 4 ranks"),
         ({"optimizer": None}, "optimizer=None cannot be"),
+        ({"schedules": 3}, "no schedule 3: choose from"),
+        ({"schedules": [["1f1b"]]}, r"no schedule \['1f1b'\]"),
+        ({"effort": ["quick"]}, r"effort=\['quick'\]: use quick"),
     ],
 )
 def test_what_cannot_be_planned_for_is_told(wrong, told):

@@ -111,7 +111,7 @@ def test_compare_takes_two_runs(run):
         (["show", "tests"], "tests has no timeline: there is no file tests/timeline.json"),
         (["show", "x.json"], "x.json has no timeline: there is no file x.json"),
         (["show", "RUN", "--table"], "is a timeline, not a table: leave out --table and --csv"),
-        (["compare", "1f1b", "RUN"], "1f1b is simulated, and 1f1b, measured is measured, in seconds: compare two runs"),
+        (["compare", "1f1b", "RUN"], "1f1b is in units of its costs, and 1f1b, measured is in seconds: compare two runs"),
         (["compare", "1f1b", "gpip"], "did you mean gpipe?"),
     ],
 )

@@ -13,7 +13,17 @@ from penstock.errors import MismatchError
 from penstock.partition.graph_stage import GraphStage
 from penstock.randomness import advance, generator_of
 from penstock.stage.parameter_slot import installed
-from penstock.torch_private import TensorSlot, buffer_slots, has_hooks, is_compiled, is_extended, layers_of, version_of
+from penstock.torch_private import (
+    TensorSlot,
+    buffer_slots,
+    has_hooks,
+    is_compiled,
+    is_extended,
+    layers_of,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
 
 Recompute = Literal["stage", "block"]
 LOSS = 2**32  # no layer's number
@@ -56,6 +66,7 @@ class Layers:
         self.index, self.module, self.recompute = index, module, recompute
         self.generator = generator_of(device)
         self._buffers: dict[nn.Module, list[TensorSlot]] = {}  # of what runs again
+        self._changes_nothing: set[nn.Module] = set()  # of that, what left its input as it was
         known = numbers is not None and type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
         self._layers = tuple(zip(numbers or (), layers_of(module).values(), strict=True)) if known else None
 
@@ -66,8 +77,9 @@ class Layers:
         return self._run(seed, args, kwargs)
 
     def forget(self) -> None:
-        """Before a step: there may be other buffers."""
+        """Before a step: there may be other buffers, and layers may do something else."""
         self._buffers.clear()
+        self._changes_nothing.clear()
 
     def seed_loss(self, seed: int) -> None:
         """After the last layer: what the loss draws depends on `seed` alone."""
@@ -122,7 +134,47 @@ class Layers:
         moved, options = dict[str, Tensor](), dict[str, Any](use_reentrant=False, preserve_rng_state=seed is None)
         if slots:
             options["context_fn"] = lambda: (_noting(slots, moved), _as_before(slots, moved))
-        return checkpoint(run, seed, *further, **options)
+        given = _Given(run, further, copies=module not in self._changes_nothing)
+        output = checkpoint(given.run, seed, *further, **options)
+        if not given.changed():
+            self._changes_nothing.add(module)
+        return output
+
+
+class _Given:
+    """What a forward that runs again is given, the second time as it was: the forward may change it in place.
+
+    `copies`: keep some of what it was, in case it does.
+    """
+
+    def __init__(self, run: Callable[..., Any], given: Sequence[Any], copies: bool) -> None:
+        leaves, self._tree = tree_flatten(given)
+        tensors = {place: each for place, each in enumerate(leaves) if isinstance(each, Tensor) and not each.is_inference()}
+        self._run, self._tensors, self._ran = run, tensors, False
+        self._versions = {place: version_of(each) for place, each in tensors.items()}
+        self._copies = {
+            place: each.detach().clone().requires_grad_(each.requires_grad) for place, each in tensors.items() if copies
+        }
+
+    def changed(self) -> bool:
+        """After the forward: whether it has changed any of it; copies of the rest are let go."""
+        changed = [place for place, each in self._tensors.items() if version_of(each) != self._versions[place]]
+        self._copies = {place: self._copies[place] for place in changed if place in self._copies}
+        return bool(changed)
+
+    def run(self, seed: int | None, *given: Any) -> Any:
+        """The forward, once and again. Raises RuntimeError, as autograd does, if what it needs was changed by others."""
+        if not self._ran:
+            self._ran = True
+            return self._run(seed, *given)
+        leaves, _ = tree_flatten(given)
+        for place, version in self._versions.items():
+            if place in self._copies:
+                leaves[place] = self._copies[place].clone()  # no leaf of autograd's: the forward changes it again
+            elif version_of(leaves[place]) != version:
+                told = f"the input {list(leaves[place].shape)} of what recompute= runs again"
+                raise RuntimeError(f"{told} was modified by an inplace operation after it")
+        return self._run(seed, *tree_unflatten(leaves, self._tree))
 
 
 @contextmanager

@@ -173,3 +173,46 @@ def test_what_runs_again_begins_with_the_buffers_that_it_began_with_the_first_ti
         state = {f"{name} now": value for name, value in pipe.state_dict().items()}
         found.append(gradients(pipe.named_parameters()) | state)
     assert_same(found[1], found[0])
+
+
+class Scaling(nn.Module):
+    """Changes its input in place, by a weight that needs it as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 4))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.mul_(self.scale)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", one_rank(2)])
+@pytest.mark.parametrize("recompute", ["stage", "block"])
+def test_what_runs_again_begins_with_the_input_that_it_has_changed_in_place(schedule: Any, recompute: Any) -> None:
+    found = []
+    for again in (None, recompute):
+        torch.manual_seed(1)
+        layers = [nn.Linear(4, 4), nn.SiLU(inplace=True), nn.Dropout(inplace=True), Scaling(), nn.Linear(4, 4)]
+        model = nn.Sequential(Scaling(), *layers)
+        cuts = ["3"] if isinstance(schedule, Schedule) else None
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, schedule, M, topology=ps.Topology(), cuts=cuts, recompute=again)
+        losses = [pipe.step(torch.full((7, 4), 0.3), target=torch.ones(7, 4)) for _ in range(2)]
+        found.append(gradients(pipe.named_parameters()) | {str(step): loss for step, loss in enumerate(losses)})
+    assert_same(found[1], found[0])
+
+
+class ChangedLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value * 2
+        return self.second(value.add_(self.first(value)))
+
+
+def test_an_input_that_others_have_changed_in_place_before_it_is_needed_again_is_an_error() -> None:
+    pipe = ps.Pipeline(ChangedLater(), nn.functional.mse_loss, "gpipe", M, topology=ps.Topology(), cuts=[], recompute="block")
+    words = r"the input \[3, 4\] of what recompute= runs again was modified by an inplace operation after it"
+    with pytest.raises(ps.StageError, match=words):
+        pipe.step(torch.ones(7, 4), target=torch.ones(7, 4))

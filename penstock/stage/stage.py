@@ -108,6 +108,8 @@ class Stage:
                 args, kwargs, keywords = self._signature.of_values(values)
             with _standing_in(deferred, received):
                 output = self._layers.run(seed, args, kwargs)
+        if deferred is not None:
+            self._splitter.hand_on(deferred)
         if seed is not None and self._loss_may_draw:
             self._layers.seed_loss(seed)
         output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output)

@@ -501,6 +501,41 @@ def test_parameters_may_be_frozen_replaced_and_moved_between_steps() -> None:
             assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
 
+class Constrained(nn.Conv1d):
+    """As in EEGNet: a new weight, of no more than a norm, takes the place of the weight's values before each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        self.bias.data = self.bias.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_values_that_a_forward_puts_in_the_place_of_a_parameters_stay_there(in_order: bool) -> None:
+    torch.manual_seed(5)
+    module = nn.Sequential(Constrained(2, 3, 3), nn.Tanh(), Constrained(3, 2, 3))
+    other = copy.deepcopy(module)
+    stage = Stage(1, module, CPU, in_order=in_order)
+    values = [torch.randn(4, 2, 9) for _ in range(3)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (module, other)]
+    for _ in range(3):
+        stage.forget()
+        for m, value in enumerate(values):
+            output = stage.forward(m, [value], split=True)
+            expected = other(value)
+            assert torch.equal(output, expected)
+            expected.backward(torch.ones_like(expected))
+            stage.backward(m, [torch.ones_like(output)])
+        for m in range(3):
+            stage.backward_weight([m], last=m == 2)
+        for p, q in zip(module.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert torch.equal(p.grad, q.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_a_weight_kept_from_one_microbatch_to_the_next_loses_nothing() -> None:
     def cached(self: Any, x: Tensor) -> Tensor:
         if getattr(self, "cache", None) is None:

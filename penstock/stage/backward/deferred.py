@@ -88,10 +88,11 @@ class DeferredGradients:
     """
 
     def __init__(self, slots: Sequence[ParameterSlot], standins: Mapping[int, Any], casts: Casts) -> None:
-        self.standins, self._casts = standins, casts
+        self.standins, self.casts = standins, casts
         self.views = False  # whether a use of a weight was ever through a view of it
         self.gradients: dict[WeightUse, Gradients] = {}  # in the order in which the backward came by
         self._uses = itertools.count()
+        self._memory = {index: standin.bare.data_ptr() for index, standin in standins.items()}
         self.places = [(place, standin) for index, standin in standins.items() for place in slots[index].places]
         for standin in standins.values():
             standin.deferred = self
@@ -122,9 +123,9 @@ class DeferredGradients:
             return weight.detach().to(dtype)
         bare = _bare_of(weight)
         key, version = (bare.data_ptr(), bare.shape, bare.stride(), dtype), version_of(bare)
-        if key not in self._casts or self._casts[key][0] != version:
-            self._casts[key] = version, bare.to(dtype)
-        return self._casts[key][1]
+        if key not in self.casts or self.casts[key][0] != version:
+            self.casts[key] = version, bare.to(dtype)
+        return self.casts[key][1]
 
     def defer(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`output`, connected so that `I` keeps its gradient for `formula`."""
@@ -137,6 +138,11 @@ class DeferredGradients:
             return enter([output], keep)[0]
         output.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
         return output
+
+    def replaced(self) -> dict[int, Tensor]:
+        """What the forward has put in the place of parameters' memory (`weight.data = ..`), by index of the parameter."""
+        with DisableTorchFunctionSubclass():
+            return {index: each.data for index, each in self.standins.items() if each.data_ptr() != self._memory[index]}
 
     def check_untouched(self) -> None:
         """Before `I`. Raises StageError if the forward has differentiated inside: the weights' part in that would be lost."""
@@ -204,4 +210,6 @@ def _index_of(weight: Tensor | None) -> int | None:
 def _bare_of(weight: Any) -> Any:
     """`weight` outside the graph, None for None."""
     bare = getattr(weight, "bare", None)
-    return weight.detach() if bare is None and weight is not None else bare
+    if weight is not None and (bare is None or bare.data_ptr() != weight.data_ptr()):  # a forward may set `weight.data`
+        return weight.detach()
+    return bare

@@ -80,6 +80,13 @@ class Splitter:
         standins = {index: stand_in(self._slots[index].parameter, index) for index in self._active}
         return DeferredGradients(self._slots, standins, self.casts)
 
+    def hand_on(self, deferred: DeferredGradients) -> None:
+        """After the forward: values that it has put in the place of a stand-in's are the parameter's."""
+        if replaced := deferred.replaced():
+            for index, values in replaced.items():
+                self._slots[index].parameter.data = values
+            self.casts, self._stock = {}, []  # of the memory that was
+
     def end(self, deferred: Sequence[DeferredGradients], last: bool = False, expect: Expect | None = None) -> None:
         """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
 
@@ -104,7 +111,7 @@ class Splitter:
             expect(ends)
         if ends:
             run_backward([get_gradient_edge(end) for end in ends], gradients)
-        self._stock += deferred
+        self._stock += [each for each in deferred if each.casts is self.casts]
 
     def _due(
         self, deferred: Sequence[DeferredGradients], others: Sequence[DeferredGradients]

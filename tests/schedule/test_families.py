@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.schedule import build
+from penstock.schedule import build, names
 
 TABLES = {
     ("naive", 1, 1): """
@@ -115,3 +115,15 @@ def test_1f1b_with_many_microbatches_warms_up_one_forward_less_on_each_following
     for rank, row in enumerate(build("1f1b", 8, 20).actions):
         warmup = next(index for index, action in enumerate(row) if action.kind.value == "B") - 1
         assert warmup == 7 - rank
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("microbatches", [2, 4, 6])
+def test_every_stage_takes_the_microbatches_in_order_as_one_process_does(name, ranks, microbatches):
+    if name == "interleaved-1f1b":
+        microbatches *= ranks
+    for row in build(name, ranks, microbatches).actions:
+        for kind, stage in {(action.kind, action.stage) for action in row}:
+            order = [action.microbatch for action in row if (action.kind, action.stage) == (kind, stage)]
+            assert order == sorted(order), f"{kind.value} of stage {stage}"

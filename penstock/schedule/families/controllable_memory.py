@@ -78,7 +78,8 @@ def _move_ends(slots: list[Slots], steady: range, bound: int) -> None:
     for action in sorted(at, key=lambda action: (at[action], home[action])):
         slot, rank = at[action], home[action]
         if slot not in steady:
-            needs = [at[needed] for options in dependencies(action, stages) for needed in options if needed in at]
+            before = action._replace(microbatch=action.microbatch - 1)  # what a stage keeps from one to the next comes in order
+            needs = [at[needed] for options in [*dependencies(action, stages), (before,)] for needed in options if needed in at]
             target = _earliest(slots[rank], action, max(needs, default=-1) + 1, slot, held[rank], bound)
             slots[rank][target] = slots[rank].pop(slot)
             at[action] = target

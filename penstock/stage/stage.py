@@ -20,7 +20,15 @@ from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import LOSSES, Layers, Recompute
 from penstock.stage.parameter_slot import ParameterSlot, installed, slots_of
-from penstock.torch_private import run_backward, shares_memory, tree_leaves
+from penstock.torch_private import (
+    buffer_slots,
+    run_backward,
+    shares_memory,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+)
 
 
 class Kept(NamedTuple):
@@ -70,6 +78,7 @@ class Stage:
         self.auxiliary: list[Tensor] = []  # losses of the last forward
         self.parameters: list[nn.Parameter] = []  # the module's, each once, when the step began
         self._without_sum: list[nn.Parameter] = []  # those of them that had no gradient then, and still have none
+        self._buffers: dict[int, int] = {}  # the memory of the module's -> the version of it when the step began
         self._signature = Signature(module, later)
         self._messages = Messages(index, module, self.neighbours)
         self._layers = Layers(index, module, device, numbers, recompute)
@@ -112,6 +121,7 @@ class Stage:
             self._splitter.hand_on(deferred)
         if seed is not None and self._loss_may_draw:
             self._layers.seed_loss(seed)
+        output = self._apart(output) if self._buffers else output
         output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
@@ -119,6 +129,18 @@ class Stage:
             wanted = [(edge_of(value), value.detach()) for value in auxiliary if value.requires_grad] if auxiliary else ()
             self.kept[microbatch] = Kept(received, edges, ends, wanted, deferred)
         return output
+
+    def _apart(self, output: Any) -> Any:
+        """`output`, in memory of its own where the stage's forwards change it: the next one may come before it is needed."""
+        if isinstance(output, Tensor) and output.requires_grad:  # the common case, a short way
+            return output
+        return tree_map_only(Tensor, lambda each: each.clone() if self._is_moving(each) else each, output)
+
+    def _is_moving(self, value: Tensor) -> bool:
+        """Whether it is a buffer, or a view of one, that has been changed in place since the step began."""
+        if value.requires_grad or value.layout != torch.strided or (key := storage_key(value)) not in self._buffers:
+            return False
+        return value.is_inference() or version_of(value) != self._buffers[key]
 
     def _ends(self, leaves: Sequence[Any]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
         """Where a backward from `leaves` starts, and what copies of the stage must know of its graph."""
@@ -218,6 +240,8 @@ class Stage:
         slots = slots_of(self.module)
         self.parameters = [slot.parameter for slot in slots]
         self._begin_with(slots)
+        buffers = [slot.tensor for slot in buffer_slots(self.module) if slot.tensor.layout == torch.strided]
+        self._buffers = {storage_key(each): 0 if each.is_inference() else version_of(each) for each in buffers}
         self._fresh_casts()
         autocast = torch.is_autocast_enabled(self._device)
         self._outside_autocast = torch.autocast(self._device, enabled=False) if autocast else _NOTHING

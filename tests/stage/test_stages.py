@@ -518,3 +518,26 @@ def test_what_a_weight_is_owed_is_not_changed_by_a_sum_that_begins_with_a_view_o
             stage.backward_weight([microbatch], last=microbatch == 2)
     for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+class Remembers(nn.Module):
+    """Gives what it remembers, which the next microbatch changes in place, or a part of that."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+        self.register_buffer("sum", torch.zeros(3, 2))
+
+    def forward(self, hidden):
+        self.sum += 1
+        return hidden, self.sum[:2] if self.part else self.sum
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_buffer_that_a_stage_gives_is_as_it_was_when_the_next_microbatch_changes_it(part, training):
+    stage = Stage(0, Remembers(part), torch.device("cpu"))
+    for step in range(2):
+        stage.forget()
+        given = [stage.forward(microbatch, [(torch.ones(1),), {}], keep=training)[1] for microbatch in range(3)]
+        assert [each.unique().item() for each in given] == [3 * step + 1, 3 * step + 2, 3 * step + 3]

@@ -15,6 +15,8 @@ from penstock.torch_private import OpOverload, written_arguments
 DEVICE = "penstock.device"  # what a graph reads of the stage that runs it
 NO_GRAD = "no_grad"  # in a node's meta: it stands inside a `torch.no_grad()`
 NUMBER = "number"  # in a node's meta: what its random numbers are seeded by, where it may draw some
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
+ASSIGNING = frozenset(f"i{each}" for each in OPERATORS)  # the names of `+=` ..
 RANDOM = ("dropout", "rand", "normal", "bernoulli", "attention")
 
 
@@ -76,7 +78,8 @@ def _acts(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return bool(written_arguments(node.target))
     name = _name(node)
-    return name.endswith("_") or "setitem" in name or bool(node.kwargs.get("inplace")) or node.is_impure()
+    changes = name.endswith("_") or "setitem" in name or name in ASSIGNING
+    return changes or bool(node.kwargs.get("inplace")) or node.is_impure()
 
 
 def _number(model: nn.Module, graph: fx.Graph) -> None:

@@ -5,7 +5,8 @@ around them, is followed.
 """
 
 import inspect
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx, nn
 
 from penstock.errors import MismatchError
 from penstock.partition.inputs import Input, Inputs, refused
-from penstock.partition.model_graph import NO_GRAD, ModelGraph, both_modes, first_line
+from penstock.partition.model_graph import ASSIGNING, NO_GRAD, ModelGraph, both_modes, first_line
 
 INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
 
@@ -28,6 +29,18 @@ def symbolic(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
     return ModelGraph.of(model, graphs, Inputs(inspect.signature(model.forward), inputs), {})
 
 
+class _Value(fx.Proxy):
+    """A value in the graph; `value += other` changes it in place there too, with which torch's own would make another."""
+
+
+def _assigning(change: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value, other: value.tracer.create_proxy("call_function", change, (value, other), {})
+
+
+for _name in ASSIGNING:
+    setattr(_Value, f"__{_name}__", _assigning(getattr(operator, _name)))
+
+
 class _Tracer(fx.Tracer):
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         super().__init__(param_shapes_constant=True)
@@ -35,6 +48,9 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return name in self.units
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node, which remembers whether gradients are wanted where it stands."""

@@ -466,6 +466,22 @@ def in_place(model, x):
     return model.b(hidden)
 
 
+def add_to(hidden, other):
+    hidden += other
+
+
+def in_place_by_assignment(model, x):
+    hidden = model.a(x) * 1
+    before, rows = hidden[:, :2], x.shape[0]
+    hidden += model.c(x)
+    rows *= 2
+    add_to(hidden, rows)
+    twice = model.b(hidden)
+    left = torch.cat([before, before], 1)
+    twice -= left
+    return twice / rows
+
+
 def assigned(model, x):
     hidden = model.a(x) * 1
     hidden[:, :2] = 0.5
@@ -480,7 +496,8 @@ def two_branches(model, x):
 
 
 EXAMPLE = (torch.ones(3, 4),)
-FORWARDS = [(forward, example) for forward in (without_gradients, in_place, two_branches) for example in (None, EXAMPLE)]
+WITH_EITHER = (without_gradients, in_place, in_place_by_assignment, two_branches)
+FORWARDS = [(forward, example) for forward in WITH_EITHER for example in (None, EXAMPLE)]
 
 
 @pytest.mark.parametrize(("forward", "example"), [*FORWARDS, (assigned, EXAMPLE)])

@@ -1,6 +1,7 @@
 """Collectives: every operation against its definition, ranks that disagree, groups, a world of one."""
 
 import dataclasses
+import mmap
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ from penstock.comms import point_to_point
 from penstock.comms import topology as topology_module
 from penstock.comms.collectives import checked_group
 from penstock.comms.collectives.call import call_of
+from penstock.comms.collectives.call_board import CallBoard
 from penstock.comms.health import reports
 from penstock.comms.starting import ranks
 
@@ -311,6 +313,55 @@ def test_a_lost_rank_is_an_error_on_the_others(monkeypatch):
     errors = ps.launch(rank_lost, 3, "is silent")
     assert {kind for kind, _ in errors} == {"LostRankError"}
     assert "no answer within 1 s" in errors[0][1]
+
+
+def boards(size: int) -> list[CallBoard]:
+    """As its ranks have them, in one process."""
+    memory = mmap.mmap(-1, CallBoard.bytes(size))
+    return [CallBoard(memory, rank, size) for rank in range(size)]
+
+
+def test_who_is_in_the_next_call_already_tells_of_the_one_in_which_ranks_differ_or_do_not_come():
+    first, same, odd = boards(3)
+    assert [each.arrive(1, 60) for each in (first, same, odd)] == [True] * 3
+    assert [each.arrive(digest, 60) for each, digest in ((first, 2), (same, 2), (odd, 3))] == [True, True, False]
+    assert not first.arrive(4, 60)  # before the odd one has closed anything
+    assert first.differ
+    assert first.close(first.count) == 2
+    first, same, silent = boards(3)
+    assert [each.arrive(1, 60) for each in (first, same, silent)] == [True] * 3
+    assert [each.arrive(2, 60) for each in (first, same)] == [True] * 2
+    with pytest.raises(RuntimeError, match="timed out"):
+        first.arrive(4, 0.01)
+    assert not first.differ
+    assert first.close(first.count) == 2
+
+
+def rank_silent(way: str, where: str) -> tuple[str, str]:
+    """Rank 2 stands still, before a call or in it; rank 0 has done its part of that, and is in another."""
+    if way == "headers":
+        checked_group.shared_memory = lambda *_: None
+    topology = comms.init_distributed(backend="gloo")
+    topology_module._current = dataclasses.replace(topology, timeout=timedelta(seconds=1))
+    comms.all_reduce(torch.ones(1))
+    if topology.rank == 2 and where == "before":
+        time.sleep(3)
+    elif topology.rank == 2:
+        compare = checked_group.CheckedGroup._compare
+        checked_group.CheckedGroup._compare = lambda self, call: (compare(self, call), time.sleep(3))[0]
+    with pytest.raises(ps.PenstockError) as caught:
+        comms.gather(torch.ones(1), root=1), comms.all_reduce(torch.ones(2))
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.timed
+@pytest.mark.parametrize(("way", "where"), [("table", "before"), ("table", "in"), ("headers", "in")])
+def test_ranks_of_which_one_was_done_before_another_fell_silent_are_in_no_different_calls(way, where):
+    first, second, late = ps.launch(rank_silent, 3, way, where)
+    assert {kind for kind, _ in (first, second, late)} == {"LostRankError"}
+    assert first[1].startswith("rank 2 does not answer: rank ")
+    assert second == first
 
 
 def rank_without_descriptors() -> str:

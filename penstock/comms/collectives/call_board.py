@@ -21,6 +21,7 @@ class CallBoard:
         self._rank, self._size = rank, size
         self._fence = threading.Lock()
         self.count = 0  # of calls
+        self.differ = False  # this rank has seen that another was called with something else
 
     @staticmethod
     def bytes(size: int) -> int:
@@ -54,9 +55,12 @@ class CallBoard:
         while (words := self._read()).count(self._mine) < self._size:
             looks += 1
             deadline = deadline or time.monotonic() + timeout
-            if not self._agree(words):
+            agree, late = self._agree(words), time.monotonic() > deadline
+            if self.differ or late:
+                self.close(self.count - 1)  # it is that call which comes to nothing, and not the one that begins
+            if not agree:
                 return False
-            if time.monotonic() > deadline:
+            if late:
                 raise RuntimeError("timed out")
             time.sleep(min(looks * NAP, LONGEST_NAP))
         return True
@@ -67,7 +71,5 @@ class CallBoard:
     def _agree(self, words: list[int]) -> bool:
         """Whether nobody stays away, and all that have come to this call have the same number."""
         if words.count(self._mine) < self._size:  # else no need to look closer
-            for word in words:
-                if word != self._mine and word >> DIGEST_BITS == self._tag:
-                    return False
-        return not 0 < self._words[CLOSED] <= self.count
+            self.differ = any(word != self._mine and word >> DIGEST_BITS == self._tag for word in words)
+        return not self.differ and not 0 < self._words[CLOSED] <= self.count

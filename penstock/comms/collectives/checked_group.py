@@ -33,6 +33,7 @@ from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import MismatchError, PenstockError, ResourceError
 
 IN = "in "  # what a rank waited in: a call
+DIFFER = "another rank is in another call"  # how that ended for who has seen it; ranks may be in two calls though all is well
 
 
 class CheckedGroup:
@@ -113,7 +114,8 @@ class CheckedGroup:
         assert groups is not None
         if board is not None and board.close(board.count) < board.count and self._before is not None:
             call = self._before  # in which this rank was done before
-        end = lost_or_silent(error, self.topology.timeout) if error else "another rank gave up"
+        differ = error is None and (board is None or board.differ)
+        end = lost_or_silent(error, self.topology.timeout) if error else DIFFER if differ else "another rank gave up"
         mine = Report(self.topology.rank, time.time(), text=f"{IN}{call}", end=end)
         publish(groups, mine)
         groups.close()
@@ -121,7 +123,7 @@ class CheckedGroup:
             break_off_backend(self._nccl)
         reports, gone = read(groups, mine)
         calls = {each.rank: each.text.removeprefix(IN) for each in reports}
-        apart = len({*calls.values()}) > 1 and not lost(gone) and not own_error(reports)
+        apart = DIFFER in {each.end for each in reports} and not lost(gone) and not own_error(reports)
         self._end(_mismatch(calls) if apart else verdict(groups, reports, gone))
 
     def _end(self, ended: PenstockError) -> NoReturn:

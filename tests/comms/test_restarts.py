@@ -28,6 +28,7 @@ from penstock.commands.train.again import for_world
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
 from penstock.comms.health.process import STOPPED, process_of
+from penstock.comms.health.reports import own_error, own_report
 from penstock.comms.starting import ranks
 from penstock.comms.starting.blame import blamed, death
 from penstock.comms.starting.rank_main import Outcome
@@ -254,6 +255,7 @@ def outcomes(*told):
 
 
 LOST, OWN = ps.LostRankError("rank 1 is gone"), ValueError("own")
+TOLD = own_error([own_report(1, OWN)])  # of that, on another rank
 
 
 @pytest.mark.parametrize(
@@ -271,6 +273,9 @@ LOST, OWN = ps.LostRankError("rank 1 is gone"), ValueError("own")
         (outcomes((1, OWN, False, ()), (0, death(0, -6), False, ())), (1,), "own"),
         (outcomes((0, OWN, False, (1,)), (1, OWN, False, ())), (1,), "own"),
         (outcomes((0, OWN, False, ()), (1, OWN, False, ())), (), "own"),
+        (outcomes((0, TOLD, False, (1,)), (1, OWN, False, ())), (1,), "own"),
+        (outcomes((0, TOLD, False, (1,)), (1, death(1, -9), False, ())), (1,), "rank 1 ended: ValueError.*"),
+        (outcomes((0, TOLD, False, (1,)), (1, LOST, True, ())), (1,), "rank 1 ended: ValueError.*"),
         (outcomes((0, LOST, True, (1,))), (1,), "rank 1 is gone"),
         (outcomes((0, LOST, True, (1,)), (1, LOST, True, (2,))), (2,), "rank 1 is gone"),
         (outcomes((0, RuntimeError("gloo/transport"), True, ())), (), "rank 0 has lost the other ranks"),

@@ -55,13 +55,20 @@ def blamed(outcomes: Mapping[int, Outcome]) -> Failure | None:
     first = next((rank for rank, outcome in failed.items() if not outcome.hearsay), None)
     if first is None:
         return _hearsay(failed, outcomes.keys())
-    error, told_of = failed[first].value, failed[first].ranks
-    if isinstance(error, Died):
+    if isinstance(failed[first].value, Died):
         return _deaths(failed, first)
+    told_of = failed[first].ranks
+    theirs = next((rank for rank in told_of if rank in failed and _is_own(failed[rank])), first)
+    error = failed[theirs].value  # in its own words: another rank, which had heard of it, may have ended before
     kind = type(error), str(error)
     alike = [rank for rank, each in failed.items() if (type(each.value), str(each.value)) == kind and not each.ranks]
     culprits = told_of or (alike if len(alike) == 1 else ())  # if several have found the same, it is nobody's
     return Failure(error, tuple(culprits), failed[alike[0] if alike else first].traceback, _kind(error))
+
+
+def _is_own(outcome: Outcome) -> bool:
+    """Whether a rank raised by itself what it failed with."""
+    return not outcome.hearsay and not outcome.ranks and not isinstance(outcome.value, Died)
 
 
 def _deaths(failed: Mapping[int, Outcome], first: int) -> Failure:

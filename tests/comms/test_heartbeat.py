@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from penstock.comms.health.doing import doing, told
 from penstock.comms.health.heartbeat import Pace, Ring, Watched, watched_by
 from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, machine, this_process
 from penstock.comms.health.reports import Report, publish, read, verdict
-from penstock.comms.starting.meeting import CURRENT, FINISHED, depart, name_of_start
+from penstock.comms.starting.meeting import CURRENT, FINISHED, depart, departed, name_of_start
 from penstock.schedule.table import Action, Kind
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
@@ -160,6 +160,41 @@ def test_a_start_of_which_a_rank_has_left_as_soon_as_all_were_ready_is_a_start()
 
     job.set(CURRENT, "here")
     assert name_of_start(StandsStill(job, "here/ready", start_and_leave), 1, 2, timedelta(seconds=60)) == "here"
+
+
+class Stopped:
+    """A process that is seen stopped so many times."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+
+    def state(self) -> str:
+        self._times -= 1
+        return STOPPED if self._times >= 0 else ALIVE
+
+
+def test_a_rank_that_goes_on_at_the_moment_of_proof_is_not_lost_and_one_whose_proof_could_not_be_told_is(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(heartbeat, "life", lambda *_: None)
+    watched = Watched(store, 1, 2)
+    watched.process = Stopped(heartbeat.PROOF)
+    found = iter([{}, RuntimeError("the store"), {1: "is stopped"}])
+
+    def stopped(*_: object) -> dict[int, str]:
+        if isinstance(now := next(found), Exception):
+            raise now
+        return now
+
+    monkeypatch.setattr(heartbeat, "stopped", stopped)
+    for _ in range(heartbeat.PROOF + 1):
+        watched.look()
+    assert not store.check([heartbeat.LOST])
+    watched.process = Stopped(heartbeat.PROOF + 1)
+    for number in range(heartbeat.PROOF + 1):
+        with pytest.raises(RuntimeError) if number == heartbeat.PROOF - 1 else nullcontext():
+            watched.look()
+    assert store.check([heartbeat.LOST])
+    assert departed(store, [1]) == {1: "is stopped"}
 
 
 def write(path: Path, text: str) -> None:

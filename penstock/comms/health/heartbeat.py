@@ -136,8 +136,8 @@ class Watched:
         self.beat = beat
         if state == ENDED:
             gone(self.store, [self.rank])
-        elif self.stopped == PROOF:
-            for rank, how in stopped(self.store, range(self.ranks)).items():
+        elif self.stopped >= PROOF and (found := stopped(self.store, range(self.ranks))):  # it may go on this moment
+            for rank, how in found.items():
                 depart(self.store, rank, how)
             self.store.set(LOST, "")
         elif self.silent == SILENCE and not self.stopped and not gone(self.store, [self.rank]):

@@ -5,6 +5,7 @@ import mmap
 import os
 import resource
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch import nn
 import penstock as ps
 from penstock.comms import shared_memory
 from penstock.comms.groups import Groups
-from penstock.comms.messages import blocks, wire
+from penstock.comms.messages import blocks, memory_line, wire
 from penstock.comms.messages.blocks import FREE, SPARE, Blocks
 from penstock.comms.messages.channels import Incoming
 from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
@@ -137,6 +138,30 @@ def test_a_silent_sender_and_a_closed_one_end_the_wait(ends):
     sender.close()
     with pytest.raises(RuntimeError, match="closed the pipe"):
         receiver.wait(None, spec)
+
+
+def test_a_line_that_is_closed_while_its_thread_writes_leaves_the_pipes_number_to_no_other_file(ends, monkeypatch, tmp_path):
+    sender, receiver = ends
+    about_to, closed, write = threading.Event(), threading.Event(), os.write
+
+    def late(pipe: int, ticket: bytes) -> int:
+        about_to.set()
+        assert closed.wait(60)
+        return write(pipe, ticket)
+
+    monkeypatch.setattr(memory_line.os, "write", late)
+    large = torch.ones(memory_line.LARGE)
+    spec = describe_tensor(large)
+    sender.send(large, spec)
+    assert about_to.wait(60)
+    sender.send(large, spec)  # comes to nothing
+    sender.close()
+    with open(tmp_path / "another", "wb"):
+        closed.set()
+        assert torch.equal(receiver.wait(None, spec), large)
+        with pytest.raises(RuntimeError, match="closed the pipe"):
+            receiver.wait(None, spec)
+    assert (tmp_path / "another").read_bytes() == b""
 
 
 def test_messages_of_any_length_share_blocks_whose_sizes_are_powers_of_two(ends):

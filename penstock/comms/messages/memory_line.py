@@ -13,6 +13,7 @@ import mmap
 import os
 import select
 import struct
+import threading
 import weakref
 from contextlib import suppress
 from datetime import timedelta
@@ -102,6 +103,7 @@ class MemorySender(_End):
         super().__init__(pipe)
         self.blocks, self._views, self._failure = Blocks(memory, spare), Views(memory), failure
         self._copying: Worker | None = None
+        self._telling, self._closed = threading.Lock(), False
 
     def describe(self, packed: Tensor) -> None:
         """Send a description."""
@@ -134,13 +136,26 @@ class MemorySender(_End):
     def _send_beside(self, tensor: Tensor, spec: TensorSpec, what: object) -> None:
         """The same in the thread, where an error would be lost; one that follows from closing the line is none."""
         try:
-            if self._pipe >= 0:
-                self._send(tensor, spec)
+            if not self._closed:
+                start = self.blocks.take(spec.bytes)
+                self._put(start, tensor, spec)
+                with self._telling:
+                    if not self._closed:
+                        self._tell(start, spec.bytes)
+                if self._closed:
+                    self.let_go()
         except Exception as error:
             try:
                 self._failure.tell(what, error)
             finally:
                 self.close()
+
+    def close(self) -> None:
+        """Let the receiver know that nothing more comes. A thread that writes lets go itself: the pipe's number is in use."""
+        self._closed = True
+        if self._telling.acquire(blocking=False):
+            self.let_go()
+            self._telling.release()
 
 
 class MemoryReceiver(_End):

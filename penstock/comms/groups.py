@@ -64,6 +64,8 @@ class Groups:
         all_come(store, size, self.topology.timeout, self.is_over)
         group = dist.ProcessGroupGloo(store, rank, size, torch_private.gloo_options([_gloo_device()], self.topology.timeout))
         self._open.append(group)
+        if self.woken:  # while it connected, when there was nothing to break off
+            raise dist.DistError("another rank has failed")
         return group
 
     def nccl(self, name: str, end: int) -> Any:

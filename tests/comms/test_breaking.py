@@ -10,6 +10,7 @@ import penstock as ps
 from penstock.comms.breaking import break_off_backend
 from penstock.comms.groups import Groups
 from penstock.comms.starting.meeting import all_come
+from penstock.comms.topology import Topology
 
 
 def rank_breaks_off():
@@ -36,3 +37,17 @@ def test_who_comes_last_where_another_has_given_up_does_not_go_on_to_connect_to_
     for over, patience in ((is_over, seconds), (False, 60)):
         with pytest.raises(dist.DistError, match=told):
             all_come(store, 2, timedelta(seconds=patience), lambda over=over: over)
+
+
+def test_in_a_group_that_connected_while_a_rank_was_found_lost_nobody_waits(monkeypatch):
+    groups = Groups(Topology(store=dist.HashStore()), "late")
+
+    class FoundMeanwhile(dist.ProcessGroupGloo):
+        def __init__(self, *given: object) -> None:
+            groups.wake()
+            super().__init__(*given)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", FoundMeanwhile)
+    with pytest.raises(dist.DistError, match="another rank has failed"):
+        groups.gloo("everyone", 0, 1)
+    groups.close()

@@ -103,7 +103,7 @@ class MemorySender(_End):
         super().__init__(pipe)
         self.blocks, self._views, self._failure = Blocks(memory, spare), Views(memory), failure
         self._copying: Worker | None = None
-        self._telling, self._closed = threading.Lock(), False
+        self._telling, self._closed = threading.Lock(), threading.Event()
 
     def describe(self, packed: Tensor) -> None:
         """Send a description."""
@@ -136,13 +136,13 @@ class MemorySender(_End):
     def _send_beside(self, tensor: Tensor, spec: TensorSpec, what: object) -> None:
         """The same in the thread, where an error would be lost; one that follows from closing the line is none."""
         try:
-            if not self._closed:
+            if not self._closed.is_set():
                 start = self.blocks.take(spec.bytes)
                 self._put(start, tensor, spec)
                 with self._telling:
-                    if not self._closed:
+                    if not self._closed.is_set():
                         self._tell(start, spec.bytes)
-                if self._closed:
+                if self._closed.is_set():
                     self.let_go()
         except Exception as error:
             try:
@@ -152,7 +152,7 @@ class MemorySender(_End):
 
     def close(self) -> None:
         """Let the receiver know that nothing more comes. A thread that writes lets go itself: the pipe's number is in use."""
-        self._closed = True
+        self._closed.set()
         if self._telling.acquire(blocking=False):
             self.let_go()
             self._telling.release()

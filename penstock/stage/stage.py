@@ -27,7 +27,6 @@ from penstock.torch_private import (
     storage_key,
     tree_leaves,
     tree_map_only,
-    version_of,
 )
 
 
@@ -78,7 +77,7 @@ class Stage:
         self.auxiliary: list[Tensor] = []  # losses of the last forward
         self.parameters: list[nn.Parameter] = []  # the module's, each once, when the step began
         self._without_sum: list[nn.Parameter] = []  # those of them that had no gradient then, and still have none
-        self._buffers: dict[int, int] = {}  # the memory of the module's -> the version of it when the step began
+        self._buffers: frozenset[int] | None = None  # the memory of the module's in this step, once it was asked for
         self._signature = Signature(module, later)
         self._messages = Messages(index, module, self.neighbours)
         self._layers = Layers(index, module, device, numbers, recompute)
@@ -121,7 +120,7 @@ class Stage:
             self._splitter.hand_on(deferred)
         if seed is not None and self._loss_may_draw:
             self._layers.seed_loss(seed)
-        output = self._apart(output) if self._buffers else output
+        output = self._apart(output)
         output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
@@ -131,16 +130,18 @@ class Stage:
         return output
 
     def _apart(self, output: Any) -> Any:
-        """`output`, in memory of its own where the stage's forwards change it: the next one may come before it is needed."""
+        """`output`, with copies of buffers: the next microbatch may change them before the others have what they were now."""
         if isinstance(output, Tensor) and output.requires_grad:  # the common case, a short way
             return output
-        return tree_map_only(Tensor, lambda each: each.clone() if self._is_moving(each) else each, output)
+        if self._buffers is None:
+            self._buffers = frozenset(
+                storage_key(slot.tensor) for slot in buffer_slots(self.module) if _has_memory(slot.tensor)
+            )
+        return tree_map_only(Tensor, self._no_buffer, output) if self._buffers else output
 
-    def _is_moving(self, value: Tensor) -> bool:
-        """Whether it is a buffer, or a view of one, that has been changed in place since the step began."""
-        if value.requires_grad or value.layout != torch.strided or (key := storage_key(value)) not in self._buffers:
-            return False
-        return value.is_inference() or version_of(value) != self._buffers[key]
+    def _no_buffer(self, value: Tensor) -> Tensor:
+        is_buffer = not value.requires_grad and _has_memory(value) and storage_key(value) in (self._buffers or ())
+        return value.clone() if is_buffer else value
 
     def _ends(self, leaves: Sequence[Any]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
         """Where a backward from `leaves` starts, and what copies of the stage must know of its graph."""
@@ -240,8 +241,7 @@ class Stage:
         slots = slots_of(self.module)
         self.parameters = [slot.parameter for slot in slots]
         self._begin_with(slots)
-        buffers = [slot.tensor for slot in buffer_slots(self.module) if slot.tensor.layout == torch.strided]
-        self._buffers = {storage_key(each): 0 if each.is_inference() else version_of(each) for each in buffers}
+        self._buffers = None
         self._fresh_casts()
         autocast = torch.is_autocast_enabled(self._device)
         self._outside_autocast = torch.autocast(self._device, enabled=False) if autocast else _NOTHING
@@ -256,6 +256,11 @@ class Stage:
         """
         if torch.is_autocast_enabled(self._device):
             torch.clear_autocast_cache()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Of its own, as sparse ones have not."""
+    return tensor.layout == torch.strided
 
 
 def _standing_in(deferred: DeferredGradients | None, received: Received) -> AbstractContextManager[None]:

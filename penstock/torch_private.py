@@ -457,6 +457,20 @@ def fsdp_casts(module: nn.Module) -> bool:
     return policy is not None and policy.param_dtype is not None
 
 
+def forget_meshes() -> None:
+    """Have DTensors' operations take the mesh of what they are given.
+
+    torch remembers what an operation gives, the mesh with it, and a later mesh of the same ranks and names is equal to that
+    one: but its groups are others, and the first one's may be closed. Nothing public forgets it.
+    """
+    if "torch.distributed.tensor" not in sys.modules:  # nothing is remembered yet, and it imports for a second
+        return
+    from torch.distributed.tensor import debug
+
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+
+
 def begin_fsdp(module: Any) -> None:
     """What the first forward of a whole module would do, where its layers are called one by one."""
     module._get_fsdp_state()._lazy_init()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from penstock import torch_private
 from penstock.comms.breaking import break_off
 from penstock.comms.encoding import bytes_of, checked_size, decode, encode
 from penstock.comms.groups import Groups, is_of_transport
@@ -202,6 +203,8 @@ class Control:
         self.close()
         for group in self.beside:
             break_off(group)
+        if self.beside:
+            torch_private.forget_meshes()  # other meshes' tensors would wait in these groups
         if not isinstance(error, WaitFailed):
             self._lost = str(error) if self.beside else self._lost
             raise error

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from penstock import torch_private
 from penstock.comms.control import waiting
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
@@ -28,6 +29,8 @@ def side_by_side(
     each entry -> the name in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or one that does not fit,
     and for tied parameters that would be cut.
     """
+    if position.beside:
+        torch_private.forget_meshes()  # a step that failed has closed the groups of the one before
     apply = data_parallel.WAYS.get(way) if isinstance(way, str) else way
     if apply is None:
         raise MismatchError(f"data_parallel={way!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage")

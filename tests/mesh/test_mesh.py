@@ -701,6 +701,34 @@ def test_an_error_on_one_rank_ends_the_step_on_all_pipelines(name: str) -> None:
         assert within(seconds, 3)
 
 
+def again(way: str, shape: Shape, folder: Path) -> tuple[list[float], list[str]]:
+    """The losses of two pipelines, each on a mesh of its own, the first of which has ended by an error; what was saved."""
+    losses = []
+    for fails in (True, False):
+        pipe = built(shape, model(BLOCKS), "1f1b", 4, data_parallel=way)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        for step in range(2):
+            inputs, target = share(pipe, batch(step))
+            losses.append(pipe.step(inputs, target=target).item())
+            pipe.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if fails:
+            if pipe.position.world.rank == 3:
+                next(iter(pipe.stages.values()))[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ps.StageError):
+                pipe.step(inputs, target=target)
+    checkpoint.save(folder, pipe, optimizer)
+    return losses, sorted(each.name for each in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize(("name", "way"), [("pp2 tp2", "ddp"), ("dp2 tp2", "ddp"), ("pp2 dp2", "fsdp")])
+def test_after_an_error_a_pipeline_on_a_new_mesh_of_the_same_shape_trains(name: str, way: str, tmp_path: Path) -> None:
+    for losses, saved in ps.launch(again, 4, way, MESHES[name], tmp_path):
+        assert losses[:2] == losses[2:]
+        assert saved == ["step-00000002"]
+
+
 @pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2"])
 def test_a_lost_rank_ends_all_pipelines(name: str) -> None:
     begin = time.monotonic()

@@ -145,7 +145,11 @@ class _Cut:
         self.routes = self._routes(len(starts))
 
     def _routes(self, last: int) -> dict[Route, list[fx.Node]]:
-        """The values of every route, in the order of the routes; each stage has one to the next."""
+        """The values of every route, in the order of the routes; each stage has one to the next.
+
+        A route's values are in the order of their first uses where it ends: that in which they are computed may be another on
+        each rank, since a model's forward may go through a set of names, whose order is a process's own.
+        """
         routes: dict[Route, list[fx.Node]] = defaultdict(list, {(stage, stage + 1): [] for stage in range(last)})
         for node in self.graph.nodes:
             if node.op != "get_attr":
@@ -153,7 +157,13 @@ class _Cut:
                 for user in sorted({self.stage_of[each] for each in node.users if self.stage_of[each] > here}):
                     routes[here, user].append(node)
                     here = user
-        return dict(sorted(routes.items()))
+        place = {node: number for number, node in enumerate(self.graph.nodes)}
+
+        def first_use(node: fx.Node, stage: int) -> tuple[int, int]:
+            user = min((each for each in node.users if self.stage_of[each] == stage), key=place.__getitem__)
+            return place[user], user.all_input_nodes.index(node)
+
+        return {route: sorted(nodes, key=lambda node: first_use(node, route[1])) for route, nodes in sorted(routes.items())}
 
     def graph_of(self, stage: int) -> fx.Graph:
         """The part of the graph that is a stage's."""

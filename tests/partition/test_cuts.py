@@ -11,6 +11,7 @@ from reference import assert_same, gradients, merged, same
 from torch import nn
 
 import penstock as ps
+from penstock import partition
 
 pytestmark = pytest.mark.ranks
 
@@ -294,3 +295,28 @@ def test_keywords_reach_every_stage_of_a_list_that_takes_them(ranks, schedule):
         assert all(map(torch.equal, each[0], losses))
         assert "no stage's forward takes maks=: the first takes hidden, mask, ids, factor" in each[2]
     assert_same(merged([each[1] for each in everyone]), gradients(nn.Sequential(*stages).named_parameters()))
+
+
+class OneOfTwoOrders(nn.Module):
+    """Computes two values of one shape in the order of `names`, as a forward does that goes through a set of names."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        self.names, self.layers = names, nn.ModuleList([nn.Bilinear(4, 4, 4) for _ in range(3)])
+
+    def forward(self, hidden):
+        ways = {"a": torch.sin, "b": torch.cos}
+        turned = {name: ways[name](hidden) for name in self.names}
+        hidden = self.layers[0](hidden, hidden)
+        return self.layers[2](self.layers[1](hidden, turned["b"]), turned["a"])
+
+
+def test_stages_fit_together_whatever_the_order_in_which_each_rank_computes_what_crosses_a_cut() -> None:
+    example = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    models = []
+    for names in ("ab", "ba"):
+        torch.manual_seed(0)
+        models.append(OneOfTwoOrders(names))
+    for way in ({"example_args": (example,)}, {}):
+        (first, _), (_, second) = (partition.split(model, 2, cuts=["layers.1"], **way) for model in models)
+        assert torch.equal(partition.run([first, second], example), models[0](example))

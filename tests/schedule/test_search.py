@@ -217,14 +217,14 @@ def test_without_or_tools_one_sentence_says_what_to_install(monkeypatch):
         search(COSTS, V, 4, effort="optimal")
 
 
-def test_forwards_and_backwards_that_overlap_become_pairs():
+@pytest.mark.parametrize(("limit", "progress"), [(4, None), (4, soon), (8, None)])
+def test_forwards_and_backwards_that_overlap_become_pairs(limit, progress):
     costs, placement = Costs(3, 4, 3, overlap=0.2), (0, 1, 1, 0)
-    found = search(costs, placement, 4, 3, "quick", progress=soon).schedule
-    plain = replace(found, overlaps=frozenset())
-    table = paired(plain, lambda table: simulate(table, costs).makespan, 100)
-    verify(table)
-    assert table.overlaps
-    assert simulate(table, costs).makespan < simulate(plain, costs).makespan
+    found = search(costs, placement, 4, limit, "quick", progress=progress)
+    verify(found.schedule)
+    plain = replace(found.schedule, overlaps=frozenset())
+    assert found.makespan == simulate(found.schedule, costs).makespan < simulate(plain, costs).makespan
+    assert paired(plain, lambda table: simulate(table, costs).makespan, 100).overlaps
 
 
 def test_or_tools_is_not_asked_about_pairs():

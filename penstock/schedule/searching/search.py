@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
@@ -158,20 +158,22 @@ class _Best:
     def found(self) -> Found:
         """What is told of it; stopped before there was any table, one microbatch after the other."""
         plain = Machine(self.machine.costs, self.machine.placement, self.machine.microbatches, self.machine.limits, whole=True)
-        tables = [*self.tables, plain.table(starts.in_groups(plain, 1), "sequential")]
+        tables: list[Table] = [*self.tables, plain.table(starts.in_groups(plain, 1), "sequential")]
         if self.searched:
             machine, rows = self.searched
             table = machine.table(rows)
-            halves = [table, with_full_backwards(table)]
-            tries = int(PAIRS * self.work / len(machine.cost)) if machine.costs.overlap else 0
-            tables = [*(paired(each, self._time, tries) for each in halves), *tables]
+            tables = [table, with_full_backwards(table), *tables]
+        if self.machine.costs.overlap:
+            tries = int(PAIRS * self.work / len(self.machine.cost))
+            best = tables[:2] if self.searched else [replace(min(tables, key=self._time), name="searched")]
+            tables += [paired(each, self._time, tries) for each in best if not each.overlaps]
         time, at = min((self._time(table), index) for index, table in enumerate(tables))
         verify(tables[at], skips=list(self.machine.costs.skips))
-        best = Schedule(*(getattr(tables[at], each.name) for each in fields(Table)))
+        found = Schedule(*(getattr(tables[at], each.name) for each in fields(Table)))
         times = self.times[: len(self.published)]
         family = min(zip(times, self.published, strict=True), key=lambda each: each[0], default=None)
         name, of_family = (family[1].name, family[0]) if family and family[0] < INFINITE else (None, None)
-        return Found(best, time, min(self.bound.time, time), self.bound.because, name, of_family)
+        return Found(found, time, min(self.bound.time, time), self.bound.because, name, of_family)
 
 
 ROUNDS = (  # how many are annealed, the share of the work for all, how hot one after the other

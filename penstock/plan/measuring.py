@@ -23,6 +23,7 @@ from penstock.plan.layers import Layer, Layers, Sample
 from penstock.randomness import aside
 from penstock.schedule import Action, Kind, Size
 from penstock.stage import microbatch
+from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.stage import Stage
 from penstock.torch_private import as_exported, gradient_hooks, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -199,7 +200,7 @@ def _alone(unit: Unit, device: torch.device | None, run: Callable[[Stage, list[T
             parameter.register_hook(hook)
         module = Alone(unit)
         inputs = tree_map_only(Tensor, make, module.tensors())
-        stage = Stage(MIDDLE, module, where)
+        stage = Stage(MIDDLE, module, where, neighbours=Neighbours((MIDDLE - 1,), ()))
         stage.forget()  # as before any step: it learns which parameters there are
         return run(stage, inputs)
 

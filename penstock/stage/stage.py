@@ -17,6 +17,7 @@ from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.arguments import Signature
 from penstock.stage.exchange.messages import Messages, Received
 from penstock.stage.exchange.neighbours import Neighbours
+from penstock.stage.exchange.sharing import Versions, check_unchanged, opened
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import LOSSES, Layers, Recompute
 from penstock.stage.parameter_slot import ParameterSlot, installed, slots_of
@@ -102,26 +103,30 @@ class Stage:
         `seed`, every layer's random numbers depend on it, the microbatch and the layer alone. Seeding moves the device's
         generator; whoever calls puts it back. A stage with several takers gives a sequence, one message for each.
 
-        Raises MismatchError for a keyword of the batch's that no stage takes.
+        Raises MismatchError for a keyword of the batch's that no stage takes, and for a change in place of what shares memory.
         """
         deferred = self._splitter.begin() if split and keep else None
         seed = None if seed is None else advance(seed, self._first + microbatch)
         if self._splitter.tied:
             self._fresh_casts()
+        arrived: Versions = ()
         with _grad_mode(keep), Collected() as auxiliary:
             if self.index == 0:
                 (args, kwargs, keywords), received = self._signature.of_batch(*given), _NOTHING_RECEIVED
             else:
+                given, arrived = opened(given)
                 values, received = self._messages.receive(given)
                 args, kwargs, keywords = self._signature.of_values(values)
             with _standing_in(deferred, received):
                 output = self._layers.run(seed, args, kwargs)
+        if arrived:
+            check_unchanged(arrived, self.index)
         if deferred is not None:
             self._splitter.hand_on(deferred)
         if seed is not None and self._loss_may_draw:
             self._layers.seed_loss(seed)
         output = self._apart(output)
-        output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output)
+        output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output, arrived)
         self.auxiliary = [value.detach() for value in auxiliary]
         if keep:
             edges, ends = self._ends(self._messages.leaves(output, received)) if self.loss_fn is None else _LOSS_FOLLOWS

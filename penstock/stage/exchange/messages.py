@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.comms.messages import wire
 from penstock.partition.graph_stage import GraphStage
 from penstock.stage.exchange.neighbours import Neighbours
+from penstock.stage.exchange.sharing import Versions, marked
 from penstock.stage.graph import StageInput
 from penstock.stage.parameter_slot import slots_of
 from penstock.torch_private import TensorSlot
@@ -57,12 +58,12 @@ class Messages:
             values = [each for source, each in zip(self._sources, values, strict=True) if source in self._with_values]
         return values, Received(inputs, borrowed)
 
-    def to_takers(self, output: Any) -> Any:
-        """The output; where there are several takers, a message for each."""
+    def to_takers(self, output: Any, arrived: Versions = ()) -> Any:
+        """The output; where there are several takers, a message for each. What `arrived` shares memory: see `sharing.py`."""
         if len(self._takers) <= 1:
-            return output
+            return output if isinstance(output, Tensor) or not self._takers else marked([output], arrived)[0]
         given = dict(zip(self._receivers, output if len(self._receivers) > 1 else (output,), strict=True))
-        return [given.get(taker, ()) for taker in self._takers]
+        return marked([given.get(taker, ()) for taker in self._takers], arrived)
 
     def leaves(self, output: Any, received: Received) -> list[Any]:
         """What the messages of `to_takers` are made of, with the parameters lent to a taker behind its message."""

@@ -19,6 +19,7 @@ from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, maker, placed, stages, table
 from penstock.engine.checks.guard import Guard
+from penstock.engine.checks.strays import Strays
 from penstock.engine.checks.together import Asked, Checks, OnNonfinite
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared
@@ -39,6 +40,7 @@ from penstock.schedule import Event, MeasuredTimeline, Schedule, verify
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.transform import with_full_backwards
 from penstock.stage import tied
+from penstock.stage.copies import StageCopies
 from penstock.stage.layers import Recompute, evaluating
 from penstock.stage.parameters import Parameters
 
@@ -169,7 +171,7 @@ class Pipeline(NoModule):
                 self._program = verify(runs, skips=cut.skips).program
             alike = {"seed": seed, "data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
             self._compared = compared(self._control, self.position, self.schedule, cut, asked, alike)
-            hollows = asked.hollows(cut.every)
+            hollows, elsewhere = asked.hollows(cut.every), cut.elsewhere(self._compared.names)
             modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
             merge, names = merge_weight_gradients, self._compared.names
             copies = side_by_side(self.position, modules, cut.copies, cut.tied, names, tensor_parallel, data_parallel)
@@ -180,6 +182,10 @@ class Pipeline(NoModule):
             for each in shared:
                 each.share_value()
             self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
+            if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
+                borrowed = {id(each.parameter) for each in shared if each.owners[0] != self.topology.rank}
+                elsewhere += [pair for pair in self._parameters.named_parameters() if id(pair[1]) in borrowed]
+            strays = Strays(self.position.world.rank, modules, elsewhere)
             self.skew = skew(self._control, self._compared.machines)
             checks = Checks(asked, self._control, self.position, runs, parts, self._parameters, hollows, make)
         self.merge_weight_gradients = merge
@@ -187,7 +193,7 @@ class Pipeline(NoModule):
         self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
-        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared, checks)
+        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared, checks, strays)
         self._guard = Guard(self._engine, on_nonfinite)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step

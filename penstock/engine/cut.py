@@ -45,6 +45,16 @@ class Cut(NamedTuple):
         """All names in the uncut model, in its order, if that is what was cut."""
         return None if self.whole is None else list(self.whole.state_dict())
 
+    def elsewhere(self, names: Sequence[Mapping[str, str]]) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that no stage of this rank has, by name in the uncut model; `names` as in `Parameters`."""
+        mine = {id(each) for module in self.modules.values() for each in module.parameters()}
+        if self.whole is None:
+            stages = [(names[stage], module) for stage, module in self.every.items()]
+            given = [(known.get(name, name), each) for known, module in stages for name, each in module.named_parameters()]
+        else:
+            given = list(self.whole.named_parameters())
+        return [(name, each) for name, each in given if id(each) not in mine]
+
     @property
     def origin(self) -> Origin | None:
         """What the uncut model was, if it had a configuration."""

@@ -32,6 +32,7 @@ from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
+from penstock.engine.checks.strays import Before, Strays
 from penstock.engine.checks.together import Checks
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
@@ -61,10 +62,11 @@ class Engine:
         parameters: Parameters,
         tied: Sequence[TiedParameter],
         checks: Checks,
+        strays: Strays,
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
-        self.parameters, self.tied, self.checks = parameters, tied, checks
+        self.parameters, self.tied, self.checks, self.strays = parameters, tied, checks, strays
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
@@ -94,13 +96,16 @@ class Engine:
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
         self.checks.agreed(agreed.weights)
+        before: list[Before] = []
         if batch.training and agreed.known is None:  # new to this rank, or to another
+            before = self.strays.begin()
             measurement = measurement or MemoryMeasurement(self.stages)
             measurement.skip(agreed.without_backward)
 
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
         self.run(agreed.program.steps, self.checks.around(actions.acts, measurement), channels, clock, ahead)
+        self.strays.check(before)
         average(list(self.stages.values()), self.parameters, self.position, batch.training)
         clock.averaged()
 

@@ -126,7 +126,8 @@ def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None,
     unset: set[str] = set()
     for index, module in cut.modules.items():
         if is_meta(module) and cut.whole is not None:
-            only = {slot.name for slot in torch_private.tensor_slots(module)}
+            mine = {id(slot.tensor) for slot in torch_private.tensor_slots(module)}  # a module may have two names
+            only = {slot.name for slot in torch_private.tensor_slots(cut.whole) if id(slot.tensor) in mine}
             unset |= materialise(cut.whole, None, device, seed, init, only, may_be_loaded=True)
         elif is_meta(module):
             unset |= materialise(module, compared.names[index], device, seed, init, may_be_loaded=True)

@@ -6,6 +6,7 @@ from itertools import combinations, pairwise
 import limited_memory
 import pytest
 import torch
+from reference import accumulate, assert_same, gradients, merged
 from torch import nn
 
 import penstock as ps
@@ -241,6 +242,36 @@ def test_a_module_used_twice_stays_one():
     assert model[0] is model[2]
     model[2](torch.ones(3)).sum().backward()
     assert model[0].weight.grad is not None
+
+
+class Again(nn.Module):
+    """A layer that is elsewhere too."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def used_twice():
+    shared = nn.Linear(3, 3)
+    return nn.Sequential(shared, nn.ReLU(), nn.Linear(3, 3), Again(shared)).to("meta")
+
+
+def rank_used_twice():
+    pipe = ps.Pipeline(used_twice(), nn.functional.mse_loss, microbatches=2)
+    pipe.step(torch.ones(2, 3), target=torch.zeros(2, 3))
+    return {name: each.grad for name, each in pipe.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_a_module_used_in_two_stages_has_one_value():
+    model = used_twice()
+    materialise(model)
+    accumulate(model, nn.functional.mse_loss, (torch.ones(2, 3), torch.zeros(2, 3)), 2)
+    assert_same(merged(ps.launch(rank_used_twice, 2)), gradients(model.named_parameters(remove_duplicate=False)))
 
 
 def test_a_tie_between_two_stages_of_one_rank_stays():

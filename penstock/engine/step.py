@@ -32,7 +32,7 @@ from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
-from penstock.engine.checks.strays import Before, Strays
+from penstock.engine.checks.strays import Noted, Strays
 from penstock.engine.checks.together import Checks
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
@@ -96,7 +96,7 @@ class Engine:
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
         self.checks.agreed(agreed.weights)
-        before: list[Before] = []
+        before: list[Noted] = []
         if batch.training and agreed.known is None:  # new to this rank, or to another
             before = self.strays.begin()
             measurement = measurement or MemoryMeasurement(self.stages)

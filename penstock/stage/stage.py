@@ -21,14 +21,7 @@ from penstock.stage.exchange.sharing import Versions, check_unchanged, opened
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import LOSSES, Layers, Recompute
 from penstock.stage.parameter_slot import ParameterSlot, installed, slots_of
-from penstock.torch_private import (
-    buffer_slots,
-    run_backward,
-    shares_memory,
-    storage_key,
-    tree_leaves,
-    tree_map_only,
-)
+from penstock.torch_private import buffer_slots, run_backward, shares_memory, storage_key, tree_leaves, tree_map_only
 
 
 class Kept(NamedTuple):

@@ -123,7 +123,8 @@ class CheckedGroup:
             break_off_backend(self._nccl)
         reports, gone = read(groups, mine)
         calls = {each.rank: each.text.removeprefix(IN) for each in reports}
-        apart = DIFFER in {each.end for each in reports} and not lost(gone) and not own_error(reports)
+        apart = DIFFER in {each.end for each in reports} and len({*calls.values()}) > 1
+        apart = apart and not lost(gone) and not own_error(reports)
         self._end(_mismatch(calls) if apart else verdict(groups, reports, gone))
 
     def _end(self, ended: PenstockError) -> NoReturn:

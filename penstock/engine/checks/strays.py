@@ -14,7 +14,7 @@ from penstock.errors import MismatchError
 from penstock.torch_private import version_of
 
 
-class Before(NamedTuple):
+class Noted(NamedTuple):
     """What a parameter's gradient was."""
 
     name: str
@@ -34,12 +34,12 @@ class Strays:
         self._who = f"rank {rank}: stage {' or '.join(map(str, sorted(stages)))}"
         self._others = [(name, weakref.ref(parameter)) for name, parameter in others]
 
-    def begin(self) -> list[Before]:
+    def begin(self) -> list[Noted]:
         """Before a step's first backward: how it is with those that are there."""
         there = [(name, parameter) for name, reference in self._others if (parameter := reference()) is not None]
-        return [Before(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in there]
+        return [Noted(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in there]
 
-    def check(self, before: Sequence[Before]) -> None:
+    def check(self, before: Sequence[Noted]) -> None:
         """Raises MismatchError if one of their gradients has been added to."""
         for name, parameter, grad, version in before:
             if parameter.grad is not grad or _version(grad) != version:

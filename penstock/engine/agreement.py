@@ -58,10 +58,12 @@ class Agreement:
     def reach(self, batch: Batch, what: str) -> Agreed:
         """Hear the others. Raises MismatchError, the same on every rank, if the votes do not fit together."""
         votes = [Vote(*row) for row in self.control.hear(what)]
-        check(votes, self.position)
+        check_alike(votes)
         said = [vote.kind for vote in votes], any(vote.wants_losses for vote in votes)
         if said != self._said or any(vote.counts for vote in votes):
+            check_kind(votes, self.position)
             self._said, self._agreed = said, self._read(votes, batch, what)
+        check_values(votes, self.position)
         return self._agreed._replace(known=self._known.get(self._agreed.kind))
 
     def _read(self, votes: Sequence[Vote], batch: Batch, what: str) -> Agreed:
@@ -108,15 +110,19 @@ class Agreement:
         return [shares(each, total) for each in counts]
 
 
-def check(votes: Sequence[Vote], position: MeshPosition) -> None:
-    """Raises MismatchError if `votes`, of all ranks, do not fit together."""
+def check_alike(votes: Sequence[Vote]) -> None:
+    """Raises MismatchError if the ranks are not about to run the same step."""
     for name, (differ, said) in ALIKE.items():
         first, *others = [getattr(vote, name) for vote in votes]
         for rank, other in enumerate(others, 1):
             if other != first:
                 raise MismatchError(f"the ranks {differ}: rank 0 {said(first)}, rank {rank} {said(other)}")
+
+
+def check_kind(votes: Sequence[Vote], position: MeshPosition) -> None:
+    """Raises MismatchError if the kinds of batch that `votes` tell, of all ranks, do not fit together."""
     for replica, pipelines in enumerate(position.pipelines):
-        _check_batch(votes, pipelines, f"replica {replica}: " if position.replicas > 1 else "")
+        _check_batch(votes, pipelines, _where(position, replica))
     for copies in position.stages:
         if len({votes[rank].modes for rank in copies}) > 1:
             told = f"ranks {', '.join(map(str, copies))} have the same stages, but not the same parameters"
@@ -125,6 +131,10 @@ def check(votes: Sequence[Vote], position: MeshPosition) -> None:
         raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
     if len({_said(votes, ranks, "target_rows") == NOTHING for ranks in position.counted}) > 1:
         raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
+
+
+def _where(position: MeshPosition, replica: int) -> str:
+    return f"replica {replica}: " if position.replicas > 1 else ""
 
 
 def _check_batch(votes: Sequence[Vote], pipelines: Sequence[Sequence[int]], where: str) -> None:
@@ -139,25 +149,27 @@ def _check_batch(votes: Sequence[Vote], pipelines: Sequence[Sequence[int]], wher
             raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
     if len({_said(votes, ranks, "signature") for ranks in pipelines}) > 1:
         raise MismatchError(f"{where}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
-    everyone = [rank for ranks in pipelines for rank in ranks]
-    readers = [rank for rank in everyone if votes[rank].rows != NOTHING]  # of the inputs
-    _check_values(votes, everyone, "target", where)
-    _check_values(votes, readers if all(votes[rank].target for rank in readers) else everyone, "inputs", where)
 
 
-def _check_values(votes: Sequence[Vote], ranks: Sequence[int], what: str, where: str) -> None:
-    """Inputs of some rows must not meet the target of others.
+def check_values(votes: Sequence[Vote], position: MeshPosition) -> None:
+    """Raises MismatchError if inputs of some rows would meet the target of others.
 
     Where a rank that reads the inputs was given their target, that is all there is to compare: inputs that nobody reads may
     differ, by a random crop for instance.
     """
-    told = [rank for rank in ranks if getattr(votes[rank], what)]
-    for rank in told:
-        if getattr(votes[rank], what) != getattr(votes[told[0]], what):
-            raise MismatchError(
-                f"{where}rank {rank}'s batch is another than rank {told[0]}'s: they were given different values as {what}. "
-                "Give both the same rows (pipe.sampler(dataset), one seed for all loaders), or None where they are not read"
-            )
+    for replica, pipelines in enumerate(position.pipelines):
+        everyone = [rank for ranks in pipelines for rank in ranks]
+        readers = [rank for rank in everyone if votes[rank].rows != NOTHING]  # of the inputs
+        compared = readers if all(votes[rank].target for rank in readers) else everyone
+        for what, ranks in (("target", everyone), ("inputs", compared)):
+            told = [rank for rank in ranks if getattr(votes[rank], what)]
+            for rank in told:
+                if getattr(votes[rank], what) != getattr(votes[told[0]], what):
+                    raise MismatchError(
+                        f"{_where(position, replica)}rank {rank}'s batch is another than rank {told[0]}'s: they were given "
+                        f"different values as {what}. Give both the same rows (pipe.sampler(dataset), one seed for all "
+                        "loaders), or None where they are not read"
+                    )
 
 
 def _said(votes: Sequence[Vote], ranks: Sequence[int], what: str) -> float:

@@ -7,19 +7,23 @@ has entered move to the earliest free slot that raises no memory. At last every 
 the order of the slots as soon as they can run, and a W whenever none can.
 """
 
-from collections import deque
 from collections.abc import Sequence
 
 from penstock.schedule.memory import Size, peaks_in_flight
+from penstock.schedule.schedule import from_rows
+from penstock.schedule.searching.machine import Machine
+from penstock.schedule.searching.position import Position
 from penstock.schedule.table import Action, Kind, dependencies
+from penstock.schedule.timing.simulate import Costs
 
 PERIOD = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
 ONE = Size()  # what is in flight from F to W
 
 Slots = dict[int, Action]  # of one rank
+Rows = tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
 
 
-def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
+def v_half(ranks: int, microbatches: int) -> Rows:
     """About half of 1F1B's memory where P is large, and a bubble in between (Qi et al. 2024, arXiv 2405.15362).
 
     Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
@@ -31,7 +35,7 @@ def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
     return _tightened(first, microbatches)
 
 
-def v_min(ranks: int, microbatches: int) -> list[list[Action]]:
+def v_min(ranks: int, microbatches: int) -> Rows:
     """About a third of 1F1B's memory where P is large, the least there is in a V (Qi et al. 2024, arXiv 2405.15362).
 
     Any P, any M; rank r has the stages r and 2P-1-r. Slots of the first microbatch's F0, F1, I1, I0 on rank r, with
@@ -43,12 +47,15 @@ def v_min(ranks: int, microbatches: int) -> list[list[Action]]:
     return _tightened(first, microbatches)
 
 
-def _tightened(first: Sequence[tuple[int, int, int, int]], microbatches: int) -> list[list[Action]]:
+def _tightened(first: Sequence[tuple[int, int, int, int]], microbatches: int) -> Rows:
     slots = [_periodic(rank, len(first), offsets, microbatches) for rank, offsets in enumerate(first)]
     bound = max(peaks_in_flight([_in_order(row) for row in slots]))
     steady = range(first[0][3], PERIOD * (microbatches - 1))  # from the first microbatch's return to the last one's entry
     _move_ends(slots, steady, bound)
-    return _list_schedule(slots, bound)
+    tightened = from_rows("tightened", list(map(_in_order, slots)))
+    machine = Machine(Costs(), tightened.placement, microbatches, [bound] * len(first))
+    position = Position(machine, machine.without_weights(machine.rows(tightened)), slack=[0.0] * len(first))
+    return machine.table(position.whole_rows()).actions
 
 
 def _periodic(rank: int, ranks: int, offsets: tuple[int, int, int, int], microbatches: int) -> Slots:
@@ -99,36 +106,3 @@ def _earliest(row: Slots, action: Action, begin: int, slot: int, held: float, bo
         else:
             best = target
     return best
-
-
-def _list_schedule(slots: list[Slots], bound: int) -> list[list[Action]]:
-    """In unit time: every rank its next F or I if it can run, within `bound` activations, else the oldest W."""
-    stages = 2 * len(slots)
-    waiting = [deque(action for action in _in_order(row) if action.kind is not Kind.W) for row in slots]
-    put_off: list[deque[Action]] = [deque() for _ in slots]
-    held = [0.0] * len(slots)
-    done: set[Action] = set()
-    table: list[list[Action]] = [[] for _ in slots]
-
-    def can_run(rank: int) -> bool:
-        action = waiting[rank][0]
-        if action.kind is Kind.F and held[rank] == bound:
-            return False
-        return all(any(option in done for option in options) for options in dependencies(action, stages))
-
-    while any(waiting) or any(put_off):
-        now = []
-        for rank, row in enumerate(table):
-            if waiting[rank] and can_run(rank):
-                action = waiting[rank].popleft()
-            elif put_off[rank]:
-                action = put_off[rank].popleft()
-            else:
-                continue
-            if action.kind is Kind.I:
-                put_off[rank].append(action._replace(kind=Kind.W))
-            held[rank] += ONE.change(action.kind)
-            row.append(action)
-            now.append(action)
-        done.update(now)
-    return table

@@ -27,7 +27,6 @@ from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Prog
 from penstock.schedule.table import (
     Action,
     Cell,
-    Kind,
     Skip,
     Table,
     actions_of,
@@ -132,39 +131,19 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
 
 def _check_order(table: Table) -> None:
     """What an action needs from its own rank comes before it, and is not done at the same time."""
-    outputs, gradients = ([set[int]() for _ in table.placement] for _ in range(2))  # stage -> for which microbatches, so far
-    made = {kind: outputs if kind is Kind.F else gradients for kind in Kind}
-
-    def needs_of(kind: Kind, stage: int) -> list[set[int]]:
-        return [made[options[0].kind][options[0].stage] for options in _own_needs(table, Action(kind, stage, 0))]
-
-    needs = {kind: [needs_of(kind, stage) for stage in range(table.stages)] for kind in Kind}
-    for rank in range(table.ranks):
+    for rank, row in enumerate(table.actions):
+        stages, before = set(table.stages_of(rank)), set[Action]()
         for cell in table.cells(rank):
-            for kind, stage, microbatch in actions_of(cell):
-                for found in needs[kind][stage]:
-                    if microbatch not in found:
-                        told = _out_of_order(table, rank, cell, Action(kind, stage, microbatch))
+            here = actions_of(cell)
+            for action in here:
+                for options in dependencies(action, table.stages):
+                    if before.isdisjoint(options) and options[0].stage in stages:
+                        maker = next((each for each in options if each in row), options[0])
+                        told = f"{action} before {maker}, which it needs"
+                        if maker in here:
+                            told = f"{written(cell)} as a pair, but {action} needs {maker}"
                         raise ScheduleError(f"{table.name} deadlocks: rank {rank} has {told}")
-            for kind, stage, microbatch in actions_of(cell):
-                made[kind][stage].add(microbatch)
-
-
-def _own_needs(table: Table, action: Action) -> list[tuple[Action, ...]]:
-    """The dependencies of `action` on its own rank."""
-    home = table.placement
-    return [each for each in dependencies(action, table.stages) if home[each[0].stage] == home[action.stage]]
-
-
-def _out_of_order(table: Table, rank: int, cell: Cell, action: Action) -> str:
-    """Which of the actions of `rank` that `action` in `cell` needs is not before it."""
-    row, here = table.actions[rank], actions_of(cell)
-    before = set(row[: row.index(here[0])])
-    lacking = next(options for options in _own_needs(table, action) if before.isdisjoint(options))
-    maker = next((each for each in lacking if each in row), lacking[0])
-    if maker in here:
-        return f"{written(cell)} as a pair, but {action} needs {maker}"
-    return f"{action} before {maker}, which it needs"
+            before.update(here)
 
 
 def _waiting_for_sends(row: Iterator[Instruction], rank: int) -> Iterator[Instruction]:

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
-from planned_models import large_models, limit_of
+from planned_models import Alike, large_models, limit_of
 from tables import Row, show
 from torch import Tensor, nn
 
@@ -40,7 +40,6 @@ from penstock.partition.balance import starts
 from penstock.plan import Layer, Layers, Plan
 from penstock.plan.candidate import Cutting, Terms
 from penstock.plan.planning import Effort
-from penstock.plan.stages import Line
 from penstock.plan.timing import TimedTable
 from penstock.schedule import Schedule
 
@@ -109,10 +108,15 @@ class Fixed(NamedTuple):
 
 def default_of(layers: Layers, ranks: int, batch: int, terms: Terms) -> Fixed:
     """1f1b on an even cut, recomputing everything if it does not fit."""
-    line, table = Line(layers.at(batch / MICROBATCHES)), ps.schedule.build("1f1b", ranks, MICROBATCHES)
-    cutting, begins = Cutting(line, TimedTable(table), terms), tuple(starts(line.seconds, ranks))
-    way: Literal["stage"] | None = "stage" if cutting.alike(begins, None).over else None
-    cuts, seconds = [layers.names[begin] for begin in begins[1:]], cutting.alike(begins, way).seconds
+    way: Literal["stage"] | None
+    table = ps.schedule.build("1f1b", ranks, MICROBATCHES)
+    for way in (None, "stage"):
+        line = Alike(layers.at(batch / MICROBATCHES), way)
+        begins = tuple(starts(line.seconds, ranks))
+        found = Cutting(line, TimedTable(table), terms).at(begins)
+        if not found.over:
+            break
+    cuts, seconds = [layers.names[begin] for begin in begins[1:]], found.seconds
     return Fixed(table, MICROBATCHES, cuts, (way,) * ranks, layers.names, seconds)
 
 

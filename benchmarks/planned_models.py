@@ -15,7 +15,7 @@ from penstock.partition.balance import starts as balanced
 from penstock.plan import Layer, Layers, plan
 from penstock.plan.candidate import Cutting, Terms
 from penstock.plan.planning import Effort, tables
-from penstock.plan.stages import Line
+from penstock.plan.stages import Line, Recompute, StageCost
 from penstock.plan.timing import TimedTable
 from penstock.schedule import build
 from penstock.schedule.catalog import FAMILIES
@@ -89,24 +89,36 @@ MODELS: dict[str, Callable[[], Layers]] = {
 }
 
 
+class Alike(Line):
+    """The layers in a row, where all stages have one recomputation, whether that fits or not."""
+
+    def __init__(self, layers: Sequence[Layer], recompute: Recompute) -> None:
+        super().__init__(layers)
+        self.recompute = recompute
+
+    def stage(self, start: int, end: int) -> StageCost:
+        """The layers from `start` up to `end`, held so."""
+        stage = super().stage(start, end)
+        return stage._replace(ways=(next((way for way in stage.ways if way.recompute == self.recompute), stage.ways[-1]),))
+
+
 def even_cut(layers: Layers, terms: Terms, batch: int, counts: Sequence[int], names: Sequence[str]) -> float:
     """Seconds of the best of these families on cuts whose slowest stage is the fastest, with all recomputed or nothing."""
     best = math.inf
     for count, name in product(counts, names):
-        line = Line(layers.at(batch / count))
-        for table in tables([name], len(terms.limits), count, len(line.layers)):
-            cutting, starts = Cutting(line, table, terms), tuple(balanced(line.seconds, len(table.placement)))
-            for way in (None, "stage", "block"):
-                candidate = cutting.alike(starts, way)
+        lines = [Alike(layers.at(batch / count), way) for way in (None, "stage", "block")]
+        for table in tables([name], len(terms.limits), count, len(layers.names)):
+            starts = tuple(balanced(lines[0].seconds, len(table.placement)))
+            for candidate in (Cutting(line, table, terms).at(starts) for line in lines):
                 best = min(best, math.inf if candidate.over else candidate.seconds)
     return best
 
 
 def limit_of(layers: Layers, ranks: int, batch: int, count: int, share: float) -> float:
     """Bytes: this `share` of what 1f1b on an even cut takes on its fullest rank."""
-    line = Line(layers.at(batch / count))
+    line = Alike(layers.at(batch / count), None)
     cutting = Cutting(line, TimedTable(build("1f1b", ranks, count)), Terms((math.inf,) * ranks))
-    return share * max(choice.bytes for choice in cutting.alike(tuple(balanced(line.seconds, ranks)), None).choices)
+    return share * max(choice.bytes for choice in cutting.at(tuple(balanced(line.seconds, ranks))).choices)
 
 
 def large_models(effort: Effort) -> list[Row]:

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from random import Random
 from typing import NamedTuple
 
-from penstock.plan.stages import ADAM, Held, Line, Recompute, StageCost
+from penstock.plan.stages import ADAM, Held, Line, StageCost
 from penstock.plan.timing import TimedTable
 from penstock.schedule import Costs
 
@@ -74,15 +74,6 @@ class Cutting:
         self.spent = 0  # actions that were timed
         self._known: dict[tuple[int, ...], list[Choice]] = {}
 
-    def alike(self, starts: Starts, recompute: Recompute) -> Candidate:
-        """The cut with one recomputation for all stages, whether it fits or not."""
-        stages, choices = self.stages(starts), []
-        for rank, home in enumerate(self.table.homes):
-            mine = [stages[stage] for stage in home]
-            ways = tuple(next((way for way in stage.ways if way.recompute == recompute), stage.ways[-1]) for stage in mine)
-            choices.append(self._choice(rank, mine, ways, sum(self.always(rank, mine))))
-        return self._candidate(starts, (), choices)
-
     def at(self, starts: Starts, passed: tuple[int, ...] = (), worse: Candidate | None = None) -> Candidate:
         """The cut into stages that begin so. On every rank the cheapest choice that fits, after so many `passed` over.
 
@@ -96,12 +87,7 @@ class Cutting:
             if key not in self._known:
                 self._known[key] = self._choices(rank, [stages[stage] for stage in home])
             choices.append(self._known[key][min(passed[rank], len(self._known[key]) - 1)])
-        return self._candidate(starts, passed, choices, worse)
-
-    def _candidate(
-        self, starts: Starts, passed: tuple[int, ...], choices: Sequence[Choice], worse: Candidate | None = None
-    ) -> Candidate:
-        stages, over = self.stages(starts), math.hypot(*(choice.over for choice in choices))
+        over = math.hypot(*(choice.over for choice in choices))
         costs = [cost for times in self._times(stages, choices) for cost in times]
         reduced = self.reduced(stages)
         candidate = Candidate(over, self.table.least(costs) + reduced, starts, passed, tuple(choices))

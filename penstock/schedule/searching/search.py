@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
@@ -50,7 +51,7 @@ def search(
     limit: float | Sequence[float] | None = None,
     effort: str = "normal",
     seed: int = 0,
-    start: Table | None = None,
+    start: Schedule | None = None,
     progress: Progress | None = None,
 ) -> Found:
     """The table with the shortest step, within a limit on memory, that was found for these costs.
@@ -104,7 +105,7 @@ def _forms(costs: Costs, stages: int) -> list[bool]:
     return [False, True] if cheaper or any(keep > act for act, keep in costs.sizes(stages)) else [False]
 
 
-def _check_start(start: Table | None, placement: tuple[int, ...], microbatches: int) -> None:
+def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatches: int) -> None:
     if start is not None:
         must_be_table(start)
         verify(start)
@@ -116,13 +117,13 @@ def _check_start(start: Table | None, placement: tuple[int, ...], microbatches: 
 class _Best:
     """The best that was found so far, how much of the search's work is done, and who wants to know."""
 
-    def __init__(self, machine: Machine, start: Table | None, work: int, progress: Progress | None) -> None:
+    def __init__(self, machine: Machine, start: Schedule | None, work: int, progress: Progress | None) -> None:
         self.machine, self.work, self.progress, self.done = machine, work, progress, 0.0
         self.bound = bound(machine)
         self.published = list(starts.families(machine.placement, machine.microbatches))
-        self.tables = [*self.published, *([start] if start else [])]
-        self.times = [self._time(table) for table in self.tables]
-        self.makespan = min(self.times, default=INFINITE)
+        self.tables = [*self.published, *([start] if start else ())]
+        self.time = lru_cache(self._time)
+        self.makespan = min(map(self.time, self.tables), default=INFINITE)
         self.searched: tuple[Machine, Rows] | None = None  # None: one of the tables
 
     def _time(self, table: Table) -> float:
@@ -158,22 +159,21 @@ class _Best:
     def found(self) -> Found:
         """What is told of it; stopped before there was any table, one microbatch after the other."""
         plain = Machine(self.machine.costs, self.machine.placement, self.machine.microbatches, self.machine.limits, whole=True)
-        tables: list[Table] = [*self.tables, plain.table(starts.in_groups(plain, 1), "sequential")]
+        tables = [*self.tables, plain.table(starts.in_groups(plain, 1), "sequential")]
         if self.searched:
             machine, rows = self.searched
             table = machine.table(rows)
             tables = [table, with_full_backwards(table), *tables]
         if self.machine.costs.overlap:
             tries = int(PAIRS * self.work / len(self.machine.cost))
-            best = tables[:2] if self.searched else [replace(min(tables, key=self._time), name="searched")]
-            tables += [paired(each, self._time, tries) for each in best if not each.overlaps]
-        time, at = min((self._time(table), index) for index, table in enumerate(tables))
-        verify(tables[at], skips=list(self.machine.costs.skips))
-        found = Schedule(*(getattr(tables[at], each.name) for each in fields(Table)))
-        times = self.times[: len(self.published)]
-        family = min(zip(times, self.published, strict=True), key=lambda each: each[0], default=None)
-        name, of_family = (family[1].name, family[0]) if family and family[0] < INFINITE else (None, None)
-        return Found(found, time, min(self.bound.time, time), self.bound.because, name, of_family)
+            best = tables[:2] if self.searched else [replace(min(tables, key=self.time), name="searched")]
+            tables += [paired(each, self.time, tries) for each in best if not each.overlaps]
+        table = min(tables, key=self.time)
+        verify(table, skips=list(self.machine.costs.skips))
+        time, published = self.time(table), [each for each in self.published if self.time(each) < INFINITE]
+        family = min(published, key=self.time, default=None)
+        name, of_family = (family.name, self.time(family)) if family else (None, None)
+        return Found(table, time, min(self.bound.time, time), self.bound.because, name, of_family)
 
 
 ROUNDS = (  # how many are annealed, the share of the work for all, how hot one after the other

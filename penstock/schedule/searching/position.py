@@ -71,7 +71,7 @@ class Position:
         return State(self.makespan, self.rows[:], self.slack and self.slack[:])
 
     def attempt(self, changed: Mapping[int, Moved], most: float) -> float:
-        """The makespan with other rows for some ranks; infinite if that is above `most`, or cannot run."""
+        """The makespan with other rows for some ranks; infinite if that is seen to be above `most`, or cannot run."""
         net = self.machine.net if self.slack else self.machine.change
         for rank, (row, _, _) in changed.items():
             self.steps += LOOK
@@ -225,9 +225,7 @@ class Position:
                 unfinished.discard(r)
                 for weight in weights[done:]:
                     time += cost[weight]
-                ends[r] = time
-                if time > most:
-                    return INFINITE
+                ends[r] = time  # which is `least`
         self.tried = _Tried(rows, put_off, there, changed, begin, traces, ends)
         return max(ends)
 
@@ -237,9 +235,7 @@ class Position:
         since = min([self.trace[rank][first][0] for rank, (_, first, _) in changed.items()] or [0.0]) if machine.waits else 0.0
         begin, there = list[int](), self.there[:] if machine.plain else machine.there[:]
         for rank, trace in enumerate(self.trace):
-            here = bisect_left(trace, (since,), 1) - 1
-            if rank in changed and changed[rank].first < here:
-                here = changed[rank].first
+            here = bisect_left(trace, (since,), 1) - 1  # of a row that changes, not behind where it does
             begin.append(here)
             traces[rank].append(trace[here])
             if machine.plain:

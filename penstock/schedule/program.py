@@ -98,10 +98,7 @@ class Program:
 
 def travelling(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
     """Those of them that go to another rank."""
-    for transfer in transfers:
-        if not transfer.travels:
-            return tuple([each for each in transfers if each.travels])
-    return transfers
+    return tuple([each for each in transfers if each.travels])
 
 
 def checked_skips(skips: Collection[Skip], stages: int) -> None:

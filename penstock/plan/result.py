@@ -118,14 +118,12 @@ def says_plan(text: str) -> bool:
 def load(path: str | PathLike[str]) -> Plan:
     """Read what `Plan.save` wrote, and prove its table. Raises PenstockError for anything else."""
     try:
-        return read(Path(path).read_text(encoding="utf-8"), str(path))
+        return read(Path(path).read_bytes(), str(path))
     except OSError as error:
         raise PenstockError(f"cannot read a plan from {path}: {error.strerror}") from error
-    except UnicodeError as error:
-        raise PenstockError(f"{path} is no plan of `penstock plan`: {error}") from error
 
 
-def read(text: str, name: str) -> Plan:
+def read(text: str | bytes, name: str) -> Plan:
     """The plan in the `text` of a file called `name`. Raises PenstockError for anything else."""
     try:
         data = json.loads(text)

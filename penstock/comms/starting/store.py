@@ -86,19 +86,9 @@ class PipeStore(dist.Store):
                 return
         raise dist.DistStoreError(f"timed out: nobody has set {', '.join(keys)}")
 
-    # These do what torch's do.
-    set, add, compare_set = _asked_for("set"), _asked_for("add"), _asked_for("compare_set")
-    check, delete_key, num_keys = _asked_for("check"), _asked_for("delete_key"), _asked_for("num_keys")
-    deleteKey, getNumKeys = delete_key, num_keys  # the names that torch's C++ calls these two by
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """As torch's."""
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """As torch's."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+    # These do what torch's do, under the names that its C++ calls them by; the others that a store has it makes of them.
+    set, add, compare_set, check = _asked_for("set"), _asked_for("add"), _asked_for("compare_set"), _asked_for("check")
+    deleteKey, getNumKeys = _asked_for("delete_key"), _asked_for("num_keys")
 
     def clone(self) -> "PipeStore":
         """This one: nothing in it waits for the launching process to do more than answer."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -164,21 +164,12 @@ def is_of_transport(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in told or "pair closure" in told
 
 
-_device: Any = None
-
-
+@cache
 def _gloo_device() -> Any:
     """The Gloo device, one event loop thread for all groups of this process."""
-    global _device
-    if _device is None:
-        with batch_threads():
-            _device = _new_gloo_device()
-    return _device
-
-
-def _new_gloo_device() -> Any:
-    if os.environ.get("MASTER_ADDR") in LOOPBACK:
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
-    return dist.ProcessGroupGloo.create_default_device()
+    with batch_threads():
+        if os.environ.get("MASTER_ADDR") in LOOPBACK:
+            return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+            return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        return dist.ProcessGroupGloo.create_default_device()

@@ -128,9 +128,9 @@ def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None,
         if is_meta(module) and cut.whole is not None:
             mine = {id(slot.tensor) for slot in torch_private.tensor_slots(module)}  # a module may have two names
             only = {slot.name for slot in torch_private.tensor_slots(cut.whole) if id(slot.tensor) in mine}
-            unset |= materialise(cut.whole, None, device, seed, init, only, may_be_loaded=True)
+            unset |= materialise(cut.whole, None, device, seed, init, only)
         elif is_meta(module):
-            unset |= materialise(module, compared.names[index], device, seed, init, may_be_loaded=True)
+            unset |= materialise(module, compared.names[index], device, seed, init)
     return {index: on(module, device) for index, module in cut.modules.items()}, unset
 
 

@@ -45,7 +45,6 @@ def materialise(
     seed: int | None = 0,
     init: Init | None = None,
     only: Container[str] | None = None,
-    may_be_loaded: bool = False,
 ) -> set[str]:
     """Give every parameter and buffer of `module` that is on the meta device memory on `device`, and initialise it.
 
@@ -56,10 +55,10 @@ def materialise(
 
     `names`: the module's own names of parameters and buffers -> those in the uncut model, where they differ.
     `only`: names of those to materialise, everything else stays as it is; so a stage can be materialised in the uncut model.
-    `may_be_loaded`: what a state_dict has may be left without a value; returns those names in the uncut model.
     Parameters stay the objects they are: those that are tied stay tied, wherever else they are used, and are initialised
     with the first submodule that has them. What has memory already keeps its values, whatever `init` does to it.
-    Raises MismatchError, and leaves the module as it was, if nothing writes one that must have a value.
+    Returns the names in the uncut model of what nothing writes, and a state_dict can give a value. Raises MismatchError, and
+    leaves the module as it was, for a buffer that nothing writes and no state_dict has.
     """
     slots = tensor_slots(module)
     made = _wanted(slots, only)
@@ -73,7 +72,8 @@ def materialise(
             with _seeded(device, seed, _whole_name(name, slots, names or {})), torch.no_grad(), watch.inside(name):
                 _initialise(submodule, watch.may_write(name, submodule), [_model_of(name, models), init])
         left = {key: slot for key, slot in made.items() if key not in watch.written}
-        _check([slot for slot in left.values() if not (may_be_loaded and _is_saved(slot))], names or {}, init)
+        buffers = [slot for slot in left.values() if not isinstance(slot.tensor, nn.Parameter)]
+        _check([slot for slot in buffers if not is_saved(slot.owner, slot.key)], names or {}, init)
     except BaseException:
         for slot in made.values():
             if not slot.tensor.is_meta:
@@ -220,21 +220,16 @@ def _whole_name(name: str, slots: Sequence[TensorSlot], names: Mapping[str, str]
     return name
 
 
-def _is_saved(slot: TensorSlot) -> bool:
-    return isinstance(slot.tensor, nn.Parameter) or is_saved(slot.owner, slot.key)
-
-
 def _check(left: Sequence[TensorSlot], names: Mapping[str, str], init: Init | None) -> None:
-    """Raises MismatchError if something is `left` without a value."""
+    """Raises MismatchError if buffers that no state_dict has are `left` without a value."""
     if not left:
         return
     slot = left[0]
     kind = type(slot.owner).__name__
-    what = "parameter" if isinstance(slot.tensor, nn.Parameter) else "buffer"
     others = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
     nobody = "no reset_parameters() writes it" if init is None else "neither reset_parameters() nor init= writes it"
     how = f"give {kind} a reset_parameters() that does, {'pass' if init is None else 'extend'} init="
     raise MismatchError(
-        f"{what} {names.get(slot.name, slot.name)}{others} is on the meta device and {nobody}: "
+        f"buffer {names.get(slot.name, slot.name)}{others} is on the meta device and {nobody}: "
         f"{how}, or build it on a real device"
     )

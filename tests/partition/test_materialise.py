@@ -414,12 +414,12 @@ def test_what_nothing_initialises_must_be_loaded_before_the_first_step():
 
 
 UNTOUCHED = [
-    (lambda: nn.Sequential(nn.ReLU(), Gain()), None,
-     "parameter 1.gain (and 1 more) is on the meta device and no reset_parameters() writes it: "
-     "give Gain a reset_parameters() that does, pass init=, or build it on a real device"),
-    (lambda: nn.Sequential(Gain()), lambda module: [p.data.zero_() for p in module.parameters(recurse=False)],
-     "buffer 0.steps is on the meta device and neither reset_parameters() nor init= writes it: "
-     "give Gain a reset_parameters() that does, extend init=, or build it on a real device"),
+    (lambda: nn.Sequential(Unsaved(), Unsaved()), None,
+     "buffer 0.angles (and 1 more) is on the meta device and no reset_parameters() writes it: "
+     "give Unsaved a reset_parameters() that does, pass init=, or build it on a real device"),
+    (lambda: nn.Sequential(Unsaved()), lambda module: [p.data.zero_() for p in module.parameters(recurse=False)],
+     "buffer 0.angles is on the meta device and neither reset_parameters() nor init= writes it: "
+     "give Unsaved a reset_parameters() that does, extend init=, or build it on a real device"),
 ]  # fmt: skip
 
 
@@ -433,8 +433,10 @@ def test_what_nothing_initialises_is_told(make, init, told):
 
 
 def test_an_error_names_what_it_is_called_in_the_uncut_model():
-    with pytest.raises(MismatchError, match=r"parameter 3\.gain"):
-        materialise(Gain().to("meta"), {"gain": "3.gain", "steps": "3.steps"})
+    names = {name: f"3.{name}" for name in ("gain", "steps", "angles")}
+    with pytest.raises(MismatchError, match=r"buffer 3\.angles"):
+        materialise(Unsaved().to("meta"), names)
+    assert materialise(Gain().to("meta"), names) == {"3.gain", "3.steps"}
 
 
 def test_a_failing_init_leaves_the_module_as_it_was():

@@ -6,7 +6,7 @@ torch's TCPStore, which asks nobody who he is; and nothing is left of it when th
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,15 +16,9 @@ import torch.distributed as dist
 from penstock.comms.encoding import decode, encode
 from penstock.comms.starting.meeting import looks
 
-# What a rank may ask for. Nothing of it waits, so that several of its threads can share a pipe.
-ANSWERS: dict[str, Callable[..., Any]] = {
-    "get": lambda store, key: store.get(key) if store.check([key]) else None,
-    "set": dist.HashStore.set,
-    "add": dist.HashStore.add,
-    "check": dist.HashStore.check,
-    "compare_set": dist.HashStore.compare_set,
-    "delete_key": dist.HashStore.delete_key,
-    "num_keys": dist.HashStore.num_keys,
+# What a rank may ask for. Nothing of it waits (a value is asked for once it is there), so several threads can share a pipe.
+ANSWERS = {
+    name: getattr(dist.HashStore, name) for name in ("get", "set", "add", "check", "compare_set", "delete_key", "num_keys")
 }
 
 
@@ -74,10 +68,8 @@ class PipeStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """The value, once there is one."""
-        for _ in looks(self.timeout.total_seconds()):
-            if (value := self._ask("get", key)) is not None:
-                return bytes(value)
-        raise dist.DistStoreError(f"timed out: nobody has set {key}")
+        self.wait([key])
+        return bytes(self._ask("get", key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Until all of them have a value."""

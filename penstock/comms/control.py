@@ -14,7 +14,7 @@ import torch
 
 from penstock import torch_private
 from penstock.comms.breaking import break_off
-from penstock.comms.encoding import bytes_of, checked_size, decode, encode
+from penstock.comms.encoding import encoded, exchanged
 from penstock.comms.groups import Groups, is_of_transport
 from penstock.comms.health import reports
 from penstock.comms.health.reports import Report
@@ -162,14 +162,10 @@ class Control:
         """Every rank's `value`, by rank. Raises MismatchError where the first two words of `what` differ between ranks."""
         if self.alone:
             return [value]
-        data = torch.frombuffer(bytearray(encode((what, value))), dtype=torch.uint8)
-        sizes = [checked_size(int(size)) for (size,) in self.gather([data.numel()], what)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        padded[: data.numel()] = data
-        everyone = padded.new_empty((len(sizes), max(sizes)))
+        mine = encoded((what, value))
+        sizes = [int(size) for (size,) in self.gather([mine.numel()], what)]
         with failing(f"for the other ranks {what}"):
-            self._group.allgather([list(everyone)], [padded]).wait()
-        told = [decode(bytes_of(row[:size])) for row, size in zip(everyone, sizes, strict=True)]
+            told = exchanged(mine, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
         for rank, (other, _) in enumerate(told):
             if other.split()[:2] != told[0][0].split()[:2]:
                 raise MismatchError(f"the ranks do different things: rank 0 is about {told[0][0]}, rank {rank} {other}")

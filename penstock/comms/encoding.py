@@ -10,7 +10,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from io import BytesIO
@@ -81,17 +81,26 @@ def decode(data: bytes) -> Any:
     return value
 
 
+def encoded(value: Any) -> Tensor:
+    """`value` as a tensor of the bytes that `encode` makes of it."""
+    return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+
+
 def told_by_all(value: Any, carrier: torch.device) -> list[Any]:
     """Every rank's `value`, by rank, over torch's group of all of them, which takes tensors on `carrier`."""
-    mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+    mine = encoded(value).to(carrier)
     sizes = [torch.empty(1, dtype=torch.int64, device=carrier) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=carrier))
-    width = int(max(sizes))
-    padded = torch.zeros(checked_size(width), dtype=torch.uint8, device=carrier)
+    return exchanged(mine, list(map(int, sizes)), dist.all_gather)
+
+
+def exchanged(mine: Tensor, sizes: Sequence[int], all_gather: Callable[[list[Tensor], Tensor], object]) -> list[Any]:
+    """Every rank's value: `mine` is `encoded`, and so are all of these sizes; `all_gather` is torch's, or one like it."""
+    padded = mine.new_zeros(max(map(checked_size, sizes)))
     padded[: mine.numel()] = mine
     everyone = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded)
-    return [decode(bytes_of(row[: int(size)].cpu())) for row, size in zip(everyone, sizes, strict=True)]
+    all_gather(everyone, padded)
+    return [decode(bytes_of(row[:size].cpu())) for row, size in zip(everyone, sizes, strict=True)]
 
 
 def checked_size(size: int) -> int:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from penstock import torch_private
-from penstock.comms.encoding import bytes_of, decode, encode
+from penstock.comms.encoding import bytes_of, decode, encoded
 from penstock.comms.messages import wire
 from penstock.comms.messages.blocks import FREE, Blocks
 from penstock.comms.messages.device_line import Copies
@@ -99,7 +99,7 @@ class IpcSender(MemorySender):
         places[start].event.record(self._device.current_stream(self.carrier))
         self._tell(start, spec.bytes)
         if handles is not None:
-            self.describe(torch.frombuffer(bytearray(encode(handles)), dtype=torch.uint8))
+            self.describe(encoded(handles))
 
     @torch.inference_mode(False)
     def _make(self, start: int, size: int) -> tuple[Any, bytes]:

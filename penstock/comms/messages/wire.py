@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.encoding import bytes_of, decode, encode
+from penstock.comms.encoding import bytes_of, decode, encoded
 from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
@@ -134,7 +134,7 @@ def pack(spec: MessageSpec) -> Tensor:
     """`spec` as bytes; its structure travels as an example of it. Raises MismatchError for what does not travel."""
     example = tree_unflatten(range(len(spec.leaves)), spec.tree)
     leaves = [leaf if isinstance(leaf, TensorSpec) else [leaf.value] for leaf in spec.leaves]
-    return torch.frombuffer(bytearray(encode((example, leaves))), dtype=torch.uint8)
+    return encoded((example, leaves))
 
 
 def unpack(data: Tensor) -> MessageSpec:

@@ -5,15 +5,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from penstock.checkpoint.files import transformers_form
 from penstock.checkpoint.files.manifest import LARGEST
 from penstock.checkpoint.files.reading import Damaged, opened, reading
 from penstock.checkpoint.files.tensor_files import TensorFiles
+from penstock.checkpoint.files.transformers_form import Source
 from penstock.checkpoint.together import as_one, differences, put, settled, under_all_names
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
@@ -45,9 +44,9 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
         sources = _sources(pipe, _renamed(homes, rename))
         mine = [name for name in pipe.state_dict(strict=False) if name in sources]
         files = _opened(homes, [place for name in mine for place in sources[name].places])
-        shapes = {name: sources[name].made(_outlines(files, sources[name])).shape for name in mine}
+        shapes = {name: sources[name].of(lambda place: torch.empty(files.shapes[place], device="meta")).shape for name in mine}
         _check(differences(control, pipe, dict.fromkeys(sources) | shapes), path, strict, control.topology.rank == 0)
-        put(pipe, ((name, sources[name].made([files.mapped(place) for place in sources[name].places])) for name in mine))
+        put(pipe, ((name, sources[name].of(files.mapped)) for name in mine))
 
 
 def _renamed(names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
@@ -58,13 +57,6 @@ def _renamed(names: Iterable[str], rename: Callable[[str], str] | None) -> dict[
         if found.setdefault(here, name) != name:
             raise MismatchError(f"rename= gives {found[here]} and {name} one name, {here!r}: leave one of them as it is")
     return found
-
-
-class Source(NamedTuple):
-    """What a tensor is made of: the names of tensors in the files, and how it is made of those."""
-
-    places: list[str]
-    made: Callable[[list[Tensor]], Tensor]
 
 
 def _homes(path: Path) -> dict[str, Path]:
@@ -92,7 +84,7 @@ def _sources(pipe: Pipeline, names: Mapping[str, str]) -> dict[str, Source]:
     if pipe.origin is not None and pipe.unfit(dict.fromkeys(names))[UNKNOWN]:
         found = transformers_form.sources(pipe.origin, names)
     if found is None:
-        found = {name: ([name], transformers_form.same) for name in names}
+        found = {name: Source([name], transformers_form.same) for name in names}
     sources = {name: Source([names[place] for place in places], made) for name, (places, made) in found.items()}
     return under_all_names(sources, pipe.aliases)
 
@@ -104,10 +96,6 @@ def _opened(homes: Mapping[str, Path], places: Sequence[str]) -> TensorFiles:
         if place not in files:
             raise Damaged(f"{homes[place]} does not have {place}, which is in it by its index")
     return files
-
-
-def _outlines(files: TensorFiles, source: Source) -> list[Tensor]:
-    return [torch.empty(files.shapes[place], device="meta") for place in source.places]
 
 
 def _check(unfit: Mapping[str, Sequence[str]], path: str | Path, strict: bool, tell: bool) -> None:

@@ -3,17 +3,26 @@
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine.cut import Origin
 
-Made = tuple[list[str], Callable[[list[Tensor]], Tensor]]  # the names in the files, and what makes the tensor of those
+
+class Source(NamedTuple):
+    """What a tensor is made of: the names of tensors in the files, and how it is made of those."""
+
+    places: list[str]
+    made: Callable[[list[Tensor]], Tensor]
+
+    def of(self, there: Callable[[str], Tensor]) -> Tensor:
+        """The tensor, where those in the files are `there`."""
+        return self.made([there(place) for place in self.places])
 
 
-def sources(origin: Origin, names: Iterable[str]) -> dict[str, Made] | None:
+def sources(origin: Origin, names: Iterable[str]) -> dict[str, Source] | None:
     """What each tensor of the model is made of, if transformers says so; `names`: of the files' tensors."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -35,15 +44,15 @@ def sources(origin: Origin, names: Iterable[str]) -> dict[str, Made] | None:
         if target not in state and name in state:
             target, pattern = name, None
         pieces.setdefault(target, {})[name] = pattern
-    found: dict[str, Made] = {}
+    found: dict[str, Source] = {}
     for first, patterns in pieces.items():
         converter = converter_of.get(next(iter(patterns.values())) or "")
         if converter is None:
-            found[first] = list(patterns), same
+            found[first] = Source(list(patterns), same)
             continue
         for target in converter.target_patterns:
             name = first.replace(converter.target_patterns[0], target)
-            found[name] = list(patterns), partial(_converted, converter, model, first, patterns, name)
+            found[name] = Source(list(patterns), partial(_converted, converter, model, first, patterns, name))
     return found
 
 

@@ -61,8 +61,8 @@ def save(
     final = Path(folder) / manifest.folder_of(pipe.step_count)
     with as_one(control, f"write the checkpoint {final}"), broken_off(pipe.position.beside):
         held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
-        given = [str(final.parent), str(keep), _given(optimizer), _given(scheduler)]
-        told = control.gather_objects([pipe.step_count, *given], "to save")
+        whether = ["none" if each is None else "one" for each in (optimizer, scheduler)]
+        told = control.gather_objects([pipe.step_count, str(final.parent), str(keep), *whether], "to save")
         check_steps([step for step, *_ in told])
         check_given([each for _, *each in told])
         check_replicas(control, pipe, optimizer)
@@ -91,10 +91,6 @@ def check_steps(steps: Sequence[int]) -> None:
     """Raises MismatchError unless all ranks have done as many."""
     if len(set(steps)) > 1:
         raise MismatchError(f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them")
-
-
-def _given(what: Any) -> str:
-    return "none" if what is None else "one"
 
 
 def check_given(told: Sequence[Sequence[str]]) -> None:

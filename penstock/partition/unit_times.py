@@ -4,7 +4,6 @@ Nothing stays behind: a unit runs on stand-ins for its parameters and buffers, s
 numbers are untouched, and units on the meta device get memory for as long as they run, one at a time.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -110,7 +109,7 @@ def measure(
 
 def _time_of(unit: Unit, device: torch.device | None) -> float:
     """Seconds of one run, after one to warm up."""
-    device = device or place_of(unit)
+    device = device or device_of(unit.module, (unit.args, unit.kwargs))
     make = partial(real, device=device)
     with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device), torch.enable_grad():
         inputs = tree_map_only(Tensor, make, (unit.args, dict(unit.kwargs or {})))
@@ -170,13 +169,7 @@ def real(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
-def place_of(unit: Unit) -> torch.device:
-    """Where `unit` is: its parameters or buffers, or else what it is called with; on the meta device, the CPU."""
-    tensors = [*unit.module.parameters(), *unit.module.buffers(), *tree_leaves((unit.args, unit.kwargs))]
+def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
+    """Where `module` is: its parameters or buffers, or else the `inputs` it is called with; on the meta device, the CPU."""
+    tensors = [*module.parameters(), *module.buffers(), *tree_leaves(inputs)]
     return next((each.device for each in tensors if isinstance(each, Tensor) and not each.is_meta), CPU)
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Where the random numbers of `module` are drawn."""
-    tensor = next(itertools.chain(module.parameters(), module.buffers()), None)
-    return CPU if tensor is None or tensor.is_meta else tensor.device

@@ -18,7 +18,7 @@ from penstock.partition import Whole, run
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.materialise import is_meta
 from penstock.partition.model_graph import first_line
-from penstock.partition.unit_times import Unit, device_of, place_of, real, record, stand_ins
+from penstock.partition.unit_times import Unit, device_of, real, record, stand_ins
 from penstock.plan.layers import Layer, Layers, Sample
 from penstock.randomness import aside
 from penstock.schedule import Action, Kind, Size
@@ -190,7 +190,7 @@ class Alone(nn.Module):
 
 def _alone(unit: Unit, device: torch.device | None, run: Callable[[Stage, list[Tensor]], T]) -> T:
     """What `run` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
-    where = device or place_of(unit)
+    where = device or device_of(unit.module, (unit.args, unit.kwargs))
     make = partial(real, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
     with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(where), torch.enable_grad():

@@ -247,7 +247,7 @@ def test_units_are_measured_on_the_device_where_they_will_run_and_that_one_is_wa
         Unit("", nn.Linear(2, 2, device="meta"), (torch.ones(2, 2, device="meta"),)),
         Unit("", nn.GELU(), (torch.ones(2),)),
     ]
-    assert [unit_times.place_of(each).type for each in units] == ["cpu", "cpu"]
+    assert [unit_times.device_of(each.module, each.args).type for each in units] == ["cpu", "cpu"]
 
 
 def measured(units):

@@ -98,6 +98,17 @@ def partly_frozen() -> nn.Module:
     return module
 
 
+def frozen_bias() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+def added(y: Tensor, x: Tensor) -> Tensor:
+    y[..., :2] += x[..., :2]
+    return y
+
+
 def rows(*shape: int) -> Tensor:
     return torch.randn(*shape)
 
@@ -113,6 +124,16 @@ def sequential(*layers: nn.Module) -> Callable[[], nn.Module]:
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)), lambda: rows(7, 6)),
     "mlp in place": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(True), nn.Linear(8, 5), nn.ReLU(True)), lambda: rows(7, 6)),
+    "mlp in place, in 3 dimensions": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(True), nn.Linear(8, 6, bias=False), nn.ReLU(True)),
+        lambda: rows(3, 4, 6)),
+    "linear in place, in part": (
+        lambda: Lambda(lambda self, x: added(F.linear(x, self.w, self.b), x), w=(6, 6), b=(6,)),
+        lambda: rows(3, 4, 6)),
+    "linear in place, bias frozen": (lambda: nn.Sequential(frozen_bias(), nn.ReLU(True)), lambda: rows(3, 4, 6)),
+    "x @ w in place": (lambda: Lambda(lambda self, x: (x @ self.w).add_(x), w=(6, 6)), lambda: rows(3, 4, 6)),
+    "embedding in place": (lambda: Lambda(lambda self, x: F.embedding(x, self.w).mul_(2), w=(7, 6)), lambda: tokens(3, 4)),
+    "conv1d in place": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.ReLU(True)), lambda: rows(3, 4, 8)),
     "wide mlp": (lambda: nn.Sequential(nn.Linear(300, 400), nn.GELU(), nn.Linear(400, 300)), lambda: rows(33, 300)),
     "linear of one row": (lambda: nn.Linear(6, 5), lambda: rows(1, 6)),
     "linear to one feature": (lambda: nn.Linear(6, 1), lambda: rows(7, 6)),
@@ -322,7 +343,7 @@ def test_nothing_reaches_the_parameters_before_w(name: str) -> None:
 
 
 PUT_OFF = {
-    "mlp": 2, "linear in 3 dimensions": 1, "linear of a transposed batch": 1,
+    "mlp": 2, "mlp in place, in 3 dimensions": 2, "linear in 3 dimensions": 1, "linear of a transposed batch": 1,
     "x @ w": 1, "x @ w.t()": 1, "x @ w.T": 1, "x @ w.mT": 1, "addmm": 1,
     "embedding": 2, "embedding = head": 2, "conv1d": 2, "conv2d": 2, "conv2d, circular": 1, "conv3d": 1,
     "conv transposed": 2, "transformer": 4, "self attention": 2, "cross attention": 4, "tied": 3, "partly frozen": 1,

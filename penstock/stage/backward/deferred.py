@@ -135,8 +135,9 @@ class DeferredGradients:
         if use.unpacked is not None:
             keep = partial(use.unpack_and, keep)
         if not output.requires_grad:
-            return enter([output], keep)[0]
-        output.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
+            return enter([output.detach()], keep)[0]
+        made = output if (base := base_of(output)) is None else base  # whose node stays what it is when a view changes in place
+        made.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
         return output
 
     def replaced(self) -> dict[int, Tensor]:

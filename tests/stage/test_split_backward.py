@@ -179,6 +179,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "embedding, padded": (lambda: nn.Embedding(7, 6, padding_idx=-2), lambda: tokens(3, 9)),
     "embedding, by frequency": (lambda: nn.Embedding(7, 6, scale_grad_by_freq=True), lambda: tokens(3, 9)),
     "embedding, renormalized": (lambda: nn.Embedding(7, 6, max_norm=0.5), lambda: tokens(3, 9)),
+    "embedding of one index": (
+        lambda: Lambda(lambda self, x: x @ self.v + F.embedding(torch.tensor(1), self.w), v=(6, 6), w=(3, 6)),
+        lambda: rows(7, 6)),
     "embedding = head": (EmbeddingAndHead, lambda: tokens(3, 4)),
     "conv1d": (
         lambda: nn.Sequential(nn.Conv1d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv1d(6, 4, 2, stride=2)),
@@ -638,6 +641,7 @@ def test_gradients_are_added_in_one_go_where_nobody_listens(monkeypatch: Any) ->
         "conv transposed",
         "embedding = head",
         "embedding, by frequency",
+        "embedding of one index",
         "tied",
         "x @ w",
         "norms",

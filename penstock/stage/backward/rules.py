@@ -58,8 +58,9 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """`F.embedding`: indices of any shape and (N, H) -> (.., H)."""
-    if max_norm is not None or sparse or scale_grad_by_freq or not deferred.owns(weight):  # counted in each microbatch
+    """`F.embedding`: indices of any shape but () and (N, H) -> (.., H)."""
+    counts = sparse or scale_grad_by_freq  # in each microbatch
+    if not input.dim() or max_norm is not None or counts or not deferred.owns(weight):
         return NotImplemented
     _, matrix = deferred.operands(input, weight)  # indices: autocast leaves it alone
     padding = -1 if padding_idx is None else padding_idx % len(weight)

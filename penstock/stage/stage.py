@@ -17,7 +17,7 @@ from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.arguments import Signature
 from penstock.stage.exchange.messages import Messages, Received
 from penstock.stage.exchange.neighbours import Neighbours
-from penstock.stage.exchange.sharing import Versions, check_unchanged, opened
+from penstock.stage.exchange.sharing import PARAMETER, Versions, check_unchanged, opened, versions
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import LOSSES, Layers, Recompute
 from penstock.stage.parameter_slot import ParameterSlot, installed, slots_of
@@ -103,6 +103,7 @@ class Stage:
         if self._splitter.tied:
             self._fresh_casts()
         arrived: Versions = ()
+        shared = versions(self._messages.shared)
         with _grad_mode(keep), Collected() as auxiliary:
             if self.index == 0:
                 (args, kwargs, keywords), received = self._signature.of_batch(*given), _NOTHING_RECEIVED
@@ -112,8 +113,8 @@ class Stage:
                 args, kwargs, keywords = self._signature.of_values(values)
             with _standing_in(deferred, received):
                 output = self._layers.run(seed, args, kwargs)
-        if arrived:
-            check_unchanged(arrived, self.index)
+        check_unchanged(arrived, self.index)
+        check_unchanged(shared, self.index, PARAMETER)
         if deferred is not None:
             self._splitter.hand_on(deferred)
         if seed is not None and self._loss_may_draw:

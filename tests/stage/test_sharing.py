@@ -135,3 +135,23 @@ def test_a_cut_model_whose_views_would_not_change_with_a_value_is_refused_on_all
     for told in ps.launch(rank_shared, 3):
         assert all("stage 1 changes in place a value of shape (2, 4)" in each for each in told[:3])
         assert all("stage 2 changes in place a value of shape (2, 4)" in each for each in told[3:])
+
+
+def rank_renormalised():
+    """What two ranks are told whose first stage renormalises the embedding that is the last one's matrix too."""
+    told, tokens = [], torch.arange(8).view(4, 2)
+    for schedule in ("1f1b", "zb-v"):  # the last stage is on another rank, or on the same
+        model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.5), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 8))
+        model[3].weight = model[0].weight
+        pipe = ps.Pipeline(model, lambda output, target: output.sum(), schedule, 2)
+        for call in (pipe.step, pipe.eval):
+            with pytest.raises(MismatchError) as caught:
+                call(tokens, target=tokens)
+            told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.ranks
+def test_a_forward_that_changes_in_place_a_parameter_of_several_stages_is_refused_on_all_ranks():
+    for told in ps.launch(rank_renormalised, 2):
+        assert all("stage 0 changes in place a parameter of shape (8, 4) that another stage has too" in each for each in told)

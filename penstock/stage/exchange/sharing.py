@@ -1,11 +1,12 @@
 """Values that share memory where a stage makes them, but not where they arrive: there none of them may be changed in place.
 
 In the uncut model such a change is one of all of them. The message tells which they are, and the stage that takes it looks,
-after its forward, whether they are as they came. Of inference tensors, which count no changes, that is not seen.
+after its forward, whether they are as they came. Parameters of several stages are looked at likewise. Of inference tensors,
+which count no changes, that is not seen.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -16,7 +17,15 @@ from torch import Tensor
 from penstock.errors import MismatchError
 from penstock.torch_private import storage_key, tree_leaves, version_of
 
-Versions = Sequence[tuple[Tensor, int]]  # what arrived of shared memory, and how often it had been changed then
+VALUE = (
+    "a value of shape {} that shares memory with another one",
+    "clone one of them in the stage that makes them, or cut elsewhere",
+)
+PARAMETER = (
+    "a parameter of shape {} that another stage has too",
+    "leave out what changes it, as max_norm= of an embedding does, or cut elsewhere",
+)
+Versions = Sequence[tuple[Tensor, int]]  # what is shared, and how often it had been changed before the forward
 
 
 class Sharing(NamedTuple):
@@ -48,17 +57,20 @@ def opened(messages: Sequence[Any]) -> tuple[Sequence[Any], Versions]:
     if Sharing not in map(type, messages):  # the common case
         return messages, ()
     shared = [tree_leaves(each.message)[number] for each in messages if type(each) is Sharing for number in each.leaves]
-    versions = [(each, version_of(each)) for each in shared if not each.is_inference()]
-    return [each.message if type(each) is Sharing else each for each in messages], versions
+    return [each.message if type(each) is Sharing else each for each in messages], versions(shared)
 
 
-def check_unchanged(arrived: Versions, index: int) -> None:
-    """After the forward of stage `index`. Raises MismatchError if what `arrived` was changed in place."""
-    for each, version in arrived:
+def versions(tensors: Iterable[Tensor]) -> Versions:
+    """Of `tensors`, before a forward."""
+    return [(each, version_of(each)) for each in tensors if not each.is_inference()]
+
+
+def check_unchanged(before: Versions, index: int, what: tuple[str, str] = VALUE) -> None:
+    """After the forward of stage `index`. Raises MismatchError if it has changed in place what was as in `before`."""
+    for each, version in before:
         if version_of(each) != version:
-            told = f"stage {index} changes in place a value of shape {tuple(each.shape)} that shares memory with another one"
-            what_to_do = "clone one of them in the stage that makes them, or cut elsewhere"
-            raise MismatchError(f"{told}, which would change with it in the uncut model, but not here: {what_to_do}")
+            told = f"stage {index} changes in place {what[0].format(tuple(each.shape))}"
+            raise MismatchError(f"{told}, which would change with it in the uncut model, but not here: {what[1]}")
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

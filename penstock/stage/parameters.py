@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import ShardKey, local, placed_as, shard_of
-from penstock.torch_private import foreach_norm, version_of
+from penstock.torch_private import foreach_norm, foreach_order, version_of
 
 MISSING, UNKNOWN, SHAPE = "missing", "unknown", "of another shape"  # what a name can be in a state that does not fit
 
@@ -115,18 +115,19 @@ class Parameters:
         return total
 
     def _joined(self, parts: Sequence[Mapping[ShardKey, Tensor]], norm_type: float) -> list[Tensor]:
-        """The norms of whole gradients, in the uncut model's order."""
+        """The norms of whole gradients, in the order in which torch adds up those of the uncut model."""
         shards: dict[str, dict[tuple[int, ...], Tensor]] = {}
         for part in parts:
             for (name, shard), norm in part.items():  # replicas say the same of the same shard
                 shards.setdefault(name, {})[shard] = norm
         found = [[each for _, each in sorted(shards[name].items())] for name in self.order if name in shards]
-        return [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]
+        norms = [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]
+        return [each.real for each in foreach_order(norms)]
 
 
 def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each, on the CPU; those of one dtype are waited for once."""
-    norms, here = foreach_norm(tensors, norm_type), dict[torch.dtype, Iterator[Tensor]]()
+    """The norm of each, in its dtype, on the CPU; those of one dtype are waited for once."""
+    norms, here = list(map(Tensor.type_as, foreach_norm(tensors, norm_type), tensors)), dict[torch.dtype, Iterator[Tensor]]()
     for dtype in {each.dtype for each in norms}:
         here[dtype] = iter(torch.stack([each for each in norms if each.dtype == dtype]).cpu())
     return [next(here[each.dtype]) for each in norms]

@@ -2,6 +2,8 @@
 
 import inspect
 import itertools
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -154,6 +156,7 @@ class Pipeline(NoModule):
         self.clock_error = 0.0  # seconds by which times of different machines may be off
         self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
         self._control.connect()
+        self._calls, self._process = threading.Lock(), os.getpid()
         with self._together():
             check_arguments(model, schedule, loss_fn, loss_weight, seed)
             if options:
@@ -248,8 +251,7 @@ class Pipeline(NoModule):
         Returns the outputs of the whole batch on the last stage's rank, None on the others; with a `target`, (outputs, loss),
         the loss on every rank. Raises as `step` does.
         """
-        with evaluating(list(self.stages.values())):
-            outcome = self._run(False, args, kwargs, target, wants_outputs=True)
+        outcome = self._run(False, args, kwargs, target, wants_outputs=True)
         return outcome.joined() if target is None else (outcome.joined(), outcome.loss)
 
     def generate(
@@ -292,7 +294,7 @@ class Pipeline(NoModule):
         output; else as `step` does.
         """
         request = Request(max_new_tokens, temperature, top_k, eos, seed)
-        with evaluating(list(self.stages.values())), self._together(), doing.step(self.step_count, False):
+        with self._together(), evaluating(list(self.stages.values())), doing.step(self.step_count, False):
             return generate(self._engine, tokens, kwargs, request, on_token)
 
     def train(self, mode: bool = True) -> "Pipeline":
@@ -311,7 +313,8 @@ class Pipeline(NoModule):
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
-        with self._together(), doing.step(number, training), aside(self.topology.device) if draws else nullcontext():
+        mode = nullcontext() if training else evaluating(list(self.stages.values()))
+        with self._together(), mode, doing.step(number, training), aside(self.topology.device) if draws else nullcontext():
             self._engine.offset, self._engine.beside = self.skew.offset, self.beside
             outcome = self._guard.step(call)
             self.step_count += training
@@ -338,13 +341,19 @@ class Pipeline(NoModule):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """If this rank fails inside, so do all, with the same error."""
+        """If this rank fails inside, so do all, with the same error. One call at a time: two would mix their microbatches."""
+        if os.getpid() != self._process:
+            raise PenstockError(f"the pipeline is that of process {self._process}, which has forked this one: call it there")
+        if not self._calls.acquire(blocking=False):
+            raise PenstockError("the pipeline is in another call: one at a time, and none from a forward, a loss or a hook")
         try:
             yield
         except (NonFiniteError, CorruptionError):  # on all of them already, at the end of the step
             raise
         except BaseException as error:
             self._control.fail(error)
+        finally:
+            self._calls.release()
 
     def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
         """Which rows of `dataset` this rank's loader reads: the same on all ranks of a pipeline, others on each replica.

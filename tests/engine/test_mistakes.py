@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import pickle
 import re
 import time
@@ -266,6 +267,46 @@ def rank_calls_another_method():
     target = torch.ones(4, 4, dtype=torch.complex64).conj()  # values of which are compared
     loss = pipe(loss_fn=lambda output, target: (output - target.real).square().mean()).step(X, target=target)
     return str(caught.value), loss.item()
+
+
+def rank_calls_it_twice_at_once():
+    inside = []
+
+    def loss(output, target):
+        for call in (made.step, made.eval) if rank() else ():  # as another thread would, or a forward
+            with pytest.raises(ps.PenstockError, match="the pipeline is in another call: one at a time, and none from a fo") as told:
+                call(X, target=X)
+            inside.append(str(told.value))
+        return mse(output, target)
+
+    made = pipe(loss_fn=loss, model=nn.Sequential(*layers(), nn.Dropout()))
+    once = pipe(model=nn.Sequential(*layers(), nn.Dropout()))
+    same = torch.equal(made.step(X, target=X), once.step(X, target=X))
+    gradients = zip(made.parameters(), once.parameters(), strict=True)
+    return len(inside), same, [torch.equal(each.grad, other.grad) for each, other in gradients]
+
+
+def test_a_call_within_a_call_is_refused_and_changes_nothing():
+    assert ps.launch(rank_calls_it_twice_at_once, 2) == [(0, True, [True] * 4), (4, True, [True] * 4)]
+
+
+def rank_forks():
+    made = pipe()
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        try:
+            made.step(X, target=X)
+        except BaseException as error:
+            os.write(writes, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.getpid(), os.read(reads, 1000).decode(), made.step(X, target=X).item() > 0
+
+
+def test_a_forked_process_does_not_have_its_parents_pipeline():
+    for process, told, trained in ps.launch(rank_forks, 2):
+        assert told == f"the pipeline is that of process {process}, which has forked this one: call it there"
+        assert trained
 
 
 def test_ranks_that_call_different_methods_are_told_which():

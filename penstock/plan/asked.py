@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import SupportsFloat, SupportsIndex
 
 from penstock.errors import PenstockError
 from penstock.plan.advice import bytes_of
@@ -9,36 +10,41 @@ from penstock.plan.layers import Layers
 from penstock.schedule.catalog import FAMILIES
 
 
-def check(layers: Layers, ranks: int, batch: int, effort: str, efforts: Iterable[str]) -> None:
-    """Raises PenstockError for what cannot be planned for."""
-    if not all(isinstance(each, int) and each >= 1 for each in (ranks, batch)):
+def check(layers: Layers, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]) -> tuple[int, int, int]:
+    """`ranks`, `batch` and `seed`. Raises PenstockError for what cannot be planned for."""
+    if not all(isinstance(each, SupportsIndex) and each >= 1 for each in (ranks, batch)):
         raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
     if not any(layer.seconds for layer in layers.samples[-1].layers):
         raise PenstockError("all layers take 0 seconds, so any plan is as good: measure them, or say what they take")
     if effort not in list(efforts):
         raise PenstockError(f"effort={effort!r}: use {', '.join(efforts)}")
+    if not isinstance(seed, SupportsIndex):
+        raise PenstockError(f"seed={seed!r}: give a whole number")
+    return int(ranks), int(batch), int(seed)
 
 
-def check_terms(**numbers: object) -> None:
-    """Of messages, the engine and the optimizer."""
+def terms(**numbers: float) -> dict[str, float]:
+    """Of messages, the engine and the optimizer, by name."""
     for name, number in numbers.items():
-        if not isinstance(number, int | float) or not number >= 0 or (number == 0 and name in ("bandwidth", "cores")):
-            raise PenstockError(f"{name}={number!r} cannot be: give a number above 0")
+        divides = name in ("bandwidth", "cores")  # may be infinite, but not 0
+        if not isinstance(number, SupportsFloat) or not (number > 0 if divides else 0 <= number < math.inf):
+            raise PenstockError(f"{name}={number!r} cannot be: give a number {'above 0' if divides else 'of 0 or more'}")
+    return {name: float(number) for name, number in numbers.items()}
 
 
 def whole_numbers(name: str, given: int | Sequence[int]) -> list[int]:
     """The one, or each of several once."""
     asked = list(dict.fromkeys(given)) if isinstance(given, Iterable) else [given]
-    if not all(isinstance(each, int) for each in asked):
+    if not asked or not all(isinstance(each, SupportsIndex) for each in asked):
         raise PenstockError(f"{name}={given!r}: give a whole number, or several to choose from")
-    return asked
+    return [int(each) for each in asked]
 
 
 def limits(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
     """Bytes of every rank."""
-    each = memory if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * ranks
+    each = list(memory) if isinstance(memory, Iterable) and not isinstance(memory, str) else [memory] * ranks
     read: list[object] = [bytes_of(one) if isinstance(one, str) else one for one in each]
-    limits = tuple(float(one) for one in read if isinstance(one, int | float) and one > 0)
+    limits = tuple(float(one) for one in read if isinstance(one, SupportsFloat) and float(one) > 0)
     if not len(limits) == len(each) == ranks:
         raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
     return limits
@@ -47,9 +53,9 @@ def limits(memory: float | str | Sequence[float | str], ranks: int) -> tuple[flo
 def speeds(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
     """Of every rank, or none."""
     each: tuple[float, ...] = tuple(speeds) if isinstance(speeds, Iterable) else (speeds,)
-    if each and (len(each) != ranks or not all(isinstance(one, int | float) and 0 < one < math.inf for one in each)):
+    if each and (len(each) != ranks or not all(isinstance(one, SupportsFloat) and 0 < one < math.inf for one in each)):
         raise PenstockError(f"speeds are {speeds} for {ranks} ranks: give a number above 0 for each rank of a pipeline")
-    return each
+    return tuple(map(float, each))
 
 
 def replicas(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
@@ -76,7 +82,7 @@ def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, rank
 
     They have no more than `largest` rows, as far as that leaves any.
     """
-    if not microbatches and microbatches != 0:
+    if microbatches is None:
         most = min(rows, 8 * ranks)
         fewest = min(most, max(1, min(rows, ranks) // 4, math.ceil(rows / largest)))
         whole = [count for count in range(fewest, most + 1) if rows % count == 0]

@@ -111,7 +111,8 @@ class Layers:
     def save(self, path: str | PathLike[str]) -> None:
         """Write them to the JSON file at `path`."""
         samples = [{"rows": rows, "layers": [layer._asdict() for layer in layers]} for rows, layers in self.samples]
-        Path(path).write_text(json.dumps({"format": FORMAT, "samples": samples}, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({"format": FORMAT, "samples": samples}, indent=1, default=float)  # float: numbers of numpy
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Layers":

@@ -127,13 +127,13 @@ def plan(
         print(plans[0])
     """
     layers = as_layers(layers)
-    asked.check(layers, ranks, batch, effort, TABLES)
-    asked.check_terms(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+    ranks, batch, seed = asked.check(layers, ranks, batch, seed, effort, TABLES)
+    beside = asked.terms(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
     tasks = []
     for replicas in asked.replicas(dp, ranks, batch):
         here, rows = ranks // replicas, batch // replicas
         limits, own = asked.limits(memory, here), asked.speeds(speeds, here)
-        terms = Terms(limits, optimizer, send, bandwidth, action, cores / replicas, own, replicas)
+        terms = Terms(limits, speeds=own, dp=replicas, **{**beside, "cores": beside["cores"] / replicas})
         if counts := asked.counts(microbatches, batch, rows, here, layers.largest):
             tasks.append(Task(layers, rows, counts, terms))
     if not tasks:

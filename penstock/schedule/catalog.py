@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, SupportsIndex
 
 from penstock.errors import ScheduleError
 from penstock.schedule.families import controllable_memory, one_f_one_b, two_chunks
@@ -112,10 +112,12 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
     given = {what: value for what, value in {"stages_per_rank": stages_per_rank, **options}.items() if value is not None}
     for what, value in {"ranks": ranks, "microbatches": microbatches, **given}.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, SupportsIndex) or isinstance(value, bool) or int(value) < 1:
             raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
+    ranks, microbatches = int(ranks), int(microbatches)
+    options = {what: value and int(value) for what, value in options.items()}
     if stages_per_rank is not None:
-        _check_stages(name, family, stages_per_rank)
+        _check_stages(name, family, stages_per_rank := int(stages_per_rank))
     of = partial(_table, name, family, ranks, stages_per_rank=stages_per_rank, options=options)
     if "group_size" in options:
         _check_groups(of, microbatches, options["group_size"])

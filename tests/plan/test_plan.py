@@ -183,6 +183,9 @@ def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
         ({"dp": None}, "dp=None: give a whole number"),
         ({"speeds": 0.5}, "speeds are 0.5 for 4 ranks"),
         ({"optimizer": None}, "optimizer=None cannot be"),
+        ({"optimizer": float("inf")}, "optimizer=inf cannot be: give a number of 0 or more"),
+        ({"seed": None}, "seed=None: give a whole number"),
+        ({"microbatches": []}, r"microbatches=\[\]: give a whole number"),
         ({"schedules": 3}, "no schedule 3: choose from"),
         ({"schedules": [["1f1b"]]}, r"no schedule \['1f1b'\]"),
         ({"effort": ["quick"]}, r"effort=\['quick'\]: use quick"),
@@ -191,6 +194,21 @@ def test_where_nothing_fits_the_rank_the_bytes_and_what_would_fit_are_named():
 def test_what_cannot_be_planned_for_is_told(wrong, told):
     with pytest.raises(PenstockError, match=told):
         quick(**wrong)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path):
+    np = pytest.importorskip("numpy")
+    counts = {"ranks": 4, "batch": 16, "dp": 1, "microbatches": 8, "seed": 3, "cores": 2, "optimizer": 2}
+    amounts = {"memory": [1e9] * 4, "speeds": [1, 0.5, 1, 1], "send": 0.5, "bandwidth": 2e9, "action": 0.25}
+    given = {name: np.int64(value) for name, value in counts.items()}
+    given |= {name: np.array(value, dtype=np.float32)[()] for name, value in amounts.items()}
+    [found, *_], [same, *_] = quick(**given), quick(**counts, **amounts)
+    assert found == same
+    found.save(tmp_path / "plan.json")
+    assert load(tmp_path / "plan.json") == found
+    measured = Layers.of([Layer("a", np.float32(0.5), 1, 1)], rows=np.int64(8))
+    measured.save(tmp_path / "layers.json")
+    assert Layers.load(tmp_path / "layers.json") == measured
 
 
 def test_layers_that_take_no_time_are_told():

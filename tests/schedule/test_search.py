@@ -279,3 +279,11 @@ def test_ctrl_c_gives_the_best_so_far():
 def test_what_is_wrong_is_said_in_numbers(wrong, told):
     with pytest.raises(ScheduleError, match=told):
         search(**({"costs": COSTS, "placement": V, "microbatches": 4, "effort": "quick"} | wrong))
+
+
+def test_numbers_of_numpy_are_numbers():
+    np = pytest.importorskip("numpy")
+    found = search(COSTS, np.array(V), np.int64(4), limit=np.float32(2), effort="quick", seed=np.int64(1), progress=soon)
+    assert found.schedule == search(COSTS, V, 4, limit=2, effort="quick", seed=1, progress=soon).schedule
+    assert build("zb-v", np.int64(2), np.int32(4), stages_per_rank=np.int64(2)) == build("zb-v", 2, 4)
+    assert build("interleaved-zb", 2, 4, group_size=np.int64(1)) == build("interleaved-zb", 2, 4, group_size=1)

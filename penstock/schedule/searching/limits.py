@@ -1,26 +1,27 @@
 """What a search is asked for, checked: numbers, the ranks of the stages, and how much memory each may take."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsIndex
 
 from penstock.errors import ScheduleError
 from penstock.schedule.searching.machine import INFINITE, TOLERANCE
 from penstock.schedule.timing.simulate import Costs
 
 
-def check_whole(name: str, value: int, least: float) -> None:
-    """Raises ScheduleError for a `value` that is no whole number of `least` or more."""
-    if type(value) is not int or value < least:
+def checked_whole(name: str, value: int, least: float) -> int:
+    """`value`; raises ScheduleError if it is no whole number of `least` or more."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool) or value < least:
         raise ScheduleError(f"{name}={value!r}: use a whole number" + (f" of {least:g} or more" if least > -INFINITE else ""))
+    return int(value)
 
 
 def checked_placement(placement: Sequence[int]) -> tuple[int, ...]:
     """`placement`, with a stage at least for each rank; raises ScheduleError for one that is none."""
-    homes = tuple(placement) if isinstance(placement, Sequence) else ()
-    if not homes or any(type(home) is not int for home in homes) or set(homes) != set(range(max(homes) + 1)):
+    homes = tuple(placement) if isinstance(placement, Iterable) else ()
+    if not homes or not all(isinstance(home, SupportsIndex) for home in homes) or {*homes} != {*range(max(homes) + 1)}:
         raise ScheduleError(f"placement={placement!r} is none: give the rank of every stage, each rank from 0 on at least one")
-    return homes
+    return tuple(map(int, homes))
 
 
 def checked_limits(limit: float | Sequence[float] | None, costs: Costs, placement: tuple[int, ...]) -> list[float]:

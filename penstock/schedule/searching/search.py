@@ -11,7 +11,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.searching import growing, proving, starts, wheel
 from penstock.schedule.searching.annealing import Report, anneal
 from penstock.schedule.searching.bounds import Bound, bound
-from penstock.schedule.searching.limits import check_whole, checked_limits, checked_placement
+from penstock.schedule.searching.limits import checked_limits, checked_placement, checked_whole
 from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Rows
 from penstock.schedule.searching.position import Position, State
 from penstock.schedule.table import Kind, Table, must_be_table
@@ -78,8 +78,7 @@ def search(
         raise ScheduleError(f"effort={effort!r}: use {', '.join(EFFORTS)}")
     if not isinstance(costs, Costs):
         raise ScheduleError(f"costs={costs!r} are none: Costs(forward=.., backward_input=.., backward_weight=..) makes some")
-    check_whole("microbatches", microbatches, 1)
-    check_whole("seed", seed, -INFINITE)
+    microbatches, seed = checked_whole("microbatches", microbatches, 1), checked_whole("seed", seed, -INFINITE)
     placement = checked_placement(placement)
     limits = checked_limits(limit, costs, placement)
     _check_start(start, placement, microbatches)

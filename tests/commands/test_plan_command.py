@@ -146,5 +146,15 @@ def test_train_plans_runs_the_plan_and_says_how_they_compare(tmp_path, monkeypat
     (folder,) = tmp_path.iterdir()
     found = load(folder / "plan.json")
     assert json.loads((folder / "run.json").read_text())["config"]["microbatches"] == found.microbatches
-    run(monkeypatch, "train", "--resume", folder, "--steps", "3")
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    moved = folder.rename(tmp_path / "moved")
+    run(monkeypatch, "train", "--resume", moved, "--steps", "3")
+    assert len((moved / "metrics.jsonl").read_text().splitlines()) == 3
+    assert [*tmp_path.iterdir()] == [moved]
+
+
+@pytest.mark.ranks
+def test_a_plan_for_another_model_leaves_no_folder(costs, tmp_path, monkeypatch):
+    run(monkeypatch, "plan", "--costs", costs, "--ranks", "2", "--effort", "quick", "--out", tmp_path / "plan.json")
+    with pytest.raises(SystemExit, match=r"^penstock: cannot cut before 'layers"):
+        run(monkeypatch, "train", "--plan", tmp_path / "plan.json", "--out", tmp_path / "runs", *SMALL)
+    assert not [*(tmp_path / "runs").iterdir()]

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from penstock.commands.train.again import for_world, may_begin_again
-from penstock.commands.train.config import TrainConfig, saved_options
+from penstock.commands.train.config import PLAN, TrainConfig, saved_options
 from penstock.comms.health.signals import catch_preemption
 from penstock.comms.starting.server import start_ahead
 from penstock.comms.system import from_torchrun
@@ -41,8 +41,9 @@ class Train(TrainConfig):
             raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
         config.check()
         if os.environ.get("RANK", "0") == "0":
-            with writing(config.out):
-                config.out.mkdir(parents=True, exist_ok=True)
+            folder = self.resume or self.out
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
         start_ahead()
         from penstock.commands.train.job import train
 
@@ -54,7 +55,8 @@ class Train(TrainConfig):
         given = {word.split("=")[0]: word.partition("=")[2] or following for word, following in pairwise([*words, ""])}
         if not given.get("--resume"):
             return cls()
-        saved = saved_options(Path(given["--resume"]))
+        saved = saved_options(folder := Path(given["--resume"]))
+        saved["plan"] = saved["plan"] and str(folder / PLAN)  # wherever the folder is now
         if given.keys() & {"--schedule", "--ranks", "--pp", "--microbatches"}:
             saved |= {"plan": None}
         if "--schedule" in given:

@@ -189,7 +189,7 @@ class TrainConfig:
 HEADS = 4
 PIXELS = 64  # of an image of a digit
 HELD_OUT = 0.05  # share of a text
-SETTINGS = "run.json"
+SETTINGS, PLAN = "run.json", "plan.json"  # their names in the folder of a run
 SAME = ("model", "data", "batch", "learning_rate", "layers", "width", "context", "dropout", "seed")  # if resumed
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock import checkpoint, comms
@@ -24,6 +25,7 @@ from penstock.commands.train.setup import Setup, prepared
 from penstock.comms.starting.launcher import launch
 from penstock.comms.system import cores
 from penstock.errors import PenstockError
+from penstock.plan import load
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.schedule.timing.measurement import Measurement
 from penstock.view.files import write
@@ -42,8 +44,13 @@ def train(config: TrainConfig) -> None:
     """
     config, chosen = with_plan(config)
     folder = _folder(config)
-    if chosen is not None and os.environ.get("RANK", "0") == "0":
-        config = kept(config, chosen, folder)
+    with TemporaryDirectory() as until_begun:
+        if chosen is not None and os.environ.get("RANK", "0") == "0":
+            config = kept(config, chosen, Path(until_begun))
+        _trained(config, folder)
+
+
+def _trained(config: TrainConfig, folder: Path) -> None:
     if "RANK" in os.environ:
         for option, given in {"--compare": config.compare, "--restarts": config.restarts}.items():
             if given:
@@ -237,6 +244,8 @@ def _is_due(step: int, config: TrainConfig) -> bool:
 
 def _write_settings(folder: Path, config: TrainConfig, results: dict[str, Any]) -> None:
     """What is run, and what it came to."""
+    if config.plan is not None:
+        config = kept(config, load(config.plan), folder)
     with manifest.replaced(folder / SETTINGS) as beside:
         beside.write_text(json.dumps({"config": config.described(), **results}, indent=1))
 

@@ -12,7 +12,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from penstock.commands.train.config import TrainConfig
+from penstock.checkpoint.files import manifest
+from penstock.commands.train.config import PLAN, TrainConfig
 from penstock.commands.train.setup import prepared, task
 from penstock.comms.starting.launcher import launch
 from penstock.comms.system import cores
@@ -25,7 +26,6 @@ from penstock.plan.of_run import of_run
 from penstock.schedule import Measurement, Timeline
 from penstock.schedule.timing.explanation import NOTABLE, bytes_told
 
-FILE = "plan.json"  # its name in the folder of a run
 EXAMPLE = 4  # microbatches: the example has the rows of one of so many
 MOST = 1e15  # bytes: where no limit was given
 ROUNDS, STEPS = 2, 4  # in which plans are tried
@@ -134,8 +134,9 @@ def _tried(config: TrainConfig) -> list[float]:
 def kept(config: TrainConfig, chosen: Plan, folder: Path) -> TrainConfig:
     """The options, with the plan as a file in the run's `folder`, where every rank and a resumed run find it."""
     folder.mkdir(parents=True, exist_ok=True)
-    chosen.save(folder / FILE)
-    return replace(config, plan=str(folder / FILE))
+    with manifest.replaced(folder / PLAN) as beside:
+        chosen.save(beside)
+    return replace(config, plan=str(folder / PLAN))
 
 
 def against_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str:

@@ -80,8 +80,11 @@ class Plan:
         limit = bytes_of(self.memory)
         with Watched() as watched:
             plans = self._planned(layers, limit, self.effort, watched)
-        print(table(plans, limit))
         best = plans[0]
+        if self.out is not None:  # before anything is told: whoever reads that may stop at any line
+            with writing(self.out):
+                best.save(self.out)
+        print(table(plans, limit))
         print(f"\n{best}")
         for factor in MORE_MEMORY:
             more = self._planned(layers, factor * limit, "quick")[0]
@@ -94,8 +97,6 @@ class Plan:
             f"{1e3 * worst:.4g} ms in the worst"
         )
         if self.out is not None:
-            with writing(self.out):
-                best.save(self.out)
             print(f"wrote {self.out}")
 
     def _layers(self) -> Layers:

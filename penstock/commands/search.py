@@ -51,6 +51,9 @@ class Search:
         with Watched() as watched:
             told = partial(watched, self.effort)
             found = search(costs, placement, self.microbatches, bytes_of(self.memory), self.effort, self.seed, progress=told)
+        if self.csv is not None:  # before anything is told: whoever reads that may stop at any line
+            with writing(self.csv):
+                found.schedule.to_csv(self.csv)
         print(summary(simulate(found.schedule, costs)))
         least = f"no table within the limit is below {1e3 * found.bound:.4g} ms"
         print(f"step {1e3 * found.makespan:.4g} ms, {least}: {found.because}")
@@ -58,6 +61,4 @@ class Search:
             less = 1 - found.makespan / found.family_makespan
             print(f"the best published table, {found.family}, takes {1e3 * found.family_makespan:.4g} ms: {less:.1%} less")
         if self.csv is not None:
-            with writing(self.csv):
-                found.schedule.to_csv(self.csv)
             print(f"wrote {self.csv}")

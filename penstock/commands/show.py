@@ -119,47 +119,41 @@ class Show(Simulated):
     """The page is the chart alone, for the frame of another page, whose theme it takes."""
 
     def run(self) -> None:
-        """Build, prove, time, draw - or read and draw."""
+        """Build, prove, time, draw - or read and draw; files first, since whoever reads the rest may stop at any line."""
         with collector_paused():  # millions of actions, if so many are asked for
-            record = self._recorded() if is_recorded(self.schedule) else self._simulated()
-            for path in write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._also()):
-                print(f"wrote {path}")
+            record, told = self._recorded() if is_recorded(self.schedule) else self._simulated()
+            files = write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._also())
+            print("\n".join([*told, *(f"wrote {path}" for path in files)]))
 
     def _also(self) -> list[str]:
         return [name for name in ("memory", "path", "arrows") if getattr(self, name)]
 
-    def _simulated(self) -> Record:
+    def _simulated(self) -> tuple[Record, list[str]]:
         if self.ranks * self.microbatches > LONG:
             print("millions of actions are proved and timed one by one: that takes minutes", flush=True)
         schedule, proof = self.proved(self.schedule)
-        print(proof)
-        if self.table:
-            print(schedule)
-        timeline = self.timed(schedule)
-        print(draw(timeline, terminal_width(), colors()))
-        print(summary(timeline))
+        timeline, told = self.timed(schedule), [proof, *([str(schedule)] if self.table else [])]
+        told += [draw(timeline, terminal_width(), colors()), summary(timeline)]
         if (parts := schedule.stages / schedule.ranks) > 1:
             same = self.timed(schedule, parts)
-            told = f"makespan {same.makespan:g}, memory at most {max(same.peak_memory):g} on a rank"
-            print(f"these costs are of a stage; at those of a rank, as in `penstock compare`: {told}")
+            of_rank = f"makespan {same.makespan:g}, memory at most {max(same.peak_memory):g} on a rank"
+            told.append(f"these costs are of a stage; at those of a rank, as in `penstock compare`: {of_rank}")
         if self.csv is not None:
             with writing(self.csv):
                 schedule.to_csv(self.csv)
-            print(f"wrote {self.csv}")
-        return Record((timeline,))
+            told.append(f"wrote {self.csv}")
+        return Record((timeline,)), told
 
-    def _recorded(self) -> Record:
+    def _recorded(self) -> tuple[Record, list[str]]:
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
-        record = recorded(self.schedule)
+        record, told = recorded(self.schedule), list[str]()
         drawn = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in drawn.items():
-            print(label)
-            print(draw(timeline, terminal_width(), colors(), list(drawn.values())))
-            print(summary(timeline, record.unit))
+            told += [label, draw(timeline, terminal_width(), colors(), list(drawn.values())), summary(timeline, record.unit)]
         if record.explanation:
-            print(f"verdict: {record.explanation.verdict_told}")
-        return record
+            told.append(f"verdict: {record.explanation.verdict_told}")
+        return record, told
 
 
 @dataclass(frozen=True)
@@ -177,15 +171,16 @@ class Compare(Simulated):
     """Also draw both on a page for the browser."""
 
     def run(self) -> None:
-        """Draw both, then the numbers."""
+        """Draw both, then the numbers; the page first, as in `penstock show`."""
         sources = (self.first, self.second)
         records = [self._record(source) for source in sources]
         told = differences(records[0], records[1], [_done(source) for source in sources])
+        files = [*write(records, self.html)]
         for record in records:
             print(record.name)
             print(draw(record.usual, terminal_width(), colors(), [each.usual for each in records]))
         print(told)
-        for path in write(records, self.html):
+        for path in files:
             print(f"wrote {path}")
 
     def _record(self, source: str) -> Record:

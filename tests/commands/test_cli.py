@@ -141,6 +141,18 @@ def test_output_that_nobody_takes_ends_the_command_without_a_traceback(words, ou
     assert (done.returncode, done.stderr) == (code, "" if out == "pipe" else "penstock: No space left on device\n")
 
 
+@pytest.mark.parametrize("words", ["show 1f1b", "show zb-v --csv {}.csv", "compare 1f1b gpipe"])
+def test_files_are_written_also_where_nobody_takes_the_output(words, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", "-m", "penstock", *words.format(tmp_path / "table").split()]
+    done = subprocess.run([*command, "--html", tmp_path / "page.html"], stdout=writer, stderr=subprocess.PIPE, timeout=250)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+    assert "</html>" in (tmp_path / "page.html").read_text()
+    assert (tmp_path / "table.csv").is_file() == ("--csv" in words)
+
+
 def test_output_that_is_closed_or_lacks_a_character_ends_no_command():
     closed = ["sh", "-c", f"{sys.executable} -m penstock schedules >&-"]
     done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=250)

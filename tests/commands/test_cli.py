@@ -14,6 +14,8 @@ from prompt import penstock, python
 from safetensors.torch import load_file
 
 from penstock.commands import cli, doctor
+from penstock.commands.train.config import TrainConfig, saved_options
+from penstock.errors import PenstockError
 from penstock.model import GPT, GPTConfig
 from penstock.schedule import Action, Event, Kind, Timeline
 from penstock.view.terminal import draw
@@ -163,6 +165,20 @@ def test_output_that_is_closed_or_lacks_a_character_ends_no_command():
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ascii_only, timeout=250)
     assert (done.returncode, done.stdout.splitlines()[1:], done.stderr) == (0, ["?"], "")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": "2"}, {"dp": None}, {"schedule": 1}, {"model": "gtp"}, {"data": True}, {"dropout": []}, {"plan": {}}]
+)
+def test_settings_of_other_types_are_told(wrong, tmp_path):
+    right = TrainConfig().described()
+    (tmp_path / "run.json").write_text(json.dumps({"config": right}))
+    assert saved_options(tmp_path) == {name: right[name] for name in right.keys() - {"resume", "compare", "watch"}}
+    without = {name: value for name, value in right.items() if name not in wrong}
+    for config in (right | wrong, None, [], {}, *([without] if {*wrong} & {"model", "data", "dropout"} else [])):
+        (tmp_path / "run.json").write_text(json.dumps({"config": config}))
+        with pytest.raises(PenstockError, match=r"run\.json is damaged, it is not what `penstock train` wrote there: resume"):
+            saved_options(tmp_path)
 
 
 def test_an_environment_that_torchrun_has_not_made_is_told(monkeypatch, tmp_path):

@@ -3,9 +3,9 @@
 import importlib.util
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from penstock.commands.source import nearest_path, table_of
 from penstock.errors import PenstockError
@@ -205,9 +205,21 @@ def saved_options(folder: Path, told: str = "") -> dict[str, Any]:
         instead = ": give the folder of a run" if folder.is_dir() else nearest_path(folder)
         raise PenstockError(f"{told or f'--resume {folder}'} is no run, it has no {SETTINGS}{instead}")
     try:
-        saved = json.loads(path.read_text())["config"]
-        kept = saved.keys() - {"resume", "compare", "watch"}
-        return {field.name: saved[field.name] for field in fields(TrainConfig) if field.name in kept}
-    except (ValueError, KeyError, TypeError) as error:
+        saved = {"plan": None, **json.loads(path.read_text())["config"]}
+        kinds = get_type_hints(TrainConfig)
+        kept = {name: saved[name] for name in kinds if name in {*saved, *SAME, "out"} - {"resume", "compare", "watch"}}
+        if wrong := [name for name, value in kept.items() if not _is_of(kinds[name], value)]:
+            raise ValueError(f"{wrong[0]} is {kept[wrong[0]]!r}")
+        return kept
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         instead = f"{'give' if told else 'resume'} another run"
         raise PenstockError(f"{path} is damaged, it is not what `penstock train` wrote there: {instead}") from error
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether `value`, as JSON has it, can be an option of that kind."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kinds := get_args(kind):
+        return any(_is_of(each, value) for each in kinds)
+    return type(value) in {Path: (str,), float: (float, int)}.get(kind, (kind,))

@@ -219,6 +219,12 @@ def main() -> None:
     except OSError as error:  # of a file that this machine does not let be made, read or written
         named = f"{error.filename}: " if error.filename else ""
         sys.exit(f"penstock: {named}{error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        from penstock.comms.system import is_refusal, reason
+
+        if not is_refusal(error):
+            raise
+        sys.exit(f"penstock: this machine has no room for that, give smaller numbers: {reason(error)}")
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -59,8 +59,14 @@ def _check_file(name: str, options: dict[str, int | None]) -> None:
 
 
 def nearest_path(path: Path) -> str:
-    """The end of a sentence about a `path` that does not exist: the nearest one that does."""
+    """The end of a sentence about a `path` that is none or does not exist: the nearest one that does."""
     parent = path.parent
     names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f" (did you mean {parent / near[0]}?)" if near else ": give a file or folder that does"
+    near = difflib.get_close_matches(path.name, [] if path.exists() else names, n=1)
+    return (
+        f" (did you mean {parent / near[0]}?)"
+        if near
+        else ": give another"
+        if path.exists()
+        else ": give a file or folder that does"
+    )

@@ -244,6 +244,8 @@ def _connect(backend: str | None, device: torch.device, timeout: timedelta) -> s
 
 def _choose_device(backend: str | None, device: str | torch.device | None) -> torch.device:
     chosen = torch.device(device or ("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"))
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise PenstockError("device 'mps' was asked for, but torch finds no GPU of Apple's here: use device='cpu'")
     if chosen.type != "cuda":
         return chosen
     if not torch.cuda.is_available():

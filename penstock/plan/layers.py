@@ -124,7 +124,7 @@ class Layers:
             return cls(tuple(Sample(int(each["rows"]), tuple(map(_layer, each["layers"]))) for each in data["samples"]))
         except OSError as error:
             raise PenstockError(f"cannot read layers from {path}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             why = error if isinstance(error, ValueError) else repr(error)
             raise PenstockError(f"{path} does not say what a model's layers cost: {why}") from error
 

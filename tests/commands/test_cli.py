@@ -109,7 +109,17 @@ def test_a_wrong_option_fails_in_two_seconds_with_the_nearest_that_works(words, 
         ("puzzle --folder run", "run/progress.json cannot be read ('int' object is not iterable): delete it to begin anew"),
         ("export rum", "rum does not exist (did you mean run?)"),
         ("bench --steps 0", "--steps 0 is too few: use 1 or more"),
-        ("bench --forward -1", "--forward -1 is less than nothing: use 0 or more"),
+        ("bench --forward -1", "--forward -1 is no amount: use a number of 0 or more"),
+        ("bench --forward nan", "--forward nan is no amount: use a number of 0 or more"),
+        ("show --forward 1e308 --send 1e308", "the costs add up to more than a number can say: give smaller ones"),
+        ("watch short.txt", "short.txt is no run, it has no run.json: give another"),
+        ("train --resume run/run.json", "--resume run/run.json is no run, it has no run.json: give another"),
+        ("train --ranks 99999999999", "--ranks 99999999999 are more than the model's 11 layers: use --ranks 11 or fewer"),
+        (
+            "train --schedule interleaved-1f1b --stages-per-rank 99",
+            "396 stages need more layers than the model's 11: use --stages-per-rank 2 or fewer, or --layers",
+        ),
+        ("plan --costs deep.json", "deep.json does not say what a model's layers cost: RecursionError('maximum recursion"),
         ("studio --port 99999", "--port 99999 cannot be used: ports are numbers up to 65535; leave it out to take a free one"),
     ],
 )
@@ -119,6 +129,7 @@ def test_a_mistake_is_told_in_one_line(line, told, tmp_path, monkeypatch):
     (tmp_path / "words.csv").write_text("hello,world\n")
     (tmp_path / "short.txt").write_text("hello")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{damaged")
     (tmp_path / "run" / "progress.json").write_text('{"passed": 5}')
@@ -179,6 +190,23 @@ def test_settings_of_other_types_are_told(wrong, tmp_path):
         (tmp_path / "run.json").write_text(json.dumps({"config": config}))
         with pytest.raises(PenstockError, match=r"run\.json is damaged, it is not what `penstock train` wrote there: resume"):
             saved_options(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--width", "1000000000000"], "this machine has no room for that, give smaller numbers: RuntimeError: .*memory"),
+        pytest.param(
+            ["--device", "mps"],
+            "device 'mps' was asked for, but torch finds no GPU of Apple's here: use device='cpu'$",
+            marks=pytest.mark.skipif(sys.platform == "darwin", reason="there is one"),
+        ),
+    ],
+)
+def test_what_this_machine_does_not_have_is_told_in_one_line(words, told, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["penstock", "train", "--ranks", "1", *SMALL, "--out", str(tmp_path), *words])
+    with pytest.raises(SystemExit, match=f"^penstock: {told}"):
+        cli.main()
 
 
 def test_an_environment_that_torchrun_has_not_made_is_told(monkeypatch, tmp_path):

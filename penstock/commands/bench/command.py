@@ -1,5 +1,6 @@
 """The command `penstock bench`: a step on emulated devices, or with `collectives` every collective over sizes."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -72,8 +73,8 @@ class Bench:
         if self.steps < 1:
             raise PenstockError(f"--steps {self.steps} is too few: use 1 or more")
         for name in ("forward", "megabytes"):
-            if getattr(self, name) < 0:
-                raise PenstockError(f"--{name} {getattr(self, name):g} is less than nothing: use 0 or more")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PenstockError(f"--{name} {getattr(self, name):g} is no amount: use a number of 0 or more")
         schedule = table_of(self.schedule, self.ranks, self.microbatches)
         start_ahead()
         from penstock.commands.bench.steps import bench

@@ -142,10 +142,16 @@ class TrainConfig:
             self._check_digits()
         if self.data is not None:
             self._check_text(self.data)
-        table = self.table()
         most = self.depth + 3 if self.model == "gpt" else 2 * self.depth + 1
+        if self.ranks > most and not (self.plan or "").endswith(".json"):
+            raise PenstockError(f"--ranks {self.ranks} are more than the model's {most} layers: use --ranks {most} or fewer")
+        table = self.table()
         if table.stages > most:
-            fewer = f"--ranks {most}" if table.stages == table.ranks else f"--ranks {most * table.ranks // table.stages}"
+            fewer = (
+                f"--ranks {ranks}"
+                if (ranks := most * table.ranks // table.stages)
+                else f"--stages-per-rank {most // table.ranks}"
+            )
             raise PenstockError(
                 f"{table.stages} stages need more layers than the model's {most}: use {fewer} or fewer, or --layers"
             )

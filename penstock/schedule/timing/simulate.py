@@ -137,6 +137,8 @@ def until_it_stops(schedule: Table, costs: Costs = Costs()) -> Timeline:
     with collector_paused():
         machine.run()
     rows, stages = tuple(map(tuple, machine.rows)), schedule.stages
+    if any(row and not row[-1].end < float("inf") for row in rows):
+        raise ScheduleError("the costs add up to more than a number can say: give smaller ones")
     return Timeline(schedule.name, rows, costs.borders(stages), costs.sizes(stages), schedule.overlaps, costs.skipping(stages))
 
 

@@ -234,9 +234,13 @@ def main() -> None:
 def _flushed() -> Iterator[None]:
     """What is printed inside has gone out afterwards; if it cannot, that is raised once, and not at Python's exit as well.
 
-    Where there is no output (`>&-`) nothing is printed; a character that the terminal's encoding lacks is a question mark.
+    Where there is no output (`>&-`) nothing is printed, by the ranks too, and no file gets its number; a character that the
+    terminal's encoding lacks is a question mark.
     """
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -166,6 +166,14 @@ def test_files_are_written_also_where_nobody_takes_the_output(words, tmp_path):
     assert (tmp_path / "table.csv").is_file() == ("--csv" in words)
 
 
+def test_a_training_needs_no_output(tmp_path):
+    words = ["train", "--ranks", "2", *SMALL, "--out", tmp_path]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "penstock", *words]
+    assert subprocess.run(closed, timeout=250).returncode == 0
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "timeline.html").is_file()
+
+
 def test_output_that_is_closed_or_lacks_a_character_ends_no_command():
     closed = ["sh", "-c", f"{sys.executable} -m penstock schedules >&-"]
     done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, timeout=250)

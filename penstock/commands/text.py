@@ -1,7 +1,9 @@
 """Text and a trained GPT that is cut over ranks: continued, and measured by its loss. Every rank runs these."""
 
 import codecs
+import io
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,15 @@ def _trained(source: Path, config: TrainConfig) -> Pipeline:
 def write_on(source: Path, config: TrainConfig, prompt: str, options: dict[str, Any]) -> None:
     """Continue `prompt`; rank 0 prints each byte when it is there, as far as it makes letters."""
     pipe, letters = _trained(source, config), codecs.getincrementaldecoder("utf-8")(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the model may write any letter
 
     def show(text: str) -> None:
         if pipe.position.world.rank == 0:
             print("".join(each if each.isprintable() or each in "\n\t" else "?" for each in text), end="", flush=True)
 
     show(prompt)
-    tokens = torch.tensor([list(prompt.encode())])
+    tokens = torch.tensor([list(prompt.encode(errors="surrogateescape"))])  # as it was typed
     pipe.generate(tokens, on_token=lambda column: show(letters.decode(bytes(column.tolist()))), **options)
     show(letters.decode(b"", final=True) + "\n")
 

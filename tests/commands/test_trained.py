@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
@@ -48,6 +50,13 @@ def printed(function: Any, *args: Any) -> str:
     with redirect_stdout(StringIO()) as out:
         function(*args)
     return out.getvalue()
+
+
+def test_a_prompt_of_any_bytes_is_continued_where_the_terminal_has_no_letters_for_them(run, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    words = ["generate", os.fspath(run), "--prompt", b"\xff \xc3\xbc", "--max-new-tokens", "1", "--ranks", "1"]
+    done = subprocess.run([sys.executable, "-m", "penstock", *words], capture_output=True, timeout=250)
+    assert (done.returncode, done.stderr, done.stdout[:3]) == (0, b"", b"? ?")
 
 
 def test_generate_prints_the_prompt_and_what_the_uncut_model_makes_of_it(run, monkeypatch):

@@ -274,7 +274,7 @@ def rank_calls_it_twice_at_once():
 
     def loss(output, target):
         for call in (made.step, made.eval) if rank() else ():  # as another thread would, or a forward
-            with pytest.raises(ps.PenstockError, match="the pipeline is in another call: one at a time, and none from a fo") as told:
+            with pytest.raises(ps.PenstockError, match="the pipeline is in another call: one at a time, and none") as told:
                 call(X, target=X)
             inside.append(str(told.value))
         return mse(output, target)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from penstock.commands.plan import Plan, Watched, built
 from penstock.commands.search import Search
 from penstock.commands.source import question_of
 from penstock.commands.train.config import TrainConfig
-from penstock.commands.train.planned import with_plan
+from penstock.commands.train.planned import advice, with_plan
+from penstock.partition.balance import Balance
 from penstock.plan import Layer, Layers, bytes_of, load
-from penstock.schedule import Schedule
+from penstock.schedule import Kind, Measurement, Schedule, build
 from penstock.view.studio.answers import answer
 
 SMALL = ["--steps", "2", "--batch", "8", "--width", "16", "--context", "16", "--layers", "3", "--checkpoint-every", "0"]
@@ -131,6 +133,23 @@ def test_plan_takes_a_model_or_costs(tmp_path):
         Plan("model.py:build", out=Path("/not/there/plan.json")).run()
     with pytest.raises(PenstockError, match="cannot be written: it is a folder"):
         Plan("model.py:build", out=tmp_path).run()
+
+
+def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path, monkeypatch, capsys):
+    table = build("1f1b", 2, 4)
+    seconds = dict(zip(Kind, [(0.003, 0.006), (0.006, 0.012), (0.003, 0.006), (0.003, 0.006)], strict=True))
+    sizes = ((8e6, 4e6), (8e6, 4e6))
+    measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 0.0)), (0.00123456789,), sizes=sizes)
+    balance = Balance(tuple("abcdef"), (1.0,) * 6, (0, 3))
+    monkeypatch.setattr("penstock.commands.train.planned.cores", lambda: 2)
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    told = advice(TrainConfig(ranks=2, microbatches=4, batch=8), folder, balance, dict.fromkeys("abcdef", 1e6), measured)
+    words = r"planner: (\S+) on 2 ranks, (\d+) micro.*: (\S+) ms, .*; penstock (.*) plan.json"
+    name, count, step, command = re.findall(words, told)[0]
+    run(monkeypatch, *shlex.split(command), tmp_path / "plan.json")
+    found = load(tmp_path / "plan.json")
+    assert (found.schedule.name, str(found.microbatches), f"{1e3 * found.seconds:.4g}") == (name, count, step)
 
 
 @pytest.mark.ranks

@@ -1,5 +1,6 @@
 """`penstock train --plan`: before the first step the layers are measured, ways to run them planned, and the best ones tried."""
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
@@ -165,13 +167,15 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
     if config.ranks * config.dp > cores() and config.device != "cuda":
         return "\nthe planner: `--plan auto` tries whether fewer ranks, which need not share cores, do better"
     with suppress(PenstockError):  # its table is no family's
-        planned = partial(plan, layers, config.ranks, batch=batch, effort="quick", send=fmean(measured.send or (0.0,)))
+        send = float(f"{fmean(measured.send or (0.0,)):.4g}")  # as it is told
+        planned = partial(plan, layers, config.ranks, batch=batch, effort="quick", send=send)
         same = partial(planned, schedules=[config.schedule], microbatches=config.microbatches, fewer=False)
-        has = max(same(memory=MOST)[0].peak_memory)
+        has = math.ceil(max(same(memory=MOST)[0].peak_memory))
         best, now = planned(memory=has)[0], measured.predict(measured.schedule).makespan
         if best.seconds < (1 - NOTABLE) * now:
             less = f"{1e3 * best.seconds:.4g} ms, {1 - best.seconds / now:.1%} less"
-            command = f"penstock plan --costs {folder} --ranks {config.ranks} --batch {batch} --out plan.json"
+            asked = f"--ranks {config.ranks} --batch {batch} --memory {has} --send {1e3 * send:g} --effort quick"
+            command = f"penstock plan --costs {quote(str(folder))} {asked} --out plan.json"
             return f"\nthe planner: {_table(best)}: {less}; {command} writes it"
         return f"\nthe planner: no cut, schedule or microbatches in the same memory would be {NOTABLE:.0%} faster"
     return ""

@@ -158,7 +158,7 @@ class Pipeline(NoModule):
         self._control.connect()
         self._calls, self._process = threading.Lock(), os.getpid()
         with self._together():
-            check_arguments(model, schedule, loss_fn, loss_weight, seed)
+            check_arguments(model, schedule, loss_fn, loss_weight, seed, scaler)
             if options:
                 check_options(options, schedule, inspect.signature(Pipeline).parameters)
             asked = Asked(on_nonfinite, audit_every)
@@ -452,6 +452,7 @@ class Pipeline(NoModule):
         with self._together():
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
+            norm_type = float(norm_type)  # "inf" too, as torch's
             norms = self._parameters.gradient_norms(norm_type)
             everyone = self._control.gather_objects(norms, "to clip their gradients")
         return self._parameters.clip(everyone, max_norm, norm_type)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import index
 
 import torch
 
@@ -21,7 +22,7 @@ def mix(*numbers: int) -> int:
 
 def advance(state: int, number: int) -> int:
     """`mix` of one number more (SplitMix64's finaliser; Steele, Lea and Flood 2014)."""
-    state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+    state = (state ^ index(number)) + 0x9E3779B97F4A7C15 & _MASK
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
     return state ^ state >> 31

@@ -55,11 +55,16 @@ def save(
 
         saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
-    if keep < 1:
-        raise PenstockError(f"keep={keep} would keep no checkpoint: use 1 or more")
+    if type(keep) is not int or keep < 1:
+        raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
     control = settled(pipe)
     final = Path(folder) / manifest.folder_of(pipe.step_count)
     with as_one(control, f"write the checkpoint {final}"), broken_off(pipe.position.beside):
+        for name, each in {"optimizer": optimizer, "scheduler": scheduler}.items():
+            if each is not None and not hasattr(each, "state_dict"):
+                raise MismatchError(f"save() takes something with a state_dict as {name}, not a {type(each).__name__}")
+        if not isinstance(extra, Mapping | None):
+            raise MismatchError(f"save() takes a dict as extra, not a {type(extra).__name__}")
         held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
         whether = ["none" if each is None else "one" for each in (optimizer, scheduler)]
         told = control.gather_objects([pipe.step_count, str(final.parent), str(keep), *whether], "to save")

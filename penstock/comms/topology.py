@@ -137,7 +137,7 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
     """
     topology = current_topology()
     for axis, size in {"pp": pp, "dp": dp, "tp": tp}.items():
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if (size, axis) != (None, "pp") and (type(size) is not int or size < 1):
             raise MismatchError(f"the mesh's axis {axis} cannot have {size!r} ranks: use a whole number of 1 or more")
     pp = max(1, topology.world_size // (dp * tp)) if pp is None else pp
     if pp * dp * tp != topology.world_size:
@@ -202,6 +202,8 @@ def _join(backend: str | None, timeout: float | timedelta | None, device: str | 
     if timeout is None:
         timeout = DEFAULT_TIMEOUT
     elif not isinstance(timeout, timedelta):
+        if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+            raise PenstockError(f"a rank cannot wait {timeout!r} for others: give seconds, more than 0, or a timedelta")
         timeout = timedelta(seconds=timeout)
     if backend == "nccl" and not dist.is_nccl_available():
         raise PenstockError("this torch comes without NCCL: use 'gloo', or install a build of torch for CUDA")

@@ -29,7 +29,7 @@ Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cell
 Modules = dict[int, nn.Module]  # by stage
 
 
-def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, seed: Any) -> None:
+def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, seed: Any, scaler: Any) -> None:
     """Raises MismatchError for what is of another kind than `Pipeline` takes."""
     for each in model if isinstance(model, Sequence) else [model]:
         if not isinstance(each, nn.Module):
@@ -46,6 +46,8 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
             raise MismatchError(f"{name} is a function or a module, not {_kind(function)}")
     if seed is not None and not isinstance(seed, int):
         raise MismatchError(f"seed is a whole number or None, not {_kind(seed)}")
+    if not isinstance(scaler, torch.amp.GradScaler | None):
+        raise MismatchError(f"scaler is a GradScaler or None, not {_kind(scaler)}")
     if isinstance(loss_fn, nn.Module):
         _check_loss(loss_fn, nn.ModuleList([model] if isinstance(model, nn.Module) else model))
 
@@ -144,7 +146,8 @@ def stages(
     merge: bool,
 ) -> dict[int, Stage]:
     """This rank's stages, ready to run `table`. Raises MismatchError for a `recompute` that is not for so many stages."""
-    ways = [recompute] * table.stages if recompute is None or isinstance(recompute, str) else list(recompute)
+    one: Any = recompute
+    ways = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one] * table.stages
     if len(ways) != table.stages:
         raise MismatchError(f"recompute={ways} is for {len(ways)} stages, but {table.name} has {table.stages}")
     made = {}

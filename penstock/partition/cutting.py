@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, PenstockError
 from penstock.partition import graph_stage
 from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
-from penstock.partition.model_graph import ModelGraph
+from penstock.partition.model_graph import ModelGraph, first_line
 from penstock.partition.unit_times import measure, record
 from penstock.partition.units import hooked, units_of
 from penstock.torch_private import has_hooks, layers_of, uncompiled_name
@@ -101,6 +101,8 @@ class Whole:
         cuts = [cuts] if isinstance(cuts, str) else cuts
         if not isinstance(model, nn.Module):
             raise MismatchError(f"a model that is to be cut is one nn.Module, not a {type(model).__name__}")
+        if not isinstance(cuts, Sequence | None):
+            raise MismatchError(f"cuts are names of submodules, where each stage but the first begins, got {cuts!r}")
         _check_names(model, cuts or ())
         self.model, self.cuts = model, cuts
         self.balance: Balance | None = None
@@ -168,7 +170,13 @@ class Whole:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
             return Balance.best(self.order, sizes, stages, PARAMETERS)
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
-        recorded = record(self.model, {name: module for module, name in first.items()}, *self.example)
+        try:
+            recorded = record(self.model, {name: module for module, name in first.items()}, *self.example)
+        except PenstockError:
+            raise
+        except Exception as error:
+            told = f"the forward of {type(self.model).__name__} fails on the example ({first_line(error)})"
+            raise MismatchError(f"{told}: give a microbatch that it takes") from error
         times = dict(zip([unit.module for unit in recorded], measure(recorded, device), strict=True))
         return Balance.best(self.order, [times[module] for module in modules.values()], stages)
 

@@ -19,9 +19,15 @@ def sizes(rows: int, microbatches: int) -> list[int]:
 def rows(batch: Any, what: str = "batch") -> int | None:
     """The rows of `batch`, any tree of tensors: the first dimension all its tensors share; None if it has no tensor.
 
-    Numbers, None, strings and 0-dimensional tensors go to every microbatch. Raises MismatchError if first dimensions differ.
+    Numbers, None, strings and 0-dimensional tensors go to every microbatch. Raises MismatchError if first dimensions differ,
+    and for tensors that cannot be split.
     """
-    found = {leaf.shape[0] for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()}
+    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
+    for leaf in tensors:
+        if leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta:
+            kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else leaf.layout
+            raise MismatchError(f"{what} has a {kind} tensor, which is not split into microbatches: give dense tensors")
+    found = {leaf.shape[0] for leaf in tensors if leaf.dim()}
     if len(found) > 1:
         raise MismatchError(f"the tensors of a batch must have the same number of rows (first dimension): {_told(batch, what)}")
     return next(iter(found), None)
@@ -46,7 +52,7 @@ def split(batch: Any, rows_each: Sequence[int], device: torch.device | None = No
 
 
 def sizes_of(batch: Any, what: str, microbatches: int) -> list[int]:
-    """Rows of each of at most so many microbatches, none of them empty. Raises MismatchError if there are no rows."""
+    """Rows of each of at most so many microbatches, none of them empty. Raises MismatchError if there are none to split."""
     count = rows(batch, what)
     if not count:
         kinds = ", ".join(dict.fromkeys(map(_told_kind, tree_leaves(batch)))) or "nothing"

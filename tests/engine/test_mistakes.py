@@ -7,6 +7,7 @@ import pickle
 import re
 import time
 
+import numpy
 import pytest
 import torch
 from patience import within
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.comms import topology
 
 pytestmark = pytest.mark.ranks
 
@@ -119,12 +121,44 @@ REFUSED = {
         "example_kwargs are a dict of the forward's keywords, got list",
     ),
     "inference_mode": (inferring, "step() trains, which torch.inference_mode() rules out"),
+    "recompute=True": (lambda: pipe(recompute=True), "recompute=True: use 'stage', 'block' or None"),
+    "scaler=True": (lambda: pipe(scaler=True), "scaler is a GradScaler or None, not a bool"),
+    "cuts=2": (lambda: pipe(cuts=2), "cuts are names of submodules, where each stage but the first begins, got 2"),
+    "an example that does not fit": (
+        lambda: pipe(example_args=(torch.ones(4, 5),)),
+        "the forward of Sequential fails on the example (mat1 and mat2 shapes cannot be multiplied (4x5 and 4x4)): give a",
+    ),
+    "a sparse batch": (
+        lambda: pipe().step(X.to_sparse(), target=X),
+        "has a torch.sparse_coo tensor, which is not split into microbatches: give dense tensors",
+    ),
+    "a sparse target": (lambda: pipe().step(X, target=X.to_sparse()), "the target has a torch.sparse_coo tensor"),
+    "a batch without values": (lambda: pipe().step(X.to("meta"), target=X), "the batch has a meta tensor"),
+    "a mesh without a number": (lambda: ps.comms.init_mesh(dp=None), "the mesh's axis dp cannot have None ranks"),
+    "an extra as scheduler": (
+        lambda: checkpoint.save("runs", pipe(), None, {"epoch": 1}),
+        "save() takes something with a state_dict as scheduler, not a dict",
+    ),
+    "a number as extra": (lambda: checkpoint.save("runs", pipe(), extra=5), "save() takes a dict as extra, not a int"),
+    "keep=None": (lambda: checkpoint.save("runs", pipe(), keep=None), "keep=None would keep no checkpoint: use a whole number"),
     "losses=True": (lambda: pipe().step(X, target=X, losses=True), "step(.., losses=[]) fills a list, and cannot fill True"),
     "scale of text": (lambda: pipe().step(X, target=X, scale="half"), "step() cannot scale gradients by 'half'"),
 }
 
 
 # What is done: a name -> what does it, what comes of it on each rank.
+def clips_by_the_largest():
+    each = pipe()
+    each.step(X, target=X)
+    return each.clip_grad_norm_(1e9, "inf").item() == each.clip_grad_norm_(1e9, float("inf")).item() > 0
+
+
+def counts_with_numpys_numbers():
+    each = pipe()
+    each.step_count = numpy.int64(3)
+    return each.step(X, target=X).item() > 0 and list(each.sampler(X, seed=numpy.int64(2))) == list(each.sampler(X, seed=2))
+
+
 def trains_and_evaluates():
     modes, each = [], pipe()
     for mode in (False, True):
@@ -203,6 +237,8 @@ DONE = {
     cuts_at_one_name: True,
     takes_a_list_of_modules: True,
     evaluates_a_frozen_model: True,
+    clips_by_the_largest: True,
+    counts_with_numpys_numbers: True,
 }
 
 
@@ -274,7 +310,7 @@ def rank_calls_it_twice_at_once():
 
     def loss(output, target):
         for call in (made.step, made.eval) if rank() else ():  # as another thread would, or a forward
-            with pytest.raises(ps.PenstockError, match="the pipeline is in another call: one at a time, and none") as told:
+            with pytest.raises(ps.PenstockError, match="is in another call: one at a time, and none from a forward") as told:
                 call(X, target=X)
             inside.append(str(told.value))
         return mse(output, target)
@@ -383,6 +419,10 @@ def test_a_first_layer_may_change_what_it_is_given_in_place():
         (lambda made: ps.schedule.verify("1f1b"), "'1f1b' is no table: penstock.schedule.build("),
         (lambda made: ps.schedule.simulate("1f1b"), "'1f1b' is no table: penstock.schedule.build("),
         (lambda made: pipe(topology=2), "topology= takes what ps.comms.init_distributed() returns, got 2"),
+        (
+            lambda made: topology._join(None, "60", None),
+            "a rank cannot wait '60' for others: give seconds, more than 0, or a timedelta",
+        ),
         (lambda made: pipe(seed="a"), "seed is a whole number or None, not a str"),
         (
             lambda made: pipe(loss_weight=lambda target: target.sum(1)).step(X, target=X),

@@ -32,6 +32,8 @@ class Parameters:
     ) -> None:
         self.modules, self.names, self.shared = modules, names, dict(shared or {})
         self.order = order or [name for stage in names for name in stage.values()]
+        aliases = self.aliases()
+        self._first = {aliases.get(name, name): name for name in reversed(self.order)}  # name -> first in `order`
         tensors = self.state_dict(keep_vars=True) if unset else {}
         self._unset = {name: (tensor, version_of(tensor)) for name, tensor in tensors.items() if name in unset}
 
@@ -97,9 +99,9 @@ class Parameters:
         return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name} | self.shared
 
     def gradient_norms(self, norm_type: float) -> dict[ShardKey, Tensor]:
-        """The norm of each gradient that this rank counts, or of its shard of one."""
+        """The norm of each gradient that this rank counts, or of its shard of one, by the parameter's first name in `order`."""
         counted = {
-            (name, shard_of(parameter.grad)): local(parameter.grad)
+            (self._first[name], shard_of(parameter.grad)): local(parameter.grad)
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and name not in self.shared and local(parameter.grad).numel()
         }

@@ -1,28 +1,48 @@
 """A rank's parameters: the norm that gradients are clipped by."""
 
+import math
+
+import pytest
 import torch
 from torch import nn
 
+from penstock import partition
+from penstock.stage import tied
 from penstock.stage.parameters import Parameters
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
 
 
-def test_gradients_of_several_dtypes_have_the_norm_of_the_uncut_model_to_the_bit():
+def several_dtypes():
+    return nn.Sequential(*[nn.Linear(3, 3, dtype=KINDS[number % len(KINDS)]) for number in range(12)])
+
+
+class LastFirst(nn.Module):
+    """Layers that run in another order than they stand in; two pairs of them share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        for number in reversed(range(12)):
+            setattr(self, f"layer{number}", nn.Linear(3, 3))
+        self.layer11.weight, self.layer5.weight = self.layer0.weight, self.layer1.weight
+
+    def forward(self, hidden):
+        for number in range(12):
+            hidden = getattr(self, f"layer{number}")(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize(("make", "cut"), [(several_dtypes, "6"), (LastFirst, "layer6"), (LastFirst, "layer4")])
+def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
     for seed in range(20):
         torch.manual_seed(seed)
-        model = nn.Sequential(*[nn.Linear(3, 3, dtype=KINDS[number % len(KINDS)]) for number in range(12)])
+        model = make()
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        gradients = [parameter.grad.clone() for parameter in model.parameters()]
-        names = list(model.state_dict())
-        ranks = [Parameters({0: part}, [dict(zip(part.state_dict(), own, strict=True))], order=names)
-                 for part, own in ((model[:6], names[:12]), (model[6:], names[12:]))]  # fmt: skip
-        parts = [each.gradient_norms(2.0) for each in reversed(ranks)]
-        norms = [each.clip(parts, 0.5, 2.0) for each in ranks]
-        clipped = [parameter.grad for parameter in model.parameters()]
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        expected = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        assert all(torch.equal(norm, expected) for norm in norms)
-        assert all(map(torch.equal, clipped, gradients))
+        stages = partition.split(model, 2, cuts=[cut])
+        names = partition.names_of([partition.plain(stage) for stage in stages], whole=True)
+        shared = tied.aliases(tied.find(stages), names)
+        ranks = [Parameters({index: stage}, names, shared, list(model.state_dict())) for index, stage in enumerate(stages)]
+        parts = [each.gradient_norms(2.0) for each in ranks]
+        expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        assert all(torch.equal(each.clip(parts, math.inf, 2.0), expected) for each in ranks)

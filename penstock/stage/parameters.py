@@ -38,12 +38,19 @@ class Parameters:
         self._unset = {name: (tensor, version_of(tensor)) for name, tensor in tensors.items() if name in unset}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter once, by its first name in the uncut model."""
+        """Each parameter once, by its first name in the uncut model. Raises MismatchError for one that has come since."""
         found = dict[int, tuple[str, nn.Parameter]]()
         for stage, module in self.modules.items():
             for name, parameter in module.named_parameters():
-                found.setdefault(id(parameter), (self.names[stage][name], parameter))
+                found.setdefault(id(parameter), (self._name(stage, name), parameter))
         return iter(found.values())
+
+    def _name(self, stage: int, name: str) -> str:
+        """In the uncut model. Raises MismatchError for what has come since."""
+        if name not in self.names[stage]:
+            told = f"stage {stage} has a {name} that was not there when the pipeline was built"
+            raise MismatchError(f"{told}: add layers and parameters to the model, then build the pipeline")
+        return self.names[stage][name]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each parameter once."""
@@ -52,7 +59,7 @@ class Parameters:
     def state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and buffers by their names in the uncut model; if `keep_vars` they themselves, else cut off."""
         return {
-            self.names[stage][name]: value
+            self._name(stage, name): value
             for stage, module in self.modules.items()
             for name, value in module.state_dict(keep_vars=keep_vars).items()
         }

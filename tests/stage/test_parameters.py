@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from penstock import partition
+from penstock.errors import MismatchError
 from penstock.stage import tied
 from penstock.stage.parameters import Parameters
 
@@ -46,3 +47,12 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
         parts = [each.gradient_norms(2.0) for each in ranks]
         expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         assert all(torch.equal(each.clip(parts, math.inf, 2.0), expected) for each in ranks)
+
+
+def test_a_parameter_that_came_after_the_pipeline_is_told_by_its_name():
+    stage = nn.Linear(3, 3)
+    parameters = Parameters({1: stage}, [{}, {"weight": "head.weight", "bias": "head.bias"}])
+    stage.scale = nn.Parameter(torch.ones(3))
+    for use in (parameters.named_parameters, parameters.state_dict):
+        with pytest.raises(MismatchError, match="stage 1 has a scale that was not there when the pipeline was built: add"):
+            use()

@@ -83,6 +83,7 @@ def _trained(source: Path) -> TrainConfig:
     saved = saved_options(folder, str(source))
     if saved["model"] != "gpt":
         raise PenstockError(f"{source} has trained a model of images ({saved['model']}), not of text: give a run of the GPT")
+    saved["device"] = "cpu" if saved["device"] == "cpu" else "auto"  # where it was trained need not be where it is used
     return TrainConfig(**{name: saved[name] for name in ("layers", "width", "context", "dropout", "device")})
 
 

@@ -56,6 +56,8 @@ class Family:
         return f"{self.stages_per_rank}, in a V" if self.placement == "V" else str(self.stages_per_rank)
 
 
+MOST = 10**8  # ranks x microbatches: a table of more takes tens of gigabytes
+
 FAMILIES: dict[str, Family] = {
     "naive": Family(each_rank(one_f_one_b.naive), 1, "(P-1) M T", "1"),
     "gpipe": Family(each_rank(one_f_one_b.gpipe), 1, "(P-1) T", "M"),
@@ -115,6 +117,8 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         if not isinstance(value, SupportsIndex) or isinstance(value, bool) or int(value) < 1:
             raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
     ranks, microbatches = int(ranks), int(microbatches)
+    if ranks * microbatches > MOST:
+        raise ScheduleError(f"{name} of {ranks} ranks and {microbatches} microbatches is too large: {MOST:,} in all at most")
     options = {what: value and int(value) for what, value in options.items()}
     if stages_per_rank is not None:
         _check_stages(name, family, stages_per_rank := int(stages_per_rank))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ def test_a_prompt_of_any_bytes_is_continued_where_the_terminal_has_no_letters_fo
     words = ["generate", os.fspath(run), "--prompt", b"\xff \xc3\xbc", "--max-new-tokens", "1", "--ranks", "1"]
     done = subprocess.run([sys.executable, "-m", "penstock", *words], capture_output=True, timeout=250)
     assert (done.returncode, done.stderr, done.stdout[:3]) == (0, b"", b"? ?")
+
+
+def test_a_run_that_was_trained_on_a_gpu_is_used_where_there_is_none(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"config": replace(CONFIG, device="cuda").described()}))
+    assert trained._trained(tmp_path).device == "auto"
 
 
 def test_generate_prints_the_prompt_and_what_the_uncut_model_makes_of_it(run, monkeypatch):

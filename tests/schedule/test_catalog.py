@@ -77,6 +77,7 @@ WRONG = [
     ("2",  4,    None, "1f1b cannot be built with ranks='2': use a whole number of 1 or more"),
     (2,    0,    None, "1f1b cannot be built with microbatches=0: use a whole number of 1 or more"),
     (2,    None, None, "1f1b cannot be built with microbatches=None: use a whole number of 1 or more"),
+    (4, 10**12,  None, "1f1b of 4 ranks and 1000000000000 microbatches is too large: 100,000,000 in all at most"),
     (2,    4,    2,    "1f1b has one stage on each rank, not stages_per_rank=2: leave it out"),
     (2,    4,    0,    "1f1b cannot be built with stages_per_rank=0: use a whole number of 1 or more"),
 ]  # fmt: skip

@@ -63,10 +63,6 @@ def nearest_path(path: Path) -> str:
     parent = path.parent
     names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(path.name, [] if path.exists() else names, n=1)
-    return (
-        f" (did you mean {parent / near[0]}?)"
-        if near
-        else ": give another"
-        if path.exists()
-        else ": give a file or folder that does"
-    )
+    if near:
+        return f" (did you mean {parent / near[0]}?)"
+    return ": give another" if path.exists() else ": give a file or folder that does"

@@ -147,11 +147,8 @@ class TrainConfig:
             raise PenstockError(f"--ranks {self.ranks} are more than the model's {most} layers: use --ranks {most} or fewer")
         table = self.table()
         if table.stages > most:
-            fewer = (
-                f"--ranks {ranks}"
-                if (ranks := most * table.ranks // table.stages)
-                else f"--stages-per-rank {most // table.ranks}"
-            )
+            ranks = most * table.ranks // table.stages
+            fewer = f"--ranks {ranks}" if ranks else f"--stages-per-rank {most // table.ranks}"
             raise PenstockError(
                 f"{table.stages} stages need more layers than the model's {most}: use {fewer} or fewer, or --layers"
             )

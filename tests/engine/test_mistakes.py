@@ -126,7 +126,7 @@ REFUSED = {
     "cuts=2": (lambda: pipe(cuts=2), "cuts are names of submodules, where each stage but the first begins, got 2"),
     "an example that does not fit": (
         lambda: pipe(example_args=(torch.ones(4, 5),)),
-        "the forward of Sequential fails on the example (mat1 and mat2 shapes cannot be multiplied (4x5 and 4x4)): give a",
+        "mat1 and mat2 shapes cannot be multiplied (4x5 and 4x4)): give a microbatch that it takes",
     ),
     "a sparse batch": (
         lambda: pipe().step(X.to_sparse(), target=X),

@@ -14,10 +14,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCHEDULES = (ROOT / "docs" / "schedules" / "index.md").read_text(encoding="utf-8")
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 120
-
-
 @pytest.mark.ranks
 def test_its_example_trains(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

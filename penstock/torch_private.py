@@ -322,18 +322,6 @@ def device_types(group: dist.ProcessGroup) -> Sequence[str]:
     return [device.type for device in group._device_types]
 
 
-def all_gather_into(backend: Any, gathered: Tensor, tensor: Tensor) -> Any:
-    """Start what the public `dist.all_gather_into_tensor` does, on a backend; returns the work."""
-    return backend._allgather_base(gathered, tensor)
-
-
-def reduce_scatter_into(backend: Any, piece: Tensor, tensor: Tensor, op: Any) -> Any:
-    """Start what the public `dist.reduce_scatter_tensor` does, on a backend; returns the work."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op
-    return backend._reduce_scatter_base(piece, tensor, options)
-
-
 def exported(memory: Tensor) -> tuple[Any, ...]:
     """What another process opens a GPU's `memory` by (CUDA IPC).
 

@@ -138,10 +138,10 @@ class Work:
 
 
 class NcclLike:
-    """A group; between each two of its ranks a communicator of their own, as torch makes them, and one of all."""
+    """A group; between each two of its ranks a communicator of their own, as torch makes them."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.store, self.rank, self.timeout = store, rank, timeout
         self.aborted, self.outstanding, self.streams = threading.Event(), list[Work](), dict[str, queue.SimpleQueue[Any]]()
         self.met, self.gloo, self.number = set[str](), dict[str, Any](), next(_numbers)
         _open.add(self)
@@ -149,7 +149,6 @@ class NcclLike:
             for one, other in itertools.combinations(range(size), 2):
                 if rank in (one, other):
                     self._meet(one + other - rank)
-            self._come("all", range(size))
 
     def name(self) -> str:
         return "nccl"
@@ -236,22 +235,6 @@ class NcclLike:
             work.done.set()
             self.outstanding.remove(work)
 
-    def _together(self, name: str, *args: Any) -> Work:
-        """A collective of all ranks, on copies: what it makes is there once it was waited for."""
-        tensors = [each for arg in args for each in (arg if isinstance(arg, list) else [arg]) if isinstance(each, Tensor)]
-        self._checked(tensors)
-        self._come("all", range(self.size))
-        work = _Together(self, tensors)
-        on_copies = [[work.copy_of(each) for each in arg] if isinstance(arg, list) else work.copy_of(arg) for arg in args]
-        return self._post("all", work, lambda _: getattr(self.gloo["all"], name)(*on_copies).wait())
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in (
-            "broadcast", "reduce", "allreduce", "scatter", "gather", "_allgather_base", "_reduce_scatter_base", "alltoall_base",
-        ):  # fmt: skip
-            raise AttributeError(name)
-        return lambda *args: self._together(name, *args)
-
     def abort(self) -> None:
         self.aborted.set()
         for gloo in list(self.gloo.values()):
@@ -264,27 +247,6 @@ class NcclLike:
             stream.put(None)
         closed.append(self.number)
         _open.discard(self)
-
-
-class _Together(Work):
-    """A collective, on copies of its tensors."""
-
-    def __init__(self, group: NcclLike, tensors: list[Tensor]) -> None:
-        super().__init__(group, tensors[0], receives=True)
-        self.copies = {id(tensor): (tensor, torch.empty_like(tensor)) for tensor in tensors}
-
-    def copy_of(self, arg: Any) -> Any:
-        return self.copies[id(arg)][1] if id(arg) in self.copies else arg
-
-    def begin(self) -> None:
-        for tensor, copy in self.copies.values():
-            copy.copy_(tensor)
-        self.begun.set()
-
-    def arrive(self, tensor: Tensor | None) -> None:
-        self.end()
-        for tensor, copy in self.copies.values():
-            tensor.copy_(copy) if self.done.is_set() else _bytes(tensor).fill_(POISON)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

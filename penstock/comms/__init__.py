@@ -12,7 +12,6 @@ control         the ranks of a pipeline as one: they agree, and fail together
 starting/       how ranks come to be: started, brought together at a store, begun again when one has failed
 health/         what became of a rank, and how the others hear of it
 messages/       what passes between stages
-collectives/    what all ranks of a group do together
 """
 
 from typing import TYPE_CHECKING
@@ -20,16 +19,6 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
-    from penstock.comms.collectives.operations import (
-        all_gather,
-        all_reduce,
-        all_to_all,
-        broadcast,
-        gather,
-        reduce,
-        reduce_scatter,
-        scatter,
-    )
     from penstock.comms.health.signals import catch_preemption
     from penstock.comms.point_to_point import recv_tensor, send_tensor
     from penstock.comms.topology import (
@@ -46,9 +35,6 @@ _HOMES = {
     "topology": ("Topology", "current_topology", "get_next_rank", "get_prev_rank", "init_distributed", "init_mesh", "shutdown"),
     "health.signals": ("catch_preemption",),
     "point_to_point": ("recv_tensor", "send_tensor"),
-    "collectives.operations": (
-        "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter",
-    ),
-}  # fmt: skip
+}
 
 __getattr__, __dir__ = face(__name__, {name: home for home, names in _HOMES.items() for name in names})

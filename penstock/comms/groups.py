@@ -29,16 +29,14 @@ FAILED = "failed"  # a key of the store of groups that a rank which gives up lea
 
 
 class Groups:
-    """The process groups of one pipeline, or of some `ranks`, opened under names that all of them agree on.
+    """The process groups of one pipeline, opened under names that all ranks agree on.
 
     `beside` are groups of others' making in which these ranks may wait meanwhile.
     """
 
-    def __init__(
-        self, topology: Topology, name: str, ranks: Sequence[int] | None = None, beside: Sequence[dist.ProcessGroup] = ()
-    ) -> None:
+    def __init__(self, topology: Topology, name: str, beside: Sequence[dist.ProcessGroup] = ()) -> None:
         self.topology, self.name = topology, name
-        self.ranks = range(topology.world_size) if ranks is None else ranks
+        self.ranks = range(topology.world_size)
         self.store = dist.PrefixStore(name, topology.store)
         self._open: list[Any] = []
         self._beside = beside
@@ -52,7 +50,7 @@ class Groups:
     @cached_property
     def everyone(self) -> Any:
         """The Gloo group of all of them, opened at first use. Raises as `gloo`."""
-        return self.gloo("everyone", self.ranks.index(self.topology.rank), len(self.ranks))
+        return self.gloo("everyone", self.topology.rank, self.topology.world_size)
 
     def gloo(self, name: str, rank: int, size: int) -> Any:
         """This process as `rank` of a new Gloo group of `size`; returns when all of them are connected.

@@ -6,39 +6,12 @@ The file is gone when the processes are, however those end. Each holds one descr
 import mmap
 import os
 import struct
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch.distributed import ReduceOp
 
 from penstock.comms.system import FULL
 
 NAME = "penstock"
 SECRET = struct.Struct("8q")  # how the memory begins, by which a process knows that it has opened the right file
 CAN_SHARE = hasattr(os, "memfd_create")  # Linux
-
-
-def shared_memory(gloo: Any, rank: int, size: Callable[[], int]) -> mmap.mmap | None:
-    """`size()` bytes that all ranks of the group `gloo` see, from SECRET.size on theirs; None on all if one does not see them.
-
-    All ranks of the group call it. Raises OSError on a rank that has no file descriptor free.
-    """
-    announced = torch.full((2 + 8,), -1, device="cpu")  # process, file and secret
-    memory, file = make(size()) if rank == 0 else (None, -1)
-    if memory is not None:
-        announced = torch.tensor([os.getpid(), file, *SECRET.unpack_from(memory)], device="cpu")
-    try:
-        gloo.broadcast(announced, 0).wait()
-        if rank:
-            process, theirs, *secret = announced.tolist()
-            memory = open_of(process, theirs, SECRET.pack(*secret))
-        seen = torch.tensor([float(memory is not None)], device="cpu")
-        gloo.allreduce(seen, ReduceOp.MIN).wait()
-    finally:
-        if file >= 0:
-            os.close(file)
-    return memory if seen else None
 
 
 def make(size: int) -> tuple[mmap.mmap | None, int]:

@@ -46,7 +46,7 @@ def listening(process):
 def pipeline():
     pipe = ps.Pipeline(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), nn.functional.mse_loss, "1f1b", 2)
     pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
-    ps.comms.broadcast(torch.ones(2))
+    dist.broadcast(torch.ones(2), 0)
     return pipe
 
 

@@ -343,7 +343,7 @@ def test_a_table_from_a_file_runs(tmp_path):
 
 
 def rank_with_a_default_device(folder):
-    """A step, saved, resumed and exported, collectives, generated text; model and batch are on the CPU."""
+    """A step, saved, resumed and exported, generated text; model and batch are on the CPU."""
     model, loss_fn = make("gpt")
     tokens, target = data("gpt", 4)
     torch.set_default_device("meta")
@@ -360,7 +360,6 @@ def rank_with_a_default_device(folder):
         ps.checkpoint.Trail(folder, pipe, optimizer, every=1).note()
         ps.checkpoint.export(pipe, folder / "model.safetensors")
         ps.checkpoint.import_weights(pipe, folder / "model.safetensors")
-        assert ps.comms.all_gather(ps.comms.all_reduce(torch.ones(2, device="cpu"))).tolist() == [2.0] * 4
         return loss, pipe.generate(tokens[:, :2], max_new_tokens=2, temperature=1.0)
     finally:
         torch.set_default_device(None)

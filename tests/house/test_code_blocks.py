@@ -45,7 +45,6 @@ loss_fn, target = (lambda output, target: output.float().mean()), tokens
 """
 BESIDE = {  # and what these take besides, by the end of their names
     "import_weights": 'checkpoint.export(pipe, "Llama-3.2-1B")',
-    "collectives.operations": "mesh, loss, hidden = ps.comms.init_mesh(), torch.ones(()), torch.ones(2, 3)",
     "ShardedMLP": "topology = ps.comms.init_distributed()",
     "partition.cutting.split": """
 class Model(nn.Module):

@@ -246,7 +246,7 @@ def casting():
 
 
 def rank_travels():
-    """What `send_tensor`, collectives and messages of many dtypes come to, and which groups were closed at the end."""
+    """What `send_tensor` and messages of many dtypes come to, and which groups were closed at the end."""
     install()
     rank = ps.comms.init_distributed(timeout=60).rank
     arrived = []
@@ -256,15 +256,13 @@ def rank_travels():
             ps.comms.send_tensor(tensor, 1)
         else:
             arrived.append(torch.equal(ps.comms.recv_tensor((3, 2), 0, dtype), tensor))
-    summed = ps.comms.all_reduce(torch.full((3,), rank + 1.0))
-    gathered = ps.comms.all_gather(torch.tensor([rank], dtype=torch.int16))
     model, loss_fn, (inputs, target) = casting()
     pipe, other = (ps.Pipeline(each, loss_fn, "1f1b", 2, cuts=["1"]) for each in (model, casting()[0]))
     losses = [pipe.step(inputs, target=target) for _ in range(2)]
     other.step(inputs, target=target)
     grads = gradients(pipe.named_parameters())
     ps.comms.shutdown()
-    return arrived, summed.tolist(), gathered.tolist(), losses, grads, list(nccl_like.closed)
+    return arrived, losses, grads, list(nccl_like.closed)
 
 
 @pytest.mark.ranks
@@ -272,13 +270,12 @@ def test_tensors_of_all_dtypes_travel_and_groups_are_closed_in_the_order_they_we
     everyone = ps.launch(rank_travels, 2)
     model, loss_fn, batch = casting()
     expected = [accumulate(model, loss_fn, batch, 2) for _ in range(2)]
-    for arrived, summed, gathered, losses, _, closed in everyone:
+    for arrived, losses, _, closed in everyone:
         assert all(arrived)
-        assert (summed, gathered) == ([3.0] * 3, [0, 1])
         assert all(map(torch.equal, losses, expected))
         assert len(closed) == 4  # of two pipelines
         assert closed == sorted(closed)
-    assert_same(merged([each[4] for each in everyone]), gradients(model.named_parameters()))
+    assert_same(merged([each[2] for each in everyone]), gradients(model.named_parameters()))
 
 
 # ---- faults: tests/engine/test_faults.py has more, which `make nccl` runs over NCCL too ------------------------------
@@ -391,20 +388,16 @@ def rank_loses_another(how):
         raise AssertionError(f"{kind} after {seconds}: {text}") if not within(seconds, SOON) else ps.LostRankError(text)
     install()
     rank = ps.comms.init_distributed(timeout=600).rank
-    if how == "leaves":
-        ps.comms.all_reduce(torch.ones(2), check=False)
-        if rank == 1:
-            return
-    elif rank == 1:
+    if rank == 1 and how == "leaves":
+        return
+    if rank == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "recv_tensor":
-        ps.comms.recv_tensor((2,), 1)
-    ps.comms.all_reduce(torch.ones(2), check=False)
+    ps.comms.recv_tensor((2,), 1)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", ["lazy", "ahead", "recv_tensor", "all_reduce", "leaves"])
+@pytest.mark.parametrize("how", ["lazy", "ahead", "recv_tensor", "leaves"])
 def test_who_waits_for_a_rank_that_dies_or_leaves_is_told_within_seconds(how):
     ps.launch(os.getpid, 1)  # the ranks' server is there
     begin = time.monotonic()

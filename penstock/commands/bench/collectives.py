@@ -1,253 +1,149 @@
-"""How fast the collectives are: every operation over sizes, beside torch's own called directly, and what one is made of."""
+"""How fast torch's collectives are: every operation over sizes, and the latency and bandwidth that fit its times."""
 
 import csv
-import re
-import shutil
-import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import starmap
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import median
+from typing import NamedTuple
 
 import torch
-from rich.console import Console
+import torch.distributed as dist
 
 from penstock import comms
-from penstock.commands.bench.timing import FEWEST, Row, Variant, floats, measure, same_bits, two_halves, variants
-from penstock.comms.collectives import operations as ours
-from penstock.comms.collectives.call import COLLECTIVES
 from penstock.comms.starting.launcher import launch
-from penstock.errors import PenstockError
 from penstock.view.files import writing
 
-SIZES = tuple(4**power for power in range(5, 15))  # 1 KB to 256 MB
-NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "all_to_all": "all-to-all"}
-OPERATIONS = (*COLLECTIVES, "send")
-BUFFERS = 4  # a rank's largest memory over the size measured: its tensor, the result, and copies of Gloo's
-COLUMNS = (
-    *("operation", "variant", "ranks", "bytes", "samples", "median_s", "p10_s", "p90_s"),
-    *("algorithm_GBps", "bus_factor", "bus_GBps"),
-)
+WARM_UP, FEWEST_SAMPLES, MOST_SAMPLES = 3, 5, 400
+OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+COLUMNS = ("operation", "ranks", "bytes", "samples", "median_s", "algorithm_GBps", "bus_factor", "bus_GBps")
 NOTES = """
-bytes      one rank's tensor, of broadcast, reduce, all-reduce and send; of the others all ranks' pieces together, the larger
-           side of what one rank gives and gets
-time       from when the last rank started to when the last was done; the median, and in brackets the middle 80 %
+bytes      one rank's tensor, of broadcast, reduce, all_reduce and send; of the others all pieces together, the larger side of
+           what one rank gives and gets
+time       from when the last rank started to when the last was done, the median of the samples
 alg GB/s   bytes / time
-bus GB/s   alg x 2(n-1)/n for all-reduce, x 1 for send, x (n-1)/n for the others, n ranks: what a link carries if the work is
-           shared evenly. (nccl-tests counts broadcast and reduce as 1: divide by (n-1)/n to compare.)"""
+bus GB/s   alg x 2(n-1)/n for all_reduce, x 1 for broadcast, reduce and send, x (n-1)/n for the others, n ranks: what a link
+           carries if the work is shared evenly, counted as nccl-tests counts
+fit        time = latency + bytes / bandwidth, by least squares of relative errors over the sizes"""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure."""
+class Row(NamedTuple):
+    """One operation at one size."""
 
-    operations: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes
-    seconds: float  # for one operation and size
-    raw: bool  # torch called directly as well, and ours without the check
+    operation: str
+    ranks: int
+    bytes: int
+    samples: int
+    seconds: float  # the median
 
-
-def plan_of(operations: Sequence[str], sizes: Sequence[str], largest: str, seconds: float, raw: bool, ranks: int) -> Plan:
-    """What the options of the command line ask for. Raises PenstockError for what there is not."""
-    named = {name: name for name in OPERATIONS} | {spoken: name for name, spoken in NAMES.items()}
-    for each in operations:
-        if each not in named:
-            raise PenstockError(f"--operations {each} is not known: use {', '.join(OPERATIONS)}")
-    if ranks < 2:
-        raise PenstockError(f"--ranks {ranks} is too small: a collective takes 2 or more")
-    if seconds <= 0:
-        raise PenstockError(f"--seconds {seconds:g} is too short: use more than 0")
-    most = bytes_of(largest)
-    wanted = tuple(bytes_of(size) for size in sizes) or tuple(size for size in SIZES if size <= most)
-    kept = fitting(wanted, ranks)
-    if not kept:
-        raise PenstockError("no size is left to measure: give a smaller one with --sizes")
-    return Plan(tuple(named[each] for each in operations) or OPERATIONS, kept, seconds, raw)
+    @property
+    def speeds(self) -> tuple[float, float, float]:
+        """Algorithm bandwidth in GB/s, what it is multiplied by to be the bus's, and bus bandwidth in GB/s."""
+        algorithm, factor = self.bytes / self.seconds / 1e9, bus_factor(self.operation, self.ranks)
+        return algorithm, factor, algorithm * factor
 
 
-def bench(plan: Plan, ranks: int, table: Path | None, plot: Path | None) -> None:
-    """Measure and print, then write the CSV `table` and the `plot`."""
-    if plot is not None and plot.suffix not in (".svg", ".png"):
-        raise PenstockError(f"--plot {plot}: give it a name that ends in .svg or .png")
-    for line in connections():
-        _say(line)
-    rows = launch(run_plan, ranks, plan)[0]
-    _say(NOTES)
-    for path, write in ((table, _write_table), (plot, _write_plot)):
-        if path is not None:
-            with writing(path):
-                write(rows, path)
-            _say(f"wrote {path}")
+def bus_factor(operation: str, ranks: int) -> float:
+    """What a link carries of each byte if the work is shared evenly."""
+    shared = (ranks - 1) / ranks
+    return {"broadcast": 1.0, "reduce": 1.0, "send": 1.0, "all_reduce": 2 * shared}.get(operation, shared)
 
 
-def run_plan(plan: Plan) -> list[Row]:
-    """Run on every rank; rank 0 prints each row when it is there, and has them all."""
-    topology = comms.init_distributed()
-    lead, rows = topology.rank == 0, []
-    _say_if(lead, f"{topology.world_size} ranks, {topology.backend}, {topology.device}; at least {FEWEST} samples of each\n")
-    _say_if(lead, _headings(plan.raw))
-    for operation in plan.operations:
-        for size in plan.sizes:
-            some = measure(operation, variants(operation, size, topology, plan.raw), size, plan.seconds, topology)
-            rows += some
-            _say_if(lead, _line(some))
-    if "all_reduce" in plan.operations:
-        _compose(plan, topology)
+def bench(
+    operations: Sequence[str], sizes: Sequence[int], seconds: float, ranks: int, table: Path | None, plot: Path | None
+) -> None:
+    """Measure and print, then write the CSV `table` and draw bus bandwidths in `plot`, .svg or .png."""
+    from penstock.view.figure.curves import curves
+    from penstock.view.figure.png import save_png
+    from penstock.view.figure.svg import svg
+
+    rows = launch(run_on_rank, ranks, operations, sizes, seconds)[0]
+    print(NOTES)
+    if table is not None:
+        with writing(table), table.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows([*row[:-1], f"{row.seconds:.9f}", *(f"{speed:.6g}" for speed in row.speeds)] for row in rows)
+        print(f"wrote {table}")
+    if plot is not None:
+        series = {name: [(row.bytes, row.speeds[-1]) for row in rows if row.operation == name] for name in operations}
+        ticks = {float(row.bytes): f"{row.bytes / 1024:g} KB" for row in rows[:: max(1, len(sizes) // 5)]}
+        picture = curves(f"Collectives over {ranks} ranks", series, "bytes", "bus GB/s", ticks)
+        with writing(plot):
+            save_png(picture, plot) if plot.suffix == ".png" else plot.write_text(svg(picture), encoding="utf-8")
+        print(f"wrote {plot}")
+
+
+def run_on_rank(operations: Sequence[str], sizes: Sequence[int], seconds: float) -> list[Row]:
+    """Measure on every rank; rank 0 prints each row when it is there."""
+    topology, barrier, rows = comms.init_distributed(), dist.new_group(backend="gloo"), list[Row]()
+
+    def say(text: str) -> None:
+        if topology.rank == 0:
+            print(text, flush=True)
+
+    say(f"{topology.world_size} ranks, {topology.backend}, {topology.device}\n")
+    say(f"{'operation':<14}  {'bytes':>11}  {'time':>8}  {'alg GB/s':>8}  {'bus GB/s':>8}")
+    for operation in operations:
+        for size in sizes:
+            rows.append(row := measure(operation, size, seconds, topology, barrier))
+            algorithm, _, bus = row.speeds
+            say(f"{operation:<14}  {row.bytes:>11,}  {_time(row.seconds):>8}  {algorithm:>8.3f}  {bus:>8.3f}")
+        if len(sizes) > 1:
+            latency, bandwidth = fit([row.bytes for row in rows[-len(sizes) :]], [row.seconds for row in rows[-len(sizes) :]])
+            say(f"  fit: a latency of {_time(latency)} and {bandwidth / 1e9:.3f} GB/s")
     return rows
 
 
-def _compose(plan: Plan, topology: comms.Topology) -> None:
-    """All-reduce beside a reduce-scatter and an all-gather: the same numbers, and what each takes."""
-    lead = topology.rank == 0
-    _say_if(lead, "\nall-reduce is reduce-scatter, then all-gather: are all numbers the same, and what does it take?")
-    _say_if(lead, f"  {'bytes':>11}  whole numbers  random floats  all-reduce      the two         the two / all-reduce")
-    torch.manual_seed(topology.rank)
-    for size in plan.sizes:
-        count = floats(size, topology.world_size)
-        same = [same_bits(torch.randint(-1000, 1000, (count,)).float(), topology), same_bits(torch.randn(count), topology)]
-        whole = torch.full((count,), 0.0, device=topology.device)
-        piece, result = torch.empty_like(whole[: count // topology.world_size]), torch.empty_like(whole)
-        choice: dict[str, Variant] = {"one": partial(ours.all_reduce, whole), "two": partial(two_halves, whole, piece, result)}
-        one, pair = measure("all_reduce", choice, size, plan.seconds, topology)
-        told = [("equal" if each else "DIFFERENT").ljust(13) for each in same]
-        _say_if(
-            lead,
-            f"  {count * 4:>11,}  {told[0]}  {told[1]}  {_time(median(one.seconds)):<14}  {_time(median(pair.seconds)):<14}  "
-            f"{median(pair.seconds) / median(one.seconds):.2f} {_spread(pair, one)}",
-        )
+def measure(operation: str, size: int, seconds: float, topology: comms.Topology, barrier: dist.ProcessGroup) -> Row:
+    """Time one operation at about `size` bytes for about `seconds`, on every rank."""
+    ranks, rank, device = topology.world_size, topology.rank, topology.device
+    whole = torch.full((max(1, round(size / 4 / ranks)) * ranks,), 0.0, device=device)  # written, so that its pages are there
+    piece, result = torch.full_like(whole[: whole.numel() // ranks], 0.0), torch.full_like(whole, 0.0)
+    pieces = list(result.view(ranks, -1)) if rank == 0 else None
+    call: Callable[[], object] = {
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "scatter": lambda: dist.scatter(piece, pieces, 0),
+        "gather": lambda: dist.gather(piece, pieces, 0),
+        "reduce": lambda: dist.reduce(whole, 0),
+        "all_gather": lambda: dist.all_gather_single(result, piece),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(piece, whole),
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_to_all": lambda: dist.all_to_all_single(result, whole),
+        "send": (lambda: dist.send(whole, 1), lambda: dist.recv(whole, 0), lambda: None)[min(rank, 2)],
+    }[operation]
+
+    def sample() -> tuple[float, float]:
+        """When it began and ended on this rank, by the clock that all processes of a machine share."""
+        _synchronize(device)
+        dist.barrier(barrier)  # a group of its own, whose connections the operation does not use
+        begin = time.perf_counter()
+        call()
+        _synchronize(device)
+        return begin, time.perf_counter()
+
+    begin, end = [sample() for _ in range(WARM_UP)][-1]
+    count = torch.tensor([min(MOST_SAMPLES, max(FEWEST_SAMPLES, round(seconds / (end - begin))))])
+    dist.broadcast(count, 0, group=barrier)  # as many on every rank
+    mine = torch.tensor([sample() for _ in range(int(count))], dtype=torch.float64)
+    gathered = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(gathered, mine, group=barrier)
+    begins, ends = torch.stack(gathered[: 2 if operation == "send" else ranks]).unbind(dim=2)  # (ranks, samples)
+    return Row(operation, ranks, 4 * whole.numel(), len(mine), median((ends.amax(0) - begins.amax(0)).tolist()))
 
 
-def connections() -> list[str]:
-    """The GPUs of this machine and how they are connected, where there are any."""
-    lines = [f"cuda:{index} {torch.cuda.get_device_name(index)}{_links(index)}" for index in range(torch.cuda.device_count())]
-    if tool := shutil.which("nvidia-smi"):
-        done = subprocess.run([tool, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
-        if done.returncode == 0:
-            lines += [re.sub("\x1b\\[[0-9;]*m", "", done.stdout).strip(), ""]
-    elif lines:
-        lines.append("how they are connected is not known: nvidia-smi, which says it, is not here")
-    return lines
-
-
-def _links(index: int) -> str:
-    """What NVML says of a GPU's links, where its Python binding (`nvidia-ml-py`) is installed."""
-    try:
-        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError:
-        return ""
-    pynvml.nvmlInit()
-    try:
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-        lanes = pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)
-        told = f", PCIe {pynvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu)} x{lanes}"
-        return f"{told}, {sum(_is_up(pynvml, gpu, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))} NVLinks"
-    except pynvml.NVMLError as error:
-        return f", of its links NVML says: {error}"
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _is_up(nvml: Any, gpu: Any, link: int) -> bool:
-    try:
-        return bool(nvml.nvmlDeviceGetNvLinkState(gpu, link))
-    except nvml.NVMLError:  # there is no such link
-        return False
-
-
-def _headings(raw: bool) -> str:
-    compared = "  unchecked  raw             bandwidth over raw" if raw else ""
-    return f"{'operation':<14}  {'bytes':>11}  {'time':<34}  {'alg GB/s':>8}  {'bus GB/s':>8}{compared}"
-
-
-def _line(rows: Sequence[Row]) -> str:
-    by_variant = {row.variant: row for row in rows}
-    row = by_variant["penstock"]
-    low, high = row.middle
-    times = f"{_time(median(row.seconds))} ({_time(low)} to {_time(high)})"
-    told = f"{NAMES.get(row.operation, row.operation):<14}  {row.bytes:>11,}  {times:<34}  "
-    told += f"{row.bandwidth / 1e9:>8.3f}  {row.bandwidth * row.factor / 1e9:>8.3f}"
-    if raw := by_variant.get("raw"):
-        unchecked = f"{by_variant['unchecked'].bandwidth / raw.bandwidth:9.2f}" if "unchecked" in by_variant else " " * 9
-        told += f"  {unchecked}  {_time(median(raw.seconds)):<14}  {row.bandwidth / raw.bandwidth:.2f} {_spread(raw, row)}"
-    return told
-
-
-def _spread(above: Row, below: Row) -> str:
-    """Where the middle half of the ratios of neighbouring samples is."""
-    quarters = quantiles(starmap(lambda a, b: a / b, zip(above.seconds, below.seconds, strict=True)), n=4, method="inclusive")
-    return f"({quarters[0]:.2f} to {quarters[-1]:.2f})"
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency in seconds and bandwidth in bytes a second, with the least squares of relative errors."""
+    times, amounts = torch.tensor([seconds, sizes], dtype=torch.float64)
+    columns = torch.stack([1 / times, amounts / times], dim=1)
+    latency, per_byte = torch.linalg.lstsq(columns, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten().tolist()
+    return max(latency, 0.0), 1 / per_byte if per_byte > 0 else float("inf")
 
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _say(text: str) -> None:
-    Console(soft_wrap=True).print(text, highlight=False, markup=False)
-
-
-def _say_if(lead: bool, text: str) -> None:
-    if lead:
-        _say(text)
-
-
-def _write_table(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(COLUMNS)
-        for row in rows:
-            times = [f"{each:.9f}" for each in (median(row.seconds), *row.middle)]
-            speeds = [f"{each:.6g}" for each in (row.bandwidth / 1e9, row.factor, row.bandwidth * row.factor / 1e9)]
-            table.writerow([row.operation, row.variant, row.ranks, row.bytes, len(row.seconds), *times, *speeds])
-
-
-def _write_plot(rows: Sequence[Row], path: Path) -> None:
-    from penstock.view.figure.curves import curves
-    from penstock.view.figure.png import save_png
-    from penstock.view.figure.svg import svg
-
-    series: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row.variant == "penstock":
-            name = NAMES.get(row.operation, row.operation)
-            series.setdefault(name, []).append((row.bytes, row.bandwidth * row.factor / 1e9))
-    ticks = {float(row.bytes): text_of(row.bytes) for row in rows}
-    picture = curves(f"Collectives over {rows[0].ranks} ranks", series, "bytes", "bus GB/s", ticks)
-    if path.suffix == ".png":
-        save_png(picture, path)
-    else:
-        path.write_text(svg(picture), encoding="utf-8")
-
-
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def bytes_of(text: str) -> int:
-    """`64K`, `1 MB`, `512` -> bytes; K is 1024. Raises PenstockError for another form."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)B?", text.strip().upper())
-    if not match or not (size := round(float(match[1]) * UNITS[match[2]])):
-        raise PenstockError(f"{text!r} is no size: write it as 512, 64K or 1MB")
-    return size
-
-
-def text_of(size: int) -> str:
-    """Bytes -> `64 KB`."""
-    unit = next((unit for unit in ("G", "M", "K") if size >= UNITS[unit] * 0.99), "")
-    return f"{size / UNITS[unit]:.3g} {unit}B"
-
-
-def fitting(sizes: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Those of `sizes` for which `ranks` processes have room in what memory is free, halved."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return tuple(sizes)
-    kept = tuple(size for size in sizes if size * ranks * BUFFERS <= free / 2)
-    if len(kept) < len(sizes):
-        left = ", ".join(text_of(size) for size in sizes if size not in kept)
-        _say(f"left out, for {ranks} ranks do not have the memory: {left}")
-    return kept
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
 """The command `penstock bench`: a step on emulated devices, or with `collectives` every collective over sizes."""
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +12,13 @@ from penstock.commands.source import table_of
 from penstock.comms.starting.server import start_ahead
 from penstock.errors import PenstockError
 
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+SIZES = tuple(4**power for power in range(5, 15))  # 1 KB to 256 MB
+
 
 @dataclass(frozen=True)
 class Collectives:
-    """Measure broadcast, scatter, gather, reduce, all-gather, reduce-scatter, all-reduce, all-to-all and send over sizes."""
+    """Measure torch's broadcast, scatter, gather, reduce, all_gather, reduce_scatter, all_reduce, all_to_all and send."""
 
     ranks: int = 4
     """Processes, 2 or more."""
@@ -26,8 +30,6 @@ class Collectives:
     """The largest of those sizes, up to 256MB."""
     seconds: float = 0.5
     """For one operation and size; at least five samples are taken."""
-    against_raw: bool = False
-    """Measure torch.distributed called directly too, and Penstock's without its check, taking turns."""
     csv: Path | None = None
     """Write the table to this file."""
     plot: Path | None = None
@@ -35,10 +37,29 @@ class Collectives:
 
     def run(self) -> None:
         """Check first, then start."""
-        from penstock.commands.bench.collectives import bench, plan_of
+        from penstock.commands.bench.collectives import OPERATIONS, bench
 
-        plan = plan_of(self.operations, self.sizes, self.largest, self.seconds, self.against_raw, self.ranks)
-        bench(plan, self.ranks, self.csv, self.plot)
+        if unknown := [name for name in self.operations if name not in OPERATIONS]:
+            raise PenstockError(f"--operations {unknown[0]} is not known: use {', '.join(OPERATIONS)}")
+        if self.ranks < 2:
+            raise PenstockError(f"--ranks {self.ranks} is too small: a collective takes 2 or more")
+        if not 0 < self.seconds < math.inf:
+            raise PenstockError(f"--seconds {self.seconds:g} is too short: use more than 0")
+        if self.plot is not None and self.plot.suffix not in (".svg", ".png"):
+            raise PenstockError(f"--plot {self.plot}: give it a name that ends in .svg or .png")
+        largest = bytes_of(self.largest)
+        sizes = tuple(map(bytes_of, self.sizes)) or tuple(size for size in SIZES if size <= largest)
+        if not sizes:
+            raise PenstockError(f"--largest {self.largest} leaves no size to measure: use 1KB or more")
+        bench(self.operations or OPERATIONS, sizes, self.seconds, self.ranks, self.csv, self.plot)
+
+
+def bytes_of(text: str) -> int:
+    """`64K`, `1 MB`, `512` -> bytes; K is 1024. Raises PenstockError for another form."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)B?", text.strip().upper())
+    if not match or not (size := round(float(match[1]) * UNITS[match[2]])):
+        raise PenstockError(f"{text!r} is no size: write it as 512, 64K or 1MB")
+    return size
 
 
 Subject = Annotated[

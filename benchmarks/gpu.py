@@ -7,7 +7,7 @@
 step     one rank: a loop of plain PyTorch over the microbatches, 1F1B (F, B), zb-h1 (F, I, W), and zb-h1 with W merged
 host     the same at a width of 64: the device is never behind, so that a step's time is what the host takes to tell it
 split    one stage: our backward in two beside torch's stage_backward_input and stage_backward_weight
-pair     two ranks on the one device, by CUDA IPC and through host memory, beside one process with the same work
+pair     two ranks on the one device, through host memory, beside one process with the same work
 line     a message from one rank to another, both ways
 stalls   a step under torch's profiler: where the device stands still, and what the host waits in (benchmarks/stalls.py)
 
@@ -29,7 +29,6 @@ from split import Ours, Theirs
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock import torch_private
 from penstock.commands.doctor import ping_pong
 from penstock.comms.topology import Topology
 from penstock.model import GPT, GPTConfig
@@ -88,10 +87,9 @@ def told(times: dict[str, list[float]], base: str, per: dict[str, int] | None = 
         print(f"  {name:22} {1e3 * median(each):9.3f} ms, {middle:.3f} of {base} ({low:.3f} to {high:.3f}){action}", flush=True)
 
 
-def goal(what: str, reached: float, most: float = float("inf"), least: float = 0.0) -> None:
+def goal(what: str, reached: float, most: float) -> None:
     """A line for a goal."""
-    asked = f"at most {most:g}" if most < float("inf") else f"at least {least:g}"
-    print(f"  goal: {what} {asked}: {reached:.3f}, {'reached' if least <= reached <= most else 'NOT reached'}", flush=True)
+    print(f"  goal: {what} at most {most:g}: {reached:.3f}, {'reached' if reached <= most else 'NOT reached'}", flush=True)
 
 
 def ways(options: argparse.Namespace, width: int) -> dict[str, Act]:
@@ -151,49 +149,27 @@ def part_split(options: argparse.Namespace) -> None:
     told(in_turns(acts, options), "our B")
 
 
-def refused(memory: Tensor) -> tuple[Any, ...]:
-    """In the place of what CUDA IPC begins with."""
-    raise RuntimeError("the benchmark does without")
-
-
-def rank_of_pair(options: argparse.Namespace, by_ipc: bool) -> tuple[list[float], list[str]]:
-    """Seconds of a step, on every rank alike, and what carries this one's messages."""
-    if not by_ipc:
-        torch_private.exported = refused
+def rank_of_pair(options: argparse.Namespace) -> list[float]:
+    """Seconds of a step, on every rank alike."""
     topology = ps.comms.init_distributed("gloo", device=options.device)
     model, inputs, target = subject(options, options.width)
     pipe = ps.Pipeline(model, token_loss, "1f1b", MICROBATCHES, topology=topology, seed=None)
-    times = [timed(lambda: pipe.step(inputs, target=target), options.device) for _ in range(WARM_UP + options.turns)]
-    return times[WARM_UP:], list(pipe.lines().values())
+    return [timed(lambda: pipe.step(inputs, target=target), options.device) for _ in range(WARM_UP + options.turns)][WARM_UP:]
 
 
 def part_pair(options: argparse.Namespace) -> None:
     """Two ranks on the device beside one."""
-    ((one, _),) = ps.launch(rank_of_pair, 1, options, True)
-    times = {"one process": one}
-    for name, by_ipc in {"two ranks": True, "two, host memory": False}.items():
-        everyone = ps.launch(rank_of_pair, 2, options, by_ipc)
-        times[name] = [max(each) for each in zip(*[seconds for seconds, _ in everyone], strict=True)]
-        print(f"  {name}: {everyone[0][1][0]}")
+    times = {}
+    for ranks, name in {1: "one process", 2: "two ranks"}.items():
+        times[name] = [max(step) for step in zip(*ps.launch(rank_of_pair, ranks, options), strict=True)]
     told(times, "one process")
-    goal("one process' time beside that of two ranks", median(one) / median(times["two ranks"]), least=0.95)
-
-
-def rank_of_line(device: str, by_ipc: bool) -> dict[str, dict[int, float]]:
-    """What `penstock doctor` measures, one way or the other."""
-    if not by_ipc:
-        torch_private.exported = refused
-    return ping_pong(device)
 
 
 def part_line(options: argparse.Namespace) -> None:
     """A message of several sizes."""
-    for by_ipc in (True, False):
-        for way, times in ps.launch(rank_of_line, 2, str(options.device), by_ipc)[0].items():
-            for floats, seconds in times.items():
-                print(
-                    f"  {4 * floats:>11,} bytes {1e6 * seconds:8.0f} us, {4e-9 * floats / seconds:7.2f} GB/s: {way}", flush=True
-                )
+    for way, times in ps.launch(ping_pong, 2, str(options.device))[0].items():
+        for floats, seconds in times.items():
+            print(f"  {4 * floats:>11,} bytes {1e6 * seconds:8.0f} us, {4e-9 * floats / seconds:7.2f} GB/s: {way}", flush=True)
 
 
 def part_stalls(options: argparse.Namespace) -> None:

@@ -486,7 +486,7 @@ class Pipeline(NoModule):
         return measured(self.schedule, rows, sizes, last.report, self.position, self._program.skips)
 
     def lines(self) -> dict[str, str]:
-        """What carries this rank's messages, and why nothing faster does: `{"0-1": "host memory .."}`. All ranks call it."""
+        """What carries this rank's messages: `{"0-1": "memory that both processes see"}`. All ranks call it."""
         with self._together():
             return {name: line.way for name, line in self._engine.channels.lines.items()}
 

@@ -322,21 +322,6 @@ def device_types(group: dist.ProcessGroup) -> Sequence[str]:
     return [device.type for device in group._device_types]
 
 
-def exported(memory: Tensor) -> tuple[Any, ...]:
-    """What another process opens a GPU's `memory` by (CUDA IPC).
-
-    The public `torch.multiprocessing.reductions.reduce_tensor` adds the device's number in this process, and classes. Memory
-    that was let go here is free when the process that has opened it has let it go too: torch counts.
-    """
-    return memory.untyped_storage()._share_cuda_()[1:]
-
-
-def opened(exported: tuple[Any, ...], device: torch.device) -> Tensor:
-    """The bytes of memory that another process has `exported`, of whatever GPU of the machine, as `device` sees them."""
-    storage = torch.UntypedStorage._new_shared_cuda(device.index, *exported)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
 def default_store() -> dist.Store:
     """The store at which the world's ranks have met; torch shows it to none that did not make it."""
     return dist.distributed_c10d._get_default_store()

@@ -15,8 +15,8 @@ from torch import Tensor
 import penstock
 from penstock import comms
 from penstock.comms.groups import Groups
+from penstock.comms.messages.channels import receiving_line, sending_line
 from penstock.comms.messages.group_line import Outbox
-from penstock.comms.messages.lines import receiving_line, sending_line
 from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.messages.worker import SendFailure
 from penstock.comms.starting.launcher import launch

@@ -169,14 +169,13 @@ class Engine:
                         handed[transfer] = handed_over(value)
                 clock.sent()
                 made = value = None  # they are on their way
-            channels.settle()
         except (WaitFailed, ResourceError):
             raise
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
 
     def _conclude(self, actions: Actions, clock: Clock, measurement: MemoryMeasurement | None) -> Outcome:
-        """The loss and the times of all ranks. On a GPU the host waits here for this rank's stream, and nowhere before."""
+        """The loss and the times of all ranks. The host waits for this rank's GPU here, and before it only without NCCL."""
         agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import threading
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +17,15 @@ import torch.distributed as dist
 from open_files import open_files
 from reference import accumulate, assert_same, gradients, merged
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock as ps
 from penstock.comms import shared_memory
 from penstock.comms.groups import Groups
 from penstock.comms.messages import blocks, memory_line, wire
 from penstock.comms.messages.blocks import FREE, SPARE, Blocks
-from penstock.comms.messages.channels import Incoming
+from penstock.comms.messages.channels import Incoming, Outgoing, receiving_line, sending_line
 from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
-from penstock.comms.messages.lines import receiving_line, sending_line
 from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
 from penstock.comms.messages.wire import describe_tensor
 from penstock.comms.messages.worker import SendFailure
@@ -242,6 +243,42 @@ def test_ten_thousand_shapes_take_no_descriptors_and_no_memory():
         slope = sum((x - middle) * y for x, y in enumerate(settled)) / sum((x - middle) ** 2 for x in range(len(settled)))
         print(f"{descriptors[0]} descriptors, {settled[-1] / 2**20:.1f} MiB, {slope * 50 / 2**10:+.1f} KiB per 10,000 shapes")
         assert abs(slope) * 50 < 2**22
+
+
+class Shelf:
+    """A line through host memory to oneself, of tensors that have no values."""
+
+    carrier = CPU
+
+    def __init__(self):
+        self.messages = deque()
+
+    def send(self, tensor, spec, what):
+        self.messages.append(tensor)
+
+    def post(self, spec):
+        return None
+
+    def wait(self, posted, spec):
+        return self.messages.popleft()
+
+
+def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
+    transfer, shelf = Transfer(Action(Kind.F, 0, 3), 0, 1), Shelf()
+    outgoing, incoming = Outgoing(shelf, SimpleNamespace(check=lambda: None)), Incoming(shelf, 1, 0)
+    with FakeTensorMode():
+        hidden = torch.ones(4, 6, 2, device="cuda:0").transpose(0, 2)
+        rows = torch.zeros(3, 5, dtype=torch.int16, device="cuda:0")
+        message = {"hidden": hidden, "rows": rows, "column": rows.select(1, 0)}
+        spec = wire.describe(*wire.flatten(message))
+        outgoing.known = incoming.known = True
+        outgoing.specs = incoming.specs = {transfer: spec}
+        outgoing.send(transfer, message)
+        assert [each.device for each in shelf.messages] == [CPU] * 3
+        incoming.post(transfer)
+        arrived = incoming.take(transfer, torch.device("cuda:1"))
+    assert wire.describe(*wire.flatten(arrived)) == spec
+    assert {str(each.device) for each in arrived.values()} == {"cuda:1"}
 
 
 def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():

@@ -1,4 +1,4 @@
-"""Where the host waits for the device in a step: once, at its end. On a GPU as torch tells it, elsewhere by a stub."""
+"""Where the host waits for the device in a step: at its end, and for messages without NCCL. As torch tells it, or a stub."""
 
 import pytest
 import torch
@@ -48,9 +48,9 @@ def test_clipping_waits_once_for_all_norms(device):
     assert [each.partition(":")[0] for each in places] == ["stage/parameters.py _norms"]
 
 
-def rank_waits(schedule):
+def rank_waits(schedule, device):
     """Where this rank's host waits in its second step."""
-    topology = ps.comms.init_distributed("gloo", timeout=120, device="cuda:0")
+    topology = ps.comms.init_distributed("gloo", timeout=120, device=device)
     pipe, tokens = pipeline(topology.device, schedule, topology), torch.randint(17, (8, 7))
     for _ in range(2):
         with waits(topology.device) as places:
@@ -58,12 +58,15 @@ def rank_waits(schedule):
     return places, pipe.lines()
 
 
-@pytest.mark.gpu
 @pytest.mark.ranks
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_neither_of_two_ranks_waits_before_the_end_of_its_step(schedule):
-    everyone = ps.launch(rank_waits, 2, schedule)
-    for places, lines in everyone:
+def test_without_nccl_a_rank_waits_for_its_messages_and_at_the_end_of_its_step(schedule, device):
+    for places, lines in ps.launch(rank_waits, 2, schedule, device):
         print(schedule, *lines.items(), *places, sep="\n  ")
-        told = [each.partition(":")[0] for each in places]
-        assert told in ([], ["stage/microbatch.py numbers", "engine/report.py weighted_sum"])
+        functions = [place.partition(":")[0] for place in places]
+        messages = [function for function in functions if function.startswith("comms/messages/channels.py")]
+        assert messages.count("comms/messages/channels.py _send") == 4 * (1 if schedule == "1f1b" else 2)
+        assert set(messages) <= {"comms/messages/channels.py _send", "comms/messages/channels.py take"}
+        assert set(lines.values()) == {"memory that both processes see"}
+        assert functions[len(messages) :] in ([], ["stage/microbatch.py numbers", "engine/report.py weighted_sum"])

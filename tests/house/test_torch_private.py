@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 import subprocess
 import sys
 from datetime import timedelta
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing import reductions
 
 import penstock as ps
 from penstock import torch_private
@@ -432,22 +430,7 @@ def test_what_is_asked_of_nccl_and_cuda_is_in_torchs_builds_for_it():
     with pytest.raises(ValueError, match="no GPUs found"):  # after its arguments were read
         new_nccl(dist.HashStore(), 0, 2, timedelta(seconds=5))
     assert {"name", "send", "recv", "abort", "shutdown"} <= set(dir(dist.ProcessGroupNCCL))
-    assert {"cudaHostRegister", "cudaHostUnregister"} <= set(dir(torch._C._cudart))
-    assert {"blocking", "interprocess", "enable_timing"} <= set(inspect.signature(torch.cuda.Event.__new__).parameters)
-    assert {"query", "ipc_handle", "from_ipc_handle"} <= set(dir(torch.cuda.Event))
-
-
-def test_a_gpus_memory_is_opened_by_what_torch_itself_would_send(monkeypatch):
-    sent, opened = map(inspect.getsource, (reductions.reduce_tensor, reductions.rebuild_cuda_tensor))
-    parts = re.search(r"\(([\w,\s]*)\) = storage\._share_cuda_\(\)", sent)[1].replace("storage_", "").split()
-    assert parts == re.search(r"\._new_shared_cuda\(([\w,\s]*)\)", opened)[1].replace("storage_", "").split()
-    assert parts[0] == "device,"
-    memory, told = torch.arange(4, dtype=torch.uint8), []
-    theirs, *rest = range(3, 3 + len(parts))
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda _: (theirs, *rest))
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *parts: told.append(parts) or memory.untyped_storage())
-    assert torch.equal(torch_private.opened(torch_private.exported(memory), torch.device("cpu", 0)), memory)
-    assert told == [(0, *rest)]
+    assert "enable_timing" in inspect.signature(torch.cuda.Event.__new__).parameters
 
 
 def test_the_backends_and_the_store_of_torchs_own_group_are_found():

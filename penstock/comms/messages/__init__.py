@@ -3,11 +3,7 @@
 wire         what a message looks like: a tree of tensors, its description and its bytes
 blocks       where messages lie in memory that two processes see
 worker       a thread that sends beside the compute, and what becomes of its errors
-memory_line  a line between two processes of one machine
-device_line  the same for tensors on a GPU
-ipc_line     the same with blocks on the GPU, which both open
-opening      how the two ends of such a line find each other, and agree on its kind
+memory_line  a line between two processes of one machine, and how its two ends find each other
 group_line   a line over process groups: between machines, between GPUs
-lines        which of these it is
 channels     the transfers from one rank to a neighbour, in order, over a line
 """

@@ -32,9 +32,8 @@ class Block:
 class Blocks:
     """The blocks of a line, as its sender gives them out."""
 
-    def __init__(self, memory: mmap.mmap, spare: int = SPARE) -> None:
-        self._memory, self._spare = memory, spare
-        self._end = PAGE
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory, self._end = memory, PAGE
         self._by_power: list[list[Block]] = [[] for _ in range(len(memory).bit_length())]
 
     def take(self, size: int) -> int:
@@ -42,7 +41,7 @@ class Blocks:
         needed = HEADER + size
         power = (needed - 1).bit_length() if needed > PAGE else LEAST
         for block in self._by_power[power]:
-            if self.is_free(block.start):
+            if self._is_free(block.start):
                 break
         else:
             block = self._new(power)
@@ -52,7 +51,7 @@ class Blocks:
             self._give_back()
         return block.start
 
-    def is_free(self, start: int) -> bool:
+    def _is_free(self, start: int) -> bool:
         """Whether nobody needs what lies in the block at `start`."""
         return self._memory[start] == FREE
 
@@ -60,7 +59,7 @@ class Blocks:
         """A new block of 2**power bytes; where there is no room for one, a larger one that is free."""
         if self._end + 2**power > len(self._memory):
             for block in chain(*self._by_power[power:]):
-                if self.is_free(block.start):
+                if self._is_free(block.start):
                     return block
             raise OSError(errno.ENOMEM, f"no room in this line's {len(self._memory):,} bytes of addresses: raise `ulimit -v`")
         self._by_power[power].append(block := Block(self._end))
@@ -69,9 +68,9 @@ class Blocks:
 
     def _give_back(self) -> None:
         """Have free blocks take no memory, if they take too much."""
-        free = [block for block in self.all if block.written and self.is_free(block.start)]
+        free = [block for block in self.all if block.written and self._is_free(block.start)]
         idle = sum(block.written for block in free)
-        if idle > max(self._spare, KEPT_FREE * (self.written - idle)):
+        if idle > max(SPARE, KEPT_FREE * (self.written - idle)):
             for block in free:
                 with suppress(OSError):  # some sandboxes know no such advice: then the block keeps its memory
                     self._memory.madvise(mmap.MADV_REMOVE, block.start, -(-block.written // PAGE) * PAGE)

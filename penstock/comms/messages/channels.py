@@ -1,9 +1,10 @@
 """Channels: the transfers from one rank to a neighbour, in order, sent without waiting and received ahead.
 
 There is one channel for each direction between two ranks, over a line of its own (see `schedule/program.py` for its order
-and `schedule/verify.py` for why it cannot hang). All are opened before anything is sent. The first step of a new batch
-signature sends a description before every message; both ends remember them, and every later step with that signature sends
-bare memory into receives posted ahead.
+and `schedule/verify.py` for why it cannot hang). A line takes tensors on its `carrier`, and they arrive there: for stages
+elsewhere, on GPUs whose messages go through host memory, the channel copies. All lines are opened before anything is sent. The
+first step of a new batch signature sends a description before every message; both ends remember them, and every later step
+with that signature sends bare memory into receives posted ahead.
 """
 
 from collections import defaultdict, deque
@@ -14,18 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comms.control import WaitFailed, failing, waiting
-from penstock.comms.groups import Groups, is_of_transport
+from penstock.comms.control import WaitFailed, waiting
+from penstock.comms.groups import DESTINATION, SOURCE, Groups, is_of_transport
 from penstock.comms.messages import wire
-from penstock.comms.messages.lines import Outbox, ReceivingLine, SendingLine, receiving_line, sending_line
+from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
+from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender, open_receiver, open_sender
 from penstock.comms.messages.wire import MessageSpec
 from penstock.comms.messages.worker import SendFailure
 from penstock.comms.system import is_refusal, named, reason
-from penstock.comms.topology import Topology
+from penstock.comms.topology import CPU, Topology
 from penstock.errors import MismatchError, PenstockError, ResourceError
 from penstock.schedule.program import Program, Transfer
 
 Specs = dict[Transfer, MessageSpec]
+SendingLine = MemorySender | GroupSender
+ReceivingLine = MemoryReceiver | GroupReceiver
 
 
 class Channels:
@@ -62,11 +66,6 @@ class Channels:
         """What this rank's messages of the step were like."""
         return {transfer: spec for end in self._ends() for transfer, spec in end.specs.items()}
 
-    def settle(self) -> None:
-        """Wait until what was taken has arrived, where the host may have run ahead of it. Raises WaitFailed if it does not."""
-        for end in self.incoming.values():
-            end.settle()
-
     def _ends(self) -> "list[Outgoing | Incoming]":
         return [*self.outgoing.values(), *self.incoming.values()]
 
@@ -90,6 +89,26 @@ def in_rounds(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         taken[source].add(turn)
         taken[destination].add(turn)
     return sorted(rounds, key=lambda channel: (rounds[channel], channel))
+
+
+def sending_line(groups: Groups, name: str, peer: int, outbox: Outbox) -> SendingLine:
+    """The sending end of the new line `name` to the rank `peer`: NCCL between GPUs, memory on one machine, else Gloo."""
+    line = open_sender(groups, peer, outbox.failure) if groups.topology.backend != "nccl" else None
+    return line or GroupSender(*_groups_of_two(groups, name, SOURCE), outbox)
+
+
+def receiving_line(groups: Groups, name: str, peer: int) -> ReceivingLine:
+    """The receiving end of the new line `name` from the rank `peer`."""
+    line = open_receiver(groups, peer) if groups.topology.backend != "nccl" else None
+    return line or GroupReceiver(*_groups_of_two(groups, name, DESTINATION))
+
+
+def _groups_of_two(groups: Groups, name: str, end: int) -> tuple[Any, Any, torch.device]:
+    """What carries descriptions, what carries tensors, and where those must be."""
+    gloo = groups.gloo(name, end, 2)
+    if groups.topology.backend != "nccl":
+        return gloo, gloo, CPU
+    return gloo, groups.nccl(f"{name}-nccl", end), groups.topology.carrier
 
 
 class Outgoing:
@@ -132,7 +151,8 @@ class Outgoing:
 
     def _send(self, transfer: Transfer, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
         if isinstance(spec, wire.TensorSpec) and spec.bytes:
-            self.line.send(leaf if leaf.device == self.line.carrier else leaf.to(self.line.carrier), spec, transfer)
+            carrier = self.line.carrier
+            self.line.send(leaf if leaf.device == carrier else leaf.detach().to(carrier), spec, transfer)
 
 
 def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:
@@ -195,11 +215,6 @@ class Incoming:
                 return message
             self.early[arriving] = message
         return self.early.pop(transfer)
-
-    def settle(self) -> None:
-        """Wait until what was taken has arrived. Raises WaitFailed if it does not."""
-        with failing(f"for the last message from rank {self.source}", self.source):
-            self.line.settle()
 
     def _failure(self, transfer: Transfer, error: Exception) -> PenstockError:
         """What it means that a receive has ended with `error`."""

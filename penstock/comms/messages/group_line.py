@@ -66,9 +66,6 @@ class GroupReceiver:
             work.wait()
         return buffer
 
-    def settle(self) -> None:
-        """Nothing to do: the heartbeat ends what does not arrive."""
-
 
 class Outbox:
     """What a rank is sending through groups, kept alive until it is gone.

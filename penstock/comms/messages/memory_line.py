@@ -5,8 +5,9 @@ waits at the pipe, copies a small message out, and takes a large one as it lies:
 tensor's memory is let go, in the backward of the microbatch, the block is marked free and the sender uses it again. Beside
 sockets that is one copy instead of two, and one process to wake up instead of two threads.
 
-Messages of any length share the blocks (`blocks.py`), so that the memory, one mapping, does not grow with their number. The
-pipe has no name either: the receiver opens it through the sender's /proc entry. One whose sender has died reads as closed.
+Messages of any length share the blocks (`blocks.py`), so that the memory, one mapping, does not grow with their number.
+Neither it nor the pipe has a name: the sender announces where they are, and the receiver opens them through the sender's /proc
+entry. A pipe whose sender has died reads as closed.
 """
 
 import mmap
@@ -20,18 +21,74 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from penstock.comms.groups import Groups
 from penstock.comms.messages import wire
-from penstock.comms.messages.blocks import FREE, HEADER, SPARE, Blocks
+from penstock.comms.messages.blocks import FREE, HEADER, Blocks, addresses
 from penstock.comms.messages.wire import TensorSpec
 from penstock.comms.messages.worker import SendFailure, Worker
+from penstock.comms.shared_memory import SECRET, make, open_of
 from penstock.comms.topology import CPU
 
 SMALL = 2**16  # bytes; a larger message is not copied out of its block
 LARGE = 2**20  # bytes; copying more is worth a thread
 GLANCE = 500.0  # milliseconds between looks whether to wait any longer
 TICKET = struct.Struct("qq")  # where a block begins in the memory, and the bytes of its message
+OPENING_TAG = 3  # of the messages by which the two ends open a line
+NO_PROCESS = -1  # in the place of the sender's process: it has no memory to share
+OFFER_LENGTH = 3 + SECRET.size // 8  # numbers: the sender's process, the file of the memory, the pipe's end, the secret
+
+
+def open_sender(groups: Groups, peer: int, failure: SendFailure) -> "MemorySender | None":
+    """The sending end of a new line to the rank `peer`; None at both ends if the two see no memory in common."""
+    memory, file = make(addresses())
+    if memory is None:
+        groups.everyone.send([torch.full((OFFER_LENGTH,), NO_PROCESS, device="cpu")], peer, OPENING_TAG).wait()
+        return None
+
+    files, opened = [file], torch.zeros(1, device="cpu")
+    try:
+        reader, writer = os.pipe()
+        files.append(reader)
+        sender = MemorySender(memory, writer, failure)
+        offer = torch.tensor([os.getpid(), file, reader, *SECRET.unpack_from(memory)], device="cpu")
+        groups.everyone.send([offer], peer, OPENING_TAG).wait()
+        groups.everyone.recv([opened], peer, OPENING_TAG).wait()
+    finally:
+        for number in files:
+            os.close(number)
+
+    if not opened:
+        sender.close()
+        return None
+    groups.at_close(sender.close)
+    return sender
+
+
+def open_receiver(groups: Groups, peer: int) -> "MemoryReceiver | None":
+    """The receiving end of a new line from the rank `peer`; None at both ends if the two see no memory in common."""
+    offer = torch.zeros(OFFER_LENGTH, dtype=torch.int64, device="cpu")
+    groups.everyone.recv([offer], peer, OPENING_TAG).wait()
+    process, file, pipe, *secret = offer.tolist()
+    if process == NO_PROCESS:
+        return None
+
+    memory = open_of(process, file, SECRET.pack(*secret))
+    receiver = MemoryReceiver(memory, _open_pipe(process, pipe), groups.topology.timeout) if memory else None
+    groups.everyone.send([torch.tensor([float(receiver is not None)], device="cpu")], peer, OPENING_TAG).wait()
+    if receiver is not None:
+        groups.at_close(receiver.close)
+        groups.at_wake(receiver.wake)
+    return receiver
+
+
+def _open_pipe(process: int, file: int) -> int:
+    try:
+        return os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY)
+    except FileNotFoundError as error:
+        raise dist.DistError("the sender is gone") from error
 
 
 _ends: "weakref.WeakSet[_End]" = weakref.WeakSet()
@@ -84,9 +141,6 @@ class _End:
         """Take and send no more: the other end is told. Messages that were taken stay."""
         self.let_go()
 
-    def try_out(self) -> None:
-        """What must work before the line is used, or raise some error. Here nothing."""
-
     def let_go(self) -> None:
         """Close this process' end of the pipe."""
         pipe, self._pipe = self._pipe, -1
@@ -99,11 +153,11 @@ class _End:
 class MemorySender(_End):
     """The sending end. From the first large message on, a thread does the copying, in the order of sending."""
 
-    def __init__(self, memory: mmap.mmap, pipe: int, failure: SendFailure, spare: int = SPARE) -> None:
+    def __init__(self, memory: mmap.mmap, pipe: int, failure: SendFailure) -> None:
         super().__init__(pipe)
-        self.blocks, self._views, self._failure = Blocks(memory, spare), Views(memory), failure
+        self.blocks, self._views, self._failure = Blocks(memory), Views(memory), failure
         self._copying: Worker | None = None
-        self._telling, self._closed = threading.Lock(), threading.Event()
+        self._writing, self._closed = threading.Lock(), threading.Event()
 
     def describe(self, packed: Tensor) -> None:
         """Send a description."""
@@ -116,32 +170,33 @@ class MemorySender(_End):
         if self._copying is None:
             self._send(tensor, spec)
         else:
-            self._copying.do(self._send_beside, tensor.detach(), spec, what)
+            self._copying.do(self._send_in_thread, tensor.detach(), spec, what)
 
     def _send(self, tensor: Tensor, spec: TensorSpec) -> None:
-        """Copy `tensor` into a free block, and say so. If nobody reads, others will tell."""
-        start = self.blocks.take(spec.bytes)
-        self._put(start, tensor, spec)
-        self._tell(start, spec.bytes)
+        """Copy `tensor` into a free block, and write the ticket."""
+        self._write_ticket(self._copy(tensor, spec), spec.bytes)
 
-    def _tell(self, start: int, size: int) -> None:
+    def _copy(self, tensor: Tensor, spec: TensorSpec) -> int:
+        """Copy `tensor` into a free block; returns where that begins."""
+        start = self.blocks.take(spec.bytes)
+        self._views.at(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
+        return start
+
+    def _write_ticket(self, start: int, size: int) -> None:
+        """Say that a message lies at `start`. If nobody reads, others will tell."""
         try:  # noqa: SIM105 - this runs for every message
             os.write(self._pipe, TICKET.pack(start, size))
         except BrokenPipeError:
             pass
 
-    def _put(self, start: int, tensor: Tensor, spec: TensorSpec) -> None:
-        self._views.at(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
-
-    def _send_beside(self, tensor: Tensor, spec: TensorSpec, what: object) -> None:
-        """The same in the thread, where an error would be lost; one that follows from closing the line is none."""
+    def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, what: object) -> None:
+        """`_send` in the thread, where an error would be lost; one that follows from closing the line is none."""
         try:
             if not self._closed.is_set():
-                start = self.blocks.take(spec.bytes)
-                self._put(start, tensor, spec)
-                with self._telling:
+                start = self._copy(tensor, spec)
+                with self._writing:
                     if not self._closed.is_set():
-                        self._tell(start, spec.bytes)
+                        self._write_ticket(start, spec.bytes)
                 if self._closed.is_set():
                     self.let_go()
         except Exception as error:
@@ -153,9 +208,9 @@ class MemorySender(_End):
     def close(self) -> None:
         """Let the receiver know that nothing more comes. A thread that writes lets go itself: the pipe's number is in use."""
         self._closed.set()
-        if self._telling.acquire(blocking=False):
+        if self._writing.acquire(blocking=False):
             self.let_go()
-            self._telling.release()
+            self._writing.release()
 
 
 class MemoryReceiver(_End):
@@ -201,9 +256,6 @@ class MemoryReceiver(_End):
         view = self._whole[start + HEADER : start + HEADER + spec.bytes]
         weakref.finalize(view, _free, self._memory, start, os.getpid()).atexit = False
         return wire.shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
-
-    def settle(self) -> None:
-        """Nothing to do: what was taken is there."""
 
     def wake(self) -> None:
         """Wait no more, soon; called by another thread."""

@@ -16,7 +16,6 @@ import select
 import struct
 import threading
 import weakref
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -135,6 +134,8 @@ class _End:
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
+        self._close_pipe = weakref.finalize(self, os.close, pipe)
+        self._close_pipe.atexit = False  # the system does it then; a `__del__` would run when its module is gone already
         _ends.add(self)
 
     def close(self) -> None:
@@ -143,11 +144,8 @@ class _End:
 
     def let_go(self) -> None:
         """Close this process' end of the pipe."""
-        pipe, self._pipe = self._pipe, -1
-        with suppress(OSError):
-            os.close(pipe)
-
-    __del__ = let_go
+        self._pipe = -1
+        self._close_pipe()
 
 
 class MemorySender(_End):

@@ -1,0 +1,60 @@
+"""Scripts that keep everything at the top of the module end without a word of ours on the error output."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt import torchrun
+
+import penstock as ps
+
+pytestmark = pytest.mark.fresh
+
+SCRIPT = Path(__file__).parent / "exits.py"
+WAYS = {  # how it ends: the exit status, and how many ranks tell of an error of theirs
+    "end": (0, 0),
+    "exit": (1, 0),
+    "raise": (1, 2),
+    "one raises": (1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("exits")
+    paths = os.pathsep.join([str(Path(ps.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with ThreadPoolExecutor(2) as threads:
+        started = {how: threads.submit(torchrun, 2, SCRIPT, how, folder / how, PYTHONPATH=paths) for how in WAYS}
+        alone = [sys.executable, SCRIPT, "end", folder / "alone"]
+        done = subprocess.run(alone, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+        return {how: each.result() for how, each in started.items()} | {"alone": done}, folder
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_script_under_torchrun_ends_without_noise_of_ours(ended: Any, how: str) -> None:
+    done, (status, tracebacks) = ended[0][how], WAYS[how]
+    told = [line for line in done.stderr.splitlines() if line.startswith("[rank")]
+    ours = [line for line in told if line.endswith("Traceback (most recent call last):")]
+    assert done.returncode == status, done.stderr
+    assert len({line.split(":")[0] for line in ours}) == tracebacks, done.stderr
+    assert not [word for word in NOISE if word in done.stderr], done.stderr
+    assert done.stdout == ""
+    if how == "end":
+        assert done.stderr == ""
+
+
+NOISE = ("Exception ignored", "leaked", "destroy_process_group", "terminate called", "FATAL", "exitcode  : -6", "Warning")
+
+
+def test_a_script_without_ranks_ends_without_a_word(ended: Any) -> None:
+    done = ended[0]["alone"]
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("how", ["end", "exit", "raise", "alone"])
+def test_a_save_that_nobody_waited_for_is_whole(ended: Any, how: str) -> None:
+    assert [path.name for path in (ended[1] / how).glob("step-*")] == ["step-00000002"]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.model import ShardedMLP
+    from penstock.partition.rows import Replicated, Rows
     from penstock.pipeline import Pipeline
     from penstock.stage import microbatch
     from penstock.stage.auxiliary import auxiliary_loss
@@ -36,7 +37,9 @@ __all__ = [
     "NonFiniteError",
     "PenstockError",
     "Pipeline",
+    "Replicated",
     "ResourceError",
+    "Rows",
     "ScheduleError",
     "ShardedMLP",
     "StageError",
@@ -59,6 +62,8 @@ __getattr__, __dir__ = face(
         **{name: "errors" for name in __all__ if name.endswith("Error")},
         **{name: name for name in ("checkpoint", "comms", "model", "partition", "plan", "schedule")},
         "Pipeline": "pipeline",
+        "Replicated": "partition.rows",
+        "Rows": "partition.rows",
         "ShardedMLP": "model",
         "Topology": "comms.topology",
         "auxiliary_loss": "stage.auxiliary",

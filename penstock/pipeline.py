@@ -37,6 +37,7 @@ from penstock.mesh.sampler import ReplicaSampler
 from penstock.mesh.side_by_side import side_by_side
 from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.materialise import Init
+from penstock.partition.rows import rows_dim_for
 from penstock.randomness import aside
 from penstock.schedule import Event, MeasuredTimeline, Schedule, verify
 from penstock.schedule.rank_program import RankPrograms
@@ -119,6 +120,10 @@ class Pipeline(NoModule):
         Every so many steps have another rank compute one microbatch of one stage again, and compare the bits: a device that
         computes wrongly is found, and named where a third opinion can be had. Every rank must be given the whole model, or
         there are replicas. 100 costs little; see docs/howto/audit.md.
+    rows_dim
+        The dimension of inputs, targets and outputs that has the rows: microbatches are cut and outputs joined along it. 0 by
+        default, which a model with modules of `batch_first=False` must say itself: theirs is 1. `ps.Rows(tensor, dim)` is a
+        tensor of a batch that has them elsewhere, `ps.Replicated(tensor)` one that has none.
 
     Raises ScheduleError if the table cannot be proved, MismatchError where the ranks, the schedule and the model do not fit
     together, LostRankError if a rank does not come.
@@ -147,6 +152,7 @@ class Pipeline(NoModule):
         tensor_parallel: Plan | None = None,
         on_nonfinite: OnNonfinite | None = None,
         audit_every: int | None = None,
+        rows_dim: int | None = None,
         **options: Any,
     ) -> None:
         self.position = position_in(mesh, topology or comms.init_distributed())
@@ -159,6 +165,7 @@ class Pipeline(NoModule):
         self._calls, self._process = threading.Lock(), os.getpid()
         with self._together():
             check_arguments(model, schedule, loss_fn, loss_weight, seed, scaler)
+            self.rows_dim = rows_dim_for(model, rows_dim)
             if options:
                 check_options(options, schedule, inspect.signature(Pipeline).parameters)
             asked = Asked(on_nonfinite, audit_every)
@@ -167,12 +174,17 @@ class Pipeline(NoModule):
                 check_plan(plan, cuts, recompute, options)
                 schedule, microbatches, cuts, recompute = plan.schedule, plan.microbatches, plan.cuts, plan.recompute
             self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
-            given = partition.whole(model, cuts, example_args, example_kwargs) or model
+            given = partition.whole(model, cuts, example_args, example_kwargs, self.rows_dim) or model
             cut = agreed_cut(self._control, self.position, self.schedule, given, () if plan is None else plan.layers)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
             if cut.skips or runs.actions != self.schedule.actions:
                 self._program = verify(runs, skips=cut.skips).program
-            alike = {"seed": seed, "data_parallel": data_parallel, "tensor_parallel": tensor_parallel}
+            alike = {
+                "seed": seed,
+                "data_parallel": data_parallel,
+                "tensor_parallel": tensor_parallel,
+                "rows_dim": self.rows_dim,
+            }
             self._compared = compared(self._control, self.position, self.schedule, cut, asked, alike)
             hollows, elsewhere = asked.hollows(cut.every), cut.elsewhere(self._compared.names)
             modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
@@ -216,8 +228,9 @@ class Pipeline(NoModule):
         """Forward and backward of one batch; gradients are added to the parameters' `.grad`. Returns the loss, everywhere.
 
         args, kwargs
-            The first stage's input, any tree of tensors with the same number of rows. A keyword of the model's that has the
-            name of one of those below is given by position.
+            The first stage's input, any tree of tensors with the same number of rows, their first dimension unless `rows_dim`
+            says another; numbers, None and `ps.Replicated(tensor)` go to every microbatch. A keyword of the model's that has
+            the name of one of those below is given by position.
         target
             The loss's, likewise. Only the first stage's rank reads the inputs and only the last one's the target: others may
             pass None. Where both are given the target, they compare some of its values.
@@ -243,7 +256,7 @@ class Pipeline(NoModule):
         if losses is not None:
             losses[:] = outcome.losses
         loss = learned_from(outcome.loss)
-        return (loss, outcome.joined()) if return_outputs else loss
+        return (loss, outcome.joined(self.rows_dim)) if return_outputs else loss
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Forward only, modules in evaluation mode; touches no gradient and no buffer.
@@ -252,7 +265,8 @@ class Pipeline(NoModule):
         the loss on every rank. Raises as `step` does.
         """
         outcome = self._run(False, args, kwargs, target, wants_outputs=True)
-        return outcome.joined() if target is None else (outcome.joined(), outcome.loss)
+        outputs = outcome.joined(self.rows_dim)
+        return outputs if target is None else (outputs, outcome.loss)
 
     def generate(
         self,
@@ -286,16 +300,17 @@ class Pipeline(NoModule):
         kwargs
             Further arguments of the model's forward, the same in every pass (`use_cache=False`).
 
-        The model takes tokens and gives logits, (batch, time, vocabulary), itself or as `logits` of what it gives. It is in
-        evaluation mode. Layers that use `ps.cache`, as our GPT's do, are given new tokens only; any other model runs over the
-        whole text for each token. A text longer than the model's context goes on from its last `context` tokens.
+        The model takes tokens and gives logits, (batch, time, vocabulary), itself or as `logits` of what it gives; with
+        `rows_dim=1` it takes (time, batch) and gives (time, batch, vocabulary). It is in evaluation mode. Layers that use
+        `ps.cache`, as our GPT's do, are given new tokens only; any other model runs over the whole text for each token. A text
+        longer than the model's context goes on from its last `context` tokens.
 
         Raises, on every rank: MismatchError for arguments that cannot be or differ between ranks, and for another kind of
         output; else as `step` does.
         """
         request = Request(max_new_tokens, temperature, top_k, eos, seed)
         with self._together(), evaluating(list(self.stages.values())), doing.step(self.step_count, False):
-            return generate(self._engine, tokens, kwargs, request, on_token)
+            return generate(self._engine, tokens, kwargs, request, on_token, self.rows_dim)
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Put this rank's modules into training mode, which `step` leaves as it is, or out of it; as `nn.Module.train`."""
@@ -310,7 +325,7 @@ class Pipeline(NoModule):
 
     def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **options: Any) -> Outcome:
         settings = self.loss_fn is not None, self.loss_weight, self.seed, self.scaler
-        call = Call(training, args, kwargs, target, self.step_count, *settings, **options)
+        call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
         mode = nullcontext() if training else evaluating(list(self.stages.values()))

@@ -13,7 +13,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.report import Losses
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.table import Action, Kind
-from penstock.stage.microbatch import numbers
+from penstock.stage.microbatch import check_output, numbers
 from penstock.stage.stage import Stage
 from penstock.torch_private import tree_map_only
 
@@ -61,6 +61,7 @@ class Actions:
         if index < self.last:
             return messages(stage, output)
         if batch.call.wants_outputs:
+            check_output(output, self.agreed.rows[microbatch], batch.call.rows_dim)
             self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
         if batch.targets and microbatch not in self.skipped:
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)

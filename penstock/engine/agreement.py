@@ -10,7 +10,7 @@ from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
 from penstock.schedule.rank_program import RankProgram, RankPrograms
-from penstock.stage.microbatch import shares, sizes
+from penstock.stage.microbatch import layout_hint, shares, sizes
 
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
 CALLS = {1.0: "step()", 0.0: "eval()"}  # what votes `training`: other methods exchange rows too
@@ -33,6 +33,7 @@ class Agreed(NamedTuple):
     """What all ranks know of the step, read from all votes."""
 
     program: RankProgram  # what of the table this rank runs
+    rows: Sequence[int]  # of each microbatch
     weights: Sequence[float]  # of each microbatch in the loss over all replicas, if there is a target
     without_backward: frozenset[int]  # microbatches of weight 0
     counts: bool  # whether any has another, in any replica
@@ -61,10 +62,24 @@ class Agreement:
         check_alike(votes)
         said = [vote.kind for vote in votes], any(vote.wants_losses for vote in votes)
         if said != self._said or any(vote.counts for vote in votes):
+            self._check_rows(votes, batch, what)
             check_kind(votes, self.position)
             self._said, self._agreed = said, self._read(votes, batch, what)
         check_values(votes, self.position)
         return self._agreed._replace(known=self._known.get(self._agreed.kind))
+
+    def _check_rows(self, votes: Sequence[Vote], batch: Batch, what: str) -> None:
+        """Raises MismatchError, with the shapes, if inputs and target of a replica differ in rows."""
+        counts = [(_said(votes, ranks, "rows"), _said(votes, ranks, "target_rows")) for ranks in self.position.counted]
+        apart = [replica for replica, (rows, target_rows) in enumerate(counts) if target_rows not in (NOTHING, rows)]
+        if not apart:
+            return
+
+        shapes = self.control.gather_objects(batch.shapes(), what)
+        rows, target_rows = counts[apart[0]]
+        read = ", ".join([text for rank in self.position.counted[apart[0]] for text in shapes[rank]])
+        told = f"{_where(self.position, apart[0])}the batch has {rows:.0f} rows but the target has {target_rows:.0f} ({read})"
+        raise MismatchError(f"{told}; {layout_hint(batch.call.rows_dim)}")
 
     def _read(self, votes: Sequence[Vote], batch: Batch, what: str) -> Agreed:
         """What the votes come to, but for what is known of their kind."""
@@ -76,6 +91,7 @@ class Agreement:
         mine = self.position.replica
         return Agreed(
             program=self.programs.of(batch.training, len(microbatches[mine]), skipped[mine]),
+            rows=microbatches[mine],
             weights=weights[mine],
             without_backward=skipped[mine],
             counts=any(map(any, weights)),
@@ -140,12 +156,9 @@ def _where(position: MeshPosition, replica: int) -> str:
 def _check_batch(votes: Sequence[Vote], pipelines: Sequence[Sequence[int]], where: str) -> None:
     """The inputs and the target of one replica, which all its `pipelines`, those along tp, are given."""
     batches = [(_said(votes, ranks, "rows"), _said(votes, ranks, "target_rows")) for ranks in pipelines]
-    rows, target_rows = batches[0]
-    if target_rows not in (NOTHING, rows):
-        raise MismatchError(f"{where}the batch has {rows:.0f} rows but the target has {target_rows:.0f}")
     for shard, other in enumerate(batches):
         if other != batches[0]:
-            told = f"{rows:.0f} rows at tp 0, {other[0]:.0f} at tp {shard}"
+            told = f"{batches[0][0]:.0f} rows at tp 0, {other[0]:.0f} at tp {shard}"
             raise MismatchError(f"{where}the ranks along tp work on one batch, but it has {told}")
     if len({_said(votes, ranks, "signature") for ranks in pipelines}) > 1:
         raise MismatchError(f"{where}the ranks along tp work on one batch, but its tensors differ in shape or dtype")

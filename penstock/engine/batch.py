@@ -13,6 +13,7 @@ from penstock.comms.encoding import bytes_of
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
+from penstock.partition.rows import bare
 from penstock.randomness import mix
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
@@ -38,6 +39,7 @@ class Call(NamedTuple):
     scale: float = 1.0  # of the gradients, besides the scaler's
     losses: list[Tensor] | None = None  # for each microbatch's
     wants_outputs: bool = False  # on the last stage's rank
+    rows_dim: int = 0  # the dimension of the rows
 
 
 class Vote(NamedTuple):
@@ -77,6 +79,13 @@ class Batch(NamedTuple):
         """Whether it is a step, not an evaluation."""
         return self.call.training
 
+    def shapes(self) -> list[str]:
+        """Of the inputs and the target, as far as this rank reads them."""
+        args, kwargs = self.call.args, self.call.kwargs
+        inputs = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
+        read = (("the batch", inputs, self.inputs), ("the target", self.call.target, self.targets))
+        return [microbatch.shapes(tree, what, self.call.rows_dim) for what, tree, pieces in read if pieces]
+
     def given(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """What a forward works on: the batch's own inputs on the first stage, on others the `values` that other stages gave."""
         return values if action.stage else self.inputs[action.microbatch]
@@ -98,16 +107,16 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     given = call.args[0] if bare else (call.args, call.kwargs)
     if rank == first:
         _check_inputs(call, rank)
-        sizes = microbatch.sizes_of(given, "the batch", most)
-        parts, rows = microbatch.split(given, sizes, device), sum(sizes)
+        sizes = microbatch.sizes_of(given, "the batch", most, call.rows_dim)
+        parts, rows = microbatch.split(given, sizes, device, call.rows_dim), sum(sizes)
         inputs = [((part,), {}) for part in parts] if bare else parts
         signature = fingerprint(microbatch.signature(given).encode())
     if rank == last and (call.training or call.target is not None):
         _check_target(call, rank)
-        sizes = microbatch.sizes_of(call.target, "the target", most)
+        sizes = microbatch.sizes_of(call.target, "the target", most, call.rows_dim)
         if call.loss_weight is not None:  # of the target where it is: nothing waits for a device
-            counts = microbatch.counts(microbatch.split(call.target, sizes), call.loss_weight)
-        targets, target_rows = microbatch.split(call.target, sizes, device), sum(sizes)
+            counts = microbatch.counts(microbatch.split(call.target, sizes, None, call.rows_dim), call.loss_weight)
+        targets, target_rows = microbatch.split(call.target, sizes, device, call.rows_dim), sum(sizes)
     compares = rank in (first, last) and (first != last or position.tp is not None)
     values = (seen(given), seen(call.target)) if compares else (0, 0)
     kind = call.training, rows, target_rows, len(counts), signature, fingerprint(modes)
@@ -128,7 +137,7 @@ def seen(batch: Any) -> int:
 
     Nothing waits for a device: of a batch that is not on the CPU nothing is seen.
     """
-    leaves = [batch] if isinstance(batch, Tensor) else tree_leaves(batch)
+    leaves = [batch] if isinstance(batch, Tensor) else [*map(bare, tree_leaves(batch))]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors or any(type(each) is not Tensor or each.layout != torch.strided or not each.is_cpu for each in tensors):
         return 0

@@ -66,9 +66,9 @@ class Outcome(NamedTuple):
     sizes: Mapping[int, Size]  # stage -> bytes that a microbatch kept there, for this rank's stages where that is known
     verdict: Verdict | None = None  # on what was not finite, if the step was watched
 
-    def joined(self) -> Any:
-        """The outputs of the whole batch; None where there are none."""
-        return microbatch.join(self.outputs) if self.outputs else None
+    def joined(self, rows_dim: int) -> Any:
+        """The outputs of the whole batch, joined along its rows; None where there are none."""
+        return microbatch.join(self.outputs, rows_dim) if self.outputs else None
 
 
 def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:

@@ -14,6 +14,7 @@ from penstock.partition import graph_stage
 from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
+from penstock.partition.rows import all_bare
 from penstock.partition.unit_times import measure, record
 from penstock.partition.units import hooked, units_of
 from penstock.torch_private import has_hooks, layers_of, uncompiled_name
@@ -73,11 +74,12 @@ def whole(
     cuts: Sequence[str] | None,
     example_args: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
+    rows_dim: int = 0,
 ) -> "Whole | None":
     """`model` if it is one to be cut: an `nn.Sequential`, or one with cuts or an example. None if it is stages already."""
     asked = any(each is not None for each in (cuts, example_args, example_kwargs))
     if isinstance(model, nn.Sequential) or (asked and isinstance(model, nn.Module) and type(model) is not nn.ModuleList):
-        return Whole(model, cuts, example_args, example_kwargs)
+        return Whole(model, cuts, example_args, example_kwargs, rows_dim)
     if asked:
         raise MismatchError("cuts= and example_args= are for a whole model, but the stages were given as a list")
     return None
@@ -88,7 +90,8 @@ class Whole:
 
     `order`: the names of the layers or units it can be cut before, in the order in which they run.
     `balance`: how even the cut is that `starts` chose; None where it was given by names.
-    `example`: the arguments and keywords that the forward is called with, as far as they were given.
+    `example`: the arguments and keywords that the forward is called with, as far as they were given, `Rows` and `Replicated`
+    around them if they were. `rows_dim`: the dimension of the other tensors' rows.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Whole:
         cuts: Sequence[str] | None = None,
         example_args: Sequence[Any] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
+        rows_dim: int = 0,
     ) -> None:
         cuts = [cuts] if isinstance(cuts, str) else cuts
         if not isinstance(model, nn.Module):
@@ -112,7 +116,7 @@ class Whole:
             raise MismatchError(f"example_args are a tuple of the forward's arguments, got {type(example_args).__name__}")
         if not isinstance(example_kwargs or {}, Mapping):
             raise MismatchError(f"example_kwargs are a dict of the forward's keywords, got {type(example_kwargs).__name__}")
-        self.example = tuple(example_args or ()), dict(example_kwargs or {})
+        self.example, self.rows_dim = (tuple(example_args or ()), dict(example_kwargs or {})), rows_dim
         chain = type(model).forward is nn.Sequential.forward and layers_of(model).keys() >= set(cuts or ())
         if chain or not self._has_example:  # an export calls them
             _check_whole(model)
@@ -131,12 +135,12 @@ class Whole:
         if not self._has_example:
             return trace.symbolic(self.model, units)
         try:
-            return export.exported(self.model, units, *self.example)
+            return export.exported(self.model, units, *self.example, self.rows_dim)
         except MismatchError:  # perhaps for what hooks inside units have taken out of them, as transformers' router logits
             opened = units_of(self.model, [*(self.cuts or ()), *hooked(self.model)])
             if opened.keys() == units.keys():
                 raise
-        return export.exported(self.model, opened, *self.example)
+        return export.exported(self.model, opened, *self.example, self.rows_dim)
 
     def starts(self, stages: int, device: torch.device | None = None) -> list[str]:
         """The unit that each of `stages` stages but the first begins with: of the cuts, or of the best balance.
@@ -171,7 +175,7 @@ class Whole:
             return Balance.best(self.order, sizes, stages, PARAMETERS)
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
         try:
-            recorded = record(self.model, {name: module for module, name in first.items()}, *self.example)
+            recorded = record(self.model, {name: module for module, name in first.items()}, *all_bare(self.example))
         except PenstockError:
             raise
         except Exception as error:

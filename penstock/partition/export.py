@@ -24,6 +24,7 @@ from penstock.partition.inputs import Input, Inputs, Like, named
 from penstock.partition.materialise import META, is_meta
 from penstock.partition.model_graph import DEVICE, NO_GRAD, ModelGraph, both_modes, first_line
 from penstock.partition.opaque_units import UNIT, Call, opaque
+from penstock.partition.rows import all_bare, dim_of
 from penstock.partition.unit_times import stand_ins
 from penstock.torch_private import (
     guards_of,
@@ -37,13 +38,17 @@ from penstock.torch_private import (
 NOT_ONE = "!= 1"  # of sizes that are broadcast: a batch of one row is as good as any
 
 
-def exported(model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelGraph:
-    """Follow the forward on an example, by `torch.export`; sizes of tensors stay open.
+def exported(
+    model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], rows_dim: int = 0
+) -> ModelGraph:
+    """Follow the forward on an example, by `torch.export`; sizes of tensors stay open, that of their rows for 1 too.
 
     Raises MismatchError with what `torch.export` says of a forward it cannot export.
     """
     signature = inspect.signature(model.forward)
-    values = _several_rows(named(signature, args, kwargs))
+    example = named(signature, args, kwargs)
+    dims = tree_map(lambda leaf: dim_of(leaf, rows_dim), example)
+    values = _several_rows(all_bare(example), dims)
     device = _device_of(model)
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
     with _outlines(model) if device == CPU and is_meta(model) else nullcontext():
@@ -51,7 +56,7 @@ def exported(model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[An
     extras: dict[str, Any] = {}
     graphs = [_Rewriting(program, calls, device, extras).graph() for program, calls in exports]
     guards = dict.fromkeys(guard for program, _ in exports for guard in _guards(program))
-    return ModelGraph.of(model, graphs, Inputs(signature, _inputs(exports[0][0], values), list(guards)), extras)
+    return ModelGraph.of(model, graphs, Inputs(signature, _inputs(exports[0][0], values, dims), list(guards)), extras)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -87,28 +92,35 @@ class _ByName(nn.Module):
         return self.model(**values)
 
 
-def _several_rows(values: dict[str, Any]) -> dict[str, Any]:
+def _several_rows(values: dict[str, Any], dims: dict[str, Any]) -> dict[str, Any]:
     """The example, with two rows if it had one: `torch.export` takes a size of 1 to be always 1."""
-    if {len(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()} != {1}:
+    pairs = zip(tree_leaves(values), tree_leaves(dims), strict=True)
+    if {leaf.shape[dim] for leaf, dim in pairs if dim is not None and dim < leaf.dim()} != {1}:
         return values
-    return tree_map(lambda leaf: torch.cat([leaf, leaf]) if isinstance(leaf, Tensor) and leaf.dim() else leaf, values)
+    return tree_map(_doubled, values, dims)
 
 
-def _inputs(program: ExportedProgram, values: Mapping[str, Any]) -> list[Input]:
-    """What the graph takes for the `values` of the example."""
+def _doubled(leaf: Any, dim: int | None) -> Any:
+    return leaf if dim is None or dim >= leaf.dim() else torch.cat([leaf, leaf], dim)
+
+
+def _inputs(program: ExportedProgram, values: Mapping[str, Any], dims: Mapping[str, Any]) -> list[Input]:
+    """What the graph takes for the `values` of the example, whose rows are in `dims`."""
     count = len(program.graph_signature.user_inputs)
     nodes = iter([node for node in program.graph.nodes if node.op == "placeholder"][-count:] if count else [])
     inputs = []
     for name, value in values.items():
         leaves, spec = tree_flatten(value)
-        inputs.append(Input(name, spec, tuple(_like(leaf, next(nodes)) for leaf in leaves)))
+        likes = [_like(leaf, next(nodes), dim) for leaf, dim in zip(leaves, tree_leaves(dims[name]), strict=True)]
+        inputs.append(Input(name, spec, tuple(likes)))
     return inputs
 
 
-def _like(leaf: Any, node: fx.Node) -> Any:
+def _like(leaf: Any, node: fx.Node, rows_dim: int | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    return Like(leaf.dtype, tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape))
+    sizes = tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
+    return Like(leaf.dtype, sizes, rows_dim)
 
 
 def _exported(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]) -> tuple[ExportedProgram, list[Call]]:

@@ -17,9 +17,14 @@ class Like(NamedTuple):
 
     dtype: torch.dtype
     sizes: tuple[int | None, ...]
+    rows_dim: int | None = 0
 
     def __str__(self) -> str:
-        return f"{self.dtype} of shape ({', '.join('any' if size is None else str(size) for size in self.sizes)})"
+        return f"{self.dtype} of shape ({', '.join(map(self._size, range(len(self.sizes))))})"
+
+    def _size(self, place: int) -> str:
+        size = self.sizes[place]
+        return str(size) if size is not None else "any" if place == self.rows_dim else "2 or more"
 
 
 class Input(NamedTuple):
@@ -67,8 +72,17 @@ def _leaves(expected: Input, value: Any) -> list[Any]:
     for leaf, like in zip(leaves, expected.leaves, strict=True):
         if not _fits(leaf, like):
             got = str(Like(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
-            raise MismatchError(f"the model was cut for {expected.name} = {like}, not {got}: give an example like this batch")
+            hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_one(leaf, like)
+            raise MismatchError(f"the model was cut for {expected.name} = {like}, not {got}: {hint}")
     return leaves
+
+
+def _has_one(leaf: Any, like: Any) -> bool:
+    """Whether the leaf has a size of 1, other than its rows, where the example had several."""
+    if not isinstance(leaf, Tensor) or not isinstance(like, Like):
+        return False
+    sizes = enumerate(zip(like.sizes, leaf.shape, strict=False))
+    return any(place != like.rows_dim and expected != 1 == size for place, (expected, size) in sizes)
 
 
 def _fits(leaf: Any, like: Any) -> bool:
@@ -77,7 +91,7 @@ def _fits(leaf: Any, like: Any) -> bool:
     if not isinstance(leaf, Tensor) or leaf.dtype != like.dtype or leaf.dim() != len(like.sizes):
         return False
     sizes = enumerate(zip(like.sizes, leaf.shape, strict=True))
-    return all(mine == size or (size is None and (mine > 1 or place == 0)) for place, (size, mine) in sizes)
+    return all(mine == size or (size is None and (mine > 1 or place == like.rows_dim)) for place, (size, mine) in sizes)
 
 
 def refused(name: str) -> MismatchError:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PenstockError
 from penstock.partition import Whole
+from penstock.partition.rows import all_bare
 from penstock.partition.unit_times import Unit, stand_ins
 from penstock.plan.layers import Layer, Layers
 from penstock.plan.measuring import Alone, in_order, recorded
@@ -41,8 +42,8 @@ def estimate(
     if not speed > 0:
         raise PenstockError(f"speed={speed}: give the operations a second that a rank reaches, more than 0")
     whole = Whole(model, None, example_args, example_kwargs)
-    example = *whole.example, target
-    units = recorded(whole, example, loss_fn)
+    example = all_bare((*whole.example, target))
+    units = recorded(whole, example, loss_fn, rows=1)
     return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units], example))
 
 

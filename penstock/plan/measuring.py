@@ -50,8 +50,9 @@ def measure(
 ) -> Layers:
     """What every layer of `model` costs: seconds of F, I and W, and bytes, for a microbatch like the example and a smaller one.
 
-    `example_args`, `example_kwargs`: what the forward is called with, for one microbatch. Of its rows a quarter is measured
-    too, so that the plan knows what many small microbatches cost more than few large ones.
+    `example_args`, `example_kwargs`: what the forward is called with, for one microbatch; `ps.Rows(tensor, dim)` for a tensor
+    whose rows are not its first dimension. Of its rows a quarter is measured too, so that the plan knows what many small
+    microbatches cost more than few large ones.
     `loss_fn`, `target`: as in `step`; what the loss costs counts to the last layer.
     `device`: where the layers run, each in its turn; by default where the model is, and the CPU for one on the meta device.
     `rounds`, `seconds`: how often each layer runs at least, and on until when, or until 50 times; the median counts.
@@ -66,8 +67,9 @@ def measure(
     [rows] = microbatch.sizes_of(example, "the example", 1)
     samples = []
     for count in sorted({max(1, rows // FEWER), rows}):
-        part = microbatch.split(example, [count, rows - count])[0] if count < rows else example
-        units = recorded(whole, part, loss_fn)
+        sizes = [count, rows - count] if count < rows else [rows]
+        part = microbatch.split(example, sizes)[0]
+        units = recorded(whole, part, loss_fn, count)
         layers = in_order(whole, units, _layers(units, device, rounds, seconds), part)
         samples.append(Sample(count, tuple(layers)))
     return Layers(tuple(samples))
@@ -94,8 +96,8 @@ class _Loss(nn.Module):
         return output if self.loss_fn is None else self.loss_fn(output, target)
 
 
-def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None) -> list[Unit]:
-    """Every layer, the loss last, with what it is called with."""
+def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None, rows: int) -> list[Unit]:
+    """Every layer, the loss last, with what it is called with on an example of so many `rows`."""
     if not whole.order:
         raise MismatchError(
             f"{type(whole.model).__name__} has no layers to plan with: give an nn.Sequential or a model of several"
@@ -108,9 +110,7 @@ def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any
     except PenstockError:
         raise
     except Exception as error:
-        told = (
-            f"the forward of {type(whole.model).__name__}, or the loss, fails on {microbatch.rows(example)} rows of the example"
-        )
+        told = f"the forward of {type(whole.model).__name__}, or the loss, fails on {rows} rows of the example"
         raise MismatchError(f"{told}, of which all and a quarter are measured: {first_line(error)}") from error
 
 

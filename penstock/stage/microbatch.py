@@ -1,6 +1,7 @@
 """Microbatches: split a batch into them, weigh their losses, join their outputs."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,10 @@ from torch import Tensor
 
 from penstock.comms.messages.wire import flatten
 from penstock.errors import MismatchError
+from penstock.partition.rows import Replicated, Rows, bare, dim_of, in_words
 from penstock.torch_private import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+
+NO_ROWS = -1  # of a tensor that lacks the dimension
 
 
 def sizes(rows: int, microbatches: int) -> list[int]:
@@ -16,44 +20,61 @@ def sizes(rows: int, microbatches: int) -> list[int]:
     return [rows // microbatches + (microbatch < rows % microbatches) for microbatch in range(microbatches)]
 
 
-def rows(batch: Any, what: str = "batch") -> int | None:
-    """The rows of `batch`, any tree of tensors: the first dimension all its tensors share; None if it has no tensor.
+def rows(batch: Any, what: str = "batch", rows_dim: int = 0) -> int | None:
+    """The rows of `batch`, any tree of tensors: the size of dimension `rows_dim`, which all share; None if it has no tensor.
 
-    Numbers, None, strings and 0-dimensional tensors go to every microbatch. Raises MismatchError if first dimensions differ,
-    and for tensors that cannot be split.
+    Numbers, None, strings, 0-dimensional tensors and `Replicated` ones go to every microbatch. Raises MismatchError if the
+    sizes differ, and for tensors that cannot be split.
     """
-    tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor)]
-    for leaf in tensors:
-        if leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta:
+    leaves = flatten(batch)[0]
+    for leaf in map(bare, leaves):
+        if isinstance(leaf, Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta):
             kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else leaf.layout
             raise MismatchError(f"{what} has a {kind} tensor, which is not split into microbatches: give dense tensors")
-    found = {leaf.shape[0] for leaf in tensors if leaf.dim()}
-    if len(found) > 1:
-        raise MismatchError(f"the tensors of a batch must have the same number of rows (first dimension): {_told(batch, what)}")
+    found = {_rows_of(leaf, rows_dim) for leaf in leaves} - {None}
+    if len(found) > 1 or NO_ROWS in found:
+        told = f"the tensors of a batch must have the same number of rows: {shapes(batch, what, rows_dim)}"
+        raise MismatchError(f"{told}; {layout_hint(rows_dim)}")
     return next(iter(found), None)
 
 
-def _told(batch: Any, what: str) -> str:
-    """Which tensors of `batch` have how many rows, one of each number."""
+def layout_hint(rows_dim: int) -> str:
+    """What to do with tensors whose rows are not where they are looked for."""
+    return (
+        f"rows are {in_words(rows_dim)}: give Pipeline(.., rows_dim=) if they are another one in all tensors, "
+        "ps.Rows(tensor, dim) if in one, ps.Replicated(tensor) for a tensor without rows"
+    )
+
+
+def _rows_of(leaf: Any, rows_dim: int) -> int | None:
+    dim = dim_of(leaf, rows_dim)
+    if dim is None:
+        return None
+    shape = bare(leaf).shape
+    return shape[dim] if dim < len(shape) else NO_ROWS
+
+
+def shapes(batch: Any, what: str, rows_dim: int = 0) -> str:
+    """The shapes of the tensors in `batch`, one for each number of rows."""
     found: dict[int, str] = {}
     for path, leaf in tree_flatten_with_path(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.dim():
-            found.setdefault(leaf.shape[0], f"{what}{keystr(path)}")
-    return ", ".join(f"{name} has {size}" for size, name in found.items())
+        if (count := _rows_of(leaf, rows_dim)) is not None:
+            found.setdefault(count, f"{what}{keystr(path)} has shape {tuple(bare(leaf).shape)}")
+    return ", ".join(found.values())
 
 
-def split(batch: Any, rows_each: Sequence[int], device: torch.device | None = None) -> list[Any]:
-    """`batch` cut along the first dimension into microbatches of these many rows, as views, on `device`."""
+def split(batch: Any, rows_each: Sequence[int], device: torch.device | None = None, rows_dim: int = 0) -> list[Any]:
+    """`batch` cut along dimension `rows_dim` into microbatches of these many rows, on `device`; views if that is the first."""
     if isinstance(batch, Tensor):  # the common case, a short way
-        return list(_split_leaf(batch, rows_each, device))
+        return list(_split_leaf(batch, rows_each, device, rows_dim))
     leaves, tree = flatten(batch)
-    columns = [_split_leaf(leaf, rows_each, device) for leaf in leaves]
+    columns = [_split_leaf(leaf, rows_each, device, rows_dim) for leaf in leaves]
     return [tree_unflatten([column[microbatch] for column in columns], tree) for microbatch in range(len(rows_each))]
 
 
-def sizes_of(batch: Any, what: str, microbatches: int) -> list[int]:
+def sizes_of(batch: Any, what: str, microbatches: int, rows_dim: int = 0) -> list[int]:
     """Rows of each of at most so many microbatches, none of them empty. Raises MismatchError if there are none to split."""
-    count = rows(batch, what)
+    count = rows(batch, what, rows_dim)
     if not count:
         kinds = ", ".join(dict.fromkeys(map(_told_kind, tree_leaves(batch)))) or "nothing"
         raise MismatchError(
@@ -67,19 +88,25 @@ def signature(batch: Any) -> str:
     if isinstance(batch, Tensor):  # the common case, a short way
         return f"{tuple(batch.shape)} {batch.dtype}"
     leaves, tree = flatten(batch)
-    kinds = [f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__qualname__ for leaf in leaves]
-    return f"{tree} {kinds}"
+    return f"{tree} {[*map(_kind_of, leaves)]}"
 
 
-def _split_leaf(leaf: Any, rows_each: Sequence[int], device: torch.device | None) -> Sequence[Any]:
-    if not isinstance(leaf, Tensor):
+def _kind_of(leaf: Any) -> str:
+    if isinstance(leaf, Rows | Replicated):
+        return repr(leaf)
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__qualname__
+
+
+def _split_leaf(leaf: Any, rows_each: Sequence[int], device: torch.device | None, rows_dim: int) -> Sequence[Any]:
+    dim, leaf = dim_of(leaf, rows_dim), bare(leaf)
+    leaf = _sent(leaf, device) if device is not None and isinstance(leaf, Tensor) else leaf
+    if dim is None:
         return [leaf] * len(rows_each)
-    leaf = _sent(leaf, device) if device is not None else leaf
-    if not leaf.dim():
-        return [leaf] * len(rows_each)
-    if leaf.requires_grad:
-        return leaf.split(list(rows_each))
-    return leaf.unsafe_split_with_sizes(list(rows_each))  # a layer may change one in place, others stay valid
+    cut = (
+        leaf.split if leaf.requires_grad else leaf.unsafe_split_with_sizes
+    )  # a layer may change one in place, others stay valid
+    pieces = cut(list(rows_each), dim)
+    return [piece.contiguous() for piece in pieces] if dim else pieces  # as a loader would give them: a model may call view()
 
 
 def _sent(leaf: Tensor, device: torch.device) -> Tensor:
@@ -89,17 +116,32 @@ def _sent(leaf: Tensor, device: torch.device) -> Tensor:
     return leaf.to(device, non_blocking=True)
 
 
-def join(outputs: Sequence[Any]) -> Any:
+def check_output(output: Any, count: int, rows_dim: int) -> None:
+    """Raises MismatchError unless a microbatch of so many rows has them in all its outputs, which are to be joined along them.
+
+    Along the first dimension there may be several entries for each row: tokens, for instance.
+    """
+    for path, leaf in tree_flatten_with_path(output)[0]:
+        found = _rows_of(leaf, rows_dim)
+        if found is not None and found != count and (rows_dim or found % count):
+            told = f"outputs are joined along {in_words(rows_dim)}, but output{keystr(path)} of shape {tuple(leaf.shape)}"
+            raise MismatchError(
+                f"{told} does not have the microbatch's {count} rows there: give Pipeline(.., rows_dim=) the dimension that "
+                "has them, or do not return it"
+            )
+
+
+def join(outputs: Sequence[Any], rows_dim: int = 0) -> Any:
     """The outputs of all as one: tensors joined along their rows, 0-dimensional ones stacked, others the first's."""
-    return tree_map(_join_leaves, *outputs)
+    return tree_map(partial(_join_leaves, rows_dim), *outputs)
 
 
-def _join_leaves(*leaves: Any) -> Any:
+def _join_leaves(rows_dim: int, *leaves: Any) -> Any:
     if not isinstance(leaves[0], Tensor):
         return leaves[0]
     if not leaves[0].dim():
         return torch.stack(leaves)
-    return torch.cat(leaves) if len(leaves) > 1 else leaves[0]
+    return torch.cat(leaves, rows_dim) if len(leaves) > 1 else leaves[0]
 
 
 def counts(targets: Sequence[Any], loss_weight: Callable[[Any], Any]) -> list[float]:

@@ -262,6 +262,7 @@ def rank_page(blocks):
     for block in blocks:
         exec(compile(block, "data.md", "exec"), names)
     last = names["train"]()
+    names["classify"](torch.randn(5, ROWS, 8), torch.arange(ROWS) % 3)
     pipe = ps.Pipeline(*make("mlp"), "1f1b", M)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     batches = [data("mlp", ROWS, seed) for seed in range(4)]

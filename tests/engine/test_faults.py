@@ -284,7 +284,12 @@ def rank_different_calls(what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("target", "the batch has 16 rows but the target has 9"),
+        (
+            "target",
+            "the batch has 16 rows but the target has 9 (the batch has shape (16, 12), the target has shape (9,)); rows are "
+            "the first dimension: give Pipeline(.., rows_dim=) if they are another one in all tensors, ps.Rows(tensor, dim) if "
+            "in one, ps.Replicated(tensor) for a tensor without rows",
+        ),
         ("eval", "the ranks do different things: rank 0 calls step(), rank 1 calls eval()"),
     ],
 )

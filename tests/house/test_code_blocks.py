@@ -59,6 +59,24 @@ model, tokens = Model(), torch.randn(16, 4)
 """,
     "pipeline.generate": TEXTS + "pipe, prompt = ps.Pipeline(model), tokens[:1]",
     "measuring.measure": TEXTS,
+    "rows.Rows": """
+class LastOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 2)
+    def forward(self, frames):
+        return self.lstm(frames)[0][-1]
+model, frames, labels = nn.Sequential(LastOutput(), nn.Linear(2, 2)), torch.randn(5, 16, 8), torch.randn(16, 2)
+""",
+    "rows.Replicated": """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places, self.head = nn.Embedding(256, 8), nn.Embedding(512, 8), nn.Linear(8, 2)
+    def forward(self, tokens, position_ids):
+        return self.head(self.tokens(tokens) + self.places(position_ids))
+pipe, tokens, targets = ps.Pipeline(Model(), loss_fn, cuts=[]), torch.randint(256, (8, 512)), torch.randn(8, 512, 2)
+""",
     "planning.plan": TEXTS,
 }
 RANKS = {"init_mesh": 4}

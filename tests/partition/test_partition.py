@@ -338,8 +338,7 @@ REFUSED = [
     # rows in the example, what the stages are called with, what is told
     (2, (5, 4),    {},              "the model was cut for x.size()[0] <= 3, which does not hold here: "),
     (5, (2, 4),    {},              "the model was cut for x.size()[0] > 3, which does not hold here: "),
-    (5, (5, 1),    {},              "x = torch.float32 of shape (any, any), not torch.float32 of shape (5, 1): "),
-    (5, (5, 4, 4), {},              "x = torch.float32 of shape (any, any), not torch.float32 of shape (5, 4, 4): "),
+    (5, (5, 4, 4), {},              "x = torch.float32 of shape (any, 2 or more), not torch.float32 of shape (5, 4, 4): "),
     (5, (5, 4),    {"scale": 3.0},  "the model was cut for scale = 2.0, not 3.0: "),
     (5, (5, 4),    {"scale": None}, "the model was cut for scale = 2.0, not None: "),
 ]  # fmt: skip
@@ -351,6 +350,15 @@ def test_a_batch_for_which_the_example_does_not_speak_is_refused(rows, shape, kw
     with pytest.raises(MismatchError, match=re.escape(told) + "give an example like this batch$"):
         partition.run(stages, torch.ones(shape), **({"scale": 2.0} | kwargs))
     assert partition.run(stages, torch.ones(rows, 4), scale=2.0).shape == (rows, 4)
+
+
+def test_a_size_of_one_is_told_that_the_example_must_have_it():
+    stages = split(Sized(), 2, cuts=["b"], example_args=(torch.ones(5, 4),))
+    told = (
+        "x = torch.float32 of shape (any, 2 or more), not torch.float32 of shape (5, 1): give an example like this batch, with"
+    )
+    with pytest.raises(MismatchError, match=re.escape(f"{told} a size of 1 where this has one") + "$"):
+        partition.run(stages, torch.ones(5, 1))
 
 
 def test_an_example_of_one_row_speaks_for_any_number():

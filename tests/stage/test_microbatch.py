@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
 from penstock import MismatchError
-from penstock.stage.microbatch import counts, join, rows, shares, sizes, split
+from penstock.partition.rows import Replicated, Rows
+from penstock.stage.microbatch import check_output, counts, join, rows, shares, signature, sizes, split
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -70,13 +71,48 @@ def test_zero_rows_are_not_the_same_as_none():
     assert rows(torch.zeros(0, 3)) == 0
 
 
-def test_tensors_of_different_rows_are_named():
+LAYOUTS = (
+    "give Pipeline(.., rows_dim=) if they are another one in all tensors, ps.Rows(tensor, dim) if in one, "
+    "ps.Replicated(tensor) for a tensor without rows"
+)
+
+
+def test_tensors_of_different_rows_are_told_by_their_shapes_with_what_to_do():
     batch = {"x": torch.zeros(4, 2), "deep": [torch.zeros(5), torch.zeros(4)]}
     with pytest.raises(MismatchError) as caught:
         rows(batch, what="target")
     assert str(caught.value) == (
-        "the tensors of a batch must have the same number of rows (first dimension): target['x'] has 4, target['deep'][0] has 5"
+        "the tensors of a batch must have the same number of rows: target['x'] has shape (4, 2), target['deep'][0] has shape "
+        f"(5,); rows are the first dimension: {LAYOUTS}"
     )
+
+
+def test_a_tensor_without_the_dimension_of_the_rows_is_told():
+    with pytest.raises(MismatchError) as caught:
+        rows([torch.zeros(5, 4), torch.zeros(4)], rows_dim=1)
+    assert str(caught.value) == (
+        "the tensors of a batch must have the same number of rows: batch[0] has shape (5, 4), batch[1] has shape (4,);"
+        f" rows are dimension 1 (rows_dim=1): {LAYOUTS}"
+    )
+
+
+def test_a_wrapper_says_where_the_rows_of_its_tensor_are():
+    batch = [torch.zeros(5, 4), Rows(torch.zeros(4), 0), Rows(torch.zeros(2, 3, 4), -1), Replicated(torch.zeros(7, 7))]
+    assert rows(batch, rows_dim=1) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Rows(torch.zeros(3, 4), 2), "Rows(tensor, 2): a tensor of shape (3, 4) has no such dimension"),
+        (lambda: Rows([1], 0), "Rows takes a tensor, not a list: wrap the tensors inside"),
+        (lambda: Replicated(None), "Replicated takes a tensor, not a NoneType: wrap the tensors inside"),
+    ],
+)
+def test_what_a_wrapper_cannot_take_is_refused(make, told):
+    with pytest.raises(MismatchError) as caught:
+        make()
+    assert str(caught.value) == told
 
 
 # ---- split and join
@@ -97,6 +133,39 @@ def test_what_has_no_rows_belongs_to_every_piece():
     for piece in pieces:
         assert piece["scale"] is scale
         assert (piece["mode"], piece["mask"]) == ("train", None)
+
+
+def test_rows_in_another_dimension_are_cut_and_joined_there_in_pieces_that_are_contiguous():
+    batch = {"frames": torch.randn(3, 7, 2), "labels": Rows(torch.arange(7), 0), "table": Replicated(torch.randn(1, 3))}
+    pieces = split(batch, [3, 2, 2], rows_dim=1)
+    expected = batch["frames"].split([3, 2, 2], 1)
+    assert all(torch.equal(piece["frames"], frames) for piece, frames in zip(pieces, expected, strict=True))
+    assert all(piece["frames"].is_contiguous() for piece in pieces)
+    assert [piece["labels"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert all(piece["table"] is batch["table"].tensor for piece in pieces)
+    assert torch.equal(join([piece["frames"] for piece in pieces], 1), batch["frames"])
+
+
+def test_an_output_that_does_not_have_the_rows_where_outputs_are_joined_is_refused():
+    check_output({"logits": torch.zeros(4, 3), "flat": torch.zeros(8, 3), "loss": torch.tensor(1.0)}, 4, 0)
+    check_output(torch.zeros(5, 4, 3), 4, 1)
+    for output, rows_dim, where in (
+        ((torch.zeros(4), torch.zeros(6, 4)), 0, "the first dimension, but output[1] of shape (6, 4)"),
+        (torch.zeros(4, 8), 1, "dimension 1 (rows_dim=1), but output of shape (4, 8)"),
+        (torch.zeros(4), 1, "dimension 1 (rows_dim=1), but output of shape (4,)"),
+    ):
+        with pytest.raises(MismatchError) as caught:
+            check_output(output, 4, rows_dim)
+        assert str(caught.value) == (
+            f"outputs are joined along {where} does not have the microbatch's 4 rows there: give Pipeline(.., rows_dim=) the "
+            "dimension that has them, or do not return it"
+        )
+
+
+def test_the_signature_of_a_batch_tells_how_its_tensors_are_cut():
+    one, two = torch.zeros(4, 4), torch.zeros(4, 4)
+    found = {signature([one, each]) for each in (two, Rows(two, 0), Rows(two, 1), Replicated(two))}
+    assert len(found) == 4
 
 
 def test_a_piece_may_have_no_rows():

@@ -445,7 +445,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_loaded():
 @pytest.mark.parametrize(
     ("batch", "target", "words"),
     [
-        ((torch.ones(4, 12), torch.ones(3, 2)), torch.zeros(4), r"\[0\]\[0\] has 4, .*\[1\] has 3"),
+        ((torch.ones(4, 12), torch.ones(3, 2)), torch.zeros(4), r"\[0\]\[0\] has shape \(4, 12\), .*\[1\] has shape \(3, 2\)"),
         ((torch.ones(4, 12),), torch.zeros(5).long(), "the batch has 4 rows but the target has 5"),
         ((torch.ones(4, 12),), None, "needs target="),
         ((3,), torch.zeros(4), "the batch has no tensor with rows"),

@@ -67,7 +67,12 @@ class Told(NamedTuple):
 
 
 def generate(
-    engine: Engine, tokens: Tensor, kwargs: Mapping[str, Any], request: Request, on_token: Callable[[Tensor], object] | None
+    engine: Engine,
+    tokens: Tensor,
+    kwargs: Mapping[str, Any],
+    request: Request,
+    on_token: Callable[[Tensor], object] | None,
+    rows_dim: int,
 ) -> Tensor:
     """The text, prompt and all: see `Pipeline.generate`."""
     channels = engine.channels  # open, so that a mistake made on this rank only reaches the others
@@ -76,7 +81,9 @@ def generate(
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise MismatchError(f"generate() takes tokens as (batch, time) int64, one or more of each, got {got}")
-    generation = Generation(engine, tokens, kwargs, request)
+    if rows_dim > 1:
+        raise MismatchError(f"generate() gives the model tokens of two dimensions, and rows_dim={rows_dim} is none of them")
+    generation = Generation(engine, tokens, kwargs, request, rows_dim)
     engine.forget()
     with waiting("for the replicas to begin to generate"):
         begin([engine.stages[index].copies for index in generation.program.stages])
@@ -95,8 +102,9 @@ def generate(
 class Generation:
     """Rows of text that grow by a token at a time."""
 
-    def __init__(self, engine: Engine, tokens: Tensor, kwargs: Mapping[str, Any], request: Request) -> None:
+    def __init__(self, engine: Engine, tokens: Tensor, kwargs: Mapping[str, Any], request: Request, rows_dim: int = 0) -> None:
         self.engine, self.text, self.kwargs, self.request = engine, tokens, dict(kwargs), request
+        self.rows_dim = rows_dim  # of what the model takes and gives
         told = _agreed(engine, tokens, request)
         rows = [told[ranks[0]].rows for ranks in engine.position.counted]
         self.first_row = sum(rows[: engine.position.replica])  # rows of all replicas are numbered
@@ -117,7 +125,8 @@ class Generation:
             self._cached = False  # all positions change with each token
             self._caches.clear()
         self._given = given = 1 if self._cached and length > self._prompt else seen
-        call = Call(False, (self.text[:, -given:],), self._arguments(given), None, 0, False)
+        tokens = self.text[:, -given:].transpose(0, self.rows_dim)
+        call = Call(False, (tokens,), self._arguments(given), None, 0, False, rows_dim=self.rows_dim)
         self._batch = split(call, engine.position, engine.schedule)
         self._chosen: dict[int, Tensor] = {}  # by microbatch
         specs = self._known[1] if self._known[0] == given else None
@@ -145,7 +154,7 @@ class Generation:
             output = stage.forward(microbatch, self._batch.given(action, values), keep=False)
         if index < self.engine.schedule.stages - 1:
             return messages(stage, output)
-        logits = last_logits(output, self.sizes[microbatch], self._given)
+        logits = last_logits(output, self.sizes[microbatch], self._given, self.rows_dim)
         start = self.first_row + sum(self.sizes[:microbatch])
         self._chosen[microbatch] = choose(logits, self.request, start, self.text.shape[1])
         return ()
@@ -188,21 +197,18 @@ def _agreed(engine: Engine, tokens: Tensor, request: Request) -> Sequence[Told]:
     return everyone
 
 
-def last_logits(output: Any, rows: int, time: int) -> Tensor:
+def last_logits(output: Any, rows: int, time: int, rows_dim: int = 0) -> Tensor:
     """Those of the last position, (batch, vocabulary). Raises MismatchError if `output` has no logits."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if (
-        not isinstance(logits, Tensor)
-        or logits.dim() != 3
-        or logits.shape[:2] != (rows, time)
-        or not logits.is_floating_point()
-    ):
+    shape = (time, rows) if rows_dim else (rows, time)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != shape or not logits.is_floating_point():
         got = f"{logits.dtype} of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(output).__name__
+        layout = "time, batch" if rows_dim else "batch, time"
         raise MismatchError(
-            f"generate() needs a model that gives logits, (batch, time, vocabulary), itself or as `logits`, "
-            f"here ({rows}, {time}, ..), got {got}"
+            f"generate() needs a model that gives logits, ({layout}, vocabulary), itself or as `logits`, "
+            f"here ({shape[0]}, {shape[1]}, ..), got {got}"
         )
-    return logits[:, -1]
+    return logits.select(1 - rows_dim, -1)
 
 
 def choose(logits: Tensor, request: Request, first_row: int, position: int) -> Tensor:

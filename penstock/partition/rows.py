@@ -1,0 +1,102 @@
+"""Which dimension of a tensor is its rows: the pipeline's `rows_dim`, unless a wrapper of the tensor says otherwise."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import MismatchError
+from penstock.torch_private import tree_map
+
+
+class Rows:
+    """A tensor of a batch whose rows are not in the dimension `rows_dim` of the pipeline.
+
+        pipe = ps.Pipeline(model, loss_fn, rows_dim=0)  # of targets and outputs
+        pipe.step(ps.Rows(frames, 1), target=labels)  # (time, batch, width) and (batch, ..)
+
+    `tensor`: part of a batch, in any place of it.
+    `dim`: the dimension along which microbatches are cut.
+
+    Raises MismatchError for what is no tensor, and for a dimension that the tensor does not have.
+    """
+
+    __slots__ = ("dim", "tensor")
+
+    def __init__(self, tensor: Tensor, dim: int) -> None:
+        _check_tensor("Rows", tensor)
+        if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
+            raise MismatchError(f"Rows(tensor, {dim!r}): a tensor of shape {tuple(tensor.shape)} has no such dimension")
+        self.tensor, self.dim = tensor, dim % tensor.dim()
+
+    def __repr__(self) -> str:
+        return f"Rows({self.dim}) {tuple(self.tensor.shape)} {self.tensor.dtype}"
+
+
+class Replicated:
+    """A tensor that goes whole to every microbatch: a table of positions, a mask without rows.
+
+        pipe.step(tokens, position_ids=ps.Replicated(torch.arange(512)[None]), target=targets)  # (1, 512)
+
+    `tensor`: part of a batch, in any place of it. Numbers, None and 0-dimensional tensors need no wrapper.
+
+    Raises MismatchError for what is no tensor.
+    """
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        _check_tensor("Replicated", tensor)
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"Replicated {tuple(self.tensor.shape)} {self.tensor.dtype}"
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise MismatchError(f"{name} takes a tensor, not a {type(tensor).__name__}: wrap the tensors inside")
+
+
+def bare(leaf: Any) -> Any:
+    """The tensor inside a wrapper; anything else as it is."""
+    return leaf.tensor if isinstance(leaf, Rows | Replicated) else leaf
+
+
+def all_bare(tree: Any) -> Any:
+    """`tree` without wrappers."""
+    return tree_map(bare, tree)
+
+
+def dim_of(leaf: Any, rows_dim: int) -> int | None:
+    """The dimension of the leaf's rows; None for what goes to every microbatch whole."""
+    if isinstance(leaf, Rows):
+        return leaf.dim
+    return rows_dim if isinstance(leaf, Tensor) and leaf.dim() else None
+
+
+def in_words(rows_dim: int) -> str:
+    """Where rows are."""
+    return f"dimension {rows_dim} (rows_dim={rows_dim})" if rows_dim else "the first dimension"
+
+
+def rows_dim_for(model: nn.Module | Iterable[nn.Module] | Mapping[int, nn.Module], rows_dim: int | None) -> int:
+    """`rows_dim`; 0 if it is None.
+
+    Raises MismatchError for what is no dimension, and, where None was given, for a module that says `batch_first=False`: it
+    takes (time, batch, ..), as torch's do by default, and its gradients would be wrong if time were cut into microbatches.
+    """
+    if rows_dim is not None:
+        if type(rows_dim) is not int or rows_dim < 0:
+            raise MismatchError(f"rows_dim={rows_dim!r}: give the number of the dimension that has a batch's rows, 0 or more")
+        return rows_dim
+    parts = model.values() if isinstance(model, Mapping) else [model] if isinstance(model, nn.Module) else model
+    for part in parts:
+        for name, module in part.named_modules():
+            if getattr(module, "batch_first", None) is False:
+                told = f"{type(module).__name__}{f' {name}' * bool(name)} has batch_first=False: it takes (time, batch, ..)"
+                raise MismatchError(
+                    f"{told}, while a batch is cut along its first dimension. Make it with batch_first=True, or give "
+                    "rows_dim=1 for batches of (time, batch, ..), or rows_dim=0 if the model transposes what this module takes"
+                )
+    return 0

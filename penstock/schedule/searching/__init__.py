@@ -6,7 +6,6 @@
 `annealing`  moves tried at random, those that lengthen the step ever more seldom taken
 `starts`     rows to begin with
 `wheel`      rows that do the same for every microbatch
-`growing`    rows for many microbatches from those for few
 `bounds`     what no table can be shorter than
 `proving`    small pipelines to the end, by OR-Tools
 `search`     all of it together, and what is found

@@ -60,12 +60,6 @@ class Machine:
         self.later = [sum(self.sizes[t].act for t in self.stages_of[home] if t > s) for s, home in enumerate(placement)]
         self._connect()
 
-    def of(self, microbatches: int) -> "Machine":
-        """The same pipeline for another number of microbatches."""
-        if microbatches == self.microbatches:
-            return self
-        return Machine(self.costs, self.placement, microbatches, self.limits, self.whole)
-
     def _of_actions(self, of_codes: Sequence[float]) -> list[float]:
         return [value for value in of_codes for _ in range(self.microbatches)]
 

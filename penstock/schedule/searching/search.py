@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.searching import growing, proving, starts, wheel
+from penstock.schedule.searching import proving, starts, wheel
 from penstock.schedule.searching.annealing import Report, anneal
 from penstock.schedule.searching.bounds import Bound, bound
 from penstock.schedule.searching.limits import checked_limits, checked_placement, checked_whole
@@ -136,7 +136,7 @@ class _Best:
 
     def report(self, steps: int, position: Position) -> None:
         """`steps` more are done, and the search is at `position`."""
-        if position.makespan < self.makespan and position.machine.microbatches == self.machine.microbatches:
+        if position.makespan < self.makespan:
             self.makespan, self.searched = position.makespan, (position.machine, position.whole_rows())
         self.check(steps)
 
@@ -187,27 +187,21 @@ LAST = 0.2  # the share of the work for the best, with every W in its place
 
 
 def _search(best: _Best, machine: Machine, work: float, dice: random.Random) -> None:
-    """Anneal for few microbatches first, if they are many, and for more and more from what was found."""
-    sizes = growing.sizes(machine.ranks, machine.microbatches)
-    found: Position | None = None
-    wheels = list[wheel.Turns]()
+    """Anneal from rows of all kinds: of rules, of periodic tables, and of the tables to beat."""
+    turns = list[wheel.Turns]()
     for _ in range(TURNED):
-        wheels += wheel.turning(machine, dice, int(WHEELS / TURNED * work / A_CODE / len(machine.times)))
+        turns += wheel.turning(machine, dice, int(WHEELS / TURNED * work / A_CODE / len(machine.times)))
         best.check(WHEELS / TURNED * work)
-    work *= 1 - WHEELS
-    for size in sizes:
-        sized = machine.of(size)
-        begins = [*starts.of(sized), *(wheel.unrolled(sized, turns) for turns in wheels)]
-        begins += map(machine.rows, best.tables) if sized is machine else ()
-        begins += growing.grown(found, sized) if found else ()
-        found = _annealed(sized, begins, work / len(sizes), dice, best.report)
+
+    begins = [*starts.of(machine), *(wheel.unrolled(machine, turn) for turn in turns), *map(machine.rows, best.tables)]
+    _anneal(machine, begins, work * (1 - WHEELS), dice, best.report)
 
 
-def _annealed(machine: Machine, begins: list[Rows], work: float, dice: random.Random, report: Report) -> Position | None:
+def _anneal(machine: Machine, begins: list[Rows], work: float, dice: random.Random, report: Report) -> None:
     """From `begins` many are annealed for a short time, the best of these for longer, the best of those for the longest.
 
     What becomes of a start takes its place: so those that go on differ, and one that is good early does not crowd out the rest.
-    None: no start keeps the limit.
+    Nothing happens if no start keeps the limit.
     """
     starting = dict[str, State]()
     for rows in begins:
@@ -216,7 +210,7 @@ def _annealed(machine: Machine, begins: list[Rows], work: float, dice: random.Ra
         if position.makespan < INFINITE:
             starting.setdefault(str(position.rows), position.state())  # some are alike
     if not starting:
-        return None
+        return
     states = list(starting.values())
     for many, share, hot in ROUNDS:
         states = sorted(states, key=lambda state: state.makespan)[:many]
@@ -228,4 +222,3 @@ def _annealed(machine: Machine, begins: list[Rows], work: float, dice: random.Ra
     position.go_to(min(states, key=lambda state: state.makespan))
     position = Position(machine, position.whole_rows())
     anneal(position, dice, int(work * LAST), machine.typical / 5, machine.typical / 20, report)
-    return position

@@ -42,10 +42,10 @@ from penstock.randomness import aside
 from penstock.schedule import Event, MeasuredTimeline, Schedule, verify
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.transform import with_full_backwards
-from penstock.stage import tied
 from penstock.stage.copies import StageCopies
 from penstock.stage.layers import Recompute, evaluating
 from penstock.stage.parameters import Parameters
+from penstock.stage.tied import TiedParameters
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count()  # of pipelines in this process, the same on every rank
@@ -193,13 +193,12 @@ class Pipeline(NoModule):
             self._control.gather_objects(None, "to build the pipeline")
             make = maker(cut, self._compared, runs, self.topology.device, loss_fn)
             parts = stages(make, modules, copies, runs, self.position.replica, recompute, merge)
-            shared = tied.owned(cut.tied, runs.placement, modules, self.topology)
-            for each in shared:
-                each.share_value()
-            self._parameters = Parameters(modules, names, tied.aliases(cut.tied, names), cut.order, unset)
+            aliases = cut.aliases(names)
+            tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, self.topology)
+            tied.share_values()
+            self._parameters = Parameters(modules, names, aliases, cut.order, unset)
             if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
-                borrowed = {id(each.parameter) for each in shared if each.owners[0] != self.topology.rank}
-                elsewhere += [pair for pair in self._parameters.named_parameters() if id(pair[1]) in borrowed]
+                elsewhere += tied.borrowed()
             strays = Strays(self.position.world.rank, modules, elsewhere)
             self.skew = skew(self._control, self._compared.machines)
             checks = Checks(asked, self._control, self.position, runs, parts, self._parameters, hollows, make)
@@ -208,7 +207,7 @@ class Pipeline(NoModule):
         self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
-        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, shared, checks, strays)
+        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, checks, strays)
         self._guard = Guard(self._engine, on_nonfinite)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step
@@ -396,7 +395,13 @@ class Pipeline(NoModule):
         return self._parameters.modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, by their names in the uncut model; one that several of its stages share by its first."""
+        """This rank's parameters, each once and by the name that `named_parameters()` of the uncut model has for it.
+
+            groups = [{"params": [p for name, p in pipe.named_parameters() if "norm" in name], "weight_decay": 0.0}, ..]
+
+        So one that several ranks share, as tied embeddings, has one name on all of them, and groups that are made by names put
+        it into the same one everywhere. `state_dict()` has it under each of its names.
+        """
         return self._parameters.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -418,7 +423,7 @@ class Pipeline(NoModule):
         return self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part out of `state`, which may be the whole model's.
+        """Take this rank's part out of `state`, which may be the whole model's. Every rank that has a tied parameter loads it.
 
         Raises MismatchError, before anything is loaded, for a name this rank lacks in `state`, for one that no stage has
         (both unless `strict` is False), and for a shape that differs.
@@ -438,8 +443,13 @@ class Pipeline(NoModule):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters, this rank's and those that ranks share -> the first name of each."""
-        return self._parameters.aliases()
+        """Further names in the uncut model of what has several, as tied parameters have -> the first of each."""
+        return self._parameters.aliases
+
+    @property
+    def tied(self) -> dict[str, list[int]]:
+        """The parameters that several ranks of a pipeline have, by name -> those ranks, in the order of their stages."""
+        return self._engine.tied.owners
 
     @property
     def homes(self) -> dict[str, list[int]]:

@@ -110,7 +110,7 @@ def check_given(told: Sequence[Sequence[str]]) -> None:
 def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
     rank, aliases, state = pipe.position.world.rank, pipe.aliases, own_state(pipe)
-    names = {id(parameter): aliases.get(name, name) for name, parameter in pipe.named_parameters()}
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     part = {

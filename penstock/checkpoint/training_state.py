@@ -68,6 +68,7 @@ def merged_optimizer(parts: Sequence[Any]) -> Any:
         return None
     first = min(ranks)
     groups: list[dict[str, Any]] = []
+    group_of: dict[str, int] = {}
     for rank, part in ranks.items():
         if part["kind"] != ranks[first]["kind"]:
             raise MismatchError(f"the optimizer is {ranks[first]['kind']} on rank {first}, but {part['kind']} on rank {rank}")
@@ -75,6 +76,10 @@ def merged_optimizer(parts: Sequence[Any]) -> Any:
             if number == len(groups):
                 groups.append({**group, "names": []})
             _check_alike(groups[number]["words"], group["words"], number, rank)
+            for name in group["names"]:
+                if (before := group_of.setdefault(name, number)) != number:
+                    where = f"in the optimizer's group {number} on rank {rank}, but in group {before} on a rank before"
+                    raise MismatchError(f"{name} is {where}: make groups by the names of pipe.named_parameters()")
             groups[number]["names"] += [name for name in group["names"] if name not in groups[number]["names"]]
     merged = [{"options": group["options"], "names": group["names"]} for group in groups]
     state = {name: value for part in ranks.values() for name, value in part["state"].items()}

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.checkpoint.audit.digests import check_replicas
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.tensor_files import TensorFiles, write_file
 from penstock.checkpoint.importing import INDEX, SINGLE
@@ -35,7 +36,8 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
         tied parameter has its first name, and a model of transformers its `config.json`. What else is there stays.
     `max_shard_size`: bytes of a file in the folder, as a number or as `"5GB"`; a single tensor may be larger.
 
-    Raises PenstockError, on every rank, if a rank cannot write.
+    Raises, on every rank: PenstockError if a rank cannot write; MismatchError for ranks that differ in a bit of a parameter or
+    buffer that all of them have.
 
         checkpoint.export(pipe, "model.safetensors")
         model.load_state_dict(safetensors.torch.load_file("model.safetensors"))  # elsewhere, without ranks
@@ -44,6 +46,7 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
     """
     path, control = Path(path), settled(pipe)
     with as_one(control, f"export to {path}"):
+        check_replicas(control, pipe)
         _write(control, path, own_state(pipe), pipe.aliases, settings(pipe), max_shard_size)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import partition
@@ -18,6 +18,7 @@ from penstock.schedule import Schedule, Skip
 from penstock.stage import tied
 from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.neighbours import Name, skips_of_tied
+from penstock.torch_private import uncompiled_name
 
 
 class Origin(NamedTuple):
@@ -43,7 +44,22 @@ class Cut(NamedTuple):
     @property
     def order(self) -> list[str] | None:
         """All names in the uncut model, in its order, if that is what was cut."""
-        return None if self.whole is None else list(self.whole.state_dict())
+        return None if self.whole is None else [uncompiled_name(name) for name in self.whole.state_dict()]
+
+    def aliases(self, names: Sequence[Mapping[str, str]]) -> dict[str, str]:
+        """Further names, in the uncut model, of a tensor that has several -> the first; `names` as in `Parameters`.
+
+        The first is the one by which `named_parameters()` of the uncut model has it. Of stages that this rank was not given,
+        nothing is known.
+        """
+        if self.whole is None:
+            states = [(names[stage], module.state_dict(keep_vars=True)) for stage, module in self.every.items()]
+            named = [(known[own], value) for known, state in states for own, value in state.items()]
+        else:
+            named = [(uncompiled_name(name), value) for name, value in self.whole.state_dict(keep_vars=True).items()]
+        tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
+        first = {id(tensor): name for name, tensor in reversed(tensors)}
+        return {name: first[id(tensor)] for name, tensor in tensors if first[id(tensor)] != name}
 
     def elsewhere(self, names: Sequence[Mapping[str, str]]) -> list[tuple[str, nn.Parameter]]:
         """Parameters that no stage of this rank has, by name in the uncut model; `names` as in `Parameters`."""

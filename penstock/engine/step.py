@@ -32,6 +32,7 @@ from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
+from penstock.engine.checks import copies
 from penstock.engine.checks.strays import Noted, Strays
 from penstock.engine.checks.together import Checks
 from penstock.engine.clock import Clock, clock_for
@@ -47,7 +48,7 @@ from penstock.schedule.table import Action, Kind
 from penstock.stage.graph import handed_over
 from penstock.stage.parameters import Parameters
 from penstock.stage.stage import Stage
-from penstock.stage.tied import TiedParameter
+from penstock.stage.tied import TiedParameters
 
 
 class Engine:
@@ -60,7 +61,7 @@ class Engine:
         programs: RankPrograms,
         stages: dict[int, Stage],
         parameters: Parameters,
-        tied: Sequence[TiedParameter],
+        tied: TiedParameters,
         checks: Checks,
         strays: Strays,
     ) -> None:
@@ -95,6 +96,8 @@ class Engine:
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
+        if batch.training and self.tied.owners and copies.is_due(call.step):
+            copies.check(self.control, self.tied, call.step)
         self.checks.agreed(agreed.weights)
         before: list[Noted] = []
         if batch.training and agreed.known is None:  # new to this rank, or to another
@@ -110,8 +113,8 @@ class Engine:
         clock.averaged()
 
         outcome = self._conclude(actions, clock, measurement)
-        for parameter in self.tied if batch.training and agreed.counts else ():  # now, where no rank can fail any more
-            parameter.share_gradient()
+        if batch.training and agreed.counts:
+            self.tied.share_gradients()  # now, where no rank can fail any more
         channels.end()
         self.agreement.keep(agreed, agreed.known or Known(channels.learned(), outcome.sizes))
         self._ended = clock.end()

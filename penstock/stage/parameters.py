@@ -17,23 +17,21 @@ class Parameters:
     """The parameters of a rank's stages.
 
     `modules`: stage -> module, this rank's. `names`: for every stage of the model, its own name of each entry -> the name in
-    the uncut model. `shared`: further names of parameters that stages share -> the first, whose owner counts it in the norm.
-    `order`: of all names in the uncut model, by default that of the stages. `unset`: names of what has no value until somebody
-    writes to it, as loading a state does.
+    the uncut model. `aliases`: further names there of what has several -> the first, which `named_parameters` of the uncut
+    model gives; no stage of this rank need have that one. `order`: of all names in the uncut model, by default that of the
+    stages. `unset`: names of what has no value until somebody writes to it, as loading a state does.
     """
 
     def __init__(
         self,
         modules: dict[int, nn.Module],
         names: Sequence[Mapping[str, str]],
-        shared: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
         order: Sequence[str] | None = None,
         unset: Collection[str] = (),
     ) -> None:
-        self.modules, self.names, self.shared = modules, names, dict(shared or {})
+        self.modules, self.names, self.aliases = modules, names, dict(aliases or {})
         self.order = order or [name for stage in names for name in stage.values()]
-        aliases = self.aliases()
-        self._first = {aliases.get(name, name): name for name in reversed(self.order)}  # name -> first in `order`
         tensors = self.state_dict(keep_vars=True) if unset else {}
         self._unset = {name: (tensor, version_of(tensor)) for name, tensor in tensors.items() if name in unset}
 
@@ -41,8 +39,9 @@ class Parameters:
         """Each parameter once, by its first name in the uncut model. Raises MismatchError for one that has come since."""
         found = dict[int, tuple[str, nn.Parameter]]()
         for stage, module in self.modules.items():
-            for name, parameter in module.named_parameters():
-                found.setdefault(id(parameter), (self._name(stage, name), parameter))
+            for own, parameter in module.named_parameters():
+                name = self._name(stage, own)
+                found.setdefault(id(parameter), (self.aliases.get(name, name), parameter))
         return iter(found.values())
 
     def _name(self, stage: int, name: str) -> str:
@@ -80,6 +79,7 @@ class Parameters:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load what is this rank's, once all of it is known to fit."""
+        state = self._under_all_names(state)
         unfit = self.unfit({name: _shape(value) for name, value in state.items()})
         if not strict:
             unfit = {SHAPE: unfit[SHAPE]}
@@ -90,6 +90,12 @@ class Parameters:
             part = {key: placed_as(state[name], own[key]) for key, name in self.names[stage].items() if name in state}
             module.load_state_dict(part, strict=strict)
 
+    def _under_all_names(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """`state` with what has several names under all of them, as the last of these has it, as in the uncut model."""
+        first = {name: self.aliases.get(name, name) for name in self.order}
+        last = {first[name]: state[name] for name in self.order if name in state}
+        return {**state, **{name: last[first[name]] for name in self.order if first[name] in last}}
+
     def unfit(self, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
         """The names that keep a state of these names and shapes (None: no tensor) from being loaded, by what they are."""
         mine, known = self.state_dict(), {name for names in self.names for name in names.values()}
@@ -99,20 +105,14 @@ class Parameters:
             SHAPE: [name for name in mine if name in shapes and _shape(mine[name]) != shapes[name]],
         }
 
-    def aliases(self) -> dict[str, str]:
-        """Further names of tensors that several names stand for, on this rank or over the ranks -> the first."""
-        tensors = {name: value for name, value in self.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-        return {name: first[id(tensor)] for name, tensor in tensors.items() if first[id(tensor)] != name} | self.shared
-
     def gradient_norms(self, norm_type: float) -> dict[ShardKey, Tensor]:
-        """The norm of each gradient that this rank counts, or of its shard of one, by the parameter's first name in `order`."""
-        counted = {
-            (self._first[name], shard_of(parameter.grad)): local(parameter.grad)
+        """The norm of each gradient that this rank has, or of its shard of one, by the parameter's name."""
+        gradients = {
+            (name, shard_of(parameter.grad)): local(parameter.grad)
             for name, parameter in self.named_parameters()
-            if parameter.grad is not None and name not in self.shared and local(parameter.grad).numel()
+            if parameter.grad is not None and local(parameter.grad).numel()
         }
-        return dict(zip(counted, _norms([*counted.values()], norm_type), strict=True))
+        return dict(zip(gradients, _norms([*gradients.values()], norm_type), strict=True))
 
     def clip(self, parts: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
         """Scale this rank's gradients by what all ranks' `gradient_norms` ask for; returns the norm of the whole model's."""
@@ -127,7 +127,7 @@ class Parameters:
         """The norms of whole gradients, in the order in which torch adds up those of the uncut model."""
         shards: dict[str, dict[tuple[int, ...], Tensor]] = {}
         for part in parts:
-            for (name, shard), norm in part.items():  # replicas say the same of the same shard
+            for (name, shard), norm in part.items():  # replicas and owners of a tied one say the same of the same shard
                 shards.setdefault(name, {})[shard] = norm
         found = [[each for _, each in sorted(shards[name].items())] for name in self.order if name in shards]
         norms = [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]

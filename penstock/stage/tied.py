@@ -1,6 +1,6 @@
 """Parameters that several stages share: found by identity, kept equal over ranks. Their gradients: `exchange/neighbours.py`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -24,48 +24,56 @@ def names_of(stages: Sequence[nn.Module]) -> list[list[Name]]:
     return list(places.values())
 
 
-def aliases(groups: Sequence[Sequence[Name]], names: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """For the shared parameters, every further name in the uncut model -> the first; `names` as in `Parameters`."""
-    whole = [[names[stage][name] for stage, name in group] for group in groups]
-    return {name: group[0] for group in whole for name in group[1:] if name != group[0]}
+class TiedParameters:
+    """The parameters that several ranks have. The first owner's copy holds the whole gradient.
 
+    `groups`: as `find` gives them. `modules`: this rank's stages. `names`, `aliases`: as in `Parameters`.
+    """
 
-def owned(
-    groups: Sequence[Sequence[Name]], placement: Sequence[int], modules: Mapping[int, nn.Module], topology: Topology
-) -> list["TiedParameter"]:
-    """This rank's copies of the tied parameters, in the order all ranks go through them; `modules` are its stages."""
-    copies = []
-    for group in groups:
-        owners = list(dict.fromkeys(placement[stage] for stage, _ in group))
-        if topology.rank in owners and len(owners) > 1:
-            stage, name = next(each for each in group if each[0] in modules)
-            copies.append(TiedParameter(modules[stage].get_parameter(name), owners, topology))
-    return copies
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Name]],
+        placement: Sequence[int],
+        modules: Mapping[int, nn.Module],
+        names: Sequence[Mapping[str, str]],
+        aliases: Mapping[str, str],
+        topology: Topology,
+    ) -> None:
+        self.topology = topology
+        self.owners: dict[str, list[int]] = {}  # name in the uncut model -> ranks; the same on all ranks, in the same order
+        self.copies: dict[str, nn.Parameter] = {}  # this rank's
+        for group in groups:
+            owners = list(dict.fromkeys(placement[stage] for stage, _ in group))
+            if len(owners) > 1:
+                first = names[group[0][0]][group[0][1]]
+                name = aliases.get(first, first)
+                self.owners[name] = owners
+                for stage, own in group:
+                    if stage in modules:
+                        self.copies[name] = modules[stage].get_parameter(own)
 
+    def borrowed(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's copies whose first owner is another rank, by name."""
+        return ((name, copy) for name, copy in self.copies.items() if self.owners[name][0] != self.topology.rank)
 
-class TiedParameter:
-    """This rank's copy of one parameter, and the ranks that own one. The first owner's holds the whole gradient."""
-
-    def __init__(self, parameter: nn.Parameter, owners: Sequence[int], topology: Topology) -> None:
-        self.parameter, self.owners, self.topology = parameter, list(owners), topology
-
-    def share_value(self) -> None:
+    def share_values(self) -> None:
         """Give every owner the value of the first."""
         with torch.no_grad():
-            self.parameter.copy_(self._from_first(self.parameter.detach()))
+            for name, copy in self.copies.items():
+                copy.copy_(self._from_first_owner(name, copy.detach()))
 
-    def share_gradient(self) -> None:
+    def share_gradients(self) -> None:
         """At the end of a step: give every owner the gradient of the first."""
-        parameter = self.parameter
-        if parameter.requires_grad:
-            found = self._from_first(torch.tensor([parameter.grad is not None], device="cpu"))
-            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = self._from_first(mine) if found else None
+        for name, copy in self.copies.items():
+            if copy.requires_grad:
+                found = self._from_first_owner(name, torch.tensor([copy.grad is not None], device="cpu"))
+                gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
+                copy.grad = self._from_first_owner(name, gradient) if found else None
 
-    def _from_first(self, mine: torch.Tensor) -> torch.Tensor:
-        first, *others = map(self.topology.of_job, self.owners)
-        if self.topology.rank != self.owners[0]:
-            return recv_tensor(mine.shape, first, mine.dtype, mine.device)
+    def _from_first_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        first, *others = map(self.topology.of_job, self.owners[name])
+        if self.topology.rank != self.owners[name][0]:
+            return recv_tensor(tensor.shape, first, tensor.dtype, tensor.device)
         for other in others:
-            send_tensor(mine, other)
-        return mine
+            send_tensor(tensor, other)
+        return tensor

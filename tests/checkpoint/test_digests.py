@@ -15,9 +15,10 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.checkpoint.audit import comparison
-from penstock.checkpoint.audit.digests import condensed, digest
+from penstock.checkpoint.audit.digests import digest
 from penstock.commands.audit import Audit
 from penstock.commands.train.setup import token_loss
+from penstock.engine.checks.digest import condensed
 from penstock.stage.dtensor import full
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -231,7 +231,6 @@ def test_a_tied_parameter_is_kept_once_and_every_owner_gets_it_back(tmp_path):
             checkpoint.resume(newest, pipe, optimizer := torch.optim.AdamW(pipe.parameters(), lr=0.1))
             assert_same(pipe.state_dict(), exported)
             moments = merged([moments for _, moments in before])
-            del moments["3.weight"]
             assert_same({name: optimizer.state[p]["exp_avg"] for name, p in pipe.named_parameters()}, moments)
         else:
             folder = shutil.copytree(tmp_path, tmp_path.with_name("copy"))

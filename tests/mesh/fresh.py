@@ -106,6 +106,42 @@ def exported() -> Any:
     return pipe.step(target=target, **inputs), gradients(pipe)
 
 
+def t5() -> nn.Module:
+    import transformers
+
+    shape = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 17}
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, dropout_rate=0, decoder_start_token_id=0))
+
+
+def no_decay_for_embeddings(model: Any) -> torch.optim.Optimizer:
+    """AdamW with groups made by names, as scripts make them."""
+    names = dict(model.named_parameters())
+    embeddings = [name for name in names if "shared" in name or "embed" in name]
+    groups = [[names[name] for name in names if (name in embeddings) == chosen] for chosen in (True, False)]
+    return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], lr=0.05, weight_decay=0.5)
+
+
+def translation(step: int) -> tuple[dict[str, Any], Tensor]:
+    ids = torch.randint(1, 17, (3, 4, 5), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids[0], "decoder_input_ids": ids[1], "use_cache": False}, ids[2]
+
+
+def tied() -> tuple[list[str], dict[str, Tensor]]:
+    """The names on this rank, and the state after four steps."""
+    inputs, _ = translation(0)
+    example = {name: value[:2] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    pipe = ps.Pipeline(t5(), token_loss, "1f1b", 2, cuts=["decoder"], example_args=(), example_kwargs=example)
+    optimizer = no_decay_for_embeddings(pipe)
+    for step in range(4):
+        inputs, target = translation(step)
+        pipe.step(target=target, **inputs)
+        pipe.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [name for name, _ in pipe.named_parameters()], dict(pipe.state_dict())
+
+
 def failed() -> list[str]:
     """What each of two steps raises here: the model does on rank 1, and then the ranks have different tables."""
     pipe = ps.Pipeline(model(), nn.functional.mse_loss, microbatches=4)
@@ -152,6 +188,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "split backward": lambda _: stepped("zb-h1"),
     "resume": resumed,
     "transformers": lambda _: exported(),
+    "tied": lambda _: tied(),
     "errors": lambda _: failed(),
     "train": lambda folder: trains(folder, "text", "own"),
     "train with tp": lambda folder: trains(folder, "text/a.txt", "shared", "--ranks", 1, "--tp", 2),

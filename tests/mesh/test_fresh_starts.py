@@ -26,7 +26,7 @@ pytestmark = pytest.mark.fresh
 HERE = Path(__file__).parent
 ALIKE = ["tp", "fsdp", "split backward", "resume", "errors"]
 STARTS = {  # who starts how many ranks, for what
-    "torchrun": (2, [*ALIKE, "transformers", "train", "train with tp"]),
+    "torchrun": (2, [*ALIKE, "transformers", "tied", "train", "train with tp"]),
     "spawn": (2, ALIKE),
     "torchrun, 4 ranks": (4, ["pp and tp", "tutorial"]),
 }
@@ -134,6 +134,23 @@ def test_an_exported_transformers_model_has_the_bits_of_one_process(started: Any
     ((*everyone,),) = results(started, "transformers")
     assert all(torch.equal(ours, loss) for ours, _ in everyone)
     assert_same(merged([mine for _, mine in everyone]), {name: each.grad for name, each in whole.named_parameters()})
+
+
+def test_a_tied_weight_has_one_name_and_groups_made_by_names_have_the_bits_of_one_process(started: Any) -> None:
+    whole = fresh.t5()
+    optimizer = fresh.no_decay_for_embeddings(whole)
+    for step in range(4):
+        inputs, target = fresh.translation(step)
+        for rows in (slice(0, 2), slice(2, 4)):
+            part = {name: value[rows] if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+            fresh.token_loss(whole(**part), target[rows]).backward(torch.tensor(0.5))
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    ((*everyone,),) = results(started, "tied")
+    assert all("shared.weight" in names for names, _ in everyone)
+    assert {name for names, _ in everyone for name in names} == {name for name, _ in whole.named_parameters()}
+    assert_same(merged([state for _, state in everyone]), dict(whole.state_dict()))
 
 
 def test_an_error_on_one_rank_is_the_same_on_all_and_so_are_tables_that_differ(started: Any) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from penstock import partition
+from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
-from penstock.stage import tied
 from penstock.stage.parameters import Parameters
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
@@ -42,8 +42,8 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
             parameter.grad = torch.randn_like(parameter)
         stages = partition.split(model, 2, cuts=[cut])
         names = partition.names_of([partition.plain(stage) for stage in stages], whole=True)
-        shared = tied.aliases(tied.find(stages), names)
-        ranks = [Parameters({index: stage}, names, shared, list(model.state_dict())) for index, stage in enumerate(stages)]
+        aliases, order = Cut({}, {}, dict(enumerate(stages)), whole=model).aliases(names), list(model.state_dict())
+        ranks = [Parameters({index: stage}, names, aliases, order) for index, stage in enumerate(stages)]
         parts = [each.gradient_norms(2.0) for each in ranks]
         expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
         assert all(torch.equal(each.clip(parts, math.inf, 2.0), expected) for each in ranks)

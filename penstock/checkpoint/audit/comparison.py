@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.checkpoint.audit.digests import different, told
+from penstock.checkpoint.audit.digests import told
 from penstock.checkpoint.audit.trail import FILE
 from penstock.checkpoint.files import json_lines
+from penstock.engine.checks.digest import ranks_by_digest
 from penstock.errors import PenstockError
 
 KINDS = ("outputs", "gradients", "optimizer", "weights")  # in the order in which a step makes them
@@ -79,7 +80,7 @@ def alone(run: Run) -> tuple[bool, str]:
     text = f"{run.folder} has digests of {_several(list(run.steps))}: {kept}"
     for number, step in run.steps.items():
         for kind, name, by_rank in _apart(step):
-            place = f"{told(kind, name)}, {_stage(step.run, kind, name)}: {different(by_rank)}"
+            place = f"{told(kind, name)}, {_stage(step.run, kind, name)}: {ranks_by_digest(by_rank)}"
             return False, f"{text}\nstep {number} is the first in which ranks that have the same differ: {place}"
     return True, f"{text}\nranks that have the same parameter agree in it, in every step"
 
@@ -175,7 +176,7 @@ def _told(a: Run, b: Run, number: int, equal: list[int], found: list[Difference]
 
 
 def _hex(digest: Any) -> str:
-    return "nothing" if digest is None else different(digest) if isinstance(digest, dict) else digest
+    return "nothing" if digest is None else ranks_by_digest(digest) if isinstance(digest, dict) else digest
 
 
 def _stage(run: Mapping[str, Any], kind: str, name: str) -> str:

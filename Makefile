@@ -59,7 +59,7 @@ $(VENV)/docs: $(VENV)/ready
 	touch $@
 
 # Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py.
-NCCL_ENGINE := faults model data training generation mistakes pipeline audit undone agreement
+NCCL_ENGINE := faults model data training generation mistakes pipeline undone agreement
 NCCL_TESTS := tests/stage tests/mesh/test_mesh.py $(NCCL_ENGINE:%=tests/engine/test_%.py)
 nccl: $(VENV)/ready nccl-lazy nccl-eager nccl-ahead
 	$(PYTEST) -m nccl tests/nccl

@@ -1,10 +1,10 @@
-"""What it costs to watch over a training: digests, audits, a look for what is not finite, and the heartbeat.
+"""What it costs to watch over a training: digests, a look for what is not finite, and the heartbeat.
 
 python benchmarks/watching.py                        about a minute
 python benchmarks/watching.py --rows 16 --layers 16  more weights for the same computing
 
 Ranks train stages of linear layers, whose forward takes about 10 ms on one core of a small machine. Steps with each of these
-and steps without take turns; every one is digested or audited, and that is divided by the interval. Beside seconds the ranks'
+and steps without take turns; every one is digested, and that is divided by the interval. Beside seconds the ranks'
 processor time is counted, which other work on the machine does not lengthen as much. The heartbeat goes on in all steps: it is
 counted by the processor time of its thread.
 """
@@ -34,8 +34,8 @@ from penstock.schedule import Kind
 WARM_UP = 3  # turns
 HASHED = 2**24  # bytes, for the hashes alone
 REPEATS = 5
-BARE, DIGESTS, AUDIT, LOOK = "bare", f"digests every {EVERY} steps, the default", "audit_every=100", "on_nonfinite"
-INTERVALS = {DIGESTS: EVERY, AUDIT: 100, LOOK: 1}  # steps
+BARE, DIGESTS, LOOK = "bare", f"digests every {EVERY} steps, the default", "on_nonfinite"
+INTERVALS = {DIGESTS: EVERY, LOOK: 1}  # steps
 
 
 @dataclass
@@ -71,7 +71,7 @@ def steps(options: Options, folder: str) -> Measured:
     ps.comms.init_distributed(backend="gloo")
     width, names = options.width, [BARE, *INTERVALS]
     layers = [layer for _ in range(options.ranks * options.layers) for layer in (nn.Linear(width, width), nn.Tanh())]
-    asked: dict[str, dict[str, Any]] = {AUDIT: {"audit_every": 1}, LOOK: {"on_nonfinite": "raise"}}
+    asked: dict[str, dict[str, Any]] = {LOOK: {"on_nonfinite": "raise"}}
     model, loss = nn.Sequential(*layers), nn.functional.mse_loss
     pipes = {name: ps.Pipeline(deepcopy(model), loss, "1f1b", options.microbatches, **asked.get(name, {})) for name in names}
     optimizers = {name: torch.optim.Adam(pipe.parameters()) for name, pipe in pipes.items()}

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from penstock.comms.topology import Topology
     from penstock.engine.text import cache
     from penstock.errors import (
-        CorruptionError,
         LostRankError,
         MismatchError,
         NonFiniteError,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CorruptionError",
     "LostRankError",
     "MismatchError",
     "NonFiniteError",

@@ -27,10 +27,6 @@ class NonFiniteError(StageError):
     """A watched step met a value that is NaN or infinite (`Pipeline(.., on_nonfinite=..)`); raised on all ranks at its end."""
 
 
-class CorruptionError(StageError):
-    """In a step, two ranks computed the same and got other bits (`Pipeline(.., audit_every=..)`); raised on all ranks."""
-
-
 class LostRankError(PenstockError):
     """A rank died, or did not answer within the timeout."""
 

@@ -19,10 +19,10 @@ from penstock.comms.health.doing import doing
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, maker, placed, stages, table
-from penstock.engine.checks.guard import Guard
+from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, placed, stages, table
+from penstock.engine.checks.guard import Guard, OnNonfinite, check_choice
+from penstock.engine.checks.nonfinite import Watch
 from penstock.engine.checks.strays import Strays
-from penstock.engine.checks.together import Asked, Checks, OnNonfinite
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared
 from penstock.engine.cut import agreed_cut
@@ -30,7 +30,7 @@ from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.engine.text.generation import Request, generate
-from penstock.errors import CorruptionError, MismatchError, NonFiniteError, PenstockError
+from penstock.errors import MismatchError, NonFiniteError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
 from penstock.mesh.sampler import ReplicaSampler
@@ -116,10 +116,6 @@ class Pipeline(NoModule):
         Watch every step for values that are NaN or infinite, in losses, what layers and stages give, and gradients: `"raise"`
         an error that names rank, stage, layer, microbatch and action; `"skip"` the step as if its batch had not been; or
         `"retry"` it once, and raise if that was of no use. By default nothing is watched. See docs/howto/audit.md.
-    audit_every
-        Every so many steps have another rank compute one microbatch of one stage again, and compare the bits: a device that
-        computes wrongly is found, and named where a third opinion can be had. Every rank must be given the whole model, or
-        there are replicas. 100 costs little; see docs/howto/audit.md.
     rows_dim
         The dimension of inputs, targets and outputs that has the rows: microbatches are cut and outputs joined along it. 0 by
         default, which a model with modules of `batch_first=False` must say itself: theirs is 1. `ps.Rows(tensor, dim)` is a
@@ -151,7 +147,6 @@ class Pipeline(NoModule):
         data_parallel: str | ApplyDataParallel = "ddp",
         tensor_parallel: Plan | None = None,
         on_nonfinite: OnNonfinite | None = None,
-        audit_every: int | None = None,
         rows_dim: int | None = None,
         **options: Any,
     ) -> None:
@@ -168,8 +163,7 @@ class Pipeline(NoModule):
             self.rows_dim = rows_dim_for(model, rows_dim)
             if options:
                 check_options(options, schedule, inspect.signature(Pipeline).parameters)
-            asked = Asked(on_nonfinite, audit_every)
-            asked.check()
+            check_choice(on_nonfinite)
             if plan is not None:
                 check_plan(plan, cuts, recompute, options)
                 schedule, microbatches, cuts, recompute = plan.schedule, plan.microbatches, plan.cuts, plan.recompute
@@ -183,16 +177,16 @@ class Pipeline(NoModule):
                 "seed": seed,
                 "data_parallel": data_parallel,
                 "tensor_parallel": tensor_parallel,
+                "on_nonfinite": on_nonfinite,
                 "rows_dim": self.rows_dim,
             }
-            self._compared = compared(self._control, self.position, self.schedule, cut, asked, alike)
-            hollows, elsewhere = asked.hollows(cut.every), cut.elsewhere(self._compared.names)
+            self._compared = compared(self._control, self.position, self.schedule, cut, alike)
+            elsewhere = cut.elsewhere(self._compared.names)
             modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
             merge, names = merge_weight_gradients, self._compared.names
             copies = side_by_side(self.position, modules, cut.copies, cut.tied, names, tensor_parallel, data_parallel)
             self._control.gather_objects(None, "to build the pipeline")
-            make = maker(cut, self._compared, runs, self.topology.device, loss_fn)
-            parts = stages(make, modules, copies, runs, self.position.replica, recompute, merge)
+            parts = stages(cut, self._compared, modules, copies, runs, self.position, loss_fn, recompute, merge)
             aliases = cut.aliases(names)
             tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, self.topology)
             tied.share_values()
@@ -201,13 +195,13 @@ class Pipeline(NoModule):
                 elsewhere += tied.borrowed()
             strays = Strays(self.position.world.rank, modules, elsewhere)
             self.skew = skew(self._control, self._compared.machines)
-            checks = Checks(asked, self._control, self.position, runs, parts, self._parameters, hollows, make)
+            watch = Watch(self.position.world.rank, parts, self._parameters.names) if on_nonfinite else None
         self.merge_weight_gradients = merge
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
-        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, checks, strays)
+        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, watch, strays)
         self._guard = Guard(self._engine, on_nonfinite)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step
@@ -362,7 +356,7 @@ class Pipeline(NoModule):
             raise PenstockError("the pipeline is in another call: one at a time, and none from a forward, a loss or a hook")
         try:
             yield
-        except (NonFiniteError, CorruptionError):  # on all of them already, at the end of the step
+        except NonFiniteError:  # on all of them already, at the end of the step
             raise
         except BaseException as error:
             self._control.fail(error)

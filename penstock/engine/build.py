@@ -14,6 +14,7 @@ from penstock import torch_private
 from penstock.engine.comparison import Compared
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
+from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import on
 from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.schedule import Program, Schedule, build, from_rows, verify
@@ -137,11 +138,13 @@ def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None,
 
 
 def stages(
-    make: Callable[..., Stage],
+    cut: Cut,
+    compared: Compared,
     modules: Modules,
     copies: Mapping[int, StageCopies],
     table: Schedule,
-    replica: int,
+    position: MeshPosition,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
     recompute: Recompute | Sequence[Recompute | None] | None,
     merge: bool,
 ) -> dict[int, Stage]:
@@ -150,31 +153,21 @@ def stages(
     ways = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one] * table.stages
     if len(ways) != table.stages:
         raise MismatchError(f"recompute={ways} is for {len(ways)} stages, but {table.name} has {table.stages}")
-    made = {}
-    for index, module in modules.items():
-        options = {"recompute": ways[index], "copies": copies[index], "in_order": table.weights_in_order(index)}
-        made[index] = make(index, module, replica, merge=merge, **options)
-    return made
-
-
-def maker(
-    cut: Cut, compared: Compared, table: Schedule, device: torch.device, loss_fn: Callable[[Any, Any], Tensor] | None
-) -> Callable[..., Stage]:
-    """What makes stages of the model for `table`, those of other ranks too."""
     neighbours = neighbours_of(table.stages, cut.skips, cut.tied)
-
-    def make(index: int, module: nn.Module, replica: int, **options: Any) -> Stage:
-        """The stage of this number, made of `module`, in one of the replicas; `options` as `Stage` has them."""
-        return Stage(
+    return {
+        index: Stage(
             index,
             module,
-            device,
+            position.pipeline.device,
             loss_fn if index == table.stages - 1 else None,
             numbers=None if torch_private.fsdp_casts(module) else cut.numbers.get(index),
             neighbours=neighbours[index],
             later=frozenset().union(*compared.takes[index + 1 :]),
-            first=replica * table.microbatches,
-            **options,
+            first=position.replica * table.microbatches,
+            merge=merge,
+            recompute=ways[index],
+            copies=copies[index],
+            in_order=table.weights_in_order(index),
         )
-
-    return make
+        for index, module in modules.items()
+    }

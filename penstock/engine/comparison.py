@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from penstock import partition
 from penstock.comms.control import Control
-from penstock.engine.checks.together import Asked
 from penstock.engine.clock import machine
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
@@ -26,7 +25,7 @@ class Description(NamedTuple):
     machine: str
 
 
-def describe(position: MeshPosition, table: Schedule, cut: Cut, asked: Asked, options: Mapping[str, Any]) -> Description:
+def describe(position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Description:
     """What this rank says of itself; `options` are the pipeline's that must be the same on all ranks."""
     alike = {
         "mesh": f"a mesh with the pipelines {position.pipelines}",
@@ -36,7 +35,6 @@ def describe(position: MeshPosition, table: Schedule, cut: Cut, asked: Asked, op
         "tied": f"tied parameters {cut.tied}",
         "skips": f"values that skip stages {sorted(cut.skips)}",
         "uncut": "stages" if cut.order is None else f"a model of {len(cut.order)} names",
-        "checks": str(asked),
         **{name: f"{name}={_told(value)}" for name, value in options.items()},
     }
     modules = cut.modules.items()
@@ -88,11 +86,9 @@ class Compared(NamedTuple):
     machines: Sequence[str]  # of every rank: the same for those that share a clock
 
 
-def compared(
-    control: Control, position: MeshPosition, table: Schedule, cut: Cut, asked: Asked, options: Mapping[str, Any]
-) -> Compared:
+def compared(control: Control, position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Compared:
     """Compare all ranks' descriptions. Raises MismatchError as `check`."""
-    everyone = control.gather_objects(describe(position, table, cut, asked, options), "to build the pipeline")
+    everyone = control.gather_objects(describe(position, table, cut, options), "to build the pipeline")
     check(everyone)
     names = {stage: names for each in everyone for stage, names in each.names.items()}
     takes = {stage: takes for each in everyone for stage, takes in each.takes.items()}

@@ -49,7 +49,7 @@ class StepReport(NamedTuple):
 class Verdict(NamedTuple):
     """Where the first value that was not finite came from, the same on every rank."""
 
-    cause: str  # of those in checks/together.py
+    cause: str  # of those in checks/causes.py
     text: str
     place: tuple[Any, ...]  # the same if it happens there again
 

@@ -32,9 +32,9 @@ from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
-from penstock.engine.checks import copies
+from penstock.engine.checks import causes, copies
+from penstock.engine.checks.nonfinite import Watch
 from penstock.engine.checks.strays import Noted, Strays
-from penstock.engine.checks.together import Checks
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Beside, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
@@ -62,12 +62,12 @@ class Engine:
         stages: dict[int, Stage],
         parameters: Parameters,
         tied: TiedParameters,
-        checks: Checks,
+        watch: Watch | None,
         strays: Strays,
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
-        self.parameters, self.tied, self.checks, self.strays = parameters, tied, checks, strays
+        self.parameters, self.tied, self.watch, self.strays = parameters, tied, watch, strays
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
@@ -86,7 +86,6 @@ class Engine:
         channels = self.channels
         self.parameters.check_values()
         batch = split(call, self.position, self.schedule, modes(self.stages.values(), self.device))
-        self.checks.begin(batch)
         with waiting("for the replicas to begin the step"):
             begin([self.stages[index].copies for index in self._whole.stages])
 
@@ -98,7 +97,6 @@ class Engine:
         agreed = self.agreement.reach(batch, why)
         if batch.training and self.tied.owners and copies.is_due(call.step):
             copies.check(self.control, self.tied, call.step)
-        self.checks.agreed(agreed.weights)
         before: list[Noted] = []
         if batch.training and agreed.known is None:  # new to this rank, or to another
             before = self.strays.begin()
@@ -107,7 +105,7 @@ class Engine:
 
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
-        self.run(agreed.program.steps, self.checks.around(actions.acts, measurement), channels, clock, ahead)
+        self.run(agreed.program.steps, self._observed(actions.acts, measurement), channels, clock, ahead)
         self.strays.check(before)
         average(list(self.stages.values()), self.parameters, self.position, batch.training)
         clock.averaged()
@@ -136,13 +134,19 @@ class Engine:
             stage.get_ready()
             doing.enter(action)
             clock.start()
-            made = self.checks.around({Kind.F: act}, measurement)[Kind.F](action, ())
+            made = self._observed({Kind.F: act}, measurement)[Kind.F](action, ())
             clock.stop()
             doing.leave()
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
         clock.ahead = 1
         return Ahead(microbatch, [made], stage.auxiliary)
+
+    def _observed(self, acts: Acts, measurement: MemoryMeasurement | None) -> Acts:
+        """What runs for each kind of action, with what looks at it around it."""
+        for observer in (self.watch, measurement):
+            acts = acts if observer is None else observer.around(acts)
+        return acts
 
     def run(self, steps: Sequence[Step], acts: Acts, channels: Channels, clock: Clock, ahead: Ahead | None = None) -> None:
         """The clock cycle: for each line of the program post, take, act, send."""
@@ -182,11 +186,12 @@ class Engine:
         agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
-        flags = bool(self.beside and self.beside.failed), preempted(), self.checks.found()
+        flags = bool(self.beside and self.beside.failed), preempted(), self.watch is not None and self.watch.at_the_end()
         mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *clock.around(), *flags)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
-        judged = self.checks.verdict(actions.batch, report)
+        watch = self.watch if any(report.found) else None
+        judged = causes.verdict(self.control, watch, self.parameters, actions.batch) if watch else None
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
         sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
         return Outcome(loss, of_each, outputs, report, ran, clock, sizes, judged)

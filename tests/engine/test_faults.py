@@ -89,8 +89,8 @@ CUTS = ["2", "4", "6"]
 FAULTY = {0: "1", 1: "3", 2: "5"}  # rank -> its layer that can fail
 
 
-def build(loss_fn=nn.functional.cross_entropy, schedule="1f1b", microbatches=8):
-    pipe = ps.Pipeline(model(), loss_fn, schedule=schedule, microbatches=microbatches, cuts=CUTS)
+def build(loss_fn=nn.functional.cross_entropy, schedule="1f1b", microbatches=8, **options):
+    pipe = ps.Pipeline(model(), loss_fn, schedule=schedule, microbatches=microbatches, cuts=CUTS, **options)
     faulty = [m for stage in pipe.stages.values() for m in stage if isinstance(m, Faulty)]
     return pipe, faulty[0] if faulty else Faulty()
 
@@ -252,14 +252,20 @@ def rank_disagrees(options):
 
 
 @pytest.mark.parametrize(
-    ("options", "theirs"),
+    ("options", "words"),
     [
-        ({"microbatches": 4}, "1f1b with 4 microbatches and 4 stages"),
-        ({"schedule": "gpipe"}, "gpipe with 8 microbatches and 4 stages"),
+        (
+            {"microbatches": 4},
+            "rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has 1f1b with 4 microbatches and 4 stages",
+        ),
+        (
+            {"schedule": "gpipe"},
+            "rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has gpipe with 8 microbatches and 4 stages",
+        ),
+        ({"on_nonfinite": "skip"}, "rank 0 has on_nonfinite=None, rank 2 has on_nonfinite=skip"),
     ],
 )
-def test_ranks_that_build_different_pipelines_are_told_so_in_a_second(options, theirs):
-    words = f"rank 0 has 1f1b with 8 microbatches and 4 stages, rank 2 has {theirs}"
+def test_ranks_that_build_different_pipelines_are_told_so_in_a_second(options, words):
     for text, seconds in ps.launch(rank_disagrees, RANKS, options):
         assert text == f"the ranks do not build the same pipeline: {words}"
         assert within(seconds, 1)

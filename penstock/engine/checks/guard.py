@@ -2,17 +2,26 @@
 
 import warnings
 from collections.abc import Collection
+from typing import Literal, get_args
 
 import torch
 
 from penstock.engine.batch import Call
-from penstock.engine.checks.together import COMPUTED, CORRUPT, DATA, STATE, OnNonfinite
+from penstock.engine.checks.causes import COMPUTED, DATA, STATE
 from penstock.engine.report import Outcome
 from penstock.engine.step import Engine
-from penstock.errors import CorruptionError, NonFiniteError
+from penstock.errors import MismatchError, NonFiniteError
 from penstock.randomness import generator_of
 from penstock.stage.stage import Stage
 from penstock.torch_private import buffer_slots
+
+OnNonfinite = Literal["raise", "skip", "retry"]
+
+
+def check_choice(on_nonfinite: OnNonfinite | None) -> None:
+    """Raises MismatchError for what is no choice."""
+    if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
+        raise MismatchError(f"on_nonfinite={on_nonfinite!r}: use 'raise', 'skip', 'retry' or None")
 
 
 class Guard:
@@ -22,7 +31,7 @@ class Guard:
         self.engine, self.choice = engine, on_nonfinite
 
     def step(self, call: Call) -> Outcome:
-        """As the engine's. Raises NonFiniteError and CorruptionError the same on every rank, once all have ended the step."""
+        """As the engine's. Raises NonFiniteError, the same on every rank, once all have ended the step."""
         self.engine.forget()
         if not call.training:
             return self.engine.step(call)
@@ -30,8 +39,6 @@ class Guard:
             outcome = self._run(call)
             if (found := outcome.verdict) is None:
                 return outcome
-            if found.cause == CORRUPT:
-                raise CorruptionError(f"step {call.step}: {found.text}")
             name = f"step {call.step}: something is not finite"
             if self.choice == "raise" or found.cause == STATE or (self.choice == "retry" and found.cause == DATA):
                 raise NonFiniteError(f"{name}, {_CAUSES[found.cause]}: {found.text}")
@@ -51,7 +58,7 @@ class Guard:
             raise NonFiniteError(f"{name}, {told}")
 
     def _run(self, call: Call) -> Outcome:
-        if (watch := self.engine.checks.watch) is None:
+        if (watch := self.engine.watch) is None:
             return self.engine.step(call)
         with watch.on(gradients=call.scaler is None or not call.scaler.is_enabled(), offset=self.engine.offset):
             return self.engine.step(call)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, plan, schedule
     from penstock.comms.starting.launcher import launch
     from penstock.comms.topology import Topology
+    from penstock.engine.loss import tokens
     from penstock.engine.text import cache
     from penstock.errors import (
         LostRankError,
@@ -52,6 +53,7 @@ __all__ = [
     "partition",
     "plan",
     "schedule",
+    "tokens",
 ]
 
 __getattr__, __dir__ = face(
@@ -68,5 +70,6 @@ __getattr__, __dir__ = face(
         "cache": "engine.text.cache",
         "launch": "comms.starting.launcher",
         "microbatch": "stage.microbatch",
+        "tokens": "engine.loss",
     },
 )

@@ -27,6 +27,7 @@ from penstock.engine.clock import skew
 from penstock.engine.comparison import compared
 from penstock.engine.cut import agreed_cut
 from penstock.engine.instead import NoModule, learned_from
+from penstock.engine.loss import Reduction, UnequalCounts, check_reduction, warn_of_inner_reduction
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.engine.text.generation import Request, generate
@@ -66,8 +67,8 @@ class Pipeline(NoModule):
         rank's own stage (in a world of one: the whole model). Any tree of tensors, numbers and None may pass between stages: a
         forward of several parameters gets a tuple spread over them and a dict by name, any other what the stage before gave.
     loss_fn
-        `loss_fn(output, target)`: a floating-point scalar, the mean over its microbatch. It runs on the last stage's rank. What
-        is trained belongs to the model: a loss that is a module has no parameters, or frozen ones.
+        `loss_fn(output, target)`: a floating-point scalar, the mean over its microbatch, or the sum (`reduction`). It runs on
+        the last stage's rank. What is trained belongs to the model: a loss that is a module has no parameters, or frozen ones.
     schedule
         A name of `ps.schedule.names()`, built with `microbatches` and the `options` of its family (`stages_per_rank`,
         `group_size`); the path of a CSV table; a `Schedule`; or a function of (rank, ranks, microbatches) that gives the rank's
@@ -76,7 +77,7 @@ class Pipeline(NoModule):
         Into how many pieces a batch is split, M. A batch of fewer rows runs as many as it has rows.
     loss_weight
         `loss_weight(target)`: what a microbatch counts in the batch's mean, from its target alone; by default its rows. For a
-        mean over tokens, their number.
+        mean over tokens, as with an `ignore_index` or class weights, `ps.tokens()`.
     topology
         Where this rank stands; by default what `ps.comms.init_distributed()` finds.
     seed
@@ -120,6 +121,9 @@ class Pipeline(NoModule):
         The dimension of inputs, targets and outputs that has the rows: microbatches are cut and outputs joined along it. 0 by
         default, which a model with modules of `batch_first=False` must say itself: theirs is 1. `ps.Rows(tensor, dim)` is a
         tensor of a batch that has them elsewhere, `ps.Replicated(tensor)` one that has none.
+    reduction
+        What `loss_fn` returns: `"mean"`, or `"sum"` over the rows, which adds the microbatches' losses, those of all replicas
+        too. See docs/howto/loss.md.
 
     Raises ScheduleError if the table cannot be proved, MismatchError where the ranks, the schedule and the model do not fit
     together, LostRankError if a rank does not come.
@@ -148,11 +152,13 @@ class Pipeline(NoModule):
         tensor_parallel: Plan | None = None,
         on_nonfinite: OnNonfinite | None = None,
         rows_dim: int | None = None,
+        reduction: Reduction = "mean",
         **options: Any,
     ) -> None:
         self.position = position_in(mesh, topology or comms.init_distributed())
         self.topology = self.position.pipeline  # this rank's place in its pipeline
         self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
+        self.reduction = reduction
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.clock_error = 0.0  # seconds by which times of different machines may be off
         self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
@@ -161,6 +167,7 @@ class Pipeline(NoModule):
         with self._together():
             check_arguments(model, schedule, loss_fn, loss_weight, seed, scaler)
             self.rows_dim = rows_dim_for(model, rows_dim)
+            check_reduction(loss_fn, reduction, loss_weight)
             if options:
                 check_options(options, schedule, inspect.signature(Pipeline).parameters)
             check_choice(on_nonfinite)
@@ -175,6 +182,7 @@ class Pipeline(NoModule):
                 self._program = verify(runs, skips=cut.skips).program
             alike = {
                 "seed": seed,
+                "reduction": reduction,
                 "data_parallel": data_parallel,
                 "tensor_parallel": tensor_parallel,
                 "on_nonfinite": on_nonfinite,
@@ -205,6 +213,10 @@ class Pipeline(NoModule):
         self._guard = Guard(self._engine, on_nonfinite)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step
+        self._unequal: UnequalCounts | None = None  # on one rank that has the target
+        if loss_fn is not None and loss_weight is None and self.position.copy == 0 and self.topology.rank == self.last_rank:
+            warn_of_inner_reduction(loss_fn, reduction)
+            self._unequal = UnequalCounts(loss_fn, self.schedule.microbatches) if reduction == "mean" else None
         self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
 
     # -- training and evaluation ------------------------------------------------------------------------------------
@@ -236,7 +248,8 @@ class Pipeline(NoModule):
         return_outputs
             Return (loss, outputs): the batch's, detached, on the last stage's rank, None on the others.
 
-        The loss is the mean over the whole batch, a scalar in the loss's dtype, detached: the backward has been done. A batch
+        The loss is the mean over the whole batch (the sum, with `reduction="sum"`), a scalar in its dtype, detached: the
+        backward has been done. A batch
         of fewer rows than microbatches runs as many microbatches as it has rows.
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
@@ -317,7 +330,7 @@ class Pipeline(NoModule):
             module.zero_grad(set_to_none)
 
     def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **options: Any) -> Outcome:
-        settings = self.loss_fn is not None, self.loss_weight, self.seed, self.scaler
+        settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
@@ -328,6 +341,8 @@ class Pipeline(NoModule):
             self.step_count += training
         if training:
             step_done(self.step_count)
+        if self._unequal is not None and target is not None:
+            self._unequal.look(target)
         self._last = outcome._replace(outputs=())  # which are the caller's
         return outcome
 

@@ -86,7 +86,7 @@ class Agreement:
         rows = [int(_said(votes, ranks, "rows")) for ranks in self.position.counted]
         most = self.programs.program.schedule.microbatches
         microbatches = [sizes(each, min(each, most)) for each in rows]
-        weights = self._weights(votes, microbatches, batch.counts, what)
+        weights = self._weights(votes, microbatches, batch, what)
         skipped = [frozenset(number for number, weight in enumerate(each) if not weight) for each in weights]
         mine = self.position.replica
         return Agreed(
@@ -113,14 +113,16 @@ class Agreement:
         self._known.clear()
 
     def _weights(
-        self, votes: Sequence[Vote], microbatches: Sequence[Sequence[float]], mine: Sequence[float], what: str
+        self, votes: Sequence[Vote], microbatches: Sequence[Sequence[float]], batch: Batch, what: str
     ) -> Sequence[Sequence[float]]:
-        """For every replica, each microbatch's share of the loss: by rows, or by what `loss_weight` counts."""
+        """For every replica, each microbatch's share of the loss: by rows, or by what `loss_weight` counts; 1 of a sum."""
         if all(vote.target_rows == NOTHING for vote in votes):
             return [[] for _ in microbatches]
+        if batch.call.reduction == "sum":
+            return [[1.0] * len(rows) for rows in microbatches]
         counts = microbatches
         if any(vote.counts for vote in votes):
-            told = self.control.gather_objects(mine, what)
+            told = self.control.gather_objects(batch.counts, what)
             counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.counted]
         total = sum(map(sum, counts))
         return [shares(each, total) for each in counts]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.comms.encoding import bytes_of
 from penstock.comms.topology import Topology
+from penstock.engine.loss import Reduction
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import bare
@@ -33,6 +34,7 @@ class Call(NamedTuple):
     target: Any
     step: int  # steps done before
     has_loss: bool
+    reduction: Reduction = "mean"
     loss_weight: Callable[[Any], Any] | None = None
     seed: int | None = None
     scaler: torch.amp.GradScaler | None = None

@@ -1,0 +1,173 @@
+"""What a pipeline takes a loss for: a mean or a sum over its rows; and what each microbatch counts in the mean."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, get_args
+
+from torch import Tensor, nn
+
+from penstock.errors import MismatchError
+from penstock.stage.microbatch import counts, sizes_of, split
+from penstock.torch_private import tree_leaves
+
+Reduction = Literal["mean", "sum"]
+IGNORED = -100  # the value of a target that torch's losses ignore unless they are given another
+
+
+def tokens(ignore_index: int = IGNORED, weight: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """A `loss_weight`: how many values of a target are not ignored; with class weights, the sum of theirs.
+
+        pipe = ps.Pipeline(model, nn.CrossEntropyLoss(), microbatches=8, loss_weight=ps.tokens())
+
+    It is what the mean of `cross_entropy` and `nll_loss` divides by, with label smoothing too.
+
+    ignore_index
+        The value that does not count, the loss's own.
+    weight
+        (classes,): the loss's own `weight`, in any dtype and on any device.
+
+    The function that it returns takes a microbatch's target, a tensor of class numbers of any shape. Where the target is a
+    tree, or the loss leaves a part of it out, call it with what the loss sees: `lambda target: ps.tokens()(target[:, 1:])`.
+
+    Raises MismatchError for an `ignore_index` or a `weight` of another kind, and for a target that has no class numbers.
+    """
+    if not isinstance(ignore_index, int):
+        raise MismatchError(f"ps.tokens() takes a whole number as ignore_index, got {ignore_index!r}")
+    if weight is not None and not (isinstance(weight, Tensor) and weight.dim() == 1):
+        got = f"one of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+        raise MismatchError(f"ps.tokens() takes a tensor with one weight for each class as weight, got {got}")
+    return partial(_count, ignore_index, None if weight is None else weight.detach().double().cpu())
+
+
+def _count(ignore_index: int, weight: Tensor | None, target: Tensor) -> Tensor:
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
+        got = f"one of {target.dtype}" if isinstance(target, Tensor) else f"a {type(target).__name__}"
+        raise MismatchError(
+            f"ps.tokens() counts in a tensor of class numbers, got {got}: of a tree take the part that the loss sees, "
+            "loss_weight=lambda target: ps.tokens()(target['labels']); probabilities need no loss_weight"
+        )
+    target = target.long()  # in uint8 -100 would be 156
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum()
+    weight = weight.to(target.device, non_blocking=True)
+    return weight[target.where(counted, 0)].where(counted, 0).sum()
+
+
+def check_reduction(loss_fn: Any, reduction: Any, loss_weight: Any) -> None:
+    """Raises MismatchError for a `reduction` that there is not, and for a loss that says another of itself."""
+    if reduction not in get_args(Reduction):
+        raise MismatchError(f"reduction is 'mean' or 'sum', what loss_fn returns of a microbatch's rows, not {reduction!r}")
+    if reduction == "sum" and loss_weight is not None:
+        raise MismatchError("loss_weight says what microbatches count in a mean, and reduction='sum' adds them: leave out one")
+    part = next(_parts(loss_fn))
+    if part.reduction == "none":
+        raise MismatchError(
+            f"{part.name} has reduction='none', and a loss is one number: give it reduction={reduction!r}; or, where it "
+            "reduces in its own way, a function of it, lambda output, target: loss(output, target)"
+        )
+    if part.reduction not in (None, reduction):
+        raise MismatchError(
+            f"{part.name} has reduction={part.reduction!r}, and the pipeline takes what it returns for a {reduction}: pass "
+            f"Pipeline(.., reduction={part.reduction!r}), or give the loss reduction={reduction!r}"
+        )
+
+
+def warn_of_inner_reduction(loss_fn: Any, reduction: Reduction) -> None:
+    """Warn of a module inside the loss that has another reduction: the loss may divide by the count itself, or may not."""
+    outermost, *inner = _parts(loss_fn)
+    others = [part for part in inner if part.reduction not in (None, "none", reduction)]
+    if outermost.reduction is None and others:
+        said = others[0].reduction
+        warnings.warn(
+            f"loss_fn has a {others[0].name} with reduction={said!r}, and the pipeline takes what loss_fn returns for a "
+            f"{reduction}: if that is a {said}, pass Pipeline(.., reduction={said!r})",
+            stacklevel=3,
+        )
+
+
+class LossPart(NamedTuple):
+    """A function or a module of a loss."""
+
+    name: str
+    settings: Any  # has them as attributes
+
+    @property
+    def reduction(self) -> str | None:
+        """What it says of itself, if it is one of those that are told apart here."""
+        said = getattr(self.settings, "reduction", None)
+        return said if isinstance(said, str) and said in (*get_args(Reduction), "none") else None
+
+    @property
+    def ignore_index(self) -> int | None:
+        """The value of a target that it says it ignores."""
+        said = getattr(self.settings, "ignore_index", None)
+        return said if isinstance(said, int) else None
+
+    @property
+    def class_weight(self) -> Tensor | None:
+        """The weights by which it takes the mean: other losses of torch multiply by theirs, and divide by the rows."""
+        by_weight = self.name in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss")
+        said = getattr(self.settings, "weight", None) if by_weight or self.ignore_index is not None else None
+        return said if isinstance(said, Tensor) and said.dim() == 1 else None
+
+
+def _parts(loss_fn: Any) -> Iterator[LossPart]:
+    """What `loss_fn` is made of, as far as it shows: a partial's arguments, modules in modules. What is called comes first."""
+    if isinstance(loss_fn, partial):
+        loss_fn, keywords = loss_fn.func, loss_fn.keywords
+        called = next(_parts(loss_fn))
+        yield LossPart(called.name, SimpleNamespace(**{"reduction": called.reduction, **keywords}))
+    owner = getattr(loss_fn, "__self__", loss_fn)  # `loss.forward` is a method of a module
+    for each in owner.modules() if isinstance(owner, nn.Module) else [owner]:
+        yield LossPart(getattr(each, "__name__", type(each).__name__), each)
+
+
+class UnequalCounts:
+    """Warns, once, of microbatches that count unequally in a mean that weighs them by their rows.
+
+    It looks at the target of step 1, 2, 4, 8, ..: one that is on a GPU is waited for there, and in no other step.
+    """
+
+    def __init__(self, loss_fn: Any, microbatches: int) -> None:
+        parts = list(_parts(loss_fn))
+        self._index = next((part.ignore_index for part in parts if part.ignore_index is not None), IGNORED)
+        self._weight = next((part.class_weight for part in parts if part.class_weight is not None), None)
+        self._microbatches, self._steps, self._warned = microbatches, 0, False
+
+    def look(self, target: Any) -> None:
+        """After a step with this `target`."""
+        self._steps += 1
+        if self._warned or self._steps & (self._steps - 1):
+            return
+        rows = sizes_of(target, "the target", self._microbatches)
+        for leaf in tree_leaves(target):
+            if isinstance(leaf, Tensor) and leaf.dim() and not (leaf.is_floating_point() or leaf.is_complex()):
+                self._weight = self._weight if self._are_classes(leaf) else None
+                found = counts(split(leaf, rows), tokens(self._index, self._weight))
+                if any(not math.isclose(each * rows[0], found[0] * size) for each, size in zip(found, rows, strict=True)):
+                    self._warned = True
+                    self._warn(found)
+                    return
+
+    def _are_classes(self, values: Tensor) -> bool:
+        """Whether there is a weight for each: the loss may make its classes of other numbers."""
+        counted = values[values != self._index]
+        return self._weight is not None and bool(((counted >= 0) & (counted < len(self._weight))).all())
+
+    def _warn(self, found: Sequence[float]) -> None:
+        several = ", ".join(f"{each:.6g}" for each in found[:8]) + (", .." if len(found) > 8 else "")
+        arguments = [] if self._index == IGNORED else [f"ignore_index={self._index}"]
+        if self._weight is None:
+            told = f"the target of the microbatches has {several} values that are not {self._index}, which the loss ignores"
+        else:
+            told = f"the class weights of the microbatches' targets add up to {several}"
+            arguments.append("weight=class_weights")
+        warnings.warn(
+            f"{told}, but microbatches are weighed by their rows, so that loss and gradients are not those of the whole batch: "
+            f"pass Pipeline(.., loss_weight=ps.tokens({', '.join(arguments)})), or loss_weight=len if rows are right",
+            stacklevel=5,
+        )

@@ -1,0 +1,373 @@
+"""What a loss may be: a mean over rows, a weighted mean, a sum; and what is said of any other."""
+
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from reference import accumulate, assert_same, data, gradients, make, merged, pieces
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import penstock as ps
+from penstock.engine.loss import UnequalCounts
+
+F = nn.functional
+M = 3
+
+
+def model():
+    return make("mlp")[0]
+
+
+def alone(loss_fn, batch, weight, count=M, whole=None):
+    """Loss and gradients of one process, whose microbatches' losses are added up with these weights."""
+    whole = whole or model()
+    loss = accumulate(whole, loss_fn, batch, count, weight)
+    return loss, gradients(whole.named_parameters())
+
+
+def add_up(loss_fn, batch, count=M, scale=1.0):
+    """The same of one process that adds them up as they are."""
+    whole = model()
+    parts = list(zip(*[pieces(each, count) for each in batch], strict=True))
+    losses = [loss_fn(whole(inputs), target) for inputs, target in parts]
+    for each in losses:
+        (each * scale).backward()
+    return sum(each.detach() for each in losses), gradients(whole.named_parameters())
+
+
+# ---- a sum
+
+
+def rank_sums(schedule):
+    batch, results = data("mlp", 8), {}
+    pipe = ps.Pipeline(model(), nn.CrossEntropyLoss(reduction="sum"), schedule, M, reduction="sum")
+    losses = []
+    results["step"] = pipe.step(batch[0], target=batch[1], losses=losses), gradients(pipe.named_parameters())
+    results["losses"] = losses, {}
+    results["eval"] = pipe.eval(batch[0], target=batch[1])[1], {}
+    pipe.zero_grad()
+    results["scale"] = pipe.step(batch[0], target=batch[1], scale=0.5), gradients(pipe.named_parameters())
+    return results
+
+
+@pytest.mark.ranks
+def test_losses_that_are_sums_have_the_loss_and_the_gradients_of_one_process_that_sums():
+    batch, loss_fn = data("mlp", 8), nn.CrossEntropyLoss(reduction="sum")
+    loss, expected = add_up(loss_fn, batch)
+    torch.testing.assert_close(loss, loss_fn(model()(batch[0]), batch[1]))
+    for schedule, ranks in (("1f1b", 2), ("zb-v", 2), ("gpipe", 3)):
+        everyone = ps.launch(rank_sums, ranks, schedule)
+        for each in everyone:
+            assert torch.equal(each["step"][0], loss)
+            assert torch.equal(each["eval"][0], loss)
+            assert torch.equal(sum(each["losses"][0]), loss)
+        assert_same(merged([each["step"][1] for each in everyone]), expected)
+        assert_same(merged([each["scale"][1] for each in everyone]), add_up(loss_fn, batch, scale=0.5)[1])
+
+
+class Balanced(nn.Module):
+    """A layer with an auxiliary loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, hidden):
+        hidden = self.linear(hidden)
+        ps.auxiliary_loss(hidden.square().sum())
+        return hidden
+
+
+def balanced():
+    torch.manual_seed(1)
+    return nn.Sequential(Balanced(), nn.Tanh(), nn.Linear(12, 3))
+
+
+def rank_auxiliary_sums():
+    inputs, target = data("mlp", 8)
+    pipe = ps.Pipeline(balanced(), nn.CrossEntropyLoss(reduction="sum"), "1f1b", M, reduction="sum")
+    return pipe.step(inputs, target=target), gradients(pipe.named_parameters())
+
+
+@pytest.mark.ranks
+def test_auxiliary_losses_are_added_up_with_losses_that_are_sums():
+    whole, loss_fn = balanced(), nn.CrossEntropyLoss(reduction="sum")
+    total = 0.0
+    for inputs, target in zip(*[pieces(each, M) for each in data("mlp", 8)], strict=True):
+        hidden = whole[0].linear(inputs)
+        loss = loss_fn(whole[2](whole[1](hidden)), target) + hidden.square().sum()
+        loss.backward()
+        total += loss.item()
+    everyone = ps.launch(rank_auxiliary_sums, 2)
+    for ours, _ in everyone:
+        assert ours.item() == pytest.approx(total, rel=1e-6)
+    found = merged([grads for _, grads in everyone])
+    for name, grad in gradients(whole.named_parameters()).items():
+        torch.testing.assert_close(found[name], grad)
+
+
+def rank_scaled_sum():
+    inputs, target = data("mlp", 8)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**7)
+    pipe = ps.Pipeline(model(), nn.CrossEntropyLoss(reduction="sum"), "1f1b", M, reduction="sum", scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    loss = pipe.step(inputs, target=target)
+    scaler.unscale_(optimizer)
+    return loss, gradients(pipe.named_parameters())
+
+
+@pytest.mark.ranks
+def test_a_scaler_scales_losses_that_are_sums():
+    loss, expected = add_up(nn.CrossEntropyLoss(reduction="sum"), data("mlp", 8))
+    everyone = ps.launch(rank_scaled_sum, 2)
+    assert all(torch.equal(ours, loss) for ours, _ in everyone)
+    assert_same(merged([grads for _, grads in everyone]), expected)
+
+
+def rank_replicas_sum(way):
+    whole = model().double()
+    mesh = ps.comms.init_mesh(pp=2, dp=2)
+    pipe = ps.Pipeline(whole, nn.CrossEntropyLoss(reduction="sum"), "1f1b", M, reduction="sum", mesh=mesh, data_parallel=way)
+    inputs, target = data("mlp", 11)
+    mine = slice(0, 7) if pipe.position.replica == 0 else slice(7, 11)  # unequal numbers of rows
+    loss = pipe.step(inputs[mine].double(), target=target[mine])
+    return loss, {
+        name: getattr(each.grad, "full_tensor", lambda each=each: each.grad)() for name, each in pipe.named_parameters()
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_sums_of_replicas_are_added_up(way):
+    whole, loss_fn = model().double(), nn.CrossEntropyLoss(reduction="sum")
+    inputs, target = data("mlp", 11)
+    loss = loss_fn(whole(inputs.double()), target)
+    loss.backward()
+    for ours, grads in ps.launch(rank_replicas_sum, 4, way):
+        assert ours.item() == pytest.approx(loss.item(), abs=1e-12)
+        for name, grad in grads.items():
+            assert (grad - whole.get_parameter(name).grad).abs().max() < 1e-12
+
+
+class Wrapped(nn.Module):
+    """A loss of one's own around one of torch's."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, output, target):
+        return self.inner(output, target)
+
+
+NONE, SUM = nn.CrossEntropyLoss(reduction="none"), nn.CrossEntropyLoss(reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"loss_fn": SUM}, "CrossEntropyLoss has reduction='sum', and the pipeline takes what it returns for a mean: "),
+        ({"loss_fn": SUM.forward}, "CrossEntropyLoss has reduction='sum', "),
+        ({"loss_fn": nn.MSELoss(), "reduction": "sum"}, "MSELoss has reduction='mean', and the pipeline takes .. for a sum: "),
+        ({"loss_fn": nn.L1Loss(reduction="none")}, "L1Loss has reduction='none', and a loss is one number: "),
+        ({"loss_fn": NONE, "reduction": "sum"}, "reduction='none', and a loss is one number: give it reduction='sum'"),
+        ({"loss_fn": partial(F.mse_loss, reduction="sum")}, "mse_loss has reduction='sum', "),
+        ({"loss_fn": partial(F.mse_loss, reduction="none")}, "mse_loss has reduction='none', "),
+        ({"loss_fn": partial(SUM)}, "CrossEntropyLoss has reduction='sum', "),
+        ({"loss_fn": F.mse_loss, "reduction": "none"}, "reduction is 'mean' or 'sum', what loss_fn returns of "),
+        ({"loss_fn": F.mse_loss, "reduction": "sum", "loss_weight": len}, "reduction='sum' adds them: leave out one"),
+    ],
+)
+def test_a_loss_that_says_another_reduction_of_itself_is_refused(options, told):
+    pattern = " .* ".join(map(re.escape, told.split(" .. ")))
+    with pytest.raises(ps.MismatchError, match=pattern):
+        ps.Pipeline(model(), **options)
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [SUM, partial(SUM), partial(F.cross_entropy, reduction="sum"), nn.KLDivLoss(reduction="sum")]
+)
+def test_a_loss_that_says_the_pipelines_reduction_is_taken(loss_fn):
+    ps.Pipeline(model(), loss_fn, reduction="sum")
+
+
+def test_a_mean_over_the_batch_by_any_name_is_a_mean():
+    ps.Pipeline(model(), nn.KLDivLoss(reduction="batchmean"))
+
+
+def test_a_sum_inside_a_loss_of_ones_own_is_a_warning_since_that_may_divide_it():
+    with pytest.warns(
+        UserWarning, match=r"loss_fn has a CrossEntropyLoss with reduction='sum', and .* a mean: if .* sum, pass"
+    ):
+        ps.Pipeline(model(), Wrapped(SUM))
+    for options in (
+        {"loss_fn": Wrapped(SUM), "reduction": "sum"},
+        {"loss_fn": Wrapped(NONE)},
+        {"loss_fn": Wrapped(SUM), "loss_weight": len},
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ps.Pipeline(model(), **options)
+
+
+def rank_other_reduction():
+    reduction = "sum" if ps.comms.init_distributed().rank else "mean"
+    with pytest.raises(ps.MismatchError, match="rank 0 has reduction=mean, rank 1 has reduction=sum"):
+        ps.Pipeline(model(), F.cross_entropy, reduction=reduction)
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_reductions_are_told():
+    ps.launch(rank_other_reduction, 2)
+
+
+# ---- a mean over what counts
+
+
+WEIGHT = torch.tensor([0.2, 1.7, 0.6])
+IGNORED = torch.tensor([0, 1, 3, 4, 7])  # rows
+LOSSES = {  # loss, what `ps.tokens` is given
+    "ignored": (nn.CrossEntropyLoss(), {}),
+    "ignored function": (F.cross_entropy, {}),
+    "another index": (nn.CrossEntropyLoss(ignore_index=2), {"ignore_index": 2}),
+    "weights": (nn.CrossEntropyLoss(weight=WEIGHT), {"weight": WEIGHT}),
+    "weights and smoothing": (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), {"weight": WEIGHT}),
+    "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.1), {}),
+    "all of it": (nn.CrossEntropyLoss(WEIGHT, ignore_index=0, label_smoothing=0.3), {"ignore_index": 0, "weight": WEIGHT}),
+    "partial": (partial(F.cross_entropy, weight=WEIGHT), {"weight": WEIGHT}),
+}
+
+
+def batch_for(name):
+    inputs, target = data("mlp", 8)
+    if "ignore_index" not in LOSSES[name][1]:
+        target = target.index_fill(0, IGNORED, -100)
+    return inputs, target
+
+
+def rank_counted():
+    results = {}
+    for name, (loss_fn, arguments) in LOSSES.items():
+        pipe = ps.Pipeline(model(), loss_fn, "1f1b", M, loss_weight=ps.tokens(**arguments))
+        inputs, target = batch_for(name)
+        results[name] = pipe.step(inputs, target=target), gradients(pipe.named_parameters())
+    return results
+
+
+@pytest.mark.ranks
+def test_tokens_makes_of_microbatches_the_mean_of_the_whole_batch():
+    everyone = ps.launch(rank_counted, 2)
+    for name, (loss_fn, arguments) in LOSSES.items():
+        whole, batch = model(), batch_for(name)
+        loss, expected = alone(loss_fn, batch, ps.tokens(**arguments))
+        assert all(torch.equal(each[name][0], loss) for each in everyone), name
+        assert_same(merged([each[name][1] for each in everyone]), expected)
+        at_once = loss_fn(whole(batch[0]), batch[1])
+        at_once.backward()
+        torch.testing.assert_close(loss, at_once.detach())
+        for key, grad in gradients(whole.named_parameters()).items():
+            torch.testing.assert_close(expected[key], grad)
+
+
+def test_tokens_counts_images_bytes_and_nothing():
+    target = torch.tensor([[[0, 255], [2, 2]]], dtype=torch.uint8)
+    assert ps.tokens(255)(target) == 3
+    assert ps.tokens()(torch.tensor([156], dtype=torch.uint8)) == 1  # which is -100 in a byte
+    assert ps.tokens(255, torch.tensor([1.0, 10.0, 100.0]))(target) == 201
+    assert ps.tokens()(torch.tensor([-100, -100])) == 0
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        (lambda: ps.tokens(None), "a whole number as ignore_index, got None"),
+        (lambda: ps.tokens(torch.ones(3)), "a whole number as ignore_index, got tensor"),
+        (lambda: ps.tokens(weight=torch.ones(3, 1)), "one weight for each class as weight, got one of shape (3, 1)"),
+        (lambda: ps.tokens(weight=[1.0]), "as weight, got a list"),
+        (lambda: ps.tokens()({"labels": torch.ones(3)}), "a tensor of class numbers, got a dict: of a tree"),
+        (lambda: ps.tokens()(torch.ones(3)), "a tensor of class numbers, got one of torch.float32"),
+    ],
+)
+def test_what_tokens_cannot_count_is_told(work, told):
+    with pytest.raises(ps.MismatchError, match=re.escape(told)):
+        work()
+
+
+# ---- a mean over what counts, without a loss_weight
+
+
+def looked(loss_fn, *targets, microbatches=M):
+    """What is warned of where each of `targets` is that of a step."""
+    check = UnequalCounts(loss_fn, microbatches)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for target in targets:
+            check.look(target)
+    return [str(each.message) for each in caught]
+
+
+UNEQUAL = torch.tensor([[1, 2], [1, -100], [-100, -100]])
+EQUAL = torch.tensor([[1, 2, -100], [1, -100, 2], [-100, 0, 0]])
+
+
+BOTH = partial(F.cross_entropy, weight=WEIGHT, ignore_index=2)
+WARNED = [  # loss, target, what is said
+    (F.cross_entropy, UNEQUAL, "2, 1, 0 values that are not -100, .. loss_weight=ps.tokens())"),
+    (nn.CrossEntropyLoss(), {"labels": UNEQUAL, "name": "a"}, "loss_weight=ps.tokens())"),
+    (Wrapped(nn.CrossEntropyLoss(ignore_index=1)), UNEQUAL, "1, 1, 2 values that are not 1, .. ps.tokens(ignore_index=1))"),
+    (nn.NLLLoss(WEIGHT), torch.tensor([0, 1, 1]), "class weights .. 0.2, 1.7, 1.7, .. ps.tokens(weight=class_weights))"),
+    (BOTH, torch.tensor([0, 1, 2]), "(ignore_index=2, weight=class_weights))"),
+    (Wrapped(nn.NLLLoss(WEIGHT)), torch.tensor([-7, 9, -100]), "1, 1, 0 values that are not -100"),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "target", "told"), WARNED)
+def test_microbatches_that_count_unequally_are_a_warning_with_the_line_to_add(loss_fn, target, told):
+    (said,) = looked(loss_fn, target)
+    assert re.search(" .*".join(map(re.escape, told.split(" .. "))), said), said
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target"),
+    [
+        (F.cross_entropy, EQUAL),  # as many in each
+        (F.cross_entropy, torch.tensor([[1], [1], [2]])),
+        (nn.CrossEntropyLoss(ignore_index=5), UNEQUAL.abs()),
+        (F.cross_entropy, UNEQUAL[:1]),  # one microbatch
+        (F.cross_entropy, torch.tensor([[1, -100]] * 5)),  # more rows in some, and as many more that count
+        (nn.NLLLoss(torch.ones(3)), torch.tensor([0, 1, 2])),
+        (nn.MultiMarginLoss(weight=WEIGHT), torch.tensor([0, 1, 2])),  # divides by the rows
+        (nn.CrossEntropyLoss(WEIGHT), torch.ones(3, 3)),  # probabilities: likewise
+        (nn.BCEWithLogitsLoss(weight=WEIGHT), torch.ones(3, 3)),
+    ],
+)
+def test_microbatches_that_count_as_their_rows_do_are_no_warning(loss_fn, target):
+    assert looked(loss_fn, target) == []
+
+
+def test_the_target_is_looked_at_in_steps_1_2_4_and_8_and_one_warning_is_enough():
+    assert looked(F.cross_entropy, *[EQUAL, EQUAL, UNEQUAL], microbatches=3) == []
+    assert len(looked(F.cross_entropy, *[EQUAL, EQUAL, UNEQUAL, UNEQUAL], microbatches=3)) == 1
+    assert len(looked(F.cross_entropy, *[UNEQUAL] * 9)) == 1
+
+
+def rank_warned():
+    said = []
+    for options in ({}, {"loss_weight": ps.tokens()}, {"loss_weight": len}):
+        pipe = ps.Pipeline(model(), F.cross_entropy, "1f1b", M, **options)
+        inputs, target = batch_for("ignored")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                pipe.step(inputs, target=target)
+            pipe.eval(inputs, target=target)
+        said.append([each.filename for each in caught])
+    return said
+
+
+@pytest.mark.ranks
+def test_a_pipeline_without_loss_weight_warns_where_it_was_called_once_and_on_its_last_rank():
+    assert ps.launch(rank_warned, 2) == [[[], [], []], [[__file__], [], []]]

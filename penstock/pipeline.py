@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from penstock.engine.checks.nonfinite import Watch
 from penstock.engine.checks.strays import Strays
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared
+from penstock.engine.consumer import check_optimizer, norm_type_of, optimizer_of
 from penstock.engine.cut import agreed_cut
 from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.loss import Reduction, UnequalCounts, check_reduction, warn_of_inner_reduction
@@ -416,10 +418,28 @@ class Pipeline(NoModule):
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for its optimizer; one that several of its stages share comes once.
 
-        Where none of them is trained there is an empty one that is: torch makes no optimizer of nothing.
+            optimizer = torch.optim.AdamW(pipe.parameters())
+            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  # as pipe.clip_grad_norm_(1.0): all ranks call it
+
+        A function that clips by the norm, or takes it, gets a number for each gradient of other ranks besides, so that the norm
+        is the whole model's. It must be given what this returns, or a generator over it: a list of parameters, as
+        `optimizer.param_groups` has, is this rank's only, and its norm too.
+
+        Where none of them is trained there is an empty one that is: torch makes no optimizer of nothing. Raises MismatchError
+        for an optimizer that decides by all parameters at once, such as LBFGS, where there are several ranks.
         """
         mine = list(self._parameters.parameters())
-        return iter(mine if any(each.requires_grad for each in mine) else [*mine, self._nothing])
+        return self._handed_out(mine if any(each.requires_grad for each in mine) else [*mine, self._nothing])
+
+    def _handed_out(self, mine: list[nn.Parameter]) -> Iterator[Any]:
+        """`mine`, or with what stands for other ranks' gradients, by who asks for the first."""
+        frame = sys._getframe(1)
+        norm_type = norm_type_of(frame)
+        if norm_type is not None and self.position.world.world_size > 1:
+            yield from self._parameters.with_others(self._gradient_norms(norm_type))
+        else:
+            check_optimizer(optimizer_of(frame), self.topology.world_size)
+            yield from mine
 
     def state_dict(self, strict: bool = True) -> dict[str, Any]:
         """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole.
@@ -486,10 +506,13 @@ class Pipeline(NoModule):
         with self._together():
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
-            norm_type = float(norm_type)  # "inf" too, as torch's
-            norms = self._parameters.gradient_norms(norm_type)
-            everyone = self._control.gather_objects(norms, "to clip their gradients")
-        return self._parameters.clip(everyone, max_norm, norm_type)
+        norm_type = float(norm_type)  # "inf" too, as torch's
+        return self._parameters.clip(self._gradient_norms(norm_type), max_norm, norm_type)
+
+    def _gradient_norms(self, norm_type: float) -> list[Any]:
+        """Those of all ranks. All of them call it."""
+        with self._together():
+            return self._control.gather_objects(self._parameters.gradient_norms(norm_type), "to clip their gradients")
 
     def metrics(self) -> dict[str, float]:
         """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.

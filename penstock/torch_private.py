@@ -29,7 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees every operation
 
 if TYPE_CHECKING:
@@ -208,12 +207,6 @@ def full_tensor(tensor: Any) -> Tensor:
 def foreach_norm(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
     """The public `torch.linalg.vector_norm` of each; on a GPU in few launches, as `clip_grad_norm_` of torch takes them."""
     return list(torch._foreach_norm(tensors, norm_type)) if tensors else []
-
-
-def foreach_order(tensors: list[Any]) -> list[Any]:
-    """`tensors` as `clip_grad_norm_` of torch goes through them, one dtype after the other; nothing public tells the order."""
-    groups = _group_tensors_by_device_and_dtype([tensors]) if tensors else {}
-    return [each for (group,), _ in groups.values() for each in group]
 
 
 def foreach_add(sums: list[Tensor], terms: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import ShardKey, local, placed_as, shard_of
-from penstock.torch_private import foreach_norm, foreach_order, version_of
+from penstock.torch_private import foreach_norm, version_of
 
 MISSING, UNKNOWN, SHAPE = "missing", "unknown", "of another shape"  # what a name can be in a state that does not fit
 
@@ -116,22 +116,38 @@ class Parameters:
 
     def clip(self, parts: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
         """Scale this rank's gradients by what all ranks' `gradient_norms` ask for; returns the norm of the whole model's."""
-        norms = self._joined(parts, norm_type)
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device="cpu")
+        total = nn.utils.get_total_norm(self._in_order(parts).values(), norm_type)
         parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
         total = total.to(parameters[0].device, non_blocking=True) if parameters else total
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
-    def _joined(self, parts: Sequence[Mapping[ShardKey, Tensor]], norm_type: float) -> list[Tensor]:
-        """The norms of whole gradients, in the order in which torch adds up those of the uncut model."""
-        shards: dict[str, dict[tuple[int, ...], Tensor]] = {}
-        for part in parts:
-            for (name, shard), norm in part.items():  # replicas and owners of a tied one say the same of the same shard
-                shards.setdefault(name, {})[shard] = norm
-        found = [[each for _, each in sorted(shards[name].items())] for name in self.order if name in shards]
-        norms = [each[0] if len(each) == 1 else torch.linalg.vector_norm(torch.stack(each), norm_type) for each in found]
-        return [each.real for each in foreach_order(norms)]
+    def with_others(self, parts: Sequence[Mapping[ShardKey, Tensor]]) -> list[Tensor]:
+        """This rank's parameters, and for each gradient of other ranks a number whose gradient is its norm.
+
+        In the uncut model's order, those that have a gradient: their norm is the whole model's. `parts`: all ranks'
+        `gradient_norms`.
+        """
+        own = {
+            (name, shard_of(parameter.grad)): _here(parameter)
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None
+        }
+        device = next(iter(own.values())).device if own else torch.device("cpu")
+        norms = self._in_order(parts)
+        moved = {
+            key: norm
+            for dtype in {norm.dtype for norm in norms.values()}
+            for keys in [[key for key, norm in norms.items() if norm.dtype == dtype]]
+            for key, norm in zip(keys, torch.stack([norms[key] for key in keys]).to(device).unbind(), strict=True)
+        }
+        return [own[key] if key in own else _with_gradient(torch.zeros_like(moved[key]), moved[key]) for key in norms]
+
+    def _in_order(self, parts: Sequence[Mapping[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
+        """The norms of all gradients, or of the shards of one, as the uncut model has them."""
+        norms = {key: norm for part in parts for key, norm in part.items()}  # replicas and owners of a tied one say the same of the same shard
+        place = {name: number for number, name in enumerate(self.order)}
+        return {key: norms[key] for key in sorted(norms, key=lambda key: (place[key[0]], key[1]))}
 
 
 def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
@@ -144,11 +160,13 @@ def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 
 def _here(parameter: nn.Parameter) -> Tensor:
     """`parameter`, or a tensor with this rank's shard of it and of its gradient."""
-    if (shard := local(parameter)) is parameter:
-        return parameter
-    shard = shard.detach().requires_grad_()
-    shard.grad = local(parameter.grad)
-    return shard
+    shard = local(parameter)
+    return parameter if shard is parameter else _with_gradient(shard.detach(), local(parameter.grad))
+
+
+def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
+    value.requires_grad_().grad = gradient
+    return value
 
 
 def told(unfit: Mapping[str, Sequence[str]]) -> str:

@@ -14,6 +14,7 @@ from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import MODEL, as_one, differences, newest_whole, put, settled, under_all_names
 from penstock.checkpoint.training_state import check_optimizer, check_scheduler, restore_optimizer, restore_random
+from penstock.engine import consumer
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.parameters import told
@@ -40,6 +41,7 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
     """
     control = settled(pipe)
     with as_one(control, f"resume from {folder}"):
+        consumer.check_optimizer(optimizer, pipe.topology.world_size)
         chosen, content, files = memory.newest(control, Path(folder)) or newest_whole(control, Path(folder))
         kept = _kept(content, files, pipe.aliases)
         unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})

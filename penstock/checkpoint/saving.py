@@ -18,6 +18,7 @@ from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer,
 from penstock.checkpoint.weights import settings
 from penstock.comms.breaking import broken_off
 from penstock.comms.control import Control
+from penstock.engine.consumer import check_optimizer
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 
@@ -109,6 +110,7 @@ def check_given(told: Sequence[Sequence[str]]) -> None:
 
 def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
+    check_optimizer(optimizer, pipe.topology.world_size)
     rank, aliases, state = pipe.position.world.rank, pipe.aliases, own_state(pipe)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
+from penstock import checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -271,7 +272,23 @@ OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
     "foreach adam": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "fused adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05),
+    "muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.02),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
+SPARSE, AT_ONCE = torch.optim.SparseAdam, torch.optim.LBFGS  # has its own test; is refused
+
+
+def test_all_optimizers_of_torch_are_tried():
+    tried = {type(make([nn.Parameter(torch.ones(2, 2))])) for make in OPTIMIZERS.values()}
+    kinds = {each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)}
+    assert kinds - {torch.optim.Optimizer} == tried | {SPARSE, AT_ONCE}
 
 
 def trained(named, step_of, clip, name):
@@ -315,3 +332,107 @@ def test_any_optimizer_and_learning_rate_schedule_leaves_the_weights_of_one_proc
     for schedule, ranks in SCHEDULES:
         _, states = everyone(rank_optimizers, ranks, schedule)
         assert_same(states, expected)
+
+
+def sparse_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(17, 8, sparse=True), nn.Linear(8, 17).requires_grad_(False))
+
+
+def sparse_loss(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def rank_sparse():
+    pipe = ps.Pipeline(sparse_model(), sparse_loss, "1f1b", M)
+    optimizer = SPARSE(pipe.parameters()) if pipe.topology.rank == 0 else None
+    for step in range(4):
+        tokens, target = data("gpt", 7, step)
+        pipe.step(tokens, target=target)
+        if optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    return None, pipe.state_dict()
+
+
+def test_sparse_gradients_and_their_optimizer_leave_the_weights_of_one_process():
+    model = sparse_model()
+    optimizer = SPARSE(model[0].parameters())
+    for step in range(4):
+        accumulate(model, sparse_loss, data("gpt", 7, step), M)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(everyone(rank_sparse, 2)[1], model.state_dict())
+
+
+def rank_closure():
+    model, loss_fn = make("gpt")
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        tokens, target = data("gpt", 7, step)
+
+        def closure(tokens=tokens, target=target):
+            optimizer.zero_grad()
+            return pipe.step(tokens, target=target)
+
+        losses.append(optimizer.step(closure).item())
+    return losses, pipe.state_dict()
+
+
+def test_an_optimizer_may_call_the_step_as_its_closure():
+    model, loss_fn = make("gpt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for step in range(3):
+        optimizer.zero_grad()
+        expected.append(accumulate(model, loss_fn, data("gpt", 7, step), M).item())
+        optimizer.step()
+    losses, state = everyone(rank_closure, 2)
+    assert losses == expected
+    assert_same(state, model.state_dict())
+
+
+class Prodigy(torch.optim.SGD):
+    """Not torch's: known by its name."""
+
+
+def rank_at_once(folder):
+    model, loss_fn = make("mlp")
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
+    own = list(pipe.parameters())
+    told = []
+    for work in (
+        lambda: AT_ONCE(pipe.parameters()),
+        lambda: Prodigy(pipe.parameters()),
+        lambda: AT_ONCE(each for each in pipe.parameters() if each.requires_grad),
+        lambda: checkpoint.save(folder, pipe, AT_ONCE(own)),
+        lambda: checkpoint.resume(folder, pipe, AT_ONCE(own)),
+    ):
+        with pytest.raises(ps.MismatchError) as caught:
+            work()
+        told.append(str(caught.value))
+    return told
+
+
+def test_an_optimizer_that_decides_by_all_parameters_at_once_is_refused_where_there_are_several_ranks(tmp_path):
+    first, second = ps.launch(rank_at_once, 2, tmp_path)
+    assert first == second
+    for told, kind in zip(first, ("LBFGS", "Prodigy", "LBFGS", "LBFGS", "LBFGS"), strict=True):
+        assert f"{kind} decides by all parameters at once, and each of 2 ranks has its own: use an optimizer that" in told
+
+
+def test_in_one_process_it_is_not():
+    model, loss_fn = make("mlp")
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", M)
+    optimizer = AT_ONCE(pipe.parameters())
+    inputs, target = data("mlp", 7)
+
+    def closure():
+        pipe.zero_grad()
+        return pipe.step(inputs, target=target)
+
+    first = pipe.step(inputs, target=target)
+    optimizer.step(closure)
+    assert pipe.step(inputs, target=target) < first

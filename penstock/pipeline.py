@@ -21,6 +21,7 @@ from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, placed, stages, table
+from penstock.engine.checks.factor import GradientFactor
 from penstock.engine.checks.guard import Guard, OnNonfinite, check_choice
 from penstock.engine.checks.nonfinite import Watch
 from penstock.engine.checks.strays import Strays
@@ -213,6 +214,7 @@ class Pipeline(NoModule):
         programs = RankPrograms(self._program, self.topology.rank, merge)
         self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, watch, strays)
         self._guard = Guard(self._engine, on_nonfinite)
+        self._factor = GradientFactor(self._parameters, self.position.world.world_size)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step
         self._unequal: UnequalCounts | None = None  # on one rank that has the target
@@ -233,6 +235,8 @@ class Pipeline(NoModule):
         **kwargs: Any,
     ) -> Any:
         """Forward and backward of one batch; gradients are added to the parameters' `.grad`. Returns the loss, everywhere.
+
+        What clips them afterwards is `clip_grad_norm_`, by the norm of the whole model: a list of parameters has this rank's.
 
         args, kwargs
             The first stage's input, any tree of tensors with the same number of rows, their first dimension unless `rows_dim`
@@ -333,6 +337,8 @@ class Pipeline(NoModule):
 
     def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **options: Any) -> Outcome:
         settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
+        if training:
+            options["factor"] = self._factor.read()
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
@@ -342,6 +348,7 @@ class Pipeline(NoModule):
             outcome = self._guard.step(call)
             self.step_count += training
         if training:
+            self._factor.remember()
             step_done(self.step_count)
         if self._unequal is not None and target is not None:
             self._unequal.look(target)
@@ -507,7 +514,9 @@ class Pipeline(NoModule):
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
         norm_type = float(norm_type)  # "inf" too, as torch's
-        return self._parameters.clip(self._gradient_norms(norm_type), max_norm, norm_type)
+        total = self._parameters.clip(self._gradient_norms(norm_type), max_norm, norm_type)
+        self._factor.remember()
+        return total
 
     def _gradient_norms(self, norm_type: float) -> list[Any]:
         """Those of all ranks. All of them call it."""

@@ -1,11 +1,13 @@
 """What all ranks agree on before a step's data flows: each tells a vote, and reads the same from all votes."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.comms.control import Control
 from penstock.comms.messages.channels import Specs
 from penstock.engine.batch import NOTHING, Batch, Vote
+from penstock.engine.checks.factor import TOLERANCE
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
@@ -51,6 +53,7 @@ class Agreement:
         self._known: dict[tuple[object, ...], Known] = {}  # the last kind last
         self._said: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what the votes said last
         self._agreed: Agreed  # which is what that came to
+        self._warned = False  # of factors that differ
 
     def is_known(self, vote: Vote) -> bool:
         """Whether this rank has voted so in a step that is remembered: all it can know before it hears the others."""
@@ -60,6 +63,7 @@ class Agreement:
         """Hear the others. Raises MismatchError, the same on every rank, if the votes do not fit together."""
         votes = [Vote(*row) for row in self.control.hear(what)]
         check_alike(votes)
+        self._check_factors([vote.factor for vote in votes])
         said = [vote.kind for vote in votes], any(vote.wants_losses for vote in votes)
         if said != self._said or any(vote.counts for vote in votes):
             self._check_rows(votes, batch, what)
@@ -80,6 +84,20 @@ class Agreement:
         read = ", ".join([text for rank in self.position.counted[apart[0]] for text in shapes[rank]])
         told = f"{_where(self.position, apart[0])}the batch has {rows:.0f} rows but the target has {target_rows:.0f} ({read})"
         raise MismatchError(f"{told}; {layout_hint(batch.call.rows_dim)}")
+
+    def _check_factors(self, factors: Sequence[float]) -> None:
+        """Warn, once, of ranks that multiplied their gradients by other numbers."""
+        known = {rank: factor for rank, factor in enumerate(factors) if factor == factor}
+        if self._warned or not known or max(known.values()) <= min(known.values()) * (1 + 2 * TOLERANCE):
+            return
+        self._warned = True
+        if self.position.world.rank == 0:
+            several = ", ".join(f"by {factor:.3g} on rank {rank}" for rank, factor in known.items())
+            warnings.warn(
+                f"since the last step gradients were multiplied {several}, as clipping by the norm of a list of parameters "
+                "does, which is one rank's: clip with pipe.clip_grad_norm_(max_norm), by the norm of the whole model",
+                stacklevel=8,
+            )
 
     def _read(self, votes: Sequence[Vote], batch: Batch, what: str) -> Agreed:
         """What the votes come to, but for what is known of their kind."""

@@ -42,6 +42,7 @@ class Call(NamedTuple):
     losses: list[Tensor] | None = None  # for each microbatch's
     wants_outputs: bool = False  # on the last stage's rank
     rows_dim: int = 0  # the dimension of the rows
+    factor: float = math.nan  # of this rank's gradients since the last step (checks/factor.py)
 
 
 class Vote(NamedTuple):
@@ -58,6 +59,7 @@ class Vote(NamedTuple):
     wants_losses: float  # of each microbatch
     inputs: float  # a fingerprint of their values; 0: not looked at
     target: float  # likewise
+    factor: float  # of this rank's gradients since the last step; NaN: not known
 
     @property
     def kind(self) -> tuple[float, ...]:
@@ -122,7 +124,7 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     compares = rank in (first, last) and (first != last or position.tp is not None)
     values = (seen(given), seen(call.target)) if compares else (0, 0)
     kind = call.training, rows, target_rows, len(counts), signature, fingerprint(modes)
-    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values)
+    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor)
     seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged

@@ -12,15 +12,18 @@ import torch
 
 from penstock.errors import MismatchError
 
-NORMS = ("clip_grad_norm_", "get_total_norm", "_get_total_norm")  # torch's functions, and those of libraries around it
+NORMS = ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
+LIBRARIES = ("torch", "accelerate")  # whose functions of these names know of no other ranks: others' may
 AT_ONCE = ("LBFGS", "Prodigy", "DAdapt")  # how the names of optimizers begin whose step depends on all parameters at once
 
 
 def norm_type_of(frame: FrameType | None) -> float | None:
     """The kind of norm that is taken by the function behind `frame`, which asks a generator for a value; None for any other."""
     frame = _consumer(frame)
-    norm_type = frame.f_locals.get("norm_type") if frame and frame.f_code.co_name in NORMS else None
-    return None if norm_type is None else float(norm_type)
+    if frame is None or frame.f_code.co_name not in NORMS:
+        return None
+    library = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return float(frame.f_locals["norm_type"]) if library in LIBRARIES and "norm_type" in frame.f_locals else None
 
 
 def optimizer_of(frame: FrameType | None) -> torch.optim.Optimizer | None:

@@ -2,11 +2,13 @@
 
 import itertools
 import re
+import warnings
 
 import pytest
 import torch
 from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
 
@@ -16,11 +18,17 @@ clip, total_norm = nn.utils.clip_grad_norm_, nn.utils.get_total_norm
 M, MOST = 3, 0.05
 
 
-class Wrapper:
-    """A library around torch's function, which makes a list before it calls that."""
+LIBRARY = """
+def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+    return clip(list(parameters), max_norm, norm_type)
+"""
 
-    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
-        return clip(list(parameters), max_norm, norm_type)
+
+def in_library(name):
+    """A function around torch's, which makes a list before it calls that."""
+    names = {"__name__": name, "clip": clip}
+    exec(LIBRARY, names)
+    return lambda parameters: names["clip_grad_norm_"](None, parameters, MOST)
 
 
 def trained_only(parameters):
@@ -39,7 +47,7 @@ FORMS = {
     "expression": lambda of: clip((each for each in of.parameters() if each.grad is not None), MOST),
     "filter": lambda of: clip(filter(lambda each: each.requires_grad, of.parameters()), MOST),
     "generator": lambda of: clip(trained_only(of.parameters()), MOST),
-    "wrapper": lambda of: Wrapper().clip_grad_norm_(of.parameters(), MOST),
+    "accelerate": lambda of: in_library("accelerate.accelerator")(of.parameters()),
     "norm": lambda of: total_norm(each.grad for each in of.parameters() if each.grad is not None),
     "not above": lambda of: clip(of.parameters(), 1e9),
 }
@@ -134,6 +142,8 @@ def rank_gives_the_same_parameters():
         optimizer.param_groups[0]["params"],
     )
     pipe.step(data("mlp", 7)[0], target=data("mlp", 7)[1])
+    norm = total_norm([each.grad for each in own])
+    assert torch.equal(in_library("torchtitan.distributed.utils")(pipe.parameters()), norm)  # it asks the ranks itself
     taken += list(pipe.parameters()), [each for (each,) in zip(pipe.parameters(), strict=True)]
     nn.utils.clip_grad_value_(pipe.parameters(), 1e-3)
     assert max(parameter.grad.abs().max() for parameter in own) <= 1e-3
@@ -172,3 +182,98 @@ def test_clipping_on_one_rank_only_is_an_error_on_all():
     first, second = ps.launch(rank_alone, 2)
     assert first == second
     assert re.search(r"do different things|different", first), first
+
+
+# ---- a list of parameters, of which nothing can be known
+
+
+def halve(pipe, _):
+    for each in pipe.parameters():
+        each.grad.mul_(0.5)
+
+
+def add_noise(pipe, _):
+    for each in pipe.parameters():
+        each.grad.add_(torch.randn_like(each.grad))
+
+
+def each_by_itself(pipe, _):
+    for each in pipe.parameters():
+        clip(each, MOST)
+
+
+BY_LIST = {
+    "list": lambda pipe, _: clip(list(pipe.parameters()), MOST),
+    "groups": lambda pipe, optimizer: clip(optimizer.param_groups[0]["params"], MOST),
+    "trained": lambda pipe, _: clip([each for each in pipe.parameters() if each.requires_grad], MOST),
+    "stages": lambda pipe, _: clip([each for stage in pipe.stages.values() for each in stage.parameters()], MOST),
+    "norm of a list": lambda pipe, _: nn.utils.clip_grads_with_norm_(
+        pipe.parameters(), MOST, total_norm([each.grad for each in pipe.parameters()])
+    ),
+}
+BY_ALL = {
+    "pipe": lambda pipe, _: pipe.clip_grad_norm_(MOST),
+    "parameters": lambda pipe, _: clip(pipe.parameters(), MOST),
+    "nothing": lambda pipe, _: None,
+    "halved": halve,
+    "noise": add_noise,
+    "each by itself": each_by_itself,
+    "above all": lambda pipe, _: clip(list(pipe.parameters()), 1e9),
+}
+
+
+def rank_clips_a_list(dtype):
+    said = {}
+    for name, work in (BY_LIST | BY_ALL).items():
+        pipe = ps.Pipeline(make("mlp")[0].to(dtype), nn.functional.cross_entropy, "1f1b", M)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(6):
+                inputs, target = data("mlp", 7, step)
+                pipe.step(inputs.to(dtype), target=target)
+                work(pipe, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        said[name] = [(each.filename, str(each.message)) for each in caught]
+    return said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_that_multiply_their_gradients_by_numbers_of_their_own_are_a_warning_in_the_next_step(dtype):
+    first, second = ps.launch(rank_clips_a_list, 2, dtype)
+    for name in BY_LIST:
+        ((where, told),) = first[name]
+        assert where == __file__
+        assert re.match(
+            r"since the last step gradients were multiplied by [\d.]+ on rank 0, by [\d.]+ on rank 1, as clip", told
+        )
+        assert "clip with pipe.clip_grad_norm_(max_norm)" in told
+    assert [first[name] for name in BY_ALL] == [[]] * len(BY_ALL)
+    assert not any(second.values())
+
+
+def rank_accumulates():
+    """Two steps for one of the optimizer's, a scaler, a failed step: nothing of it multiplies."""
+    model, loss_fn = make("mlp")
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**7)
+    pipe = ps.Pipeline(model, loss_fn, "1f1b", M, scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=True, weight_decay=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            inputs, target = data("mlp", 7, step)
+            pipe.step(inputs, target=target, scale=0.5)
+            pipe.step(inputs, target=target, scale=0.5)
+            with pytest.raises(ps.PenstockError):
+                pipe.step(inputs, target=target[:3])
+            scaler.unscale_(optimizer)
+            if step % 2:
+                pipe.clip_grad_norm_(MOST)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=step < 3)
+
+
+def test_sums_over_steps_a_scaler_and_a_step_that_failed_are_no_warning():
+    ps.launch(rank_accumulates, 2)

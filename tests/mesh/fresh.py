@@ -4,6 +4,7 @@ import io
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -181,6 +182,47 @@ def tutorial() -> str:
     return said(lambda: runpy.run_path(str(TUTORIAL), run_name="__main__"), TUTORIAL, "--schedule", "1f1b", *FEW)
 
 
+def summed() -> Any:
+    """One step whose loss is a sum."""
+    loss_fn = nn.MSELoss(reduction="sum")
+    pipe = ps.Pipeline(model(), loss_fn, "1f1b", 4, reduction="sum")
+    inputs, target = batch(0)
+    return pipe.step(inputs, target=target), gradients(pipe), message(lambda: ps.Pipeline(model(), loss_fn))
+
+
+LABELS = torch.tensor([2, -100, 0, -100, -100, -100, 1, 2])  # 1, 1, 0 and 2 count in four microbatches
+CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 1.0]).double()
+
+
+def counted() -> Any:
+    """One step of which some rows do not count, and some more than others; and what is said without a loss_weight."""
+    loss_fn = nn.CrossEntropyLoss(CLASS_WEIGHTS)
+    pipe = ps.Pipeline(model(), loss_fn, "1f1b", 4, ps.tokens(weight=CLASS_WEIGHTS))
+    found = pipe.step(batch(0)[0], target=LABELS), gradients(pipe)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ps.Pipeline(model(), nn.CrossEntropyLoss(), "1f1b", 4).step(batch(0)[0], target=LABELS)
+    return *found, [str(each.message) for each in caught]
+
+
+def clipped() -> Any:
+    """The norms of three steps, clipped by torch's own line, and the parameters after them; what a list is told."""
+    pipe = ps.Pipeline(model(), nn.functional.mse_loss, "1f1b", 4)
+    optimizer, norms = adam(pipe), []
+    for step in range(3):
+        pipe.step(batch(step)[0], target=batch(step)[1])
+        norms.append(nn.utils.clip_grad_norm_(pipe.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pipe.step(batch(0)[0], target=batch(0)[1])
+            nn.utils.clip_grad_norm_(list(pipe.parameters()), 0.05)
+    return norms, state, [str(each.message) for each in caught], message(lambda: torch.optim.LBFGS(pipe.parameters()))
+
+
 CASES: dict[str, Callable[[Path], Any]] = {
     "tp": lambda _: stepped(mesh=(1, 1, 2)),
     "pp and tp": lambda _: stepped(mesh=(2, 1, 2)),
@@ -190,6 +232,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "transformers": lambda _: exported(),
     "tied": lambda _: tied(),
     "errors": lambda _: failed(),
+    "sum": lambda _: summed(),
+    "counted": lambda _: counted(),
+    "clipped": lambda _: clipped(),
     "train": lambda folder: trains(folder, "text", "own"),
     "train with tp": lambda folder: trains(folder, "text/a.txt", "shared", "--ranks", 1, "--tp", 2),
     "tutorial": lambda _: tutorial(),

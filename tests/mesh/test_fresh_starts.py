@@ -24,7 +24,7 @@ from penstock.commands.train.job import train_rank
 pytestmark = pytest.mark.fresh
 
 HERE = Path(__file__).parent
-ALIKE = ["tp", "fsdp", "split backward", "resume", "errors"]
+ALIKE = ["tp", "fsdp", "split backward", "resume", "errors", "sum", "counted", "clipped"]
 STARTS = {  # who starts how many ranks, for what
     "torchrun": (2, [*ALIKE, "transformers", "tied", "train", "train with tp"]),
     "spawn": (2, ALIKE),
@@ -162,6 +162,54 @@ def test_an_error_on_one_rank_is_the_same_on_all_and_so_are_tables_that_differ(s
         assert mismatch.startswith(
             "MismatchError: the ranks do not build the same pipeline: rank 0 has gpipe with 4 microbatches"
         )
+
+
+def test_a_loss_that_is_a_sum_has_the_bits_of_one_process(started: Any) -> None:
+    whole, loss_fn = fresh.model(), nn.MSELoss(reduction="sum")
+    losses = [
+        loss_fn(whole(inputs), target) for inputs, target in zip(*[each.chunk(4) for each in fresh.batch(0)], strict=True)
+    ]
+    for loss in losses:
+        loss.backward()
+    for everyone in results(started, "sum"):
+        for ours, _, told in everyone:
+            assert torch.equal(ours, sum(loss.detach() for loss in losses))
+            assert told.startswith(
+                "MismatchError: MSELoss has reduction='sum', and the pipeline takes what it returns for a mean"
+            )
+        assert_same(merged([mine for _, mine, _ in everyone]), {name: each.grad for name, each in whole.named_parameters()})
+
+
+def test_class_weights_and_ignored_labels_have_the_bits_of_one_process(started: Any) -> None:
+    whole, loss_fn = fresh.model(), nn.CrossEntropyLoss(fresh.CLASS_WEIGHTS)
+    loss = accumulate(whole, loss_fn, (fresh.batch(0)[0], fresh.LABELS), 4, ps.tokens(weight=fresh.CLASS_WEIGHTS))
+    at_once = loss_fn(whole(fresh.batch(0)[0]), fresh.LABELS)
+    torch.testing.assert_close(loss, at_once.detach())
+    for everyone in results(started, "counted"):
+        assert all(torch.equal(ours, loss) for ours, _, _ in everyone)
+        assert_same(merged([mine for _, mine, _ in everyone]), {name: each.grad for name, each in whole.named_parameters()})
+        first, (told,) = [warned for _, _, warned in everyone]
+        assert first == []
+        assert "has 1, 1, 0, 2 values that are not -100" in told
+        assert "pass Pipeline(.., loss_weight=ps.tokens())" in told
+
+
+def test_torchs_clipping_has_the_bits_of_one_process_and_of_a_list_is_told(started: Any) -> None:
+    whole, norms = fresh.model(), []
+    optimizer = torch.optim.Adam(whole.parameters(), lr=0.1)
+    for step in range(3):
+        accumulate(whole, nn.functional.mse_loss, fresh.batch(step), 4)
+        norms.append(nn.utils.clip_grad_norm_(whole.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+    for everyone in results(started, "clipped"):
+        for ours, *_ in everyone:
+            assert all(map(torch.equal, ours, norms))
+        assert_same(merged([state for _, state, _, _ in everyone]), whole.state_dict())
+        (told,), second = [warned for _, _, warned, _ in everyone]
+        assert "clip with pipe.clip_grad_norm_(max_norm)" in told
+        assert second == []
+        assert {refused.partition(" by all")[0] for *_, refused in everyone} == {"MismatchError: LBFGS decides"}
 
 
 def test_penstock_train_runs_on_a_folder_of_ones_own_text(started: Any) -> None:

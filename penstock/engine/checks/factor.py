@@ -1,0 +1,75 @@
+"""Gradients that each rank multiplies by a number of its own between two steps, as clipping by the norm of a list of them does.
+
+A list of parameters is this rank's, and so is their norm: every rank would train with a learning rate of its own, and ranks
+that share a parameter with others of it. So some small gradients are remembered when a step ends. When the next one begins, a
+rank tells by what all of these were multiplied meanwhile; it must be the same number on all ranks.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.stage.dtensor import local
+from penstock.stage.parameters import Parameters
+from penstock.torch_private import version_of
+
+COUNT, LARGEST = 4, 2**16  # how many gradients are remembered, of at most so many numbers
+TOLERANCE = 0.02  # of a number in bfloat16, which has three digits
+UNKNOWN = math.nan
+
+
+class Remembered(NamedTuple):
+    """A gradient, and what it was."""
+
+    gradient: Tensor
+    version: int
+    values: Tensor
+
+
+class GradientFactor:
+    """By what the gradients of `parameters` were multiplied since `remember`; where there are several `ranks`.
+
+    Where they were changed, it looks the 1st, 2nd, 4th, .. time only: gradients that are on a GPU are waited for then.
+    """
+
+    def __init__(self, parameters: Parameters, ranks: int) -> None:
+        self._parameters, self._ranks, self._chosen = parameters, ranks, list[nn.Parameter]()
+        self._remembered: list[Remembered] = []
+        self._changes = 0
+
+    def remember(self) -> None:
+        """The gradients are all ranks' alike: a step has ended, or the pipeline has clipped them."""
+        if self._ranks == 1:
+            return
+        self._chosen = self._chosen or [each for each in self._parameters.parameters() if _is_small(each.grad)][:COUNT]
+        gradients = [local(each.grad) for each in self._chosen if _is_small(each.grad)]
+        self._remembered = [Remembered(each, version_of(each), each.clone()) for each in gradients]
+
+    def read(self) -> float:
+        """The number; 1 if nothing has changed them, UNKNOWN where it was another change, or too few are remembered."""
+        if len(self._remembered) < 2:
+            return UNKNOWN
+        if all(version_of(gradient) == version for gradient, version, _ in self._remembered):
+            return 1.0
+        self._changes += 1
+        return UNKNOWN if self._changes & (self._changes - 1) else self._measured()
+
+    def _measured(self) -> float:
+        before = torch.cat([values.flatten().double() for _, _, values in self._remembered])
+        now = torch.cat([gradient.flatten().double() for gradient, _, _ in self._remembered])
+        largest = before.abs().argmax()
+        factor = now[largest] / before[largest]
+        parts = [values.numel() for _, _, values in self._remembered]
+        alike = [
+            (a - b * factor).abs().max() <= TOLERANCE * a.abs().max()
+            for a, b in zip(now.split(parts), before.split(parts), strict=True)
+        ]
+        return factor.item() if all(alike) and factor > 0 and factor.isfinite() else UNKNOWN
+
+
+def _is_small(gradient: Tensor | None) -> bool:
+    if gradient is None or gradient.layout != torch.strided or gradient.is_inference():
+        return False
+    return gradient.is_floating_point() and 0 < local(gradient).numel() <= LARGEST

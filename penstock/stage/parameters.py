@@ -145,7 +145,7 @@ class Parameters:
 
     def _in_order(self, parts: Sequence[Mapping[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
         """The norms of all gradients, or of the shards of one, as the uncut model has them."""
-        norms = {key: norm for part in parts for key, norm in part.items()}  # replicas and owners of a tied one say the same of the same shard
+        norms = {key: norm for part in parts for key, norm in part.items()}  # replicas and owners of one agree
         place = {name: number for number, name in enumerate(self.order)}
         return {key: norms[key] for key in sorted(norms, key=lambda key: (place[key[0]], key[1]))}
 

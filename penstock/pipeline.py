@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from penstock import comms, partition
-from penstock.comms.control import Control
+from penstock.comms.control import Control, control_of
 from penstock.comms.health.doing import doing
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
@@ -34,7 +34,7 @@ from penstock.engine.loss import Reduction, UnequalCounts, check_reduction, warn
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.engine.text.generation import Request, generate
-from penstock.errors import MismatchError, NonFiniteError, PenstockError
+from penstock.errors import MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
 from penstock.mesh.sampler import ReplicaSampler
@@ -52,7 +52,7 @@ from penstock.stage.parameters import Parameters
 from penstock.stage.tied import TiedParameters
 
 LossFn = Callable[[Any, Any], Tensor]
-_count = itertools.count()  # of pipelines in this process, the same on every rank
+_count = itertools.count(1)  # of pipelines in this process, the same on every rank
 
 
 class Pipeline(NoModule):
@@ -158,16 +158,19 @@ class Pipeline(NoModule):
         reduction: Reduction = "mean",
         **options: Any,
     ) -> None:
-        self.position = position_in(mesh, topology or comms.init_distributed())
-        self.topology = self.position.pipeline  # this rank's place in its pipeline
         self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
         self.reduction = reduction
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         self.clock_error = 0.0  # seconds by which times of different machines may be off
-        self._control = Control(self.position.world, f"penstock/{next(_count)}", self.position.beside)
-        self._control.connect()
+        world = topology or comms.init_distributed()
+        self._control = control_of(world)
+        self._number: int | None = None
         self._calls, self._process = threading.Lock(), os.getpid()
-        with self._together():
+        with self.collective("Pipeline(..)"):
+            self._number = next(_count)  # of the pipeline: what its calls are told by
+            self.position = position_in(mesh, world)
+            self.topology = self.position.pipeline  # this rank's place in its pipeline
+            self._control.mesh_groups += [each for each in self.position.beside if each not in self._control.mesh_groups]
             check_arguments(model, schedule, loss_fn, loss_weight, seed, scaler)
             self.rows_dim = rows_dim_for(model, rows_dim)
             check_reduction(loss_fn, reduction, loss_weight)
@@ -321,7 +324,11 @@ class Pipeline(NoModule):
         output; else as `step` does.
         """
         request = Request(max_new_tokens, temperature, top_k, eos, seed)
-        with self._together(), evaluating(list(self.stages.values())), doing.step(self.step_count, False):
+        with (
+            self.collective("generate()", announces=False),
+            evaluating(list(self.stages.values())),
+            doing.step(self.step_count, False),
+        ):
             return generate(self._engine, tokens, kwargs, request, on_token, self.rows_dim)
 
     def train(self, mode: bool = True) -> "Pipeline":
@@ -343,7 +350,9 @@ class Pipeline(NoModule):
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
         mode = nullcontext() if training else evaluating(list(self.stages.values()))
-        with self._together(), mode, doing.step(number, training), aside(self.topology.device) if draws else nullcontext():
+        own_draws = aside(self.topology.device) if draws else nullcontext()
+        name = "step()" if training else "eval()"
+        with self.collective(name, announces=False), mode, doing.step(number, training), own_draws:
             self._engine.offset, self._engine.beside = self.skew.offset, self.beside
             outcome = self._guard.step(call)
             self.step_count += training
@@ -372,18 +381,19 @@ class Pipeline(NoModule):
         return self._last is not None and any(self._last.report.preempted)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """If this rank fails inside, so do all, with the same error. One call at a time: two would mix their microbatches."""
+    def collective(self, call: str, announces: bool = True) -> Iterator[Control]:
+        """Around what all ranks do as one `call`: if a rank makes another call, or fails inside, all raise the same error.
+
+        Gives the control group they exchange values over. `announces`: see `Control.collective`. One call at a time: two would
+        mix their microbatches.
+        """
         if os.getpid() != self._process:
             raise PenstockError(f"the pipeline is that of process {self._process}, which has forked this one: call it there")
         if not self._calls.acquire(blocking=False):
             raise PenstockError("the pipeline is in another call: one at a time, and none from a forward, a loss or a hook")
         try:
-            yield
-        except NonFiniteError:  # on all of them already, at the end of the step
-            raise
-        except BaseException as error:
-            self._control.fail(error)
+            with self._control.collective(call, self._number, announces):
+                yield self._control
         finally:
             self._calls.release()
 
@@ -501,8 +511,8 @@ class Pipeline(NoModule):
 
         If it raises on one rank, all do. `what` is said of a rank that does not come.
         """
-        with self._together():
-            return self._control.gather_objects(make(), what)
+        with self.collective("gather()") as control:
+            return control.gather_objects(make(), what)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their norm, taken together, is at most `max_norm`; returns the norm before.
@@ -510,18 +520,18 @@ class Pipeline(NoModule):
         The norm is taken over the parameters in the uncut model's order, so it has the bits of the uncut model's. A tied
         parameter counts once. All ranks call it. Raises MismatchError for a `max_norm` that is no number of 0 or more.
         """
-        with self._together():
-            if not isinstance(max_norm, int | float) or not max_norm >= 0:
-                raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
-        norm_type = float(norm_type)  # "inf" too, as torch's
-        total = self._parameters.clip(self._gradient_norms(norm_type), max_norm, norm_type)
+        norms = self._gradient_norms(norm_type, max_norm)
+        total = self._parameters.clip(norms, max_norm, float(norm_type))
         self._factor.remember()
         return total
 
-    def _gradient_norms(self, norm_type: float) -> list[Any]:
-        """Those of all ranks. All of them call it."""
-        with self._together():
-            return self._control.gather_objects(self._parameters.gradient_norms(norm_type), "to clip their gradients")
+    def _gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
+        """Those of all ranks, which all call it. Raises MismatchError for a `max_norm` that is no number of 0 or more."""
+        with self.collective("clip_grad_norm_()", announces=self.position.copies > 1):  # DTensors' norms wait for others
+            if not isinstance(max_norm, int | float) or not max_norm >= 0:
+                raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
+            norms = self._parameters.gradient_norms(float(norm_type))  # "inf" too, as torch's
+            return self._control.gather_objects(norms, "to clip their gradients")
 
     def metrics(self) -> dict[str, float]:
         """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
@@ -530,7 +540,7 @@ class Pipeline(NoModule):
         time took, `between_steps_seconds/..` what lay before the step since the one before: the optimizer, the next batch;
         `averaging_seconds/..` what replicas took after their last action until gradients were averaged.
         """
-        timeline = self.timeline()
+        timeline = self._timeline("metrics()")
         return numbers(self._done().report, timeline)
 
     def timeline(self) -> MeasuredTimeline:
@@ -539,7 +549,10 @@ class Pipeline(NoModule):
         Of pipelines side by side, each gets its own. Memory is in bytes (`engine/memory.py`) unless a stage is compiled.
         Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in seconds.
         """
-        with self._together():
+        return self._timeline("timeline()")
+
+    def _timeline(self, call: str) -> MeasuredTimeline:
+        with self.collective(call):
             last = self._done()
             self.skew = skew(self._control, self._compared.machines)  # clocks drift apart
             last.clock.offset = self.skew.offset
@@ -553,7 +566,7 @@ class Pipeline(NoModule):
 
     def lines(self) -> dict[str, str]:
         """What carries this rank's messages: `{"0-1": "memory that both processes see"}`. All ranks call it."""
-        with self._together():
+        with self.collective("lines()"):
             return {name: line.way for name, line in self._engine.channels.lines.items()}
 
     def _done(self) -> Outcome:

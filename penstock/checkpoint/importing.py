@@ -38,7 +38,7 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
 
         checkpoint.import_weights(pipe, "Llama-3.2-1B")  # a folder with model.safetensors
     """
-    control = settled(pipe)
+    control = settled(pipe, "checkpoint.import_weights()")
     with as_one(control, f"import {path}"):
         homes = _homes(Path(path))
         sources = _sources(pipe, _renamed(homes, rename))

@@ -39,7 +39,7 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
         if checkpoint.exists("runs/a"):
             epoch = checkpoint.resume("runs/a", pipe, optimizer)["epoch"]
     """
-    control = settled(pipe)
+    control = settled(pipe, "checkpoint.resume()")
     with as_one(control, f"resume from {folder}"):
         consumer.check_optimizer(optimizer, pipe.topology.world_size)
         chosen, content, files = memory.newest(control, Path(folder)) or newest_whole(control, Path(folder))

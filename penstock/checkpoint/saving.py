@@ -56,14 +56,14 @@ def save(
 
         saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
-    if type(keep) is not int or keep < 1:
-        raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
-    control = settled(pipe)
-    final = Path(folder) / manifest.folder_of(pipe.step_count)
-    with as_one(control, f"write the checkpoint {final}"), broken_off(pipe.position.beside):
-        for name, each in {"optimizer": optimizer, "scheduler": scheduler}.items():
+    control, name = settled(pipe, "checkpoint.save()"), manifest.folder_of(pipe.step_count)
+    with as_one(control, f"write the checkpoint {folder}/{name}"), broken_off(pipe.position.beside):
+        final = Path(folder) / name
+        if type(keep) is not int or keep < 1:
+            raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
+        for argument, each in {"optimizer": optimizer, "scheduler": scheduler}.items():
             if each is not None and not hasattr(each, "state_dict"):
-                raise MismatchError(f"save() takes something with a state_dict as {name}, not a {type(each).__name__}")
+                raise MismatchError(f"save() takes something with a state_dict as {argument}, not a {type(each).__name__}")
         if not isinstance(extra, Mapping | None):
             raise MismatchError(f"save() takes a dict as extra, not a {type(extra).__name__}")
         held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
@@ -87,7 +87,7 @@ def save(
 
 def claim(folder: Path, pipe: Pipeline) -> None:
     """Make `folder` this run's, before it writes there what is no checkpoint. All ranks call it; raises as `save` does."""
-    control = settled(pipe)
+    control = settled(pipe, "checkpoint.claim()")
     with as_one(control, f"write to {folder}"):
         if control.topology.rank == 0:
             lock.take(folder, pipe)

@@ -57,10 +57,15 @@ class Saving:
             self.wait()
 
 
-def settled(pipe: Pipeline) -> Control:
-    """The control group of the checkpoints of `pipe`, the save before having ended. Raises what went wrong with that."""
+def settled(pipe: Pipeline, call: str) -> Control:
+    """The control group of the checkpoints of `pipe`, once all ranks have made this `call` and the save before has ended.
+
+    Raises MismatchError, on every rank, if a rank has made another call, and what went wrong with that save.
+    """
     if not isinstance(pipe, Pipeline):
         raise MismatchError(f"a checkpoint is of a Pipeline, not a {type(pipe).__name__}: save(folder, pipe)")
+    with pipe.collective(call):
+        pass
     if pipe.beside is not None:
         pipe.beside.settle()
         pipe.beside = None

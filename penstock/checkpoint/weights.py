@@ -44,7 +44,7 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
         checkpoint.export(pipe, "fine-tuned")
         model = AutoModelForCausalLM.from_pretrained("fine-tuned")  # likewise
     """
-    path, control = Path(path), settled(pipe)
+    path, control = Path(path), settled(pipe, "checkpoint.export()")
     with as_one(control, f"export to {path}"):
         check_replicas(control, pipe)
         _write(control, path, own_state(pipe), pipe.aliases, settings(pipe), max_shard_size)

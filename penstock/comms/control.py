@@ -1,13 +1,20 @@
-"""The ranks of a pipeline as one: they agree before data flows, and a failure on one ends the step on all.
+"""All ranks as one: they make the same calls, agree before data flows, and a failure on one ends the call on all.
+
+All pipelines of the ranks share one control group. Each row of numbers that the ranks exchange there carries the call it
+belongs to. So a rank that saves while others step, or steps another pipeline than they do, is told by the next row.
 
 The failure protocol: a rank that cannot go on writes a report to the store and closes its groups. That wakes every rank
 that waits on it, which does the same, and so on; then each reads the reports (health/reports.py) and raises the same error.
 A rank that is blamed by another and leaves no report is lost.
 """
 
+import itertools
+import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,10 +27,12 @@ from penstock.comms.health import reports
 from penstock.comms.health.reports import Report
 from penstock.comms.system import named, reason
 from penstock.comms.topology import Topology, lost_or_silent
-from penstock.errors import LostRankError, MismatchError, PenstockError, ResourceError
+from penstock.errors import CorruptionError, LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
 
 EXCHANGE_TAG, TRANSFER_TAG = 1, 2
 WIDEST = 12  # numbers of a row
+CALL = struct.Struct("6d")  # the name of a call, as the numbers in front of a row that have its bytes
+OF_PIPELINE = " of pipeline "  # behind the name, and before the number, where a pipeline's method is called
 
 
 class WaitFailed(PenstockError):
@@ -72,34 +81,74 @@ def waiting(what: str) -> Iterator[None]:
         raise WaitFailed(what, None, error) from error
 
 
-class Control:
-    """The control group of one pipeline, or of several side by side.
+_count = itertools.count()  # of control groups of all ranks in this process, the same on every rank
+_shared: "Control | None" = None
 
-    `beside` are process groups that others have made for these ranks. A failure breaks them off too, so that nobody waits
-    there; they cannot be made again, and so it is the end.
+
+def control_of(topology: Topology) -> "Control":
+    """The control group of all ranks, the same for all pipelines until a rank is lost."""
+    global _shared
+    if not isinstance(topology, Topology):
+        raise MismatchError(f"topology= takes what ps.comms.init_distributed() returns, got {topology!r}")
+    if topology.world_size == 1:
+        return Control(topology, "alone")
+    if _shared is None or _shared.lost or _shared.topology != topology or _shared.topology.store is not topology.store:
+        _shared = Control(topology, f"penstock/{next(_count)}")
+    return _shared
+
+
+class Control:
+    """The control group of all ranks, or one of them for a purpose of its own.
+
+    `mesh_groups` are process groups that others have made for these ranks. A failure breaks them off too, so that nobody waits
+    there; they cannot be made again, and so it is the end of the pipelines that use them.
     """
 
-    def __init__(self, topology: Topology, name: str, beside: Sequence[Any] = ()) -> None:
-        self.topology, self.name, self.beside = topology, name, beside
+    def __init__(self, topology: Topology, name: str) -> None:
+        self.topology, self.name = topology, name
+        self.mesh_groups: list[Any] = []
         self.alone = topology.world_size == 1
-        self.generation = 0  # one more each time the groups had to be opened again
+        self.generation = 0  # how often the groups have been closed since a rank failed
+        self.failure = ""  # the last
+        self.lost = False  # a rank was
         self.groups: Groups | None = None
         self._group: Any = None
         self._peers = [rank for rank in range(topology.world_size) if rank != topology.rank]
         self._sending: list[Any] = []
         self._receiving: list[Any] = []
-        self._lost: str | None = None
+        self._call, self._in_call = "", threading.RLock()
+
+    @contextmanager
+    def collective(self, call: str, pipeline: int | None = None, announces: bool = True) -> Iterator[None]:
+        """Around what all ranks do as one `call`: if a rank makes another call, or fails inside, all raise the same error.
+
+        `announces`: False for a call whose first wait for other ranks is an exchange of this group.
+        """
+        if not self._in_call.acquire(blocking=False):
+            raise PenstockError("these ranks are in a call of another thread: make one call at a time")
+        outer, self._call = self._call, call if pipeline is None else f"{call}{OF_PIPELINE}{pipeline}"
+        try:
+            if announces:
+                self.gather((), f"to call {call}")
+            yield
+        except (NonFiniteError, CorruptionError):  # on all of them already, at the end of the step
+            raise
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            self._call = outer
+            self._in_call.release()
 
     def connect(self) -> Groups | None:
         """Open the groups if they are not open; None in a world of one.
 
         Raises LostRankError once a rank was lost, ResourceError if a rank cannot open them.
         """
-        if self._lost:
-            raise LostRankError(f"this pipeline ended when {self._lost}: start the ranks again")
+        if self.lost:
+            raise LostRankError(f"this pipeline ended when {self.failure}: start the ranks again")
         if self.groups is None and not self.alone:
-            self.generation, what = self.generation + 1, "connect to the other ranks"
-            self.groups = Groups(self.topology, f"{self.name}/{self.generation}", beside=self.beside)
+            what = "connect to the other ranks"
+            self.groups = Groups(self.topology, f"{self.name}/{self.generation}", self.mesh_groups)
             try:
                 with failing(f"to {what}"), named(f"rank {self.topology.rank} could not {what}"):
                     self._group = self.groups.everyone
@@ -120,7 +169,7 @@ class Control:
         own all-gather goes around in a ring.
         """
         self.connect()
-        self._told = [float(each) for each in row]
+        self._told = [*_name_as_numbers(self._call), *map(float, row)]
         if self.alone:
             return
         mine = torch.tensor([*self._told, *[0.0] * (WIDEST - len(row))], dtype=torch.float64, device="cpu")
@@ -134,9 +183,9 @@ class Control:
         self._post_receives()
 
     def hear(self, what: str) -> list[list[float]]:
-        """The second half: wait for the others' rows."""
+        """The second half: wait for the others' rows. Raises MismatchError if they belong to another call."""
         if self.alone:
-            return [self._told]
+            return [self._told[NAME:]]
         rows, receiving = self._heard
         for peer, work in zip(self._peers, receiving, strict=True):
             with failing(f"for rank {peer} {what}", peer):
@@ -145,11 +194,13 @@ class Control:
                 work.wait()
         heard = rows[:, : len(self._told)].tolist()
         heard[self.topology.rank] = self._told  # not into `rows`: it may be of an inference mode before
-        return heard
+        if any(row[:NAME] != self._told[:NAME] for row in heard):
+            raise MismatchError(_different_calls([CALL.pack(*row[:NAME]).decode().rstrip() for row in heard]))
+        return [row[NAME:] for row in heard]
 
     def _post_receives(self) -> None:
         """Post the receives of the next exchange; a peer that has ended meanwhile matters only if there is one."""
-        self._rows = torch.zeros(self.topology.world_size, WIDEST, dtype=torch.float64, device="cpu")
+        self._rows = torch.zeros(self.topology.world_size, NAME + WIDEST, dtype=torch.float64, device="cpu")
         self._receiving = [self._post_receive(peer) for peer in self._peers]
 
     def _post_receive(self, peer: int) -> Any:
@@ -159,17 +210,13 @@ class Control:
             return error
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Every rank's `value`, by rank. Raises MismatchError where the first two words of `what` differ between ranks."""
+        """Every rank's `value`, by rank."""
         if self.alone:
             return [value]
-        mine = encoded((what, value))
+        mine = encoded(value)
         sizes = [int(size) for (size,) in self.gather([mine.numel()], what)]
         with failing(f"for the other ranks {what}"):
-            told = exchanged(mine, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
-        for rank, (other, _) in enumerate(told):
-            if other.split()[:2] != told[0][0].split()[:2]:
-                raise MismatchError(f"the ranks do different things: rank 0 is about {told[0][0]}, rank {rank} {other}")
-        return [each for _, each in told]
+            return exchanged(mine, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> Pending:
         """Begin to send a tensor on the CPU to `peer`, which receives one of as many bytes; `what` as in `gather`."""
@@ -186,35 +233,36 @@ class Control:
             return Pending(getattr(self._group, way)([tensor], peer, TRANSFER_TAG), tensor, peer, what)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End the step on every rank because of `error`; raises what happened, the same on every rank."""
+        """End the call on every rank because of `error`; raises what happened, the same on every rank."""
         if broken := _of_device(error):
-            self._lost = f"rank {self.topology.rank} has lost its GPU: {reason(broken)}"
-            error = LostRankError(self._lost, [self.topology.rank])
+            error = LostRankError(f"rank {self.topology.rank} has lost its GPU: {reason(broken)}", [self.topology.rank])
+            self.failure, self.lost = str(error), True
         if self.alone or self.groups is None:  # there is nobody, or nobody any more, to tell
             raise error
         if self.groups.woken and isinstance(error, Exception) and not isinstance(error, WaitFailed):
             error = WaitFailed("for a rank that failed meanwhile", None, error)  # it computed on what never came
         groups, mine = self.groups, self._report(error)
         reports.publish(groups, mine)
-        self.close()
-        for group in self.beside:
-            break_off(group)
-        if self.beside:
-            torch_private.forget_meshes()  # other meshes' tensors would wait in these groups
+        self._close()
         if not isinstance(error, WaitFailed):
-            self._lost = str(error) if self.beside else self._lost
+            self.failure = self.failure if self.lost else str(error)
             raise error
         verdict = reports.verdict(groups, *reports.read(groups, mine))
-        if self.beside or isinstance(verdict, LostRankError):
-            self._lost = str(verdict)
+        self.failure, self.lost = str(verdict), self.lost or isinstance(verdict, LostRankError)
         raise verdict from (None if is_of_transport(error.cause) else error.cause)  # the transport's words help nobody
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Close the groups; the next `connect` opens new ones."""
         if self.groups is not None:
             self.groups.close()
         self.groups = self._group = None
+        self.generation += 1
         self._sending = []
+        for group in self.mesh_groups:
+            break_off(group)
+        if self.mesh_groups:
+            torch_private.forget_meshes()  # other meshes' tensors would wait in these groups
+        self.mesh_groups.clear()
 
     def _report(self, error: BaseException) -> Report:
         if not isinstance(error, WaitFailed):
@@ -226,3 +274,27 @@ class Control:
 def _of_device(error: BaseException | None) -> torch.AcceleratorError | None:
     """The error of the GPU that `error` began with (an assert in a kernel, an illegal address): it does no more then."""
     return error if error is None or isinstance(error, torch.AcceleratorError) else _of_device(error.__cause__)
+
+
+@lru_cache(64)
+def _name_as_numbers(call: str) -> tuple[float, ...]:
+    """The name of a call, which is ASCII, as numbers that travel in a row."""
+    return CALL.unpack(call.encode()[: CALL.size].ljust(CALL.size))
+
+
+NAME = len(_name_as_numbers(""))  # numbers in front of a row
+
+
+def _different_calls(calls: Sequence[str]) -> str:
+    """That each rank makes another one of these `calls`, by rank, in words."""
+    names = [call.partition(OF_PIPELINE) for call in calls]
+    numbers = {number for _, _, number in names if number}
+    ranks: dict[str, list[str]] = {}
+    for rank, (call, (name, _, _)) in enumerate(zip(calls, names, strict=True)):
+        ranks.setdefault(call if len(numbers) > 1 else name, []).append(str(rank))
+    told = [
+        f"rank{'s' * (len(those) > 1)} {'/'.join(those)} call{'s' * (len(those) == 1)} {call}" for call, those in ranks.items()
+    ]
+    numbered = " (pipelines are numbered as they were built)" if len(numbers) > 1 else ""
+    what_to_do = "all ranks must make the same calls in the same order, none behind `if rank == 0:`"
+    return f"the ranks do different things: {', '.join(told)}{numbered}: {what_to_do}"

@@ -1,16 +1,18 @@
-"""The process groups one pipeline opens: small, its own, and closed by force when a rank fails.
+"""The process groups that pipelines open: small, their own, and closed by force when a rank fails.
 
 NCCL's differ from Gloo's in two ways that are made up for here (docs/howto/gpu.md). Whoever uses a communicator or a pair of
 ranks first waits on the host for the other side: so all are used once where they are opened. And their waits order streams
 only, know no lost rank and no timeout: so the heartbeat's thread looks, and ends them.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,19 +31,20 @@ FAILED = "failed"  # a key of the store of groups that a rank which gives up lea
 
 
 class Groups:
-    """The process groups of one pipeline, opened under names that all ranks agree on.
+    """Process groups, opened under names that all ranks agree on, and other lines that end with them.
 
-    `beside` are groups of others' making in which these ranks may wait meanwhile.
+    All but `everyone` belong to whoever has asked for them, and go with it. `mesh_groups` are groups of others' making in which
+    these ranks may wait meanwhile.
     """
 
-    def __init__(self, topology: Topology, name: str, beside: Sequence[dist.ProcessGroup] = ()) -> None:
+    def __init__(self, topology: Topology, name: str, mesh_groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.topology, self.name = topology, name
         self.ranks = range(topology.world_size)
         self.store = dist.PrefixStore(name, topology.store)
-        self._open: list[Any] = []
-        self._beside = beside
-        self._closers: list[Callable[[], object]] = []
-        self._wakers: list[Callable[[], object]] = []
+        self.openings = itertools.count()  # of pipelines' channels: a part of their names, the same on every rank
+        self._open: WeakValueDictionary[int, Any] = WeakValueDictionary()  # in the order of their opening
+        self._mesh_groups = mesh_groups
+        self.lines: WeakSet[Any] = WeakSet()  # what else to `wake` and `close`
         self.woken = False  # no wait that has ended since means anything
         self._position: tuple[int, ...] = ()  # of this rank in its step, when the heartbeat looked last
         self._looks = 0  # in a row that saw it there
@@ -61,7 +64,7 @@ class Groups:
         store = dist.PrefixStore(name, self.store)
         all_come(store, size, self.topology.timeout, self.is_over)
         group = dist.ProcessGroupGloo(store, rank, size, torch_private.gloo_options([_gloo_device()], self.topology.timeout))
-        self._open.append(group)
+        self._open[id(group)] = group
         if self.woken:  # while it connected, when there was nothing to break off
             raise dist.DistError("another rank has failed")
         return group
@@ -69,7 +72,7 @@ class Groups:
     def nccl(self, name: str, end: int) -> Any:
         """This process as the SOURCE or DESTINATION of a new NCCL group of two; returns when they are connected."""
         group = new_nccl(dist.PrefixStore(name, self.store), end, 2, self.topology.timeout)
-        self._open.append(group)
+        self._open[id(group)] = group
         byte = torch.zeros(1, dtype=torch.uint8, device=self.topology.carrier)
         self.finish(group.send([byte], DESTINATION, 0) if end == SOURCE else group.recv([byte], SOURCE, 0))
         return group
@@ -93,32 +96,23 @@ class Groups:
         if self._looks and (self._looks * LOOK > self.topology.timeout.total_seconds() or self.is_over(store)):
             self.wake()
 
-    def at_close(self, close: Callable[[], object]) -> None:
-        """Have `close` called when the groups are closed."""
-        self._closers.append(close)
-
-    def at_wake(self, wake: Callable[[], object]) -> None:
-        """Have `wake` called when another thread must not wait here any more."""
-        self._wakers.append(wake)
-
     def wake(self) -> None:
         """End whatever another thread of this rank waits for here; it closes the groups then."""
         self.woken = True
-        for wake in list(self._wakers):
-            wake()
-        for group in list(self._open):  # `everyone` first: what is computed on nothing must be told nobody
+        for line in list(self.lines):
+            line.wake()
+        for group in list(self._open.values()):  # `everyone` first: what is computed on nothing must be told nobody
             break_off_backend(group)
-        for group in self._beside:
+        for group in list(self._mesh_groups):
             break_off(group)
 
     def close(self, failed: bool = True) -> None:
         """Close all groups, whoever waits on them; NCCL's, if nothing has `failed`, in peace, in the order of their opening."""
         failed = failed or self.woken
-        for close in self._closers:
-            close()
-        self._closers.clear()
-        self._wakers.clear()
-        for group in self._open:
+        for line in list(self.lines):
+            line.close()
+        self.lines.clear()
+        for group in list(self._open.values()):
             if failed or group.name() == "gloo":
                 break_off_backend(group)
             else:

@@ -1,4 +1,4 @@
-"""Which rank this process is, among how many, on which device; and the mesh of all of them."""
+"""Which rank this process is, among how many, on which device."""
 
 import atexit
 import os
@@ -12,20 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from penstock import torch_private
 from penstock.comms.allocator import keep_freed_memory
 from penstock.comms.breaking import break_off
-from penstock.comms.encoding import told_by_all
 from penstock.comms.health.heartbeat import Heartbeat
 from penstock.comms.health.lives import gone, lost
 from penstock.comms.starting.gpus import backend_for, common_backend, gpu_of, settle_nccl
 from penstock.comms.starting.interface import check_interfaces, interface_to
 from penstock.comms.starting.meeting import FINISHED, all_come, depart, left, looks, name_of_start
 from penstock.comms.system import batch_threads, from_torchrun, reason
-from penstock.errors import LostRankError, MismatchError, PenstockError
+from penstock.errors import LostRankError, PenstockError
 from penstock.randomness import repeat_bits
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are long to look at a stopped job
@@ -119,41 +117,6 @@ def _look(store: Any) -> None:
     """What the heartbeat does beside: see `Groups.look`."""
     for groups in list(closed_on_leaving):
         groups.look(store)
-
-
-def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
-    """All ranks as a mesh with the axes `pp`, `dp` and `tp`, for `Pipeline(.., mesh=mesh)`; joins them if nobody has yet.
-
-    `pp`: the ranks of a pipeline; None: all that the other axes leave.
-    `dp`: replicas of the pipeline.
-    `tp`: ranks that share the products of each stage. They talk the most and are numbered next to each other, then those
-    along `dp`.
-
-        mesh = ps.comms.init_mesh(pp=2, dp=2)                   # on 4 ranks: pipelines 0, 2 and 1, 3
-        pipe = ps.Pipeline(model, loss_fn, mesh=mesh)
-
-    Every rank makes the same call. Raises MismatchError if the axes do not make the number of ranks that are running, or if
-    ranks ask for different ones.
-    """
-    topology = current_topology()
-    for axis, size in {"pp": pp, "dp": dp, "tp": tp}.items():
-        if (size, axis) != (None, "pp") and (type(size) is not int or size < 1):
-            raise MismatchError(f"the mesh's axis {axis} cannot have {size!r} ranks: use a whole number of 1 or more")
-    pp = max(1, topology.world_size // (dp * tp)) if pp is None else pp
-    if pp * dp * tp != topology.world_size:
-        raise MismatchError(
-            f"a mesh of pp={pp}, dp={dp}, tp={tp} has {pp * dp * tp} ranks, but {topology.world_size} are running: "
-            "start that many, or give other numbers"
-        )
-    if not dist.is_initialized():  # a world of one
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with waiting_for_ranks(topology, "for the other ranks to make a mesh", range(topology.world_size)):
-        everyone = told_by_all((pp, dp, tp), topology.carrier)
-    for rank, sizes in enumerate(everyone):
-        if sizes != everyone[0]:
-            raise MismatchError(f"rank 0 makes a mesh of (pp, dp, tp) {everyone[0]}, rank {rank} one of {sizes}: make the same")
-    with batch_threads():
-        return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def current_topology() -> Topology:

@@ -15,10 +15,7 @@ from penstock.schedule.rank_program import RankProgram, RankPrograms
 from penstock.stage.microbatch import layout_hint, shares, sizes
 
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
-CALLS = {1.0: "step()", 0.0: "eval()"}  # what votes `training`: other methods exchange rows too
-OTHER = "another of the pipeline's methods"
 ALIKE: Mapping[str, tuple[str, Callable[[float], str]]] = {  # what every vote must have the same
-    "training": ("do different things", lambda call: f"calls {CALLS.get(call, OTHER)}"),
     "step": ("are apart", lambda step: f"is at step {step:.0f}"),
     "scale": ("do not scale their gradients alike", lambda scale: f"has scale={scale:.6g}"),
 }

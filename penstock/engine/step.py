@@ -8,8 +8,8 @@ A step of 1F1B with two microbatches on two ranks. Time goes to the right; slant
 and 0F1, the gradients of 1B0 and 1B1.
 
     split      the call becomes this rank's share of the batch          engine/batch.py
-    begin      parameters that replicas share out are fetched           mesh/fsdp.py
     vote       every rank tells every other what it is about to run     engine/batch.py
+    begin      parameters that replicas share out are fetched           mesh/fsdp.py
     agree      and reads from all votes what the step is like           engine/agreement.py
     0F0 ..     actions, in the order of the rank's program              engine/actions.py, stage/stage.py
                the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
@@ -38,7 +38,7 @@ from penstock.engine.checks.strays import Noted, Strays
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Beside, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
-from penstock.errors import ResourceError
+from penstock.errors import LostRankError, ResourceError
 from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
@@ -71,6 +71,7 @@ class Engine:
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
+        self._generation = control.generation  # of the control group that the pipeline was built in
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
         self._ended: Any = None  # when the last step did, as its clock tells it
         self.beside: Beside | None = None  # what goes on beside the steps
@@ -86,12 +87,12 @@ class Engine:
         channels = self.channels
         self.parameters.check_values()
         batch = split(call, self.position, self.schedule, modes(self.stages.values(), self.device))
-        with waiting("for the replicas to begin the step"):
-            begin([self.stages[index].copies for index in self._whole.stages])
 
         first = self._whole.steps[0].action if self._whole.steps else "the others end it"
         why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
-        self.control.tell(batch.vote, why)
+        self.control.tell(batch.vote, why)  # before any wait, so that a rank in another call does not wait for this one
+        with waiting("for the replicas to begin the step"):
+            begin([self.stages[index].copies for index in self._whole.stages])
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
@@ -198,9 +199,12 @@ class Engine:
 
     @property
     def channels(self) -> Channels:
-        """The channels, open: at the first step, and again after a failure."""
+        """The channels, open: at the first step, and again after a failure. Raises LostRankError if that has ended the mesh."""
+        if self.position.copies > 1 and self.control.generation != self._generation:
+            raise LostRankError(f"this pipeline ended when {self.control.failure}: start the ranks again")
         groups = self.control.connect()
         if self._connected is None or self._connected[0] != self.control.generation:
+            self.control.gather((), "to open their lines")  # unless one of them is in another call
             self._connected = self.control.generation, Channels(self.programs.program, self.position.pipeline, groups)
             self.agreement.forget()
         return self._connected[1]

@@ -85,8 +85,6 @@ def position_in(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
 
     Raises MismatchError for axes of other names, and for a mesh that is not made of all ranks.
     """
-    if not isinstance(topology, Topology):
-        raise MismatchError(f"topology= takes what ps.comms.init_distributed() returns, got {topology!r}")
     if mesh is None:
         return MeshPosition(topology, topology, ((tuple(range(topology.world_size)),),))
     if not isinstance(mesh, DeviceMesh):

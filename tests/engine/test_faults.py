@@ -296,7 +296,11 @@ def rank_different_calls(what):
             "the first dimension: give Pipeline(.., rows_dim=) if they are another one in all tensors, ps.Rows(tensor, dim) if "
             "in one, ps.Replicated(tensor) for a tensor without rows",
         ),
-        ("eval", "the ranks do different things: rank 0 calls step(), rank 1 calls eval()"),
+        (
+            "eval",
+            "the ranks do different things: ranks 0/2/3 call step(), rank 1 calls eval(): "
+            "all ranks must make the same calls in the same order, none behind `if rank == 0:`",
+        ),
     ],
 )
 def test_ranks_that_call_different_things_are_told_so_before_data_flows(what, words):

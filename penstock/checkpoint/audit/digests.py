@@ -38,7 +38,9 @@ def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
         optimizer.step()
         before = checkpoint.digests(pipe, optimizer)["weights"]
     """
-    return merged(pipe.gather(lambda: own(pipe, optimizer), "to compare digests"), list(pipe.homes))
+    with pipe.collective("checkpoint.digests()") as control:
+        everyone = control.gather_objects(own(pipe, optimizer), "to compare digests")
+    return merged(everyone, list(pipe.homes))
 
 
 def own(pipe: Pipeline, optimizer: Any) -> dict[str, dict[str, str]]:

@@ -15,6 +15,7 @@ import torch
 from penstock.checkpoint.audit.digests import merged, own
 from penstock.checkpoint.audit.outputs import Outputs, layers, summed
 from penstock.checkpoint.files import json_lines
+from penstock.comms.control import Control
 from penstock.errors import PenstockError
 from penstock.pipeline import Pipeline
 from penstock.schedule.table import Kind
@@ -49,18 +50,13 @@ class Trail:
         every: int = EVERY,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise PenstockError(f"every={every!r} is no number of steps: use a whole number, 1 or more")
-        try:
-            json.dumps(dict(settings or {}))
-        except (TypeError, ValueError) as error:
-            why = f"settings= goes into a file as JSON, which cannot hold it ({error})"
-            raise PenstockError(f"{why}: give texts and numbers") from error
         self.path, self.pipe, self.optimizer, self.every = Path(folder) / FILE, pipe, optimizer, every
-        told = pipe.gather(lambda: [[stage, name] for stage, name, _ in layers(pipe)], "to begin their digests")
-        self._layers = sorted((each for rank in told for each in rank), key=lambda each: each[0])
-        self._places = places(pipe)
-        self._write(lambda: self._begin(settings or {}))
+        with pipe.collective("checkpoint.Trail(..)") as control:
+            _check(every, settings)
+            everyone = control.gather_objects([[stage, name] for stage, name, _ in layers(pipe)], "to begin their digests")
+            self._layers = sorted((each for rank in everyone for each in rank), key=lambda each: each[0])
+            self._places = places(pipe)
+            self._write(control, lambda: self._begin(settings or {}))
         self._outputs = self._listening()
 
     def _begin(self, settings: Mapping[str, Any]) -> None:
@@ -84,8 +80,10 @@ class Trail:
     def note(self) -> None:
         """Write the step's line, if it gets one. Call it after the optimizer's step, before gradients are let go."""
         if self.pipe.step_count % self.every == 0:
-            everyone = self.pipe.gather(self._own, "to write their digests")
-            self._write(lambda: json_lines.add(self.path, {"step": self.pipe.step_count, **self._line(everyone)}))
+            with self.pipe.collective("Trail.note()") as control:
+                everyone = control.gather_objects(self._own(), "to write their digests")
+                line = {"step": self.pipe.step_count, **self._line(everyone)}
+                self._write(control, lambda: json_lines.add(self.path, line))
         self.close()
         self._outputs = self._listening()
 
@@ -95,17 +93,15 @@ class Trail:
             self._outputs.close()
             self._outputs = None
 
-    def _write(self, what: Callable[[], None]) -> None:
-        """Have rank 0 do this. If it cannot, all ranks are told."""
-
-        def write() -> None:
+    def _write(self, control: Control, write: Callable[[], None]) -> None:
+        """Have rank 0 write to the file. If it cannot, all ranks are told."""
+        if control.topology.rank == 0:
             try:
-                what()
+                write()
             except OSError as error:
                 why = f"digests cannot be written to {self.path}: {error.strerror or error}"
                 raise PenstockError(f"{why}; make room there, or train without them") from error
-
-        self.pipe.gather(write if self.pipe.position.world.rank == 0 else lambda: None, "to keep their digests")
+        control.gather_objects(None, "to keep their digests")
 
     def _own(self) -> dict[str, dict[str, str]]:
         report, heard = self.pipe.report, {}
@@ -122,6 +118,17 @@ class Trail:
             "outputs": {name: summed(each) for name, each in outputs.items() if each},
             **{kind: found[kind] for kind in ("gradients", "weights", "optimizer") if kind in found},
         }
+
+
+def _check(every: int, settings: Mapping[str, Any] | None) -> None:
+    """Raises PenstockError for arguments that a trail cannot have."""
+    if not isinstance(every, int) or every < 1:
+        raise PenstockError(f"every={every!r} is no number of steps: use a whole number, 1 or more")
+    try:
+        json.dumps(dict(settings or {}))
+    except (TypeError, ValueError) as error:
+        why = f"settings= goes into a file as JSON, which cannot hold it ({error})"
+        raise PenstockError(f"{why}: give texts and numbers") from error
 
 
 def places(pipe: Pipeline) -> dict[str, list[int]]:

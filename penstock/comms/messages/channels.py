@@ -43,16 +43,16 @@ class Channels:
         if groups is None:
             return
         outbox = self._outbox = Outbox(SendFailure(groups))
-        rank, of_job = groups.topology.rank, topology.of_job
+        rank, of_job, opening = groups.topology.rank, topology.of_job, next(groups.openings)
         for source, destination in in_rounds(program.channels):  # the same order everywhere: opening one waits for its peer
             start, end = of_job(source), of_job(destination)
-            name = f"{start}-{end}"
+            name, in_store = f"{start}-{end}", f"{opening}/{start}-{end}"
             with named(f"rank {rank} could not open the line {name}"), waiting("for the other ranks to open their lines"):
                 if rank == start:
-                    self.lines[name] = line = sending_line(groups, name, end, outbox)
+                    self.lines[name] = line = sending_line(groups, in_store, end, outbox)
                     self.outgoing[destination] = Outgoing(line, outbox.failure)
                 elif rank == end:
-                    self.lines[name] = arriving = receiving_line(groups, name, start)
+                    self.lines[name] = arriving = receiving_line(groups, in_store, start)
                     self.incoming[source] = Incoming(arriving, rank, start)
         with waiting("for the other ranks to open their lines"):  # so that no rank goes ahead where another fails to
             groups.everyone.barrier().wait()

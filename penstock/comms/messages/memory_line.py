@@ -62,7 +62,7 @@ def open_sender(groups: Groups, peer: int, failure: SendFailure) -> "MemorySende
     if not opened:
         sender.close()
         return None
-    groups.at_close(sender.close)
+    groups.lines.add(sender)
     return sender
 
 
@@ -78,8 +78,7 @@ def open_receiver(groups: Groups, peer: int) -> "MemoryReceiver | None":
     receiver = MemoryReceiver(memory, _open_pipe(process, pipe), groups.topology.timeout) if memory else None
     groups.everyone.send([torch.tensor([float(receiver is not None)], device="cpu")], peer, OPENING_TAG).wait()
     if receiver is not None:
-        groups.at_close(receiver.close)
-        groups.at_wake(receiver.wake)
+        groups.lines.add(receiver)
     return receiver
 
 
@@ -141,6 +140,9 @@ class _End:
     def close(self) -> None:
         """Take and send no more: the other end is told. Messages that were taken stay."""
         self.let_go()
+
+    def wake(self) -> None:
+        """Wait no more, soon; called by another thread."""
 
     def let_go(self) -> None:
         """Close this process' end of the pipe."""

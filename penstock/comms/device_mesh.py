@@ -1,0 +1,48 @@
+"""The mesh of all ranks, for pipelines side by side."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.comms.control import control_of, waiting
+from penstock.comms.system import batch_threads
+from penstock.comms.topology import current_topology
+from penstock.errors import MismatchError
+
+
+def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
+    """All ranks as a mesh with the axes `pp`, `dp` and `tp`, for `Pipeline(.., mesh=mesh)`; joins them if nobody has yet.
+
+    `pp`: the ranks of a pipeline; None: all that the other axes leave.
+    `dp`: replicas of the pipeline.
+    `tp`: ranks that share the products of each stage. They talk the most and are numbered next to each other, then those
+    along `dp`.
+
+        mesh = ps.comms.init_mesh(pp=2, dp=2)                   # on 4 ranks: pipelines 0, 2 and 1, 3
+        pipe = ps.Pipeline(model, loss_fn, mesh=mesh)
+
+    Every rank makes the same call. Raises MismatchError if the axes do not make the number of ranks that are running, or if
+    ranks ask for different ones.
+    """
+    topology = current_topology()
+    control = control_of(topology)
+    with control.collective("init_mesh()"):
+        for axis, size in {"pp": pp, "dp": dp, "tp": tp}.items():
+            if (size, axis) != (None, "pp") and (type(size) is not int or size < 1):
+                raise MismatchError(f"the mesh's axis {axis} cannot have {size!r} ranks: use a whole number of 1 or more")
+        pp = max(1, topology.world_size // (dp * tp)) if pp is None else pp
+        if pp * dp * tp != topology.world_size:
+            raise MismatchError(
+                f"a mesh of pp={pp}, dp={dp}, tp={tp} has {pp * dp * tp} ranks, but {topology.world_size} are running: "
+                "start that many, or give other numbers"
+            )
+
+        everyone = control.gather_objects((pp, dp, tp), "to make a mesh")
+        for rank, sizes in enumerate(everyone):
+            if sizes != everyone[0]:
+                told = f"rank 0 makes a mesh of (pp, dp, tp) {everyone[0]}, rank {rank} one of {sizes}"
+                raise MismatchError(f"{told}: make the same")
+
+        if not dist.is_initialized():  # a world of one
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with batch_threads(), waiting("for the other ranks to make a mesh"):
+            return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))

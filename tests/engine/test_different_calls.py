@@ -1,0 +1,231 @@
+"""Ranks that make different calls: one error on all of them, which says who called what, and the next step works.
+
+No case waits for a timeout, which is ten minutes here.
+"""
+
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from penstock import checkpoint
+from penstock.comms.control import Control
+
+pytestmark = pytest.mark.ranks
+
+RANKS, VOCABULARY = 3, 5
+WHAT_TO_DO = ": all ranks must make the same calls in the same order, none behind `if rank == 0:`"
+TOKENS = torch.arange(24).reshape(6, 4) % VOCABULARY
+
+
+def token_loss(logits, target):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCABULARY, 4), *[nn.Linear(4, 4) for _ in range(2)], nn.Linear(4, VOCABULARY))
+
+
+def build(**options):
+    return ps.Pipeline(layers(), token_loss, "1f1b", 2, **options)
+
+
+class Made:
+    """A pipeline, and what calls take besides it."""
+
+    def __init__(self, folder):
+        self.folder, self.pipe, self.other = Path(folder), build(), build()
+        self.optimizer = torch.optim.SGD(self.pipe.parameters(), 0.1)
+        self.loss = self.step()
+        checkpoint.save(self.folder / "saved", self.pipe, self.optimizer)
+        checkpoint.export(self.pipe, self.folder / "model.safetensors")
+        self.trail = checkpoint.Trail(self.folder / "trail", self.pipe, self.optimizer, every=1)
+
+    def step(self):
+        self.pipe.zero_grad()
+        return self.pipe.step(TOKENS, target=TOKENS)
+
+
+CALLS = {
+    "step()": Made.step,
+    "eval()": lambda made: made.pipe.eval(TOKENS),
+    "generate()": lambda made: made.pipe.generate(TOKENS, max_new_tokens=1),
+    "clip_grad_norm_()": lambda made: made.pipe.clip_grad_norm_(1.0),
+    "metrics()": lambda made: made.pipe.metrics(),
+    "timeline()": lambda made: made.pipe.timeline(),
+    "lines()": lambda made: made.pipe.lines(),
+    "gather()": lambda made: made.pipe.gather(lambda: 1),
+    "Pipeline(..)": lambda made: build(),
+    "init_mesh()": lambda made: ps.comms.init_mesh(),
+    "checkpoint.save()": lambda made: checkpoint.save(made.folder / "other", made.pipe, wait=False).wait(),
+    "checkpoint.resume()": lambda made: checkpoint.resume(made.folder / "saved", made.pipe, made.optimizer),
+    "checkpoint.export()": lambda made: checkpoint.export(made.pipe, made.folder / "other.safetensors"),
+    "checkpoint.import_weights()": lambda made: checkpoint.import_weights(made.pipe, made.folder / "model.safetensors"),
+    "checkpoint.digests()": lambda made: checkpoint.digests(made.pipe, made.optimizer),
+    "checkpoint.Trail(..)": lambda made: checkpoint.Trail(made.folder / "trail", made.pipe, made.optimizer),
+    "Trail.note()": lambda made: made.trail.note(),
+}
+NAMES = list(CALLS)
+CASES = {
+    **{f"rank 0 alone calls {name}": (name, "eval()" if name == "step()" else "step()") for name in NAMES},
+    **{f"all but rank 0 call {name}": ("eval()" if name == "step()" else "step()", name) for name in NAMES},
+    **{f"{name} and {after} at once": (name, after) for name, after in zip(NAMES, NAMES[1:] + NAMES[:1], strict=True)},
+}
+
+
+def error_of(call, *args):
+    try:
+        call(*args)
+    except ps.PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def rank_differs(folder):
+    """To each case the error, and whether the next step has the loss of the first."""
+    made = Made(folder)
+    told = {}
+    for number, (case, (first, others)) in enumerate(CASES.items()):
+        name = others if made.pipe.topology.rank else first
+        told[case] = error_of(CALLS[name], made), number % 2 == 0 or torch.equal(made.step(), made.loss)
+    return told
+
+
+@pytest.fixture(scope="module")
+def everyone(tmp_path_factory):
+    return ps.launch(rank_differs, RANKS, str(tmp_path_factory.mktemp("calls")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_make_different_calls_are_told_who_made_which_and_the_next_step_works(everyone, case):
+    first, others = CASES[case]
+    words = f"MismatchError: the ranks do different things: rank 0 calls {first}, ranks 1/2 call {others}{WHAT_TO_DO}"
+    assert [told[case] for told in everyone] == [(words, True)] * RANKS
+
+
+def rank_differs_otherwise(folder):
+    made = Made(folder)
+    rank, told = made.pipe.topology.rank, {}
+
+    order = [made.pipe, made.other] if rank else [made.other, made.pipe]
+    told["two pipelines"] = error_of(lambda: [each.step(TOKENS, target=TOKENS) for each in order])
+    told["the next step of either"] = (
+        torch.equal(made.step(), made.loss),
+        torch.equal(made.other.step(TOKENS, target=TOKENS), made.loss),
+    )
+
+    made.step()
+    if rank == 1:
+        time.sleep(1)  # it is slow, and not wrong
+    told["a rank that comes late"] = error_of(checkpoint.save, made.folder / "late", made.pipe)
+
+    saving = checkpoint.save(made.folder / "in a thread", made.pipe, wait=False)
+    told["a step while a save goes on"] = torch.equal(made.step(), made.loss)
+    told["a call of the ranks while a save goes on"] = error_of(CALLS["metrics()" if rank else "checkpoint.save()"], made)
+    told["that save"] = saving.wait().name
+
+    told["an argument that one rank has wrong"] = error_of(checkpoint.save, made.folder, made.pipe, None, None, None, rank)
+    told["a trail that one rank has wrong"] = error_of(checkpoint.Trail, made.folder, made.pipe, None, 0 if rank == 1 else 5)
+    told["a mesh that one rank has wrong"] = error_of(ps.comms.init_mesh, *([2] if rank == 2 else []))
+
+    seen = []
+    made.pipe.generate(TOKENS, max_new_tokens=2, on_token=lambda _: seen.append(made.other.eval(TOKENS)))
+    told["another pipeline within a call"] = len(seen)
+    told["steps"] = made.pipe.step_count - made.other.step_count
+    return told
+
+
+def test_what_else_ranks_may_do_differently(tmp_path):
+    everyone = ps.launch(rank_differs_otherwise, RANKS, str(tmp_path))
+    assert all(told == everyone[0] for told in everyone)
+    numbered = "(pipelines are numbered as they were built)"
+    calls = f"rank 0 calls step() of pipeline 2, ranks 1/2 call step() of pipeline 1 {numbered}"
+    assert everyone[0] == {
+        "two pipelines": f"MismatchError: the ranks do different things: {calls}{WHAT_TO_DO}",
+        "the next step of either": (True, True),
+        "a rank that comes late": "nothing was raised",
+        "a step while a save goes on": True,
+        "a call of the ranks while a save goes on": "MismatchError: the ranks do different things: "
+        f"rank 0 calls checkpoint.save(), ranks 1/2 call metrics(){WHAT_TO_DO}",
+        "that save": everyone[0]["that save"],
+        "an argument that one rank has wrong": "PenstockError: keep=0 would keep no checkpoint: "
+        "use a whole number of 1 or more",
+        "a trail that one rank has wrong": "PenstockError: every=0 is no number of steps: use a whole number, 1 or more",
+        "a mesh that one rank has wrong": "MismatchError: a mesh of pp=2, dp=1, tp=1 has 2 ranks, but 3 are running: "
+        "start that many, or give other numbers",
+        "another pipeline within a call": 2,
+        "steps": everyone[0]["steps"],
+    }
+
+
+def rank_differs_on_a_mesh(folder, pp, data_parallel, name):
+    """What a call on rank 0 comes to, the others being in a step that waits for the mesh; and the next step; and a save."""
+    pipe = build(mesh=ps.comms.init_mesh(pp, 2), data_parallel=data_parallel)
+    made = SimpleNamespace(pipe=pipe, folder=Path(folder))
+    pipe.step(TOKENS, target=TOKENS)
+    told = [error_of(CALLS["step()" if pipe.position.world.rank else name], made), error_of(CALLS["step()"], made)]
+    return [*told, error_of(CALLS["checkpoint.save()"], made)] if data_parallel == "ddp" else told
+
+
+@pytest.mark.parametrize(
+    ("pp", "data_parallel", "name"),
+    [(1, "fsdp", "checkpoint.save()"), (1, "fsdp", "clip_grad_norm_()"), (2, "ddp", "init_mesh()")],
+)
+def test_on_a_mesh_too_where_it_is_the_last_step_of_the_pipeline(pp, data_parallel, name, tmp_path):
+    everyone = ps.launch(rank_differs_on_a_mesh, 2 * pp, str(tmp_path), pp, data_parallel, name)
+    others = "rank 1 calls step()" if pp == 1 else "ranks 1/2/3 call step()"
+    words = f"the ranks do different things: rank 0 calls {name}, {others}{WHAT_TO_DO}"
+    for told, after, *saved in everyone:
+        assert told == f"MismatchError: {words}"
+        assert after == f"LostRankError: this pipeline ended when {words}: start the ranks again"
+        assert saved in ([], ["nothing was raised"])
+
+
+def rank_is_alone(folder, name):
+    made = Made(folder)
+    if made.pipe.topology.rank == 0:
+        CALLS[name](made)
+
+
+@pytest.mark.parametrize(
+    "name", ["step()", "checkpoint.save()", "checkpoint.export()", "metrics()", "Pipeline(..)", "init_mesh()"]
+)
+def test_a_call_that_others_do_not_come_to_since_their_program_has_ended_is_an_error(name, tmp_path):
+    words = r"rank 0 waited for .*, but rank [12] has finished.*: every rank must make the same calls"
+    with pytest.raises(ps.LostRankError) as raised:
+        ps.launch(rank_is_alone, RANKS, str(tmp_path), name)
+    assert re.fullmatch(words, str(raised.value))
+    assert name in str(raised.value)
+
+
+def rank_counts_rows():
+    made, counts, tell = SimpleNamespace(pipe=build()), {}, Control.tell
+    CALLS["step()"](made)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("step()", "eval()", "clip_grad_norm_()", "timeline()"):
+            rows = []
+            patch.setattr(Control, "tell", lambda control, row, what, rows=rows: (rows.append(what), tell(control, row, what)))
+            CALLS[name](made)
+            counts[name] = [what.partition(",")[0] for what in rows]
+    return counts
+
+
+def test_what_tells_calls_apart_costs_a_step_and_a_clip_no_exchange():
+    assert (
+        ps.launch(rank_counts_rows, 2)
+        == [
+            {
+                "step()": ["to begin step()", "to end the step"],
+                "eval()": ["to begin eval()", "to end the step"],
+                "clip_grad_norm_()": ["to clip their gradients"],
+                "timeline()": ["to call timeline()", "to tell their timelines"],
+            }
+        ]
+        * 2
+    )

@@ -27,7 +27,7 @@ from penstock.comms.health import reports
 from penstock.comms.health.reports import Report
 from penstock.comms.system import named, reason
 from penstock.comms.topology import Topology, lost_or_silent
-from penstock.errors import CorruptionError, LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
+from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
 
 EXCHANGE_TAG, TRANSFER_TAG = 1, 2
 WIDEST = 12  # numbers of a row
@@ -131,7 +131,7 @@ class Control:
             if announces:
                 self.gather((), f"to call {call}")
             yield
-        except (NonFiniteError, CorruptionError):  # on all of them already, at the end of the step
+        except NonFiniteError:  # on all of them already, at the end of the step
             raise
         except BaseException as error:
             self.fail(error)

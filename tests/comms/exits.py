@@ -34,5 +34,7 @@ if how == "one raises" and pipe.topology.rank == 1:
     raise ValueError("the script's own")
 if how == "one raises":
     pipe.step(inputs, target=target)
+if how == "one saves" and pipe.topology.rank == 0:
+    checkpoint.save(folder, pipe, optimizer)
 if how == "exit":
     sys.exit(3)

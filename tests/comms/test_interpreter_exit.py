@@ -20,6 +20,7 @@ WAYS = {  # how it ends: the exit status, and how many ranks tell of an error of
     "exit": (1, 0),
     "raise": (1, 2),
     "one raises": (1, 2),
+    "one saves": (1, 1),
 }
 
 
@@ -48,6 +49,11 @@ def test_a_script_under_torchrun_ends_without_noise_of_ours(ended: Any, how: str
 
 
 NOISE = ("Exception ignored", "leaked", "destroy_process_group", "terminate called", "FATAL", "exitcode  : -6", "Warning")
+
+
+def test_a_save_that_the_others_do_not_come_to_since_they_have_ended_is_an_error(ended: Any) -> None:
+    why = "rank 0 waited for rank 1 to call checkpoint.save(), but rank 1 has finished: every rank must make the same calls"
+    assert f"penstock.errors.LostRankError: {why}" in ended[0]["one saves"].stderr
 
 
 def test_a_script_without_ranks_ends_without_a_word(ended: Any) -> None:

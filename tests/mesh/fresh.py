@@ -156,6 +156,20 @@ def failed() -> list[str]:
     return [*told, message(lambda: ps.Pipeline(model(), nn.functional.mse_loss, schedule, 4))]
 
 
+def differed(folder: Path) -> list[str]:
+    """What a save on rank 0 alone comes to, and one on a rank that has left the loop early."""
+    pipe = ps.Pipeline(model(), nn.functional.mse_loss, microbatches=4)
+    optimizer, rank = adam(pipe), pipe.topology.rank
+
+    def train_and_save(until: int, saves: bool) -> None:
+        trained(pipe, optimizer, until)
+        if saves:
+            checkpoint.save(folder / "alone", pipe, optimizer)
+
+    told = [message(lambda: train_and_save(1 + rank, saves=rank == 0))]
+    return [*told, message(lambda: train_and_save(3 - rank, saves=rank == 1))]
+
+
 def message(work: Callable[[], Any]) -> str:
     try:
         work()
@@ -235,6 +249,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "sum": lambda _: summed(),
     "counted": lambda _: counted(),
     "clipped": lambda _: clipped(),
+    "different calls": differed,
     "train": lambda folder: trains(folder, "text", "own"),
     "train with tp": lambda folder: trains(folder, "text/a.txt", "shared", "--ranks", 1, "--tp", 2),
     "tutorial": lambda _: tutorial(),

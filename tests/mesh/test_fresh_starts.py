@@ -24,7 +24,7 @@ from penstock.commands.train.job import train_rank
 pytestmark = pytest.mark.fresh
 
 HERE = Path(__file__).parent
-ALIKE = ["tp", "fsdp", "split backward", "resume", "errors", "sum", "counted", "clipped"]
+ALIKE = ["tp", "fsdp", "split backward", "resume", "errors", "sum", "counted", "clipped", "different calls"]
 STARTS = {  # who starts how many ranks, for what
     "torchrun": (2, [*ALIKE, "transformers", "tied", "train", "train with tp"]),
     "spawn": (2, ALIKE),
@@ -210,6 +210,15 @@ def test_torchs_clipping_has_the_bits_of_one_process_and_of_a_list_is_told(start
         assert "clip with pipe.clip_grad_norm_(max_norm)" in told
         assert second == []
         assert {refused.partition(" by all")[0] for *_, refused in everyone} == {"MismatchError: LBFGS decides"}
+
+
+def test_a_rank_that_saves_alone_or_leaves_the_loop_early_to_save_is_told_to_all(started: Any) -> None:
+    for everyone in results(started, "different calls"):
+        assert everyone[0] == everyone[1]
+        alone, early = everyone[0]
+        words = "MismatchError: the ranks do different things: rank 0 calls"
+        assert alone.startswith(f"{words} checkpoint.save(), rank 1 calls step(): all ranks must make the same calls")
+        assert early.startswith(f"{words} step(), rank 1 calls checkpoint.save(): all ranks must make the same calls")
 
 
 def test_penstock_train_runs_on_a_folder_of_ones_own_text(started: Any) -> None:

@@ -425,9 +425,18 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def fsdp_casts(module: nn.Module) -> bool:
-    """Whether `fully_shard` was given a MixedPrecisionPolicy that casts what goes into `module`."""
-    policy = module._get_fsdp_state()._mp_policy if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
-    return policy is not None and policy.param_dtype is not None
+    """Whether `fully_shard` was given a MixedPrecisionPolicy that casts what goes into `module`, or what it gives."""
+    return fsdp_input_dtype(module) is not None or getattr(_fsdp_policy(module), "output_dtype", None) is not None
+
+
+def fsdp_input_dtype(module: nn.Module) -> torch.dtype | None:
+    """What that casts floating-point tensors to which go into `module`."""
+    policy = _fsdp_policy(module)
+    return policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
+
+
+def _fsdp_policy(module: Any) -> Any:
+    return module._get_fsdp_state()._mp_policy if hasattr(module, "_get_fsdp_state") else None
 
 
 def forget_meshes() -> None:

@@ -160,7 +160,7 @@ def stages(
             module,
             position.pipeline.device,
             loss_fn if index == table.stages - 1 else None,
-            numbers=None if torch_private.fsdp_casts(module) else cut.numbers.get(index),
+            numbers=cut.numbers.get(index),
             neighbours=neighbours[index],
             later=frozenset().union(*compared.takes[index + 1 :]),
             first=position.replica * table.microbatches,

@@ -3,11 +3,14 @@
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
@@ -39,7 +42,9 @@ def check(plan: Plan | None, names: Sequence[Mapping[str, str]], position: MeshP
 
 def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceMesh) -> None:
     """`parallelize_module` for a stage, whose own names are mapped to the uncut model's by `names`."""
-    from torch.distributed.tensor.parallel import parallelize_module  # imports for a second
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # imports for a second
+
+    check_optimizer_groups()
 
     around = [pair for name, whole in names.items() for pair in zip(_around(name), _around(whole), strict=False)]
     wholes = dict(around)  # a submodule's own name -> the uncut model's
@@ -49,6 +54,9 @@ def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceM
         for pattern, style in plan.items()
         if name and _fits(wholes.get(name, name), pattern)
     }
+    for name, style in styles.items():
+        if isinstance(style, ColwiseParallel) and style.use_local_output:
+            _check_heads(module, name, wholes.get(name, name), mesh.size())
     together = tied.names_of([module])
     parallelize_module(module, mesh, styles)
     now = tied.names_of([module])
@@ -57,6 +65,43 @@ def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceM
         raise MismatchError(
             f"tensor_parallel would make several parameters of one ({apart}): leave out all parts that share it"
         )
+
+
+def _check_heads(module: nn.Module, name: str, whole_name: str, ranks: int) -> None:
+    """Raises MismatchError where a product that makes the heads of an attention would give some rank a part of a head.
+
+    Models of transformers, and others after them, have a `head_dim` beside their projections, and view the output as heads.
+    """
+    features = getattr(module.get_submodule(name), "out_features", 0)
+    size = getattr(module.get_submodule(name.rpartition(".")[0]), "head_dim", 0)
+    if not isinstance(size, int) or size < 1 or features % size or features // size % ranks == 0:
+        return
+    heads = features // size
+    fits = ", ".join(str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0)
+    raise MismatchError(
+        f"{whole_name} makes {heads} head{'s' * (heads > 1)} of {size} features, which {ranks} ranks along tp cannot share: "
+        f"each needs as many whole heads; use a mesh with tp of {fits}"
+    )
+
+
+@cache
+def check_optimizer_groups() -> None:
+    """Have all optimizers of this process look before each step whether torch's kernels for many tensors take their groups."""
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _check_groups(optimizer))
+
+
+def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Raises MismatchError for a group of tensors and DTensors that `foreach` or `fused` would update at once."""
+    for number, group in enumerate(optimizer.param_groups):
+        parameters = [each for each in group["params"] if each.grad is not None]
+        asked = group.get("foreach") or group.get("fused")
+        by_default = "foreach" in group and group["foreach"] is None and all(each.device.type != "cpu" for each in parameters)
+        if (asked or by_default) and len({hasattr(each, "placements") for each in parameters}) > 1:
+            raise MismatchError(
+                f"group {number} of the {type(optimizer).__name__} has tensors and DTensors, since tensor_parallel shares some "
+                "parameters only, and torch's foreach and fused kernels do not mix them: give it foreach=False, or make one "
+                'group of those with hasattr(parameter, "placements") and one of the others'
+            )
 
 
 def _around(name: str) -> list[str]:

@@ -17,7 +17,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import map_arg
 
 from penstock.partition.model_graph import DEVICE, NO_GRAD, NUMBER, ModelGraph, two_ways
-from penstock.torch_private import is_saved
+from penstock.torch_private import fsdp_input_dtype, is_saved
 
 Call = Callable[..., Any]  # how what may draw random numbers is called: its number, it, args, kwargs
 Route = tuple[int, int]  # from one stage to another
@@ -65,7 +65,8 @@ class StageGraph:
 
     def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call: Call) -> Any:
         """As the stage's forward, with every unit and everything random between them called by `call`."""
-        given = iter(self._received(messages) if self.sources else self._inputs.values(messages, kwargs))
+        cast = fsdp_input_dtype(self.stage)
+        given = iter(self._received(messages) if self.sources else self._inputs.values(messages, kwargs, cast))
         env: dict[fx.Node, Any] = {}
         for node in self._nodes[self.stage.training]:
             if node.op == "placeholder":

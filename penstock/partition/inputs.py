@@ -42,15 +42,18 @@ class Inputs(NamedTuple):
     inputs: Sequence[Input]
     guards: Sequence[str] = ()  # Python, of the dict `values` of the arguments
 
-    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The graph's inputs in a call of the model's forward. Raises MismatchError for a call it was not made for."""
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any], cast: torch.dtype | None = None) -> list[Any]:
+        """The graph's inputs in a call of the model's forward. Raises MismatchError for a call it was not made for.
+
+        `cast`: what floating-point tensors have been cast to, whatever the example's were.
+        """
         named_values = named(self.signature, args, kwargs)
         self._check_names(named_values)
         leaves: list[Any] = []
         for each in self.inputs:
             if each.name not in named_values:
                 raise MismatchError(f"the model was cut for a forward with {each.name}=, which is missing")
-            leaves += [named_values[each.name]] if each.spec is None else _leaves(each, named_values[each.name])
+            leaves += [named_values[each.name]] if each.spec is None else _leaves(each, named_values[each.name], cast)
         for guard in self.guards:
             if not guard_function(guard, "values")(named_values):
                 told = re.sub(r"values\['(\w+)'\]", r"\1", guard)
@@ -65,11 +68,13 @@ class Inputs(NamedTuple):
                 raise MismatchError(f"the model was cut without {name}=: where it is cut, give it in example_args or _kwargs")
 
 
-def _leaves(expected: Input, value: Any) -> list[Any]:
+def _leaves(expected: Input, value: Any, cast: torch.dtype | None) -> list[Any]:
     leaves, spec = tree_flatten(value)
     if spec != expected.spec:
         raise MismatchError(f"the model was cut for another structure of {expected.name}: {expected.spec}, not {spec}")
     for leaf, like in zip(leaves, expected.leaves, strict=True):
+        if cast is not None and isinstance(like, Like) and like.dtype.is_floating_point:
+            like = like._replace(dtype=cast)
         if not _fits(leaf, like):
             got = str(Like(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
             hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_one(leaf, like)

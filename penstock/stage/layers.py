@@ -16,6 +16,7 @@ from penstock.stage.parameter_slot import installed
 from penstock.torch_private import (
     TensorSlot,
     buffer_slots,
+    fsdp_casts,
     has_hooks,
     is_compiled,
     is_extended,
@@ -88,22 +89,29 @@ class Layers:
     def _run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if seed is None and self.recompute != "block":
             return self.module(*args, **kwargs)
-        whole = is_compiled(self.module)
-        if isinstance(self.module, GraphStage) and not whole:
-            return self.module.penstock(args, kwargs, partial(self._call, seed))
-        if self._layers is None or kwargs or len(args) != 1 or whole:
+        known = isinstance(self.module, GraphStage) or (self._layers is not None and not kwargs and len(args) == 1)
+        if not known or is_compiled(self.module):
             return self._call(seed, self.index, self.module, args, kwargs)
-        if has_hooks(self.module) and not hasattr(self.module, "unshard"):  # those of `fully_shard` want a whole
-            if seed is not None:  # hooks may draw too; ~index is no layer's number
-                self.generator.manual_seed(advance(seed, ~self.index))
-            self.module.forward = partial(self._through, seed)
-            try:
-                return self.module(*args)
-            finally:
-                del self.module.forward
-        return self._through(seed, args[0])
+        forward = self._graph if isinstance(self.module, GraphStage) else self._chain
+        if not self._hooks_matter():
+            return forward(seed, *args, **kwargs)
+        if seed is not None:  # hooks may draw too; ~index is no layer's number
+            self.generator.manual_seed(advance(seed, ~self.index))
+        self.module.forward = partial(forward, seed)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            del self.module.forward
 
-    def _through(self, seed: int | None, value: Any) -> Any:
+    def _hooks_matter(self) -> bool:
+        """Whether hooks of the module do what nobody else does: of those of `fully_shard`, `FSDPCopies` does all but casts."""
+        is_sharded = hasattr(self.module, "unshard")
+        return fsdp_casts(self.module) if is_sharded else has_hooks(self.module)
+
+    def _graph(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
+        return self.module.penstock(args, kwargs, partial(self._call, seed))  # type: ignore[operator]
+
+    def _chain(self, seed: int | None, value: Any) -> Any:
         for number, layer in self._layers or ():
             if self.recompute == "block":
                 value = self._call(seed, number, layer, (value,), {})

@@ -355,6 +355,62 @@ def test_a_function_may_say_how_replicas_are_held_equal(schedule: str) -> None:
             close(ours, {name: p.grad for name, p in whole.named_parameters()})
 
 
+class Mlp(nn.Module):
+    """No Sequential: its parts are found along its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.dropout, self.second = nn.Linear(6, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.dropout(torch.tanh(self.first(hidden)))
+        return self.last(torch.tanh(self.second(hidden)))
+
+
+def in_bfloat16(module: nn.Module, mesh: Any) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    return fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def cast(schedule: str, recompute: Any) -> list[Any]:
+    """Loss of a step, loss of an evaluation and gradients of the model cut in four ways, in this rank's order."""
+    found = []
+    for how in ("list", "sequential", "cuts", "example"):
+        whole, options = Mlp(), dict[str, Any]()
+        stages = [nn.Sequential(whole.first, nn.Tanh(), whole.dropout), nn.Sequential(whole.second, nn.Tanh(), whole.last)]
+        given: Any = {"list": stages, "sequential": nn.Sequential(*stages[0], *stages[1])}.get(how, whole)
+        if how != "list":
+            options["cuts"] = ["3" if how == "sequential" else "second"]
+        if how == "example":
+            options["example_args"] = (torch.zeros(2, 6),)
+        mesh = ps.comms.init_mesh(2, 2)
+        options |= {"mesh": mesh, "data_parallel": in_bfloat16, "recompute": recompute}
+        pipe = ps.Pipeline(given, loss_fn, schedule, 2, **options)
+        inputs, target = (each.float() for each in share(pipe, batch(0, 8)))
+        loss = pipe.step(inputs, target=target)
+        found.append([loss, pipe.eval(inputs, target=target)[1], *gradients(pipe).values()])
+    return found
+
+
+CASTS = tuple(product(("1f1b", "zb-h1"), (None, "stage", "block")))
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), CASTS)
+def test_parameters_may_be_cast_by_a_policy_of_fully_shard_however_the_model_is_cut(schedule: str, recompute: Any) -> None:
+    inputs, target = (each.float() for each in batch(0, 8))
+    expected = loss_fn(Mlp().eval().bfloat16()(inputs.bfloat16()).float(), target)
+    for listed, *others in together(cast, 4, CASTS)[schedule, recompute]:
+        assert listed[0] != listed[1]  # there is dropout
+        torch.testing.assert_close(listed[1], expected, rtol=1e-2, atol=0)
+        assert len(others) == 3
+        for ours in others:
+            assert all(map(torch.equal, ours, listed))
+
+
 class Priced(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         auxiliary_loss(0.1 * hidden.square().mean())
@@ -387,12 +443,12 @@ def normalised() -> tuple[dict[str, Tensor], dict]:
     pipe = built((2, 2, 1), whole, "1f1b", 2)
     inputs, target = share(pipe, batch(pipe.position.replica, 8))
     pipe.step(inputs, target=target)
-    return {name: value for name, value in pipe.state_dict().items() if "running" in name}, gradients(pipe)
+    return {name: value for name, value in pipe.state_dict().items() if "running" in name or "num" in name}, gradients(pipe)
 
 
-def test_statistics_are_those_of_the_first_replica() -> None:
+def test_statistics_are_those_of_the_first_replica_and_count_its_microbatches() -> None:
     everyone = ps.launch(normalised, 4)
-    assert any(statistics for statistics, _ in everyone)
+    assert [value for statistics, _ in everyone for name, value in statistics.items() if "num" in name] == [2, 2]
     for first, second in ((0, 1), (2, 3)):
         assert_same(everyone[first][0], everyone[second][0])
         assert_same(everyone[first][1], everyone[second][1])
@@ -498,6 +554,70 @@ def test_norms_may_run_on_parts_of_a_sequence(way: str, dp: int) -> None:
     loss_fn(whole(inputs), target).backward()
     for ours in ps.launch(sequence_parallel, 4 * dp, way, dp):
         close(ours, {name: p.grad for name, p in whole.named_parameters()})
+
+
+class Attention(nn.Module):
+    """Four heads, which look at the keys and values of two or three."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.head_dim = 2
+        self.q, self.kv, self.o = nn.Linear(8, 8), nn.Linear(8, 2 * kv_heads), nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, kv = (each(hidden).unflatten(-1, (-1, self.head_dim)) for each in (self.q, self.kv))
+        return self.o((q * kv.repeat_interleave(q.shape[1] // kv.shape[1], 1)).flatten(1))
+
+
+def heads(kv_heads: int) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    torch.manual_seed(0)
+    styles = {"0.q": ColwiseParallel(), "0.kv": ColwiseParallel(), "0.o": RowwiseParallel()}
+    whole = nn.Sequential(Attention(kv_heads), nn.Linear(8, 3)).double()
+    pipe = ps.Pipeline(whole, loss_fn, "1f1b", 2, mesh=ps.comms.init_mesh(2, 1, 2), tensor_parallel=styles)
+    inputs = torch.ones(4, 8).double()
+    return pipe.step(inputs, target=torch.zeros(4, 3).double())
+
+
+def heads_refused() -> str:
+    with pytest.raises(ps.MismatchError) as caught:
+        heads(3)
+    return str(caught.value)
+
+
+def test_heads_that_ranks_cannot_share_out_are_told_in_heads() -> None:
+    torch.manual_seed(0)
+    whole = nn.Sequential(Attention(2), nn.Linear(8, 3)).double()
+    expected = loss_fn(whole(torch.ones(4, 8).double()), torch.zeros(4, 3).double())
+    assert all(abs(loss - expected) < 1e-12 for loss in ps.launch(heads, 4, 2))
+    assert {*ps.launch(heads_refused, 4)} == {
+        "0.kv makes 3 heads of 2 features, which 2 ranks along tp cannot share: each needs as many whole heads; use a mesh "
+        "with tp of 1, 3"
+    }
+
+
+def mixed_groups() -> list[str]:
+    told = []
+    for kind, options in ((torch.optim.AdamW, "foreach"), (torch.optim.SGD, "foreach"), (torch.optim.Adam, "fused")):
+        pipe = built((1, 1, 2), model(1))
+        pipe.step(batch(0)[0], target=batch(0)[1])
+        parameters = list(pipe.parameters())
+        shared = [each for each in parameters if hasattr(each, "placements")]
+        others = [each for each in parameters if not hasattr(each, "placements")]
+        kind(parameters, lr=0.1, foreach=False).step()
+        kind([{"params": shared}, {"params": others}], lr=0.1, **{options: True}).step()
+        with pytest.raises(ps.MismatchError) as caught:
+            kind(parameters, lr=0.1, **{options: True}).step()
+        told.append(str(caught.value))
+    return told
+
+
+def test_an_optimizer_is_told_that_torch_does_not_update_tensors_and_dtensors_at_once() -> None:
+    for told in ps.launch(mixed_groups, 2):
+        for kind, text in zip(("AdamW", "SGD", "Adam"), told, strict=True):
+            assert text.startswith(f"group 0 of the {kind} has tensors and DTensors, since tensor_parallel shares some")
+            assert "foreach=False" in text
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------------

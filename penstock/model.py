@@ -71,7 +71,8 @@ def mlp(dim: int, total_layers: int = 16, classes: int = 2) -> nn.Sequential:
 class ShardedMLP(nn.Module):
     """One rank's slice of `mlp(dim, total_layers, classes)`, and nothing else of it.
 
-        slice = ShardedMLP(512, 16, topology.rank, topology.world_size)     # the stage that Pipeline takes
+        slice = ps.ShardedMLP(512, 16, topology.rank, topology.world_size)
+        pipe = ps.Pipeline({topology.rank: slice}, loss_fn)
 
     `rank`, `world_size`: which slice of how many. Layers that do not divide by the ranks go to the first ranks, one each; the
     last rank has the head. With the same seed on all ranks, all slices together have the names and, to the bit, the weights

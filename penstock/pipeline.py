@@ -66,9 +66,10 @@ class Pipeline(NoModule):
         optimizer.step(), optimizer.zero_grad()
 
     model
-        An `nn.Sequential`, cut here; a list with one module for each stage; any other model with `cuts` or an example; or this
-        rank's own stage (in a world of one: the whole model). Any tree of tensors, numbers and None may pass between stages: a
-        forward of several parameters gets a tuple spread over them and a dict by name, any other what the stage before gave.
+        An `nn.Sequential`, cut here; any other model with `cuts` or an example (where there is one stage, without); a list with
+        one module for each stage; or `{stage: module}` with all stages that the schedule places on this rank, and no others.
+        Any tree of tensors, numbers and None may pass between stages: a forward of several parameters gets a tuple spread over
+        them and a dict by name, any other what the stage before gave.
     loss_fn
         `loss_fn(output, target)`: a floating-point scalar, the mean over its microbatch, or the sum (`reduction`). It runs on
         the last stage's rank. What is trained belongs to the model: a loss that is a module has no parameters, or frozen ones.
@@ -134,7 +135,7 @@ class Pipeline(NoModule):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
         loss_fn: LossFn | None = None,
         schedule: str | Schedule | Rule = "1f1b",
         microbatches: int = 8,

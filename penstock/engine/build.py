@@ -32,9 +32,10 @@ Modules = dict[int, nn.Module]  # by stage
 
 def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, seed: Any, scaler: Any) -> None:
     """Raises MismatchError for what is of another kind than `Pipeline` takes."""
-    for each in model if isinstance(model, Sequence) else [model]:
+    modules = list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
+    for each in modules:
         if not isinstance(each, nn.Module):
-            raise MismatchError(f"the model is an nn.Module, or a list with one for each stage, not {_kind(each)}")
+            raise MismatchError(_no_module(each))
         if captured := [type(part).__name__ for part in each.modules() if torch_private.is_captured(part)]:
             raise MismatchError(
                 f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
@@ -50,7 +51,13 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
     if not isinstance(scaler, torch.amp.GradScaler | None):
         raise MismatchError(f"scaler is a GradScaler or None, not {_kind(scaler)}")
     if isinstance(loss_fn, nn.Module):
-        _check_loss(loss_fn, nn.ModuleList([model] if isinstance(model, nn.Module) else model))
+        _check_loss(loss_fn, nn.ModuleList(modules))
+
+
+def _no_module(value: Any) -> str:
+    if hasattr(value, "submod") and hasattr(value, "stage_index"):  # torch.distributed.pipelining's
+        return f"the model is nn.Modules, not {_kind(value)}s: give {{stage.stage_index: stage.submod for stage in stages}}"
+    return f"the model is an nn.Module, a list with one for each stage, or {{stage: module}}, not {_kind(value)}"
 
 
 def _check_loss(loss_fn: nn.Module, model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from operator import index
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -82,36 +83,133 @@ def agreed_cut(
     control: Control,
     position: MeshPosition,
     table: Schedule,
-    model: partition.Whole | nn.Module | Sequence[nn.Module],
+    model: partition.Whole | nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
     planned: Sequence[str],
 ) -> Cut:
     """This rank's share of `model`; where the cut depends on measured times, rank 0 chooses for all.
 
-    Raises MismatchError if there are not as many stages as the table has, or other layers than a plan is made for (`planned`).
+    Raises MismatchError if there are not the stages that the table has, or other layers than a plan is made for (`planned`).
     """
     whole = model if isinstance(model, partition.Whole) else None
+    own = _by_number(model, table) if isinstance(model, Mapping) else None
+    listed = _all_stages(model, table) if whole is None and own is None else ()
     starts: list[str] = []
     if whole is not None:
         _check_planned(planned, whole.order)
         starts = [] if whole.measures and position.world.rank else whole.starts(table.stages, position.pipeline.device)
-    starts = control.gather_objects(starts, "to agree on the cut")[0]
-    given = model.cut(starts) if isinstance(model, partition.Whole) else model
+    given = GivenModel(_form(model), starts, None if own is None else _structure(own))
+    everyone = control.gather_objects(given, "to agree on the cut")
+    _check_forms(everyone)
+
+    if own is not None:
+        parts = [rank.own for rank in everyone if rank.own is not None]
+        _check_own_stages(parts, position, table)
+        stages, structure = own, _merged(parts)
+    else:
+        stages = dict(enumerate(listed if whole is None else whole.cut(everyone[0].starts)))
+        structure = _structure(stages)
+
+    bare = {stage: _bare(module) for stage, module in stages.items()}
     mine = table.stages_of(position.pipeline.rank)
-    if isinstance(given, nn.Module) and type(given) is not nn.ModuleList:  # this rank's stage
-        if table.stages != table.ranks:
-            has = f"{table.name} has {table.stages} stages on {table.ranks} ranks"
-            raise MismatchError(f"{has}: give an nn.Sequential, or a list with one module for each stage, or cuts")
-        if past := skips_of({mine[0]: given}):
-            told = f"stage {mine[0]} gives values to stage {max(past)[1]}, past others"
-            raise MismatchError(f"{told}: give every rank all stages that split() made, as a list")
-        return _bare(mine, {mine[0]: given})
-    if len(given) != table.stages:
-        raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(given)} modules")
-    cut = _bare(mine, dict(enumerate(given)))
-    every = [*cut.every.values()]
-    shared = tied.find(every)
-    cut = cut._replace(numbers=_layer_numbers(every), tied=shared, skips=skips_of(cut.every) | skips_of_tied(shared))
+    cut = Cut(
+        modules={stage: bare[stage] for stage in mine},
+        copies={stage: data_parallel.kind_of(bare[stage], stages[stage]) for stage in mine},
+        every=bare,
+        numbers=_layer_numbers(bare, structure.layers),
+        tied=structure.tied,
+        skips=frozenset(structure.skips) | skips_of_tied(structure.tied),
+    )
     return cut if whole is None else cut._replace(whole=whole.model, balance=whole.balance)
+
+
+class Structure(NamedTuple):
+    """How stages hang together, as far as a rank knows them."""
+
+    layers: Mapping[int, int]  # stage -> how many it has; 1 where it is no Sequential
+    tied: Sequence[Sequence[Name]]
+    skips: Sequence[Skip]
+    shared: Sequence[tuple[int, str, list[int]]] = ()  # stage, parameter, its stages, as `split` made them
+
+
+class GivenModel(NamedTuple):
+    """What a rank tells the others of the model it was given."""
+
+    form: str
+    starts: Sequence[str]  # of the stages of a whole model
+    own: Structure | None  # of the rank's own stages
+
+
+def _form(model: Any) -> str:
+    if isinstance(model, Mapping):
+        return "stages of its own, {stage: module}"
+    return "a model to be cut" if isinstance(model, partition.Whole) else "a list of all stages"
+
+
+def _by_number(model: Mapping[Any, nn.Module], table: Schedule) -> dict[int, nn.Module]:
+    for key in model:
+        if not hasattr(key, "__index__"):
+            numbers = f"whole numbers from 0 to {table.stages - 1}, not of class {type(key).__name__}"
+            raise MismatchError(f"the keys of {{stage: module}} are the stages' numbers in {table.name}, {numbers}")
+    return {index(key): module for key, module in model.items()}
+
+
+def _all_stages(model: Any, table: Schedule) -> Sequence[nn.Module]:
+    """Those of a list. A module that is not to be cut is all there are if there is one."""
+    stages = [model] if isinstance(model, nn.Module) and type(model) is not nn.ModuleList else model
+    if stages is not model and table.stages > 1:
+        begin = f"{table.stages - 1} submodule{'s' * (table.stages > 2)} that stages begin with"
+        raise MismatchError(
+            f"{table.name} has {table.stages} stages, and {type(model).__name__} is no nn.Sequential, cut between its layers: "
+            f"give cuts=[..], the names of {begin}; or example_args=(..), a microbatch to trace and measure it with; or "
+            "{stage: module}, if it is a stage of this rank's own"
+        )
+    if len(stages) != table.stages:
+        raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(stages)} modules")
+    return stages
+
+
+def _structure(stages: Mapping[Any, nn.Module]) -> Structure:
+    bare = {stage: _bare(module) for stage, module in stages.items()}
+    layers = {stage: len(module) if isinstance(module, nn.Sequential) else 1 for stage, module in bare.items()}
+    shared = [(stage, name, owners) for stage in bare for name, owners in partition.shared_parameters(bare[stage]).items()]
+    return Structure(layers, tied.find(bare), sorted(skips_of(bare)), shared)
+
+
+def _merged(parts: Sequence[Structure]) -> Structure:
+    """Of all ranks' stages; replicas have the same."""
+    layers = {stage: count for part in parts for stage, count in part.layers.items()}
+    shared = dict.fromkeys(tuple(group) for part in parts for group in part.tied)
+    return Structure(layers, sorted(shared), sorted({skip for part in parts for skip in part.skips}))
+
+
+def _check_forms(everyone: Sequence[GivenModel]) -> None:
+    for rank, given in enumerate(everyone):
+        if given.form != everyone[0].form:
+            raise MismatchError(f"the ranks do not give the same: rank 0 {everyone[0].form}, rank {rank} {given.form}")
+
+
+def _check_own_stages(parts: Sequence[Structure], position: MeshPosition, table: Schedule) -> None:
+    """Each rank gives the stages that the table places on it, no more and no fewer."""
+    for place, ranks in enumerate(position.stages):
+        for rank in ranks:
+            numbers, placed = list(parts[rank].layers), table.stages_of(place)
+            if set(numbers) != set(placed):
+                raise MismatchError(
+                    f"{table.name} places {_words(placed)} of {table.stages} on rank {rank}, which gives {_words(numbers)}: "
+                    f"give {{{', '.join(f'{stage}: module' for stage in placed)}}} there"
+                )
+            for stage, name, owners in parts[rank].shared:
+                if missing := set(owners) - set(placed):
+                    raise MismatchError(
+                        f"{name} of stage {stage} is a parameter of {_words(sorted(missing))} too, and would be trained there "
+                        "as another: give every rank all stages that split() made, as a list"
+                    )
+
+
+def _words(stages: Sequence[Any]) -> str:
+    if not stages:
+        return "no stage"
+    return f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
 
 
 def _check_planned(planned: Sequence[str], here: Sequence[str]) -> None:
@@ -125,15 +223,13 @@ def _check_planned(planned: Sequence[str], here: Sequence[str]) -> None:
                 )
 
 
-def _bare(mine: Sequence[int], given: Mapping[int, nn.Module]) -> Cut:
-    """The stages inside what DistributedDataParallel has made of them, and what that is."""
-    bare = {stage: each.module if isinstance(each, DistributedDataParallel) else each for stage, each in given.items()}
-    copies = {stage: data_parallel.kind_of(bare[stage], given[stage]) for stage in mine}
-    return Cut({stage: bare[stage] for stage in mine}, copies, bare)
+def _bare(module: nn.Module) -> nn.Module:
+    """The stage inside what DistributedDataParallel has made of it."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def _layer_numbers(stages: Sequence[nn.Module]) -> dict[int, range]:
+def _layer_numbers(stages: Mapping[int, nn.Module], layers: Mapping[int, int]) -> dict[int, range]:
     """For every stage that is a Sequential, the numbers of its layers, counted over all stages."""
-    counts = [len(each) if isinstance(each, nn.Sequential) else 1 for each in stages]
-    ends = list(accumulate(counts))
-    return {s: range(ends[s] - counts[s], ends[s]) for s, each in enumerate(stages) if isinstance(each, nn.Sequential)}
+    ends = list(accumulate(layers[stage] for stage in sorted(layers)))
+    sequential = [stage for stage, module in stages.items() if isinstance(module, nn.Sequential)]
+    return {stage: range(ends[stage] - layers[stage], ends[stage]) for stage in sequential}

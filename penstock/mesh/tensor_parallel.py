@@ -57,9 +57,9 @@ def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceM
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel) and style.use_local_output:
             _check_heads(module, name, wholes.get(name, name), mesh.size())
-    together = tied.names_of([module])
+    together = tied.names_of({0: module})
     parallelize_module(module, mesh, styles)
-    now = tied.names_of([module])
+    now = tied.names_of({0: module})
     if lost := [group for group in together if group not in now]:
         apart = ", ".join(names[name] for _, name in lost[0])
         raise MismatchError(

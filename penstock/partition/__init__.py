@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
-    from penstock.partition.cutting import Whole, names_of, plain, run, split, whole
+    from penstock.partition.cutting import Whole, names_of, plain, run, shared_parameters, split, whole
 
-__all__ = ["Whole", "names_of", "plain", "run", "split", "whole"]
+__all__ = ["Whole", "names_of", "plain", "run", "shared_parameters", "split", "whole"]
 
 __getattr__, __dir__ = face(__name__, dict.fromkeys(__all__, "cutting"))  # `balance` needs no torch

@@ -19,6 +19,8 @@ from penstock.partition.unit_times import measure, record
 from penstock.partition.units import hooked, units_of
 from penstock.torch_private import has_hooks, layers_of, uncompiled_name
 
+_SHARED = "_penstock_shared"  # an attribute of a stage
+
 
 def split(
     model: nn.Module,
@@ -70,7 +72,7 @@ def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
 
 
 def whole(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
     cuts: Sequence[str] | None,
     example_args: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
@@ -81,7 +83,8 @@ def whole(
     if isinstance(model, nn.Sequential) or (asked and isinstance(model, nn.Module) and type(model) is not nn.ModuleList):
         return Whole(model, cuts, example_args, example_kwargs, rows_dim)
     if asked:
-        raise MismatchError("cuts= and example_args= are for a whole model, but the stages were given as a list")
+        given = "by number" if isinstance(model, Mapping) else "as a list"
+        raise MismatchError(f"cuts= and example_args= are for a whole model, but the stages were given {given}")
     return None
 
 
@@ -200,6 +203,7 @@ class Whole:
         if lost:
             raise MismatchError(f"the cut loses {', '.join(sorted(lost))}")
         _check_statistics(stages)
+        _note_shared(stages)
         return stages
 
 
@@ -221,6 +225,21 @@ def _check_statistics(stages: Sequence[nn.Module]) -> None:
         if len(found) > 1:
             name, where = next(iter(found.values())), " and ".join(map(str, found))
             raise MismatchError(f"{name} runs in stages {where}, which cannot share its running statistics: cut elsewhere")
+
+
+def _note_shared(stages: Sequence[nn.Module]) -> None:
+    owners = defaultdict[int, list[int]](list)  # id of a parameter -> its stages
+    for number, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            owners[id(parameter)].append(number)
+    for stage in stages:
+        numbers = {name: owners[id(parameter)] for name, parameter in stage.named_parameters()}
+        vars(stage)[_SHARED] = {name: owned for name, owned in numbers.items() if len(owned) > 1}
+
+
+def shared_parameters(stage: nn.Module) -> Mapping[str, list[int]]:
+    """Names of parameters that `split` has put into several stages, `stage` among them -> these stages."""
+    return vars(stage).get(_SHARED, {})
 
 
 def _check_names(model: nn.Module, cuts: Sequence[str]) -> None:

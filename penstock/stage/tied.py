@@ -10,15 +10,15 @@ from penstock.comms.topology import Topology
 from penstock.stage.exchange.neighbours import Name
 
 
-def find(stages: Sequence[nn.Module]) -> list[list[Name]]:
+def find(stages: Mapping[int, nn.Module]) -> list[list[Name]]:
     """The groups of names that are one parameter object in several stages, in stage order."""
     return [names for names in names_of(stages) if len({stage for stage, _ in names}) > 1]
 
 
-def names_of(stages: Sequence[nn.Module]) -> list[list[Name]]:
+def names_of(stages: Mapping[int, nn.Module]) -> list[list[Name]]:
     """Of each parameter object, in stage order."""
     places: dict[int, list[Name]] = {}
-    for stage, module in enumerate(stages):
+    for stage, module in sorted(stages.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             places.setdefault(id(parameter), []).append((stage, name))
     return list(places.values())

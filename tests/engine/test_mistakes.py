@@ -102,10 +102,13 @@ REFUSED = {
         "loss_fn has 2 trained parameters that the model has not (0.weight, 0.bias): have its last layer own them",
     ),
     "a loss's name": (lambda: pipe(loss_fn="mse"), "loss_fn is a function or a module, not a str"),
-    "a model's class": (lambda: pipe(Net), "the model is an nn.Module, or a list with one for each stage, not the class Net"),
+    "a model's class": (
+        lambda: pipe(Net),
+        "for each stage, or {stage: module}, not the class Net",
+    ),
     "a list of functions": (
         lambda: pipe([torch.tanh] * 2),
-        "or a list with one for each stage, not a builtin_function_or_method",
+        "a list with one for each stage, or {stage: module}, not a builtin_function_or_method",
     ),
     "no schedule": (
         lambda: pipe(schedule=None),

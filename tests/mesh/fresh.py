@@ -170,6 +170,17 @@ def differed(folder: Path) -> list[str]:
     return [*told, message(lambda: train_and_save(3 - rank, saves=rank == 1))]
 
 
+def own_stages() -> Any:
+    """A step of the stages that a V places here, and what is said of one of them that is given bare."""
+    table, layers = ps.schedule.build("zb-v", ranks=2, microbatches=4), model()
+    stages = [layers[:1], layers[1:2], layers[2:4], layers[4:]]
+    own = {stage: stages[stage] for stage in table.stages_of(ps.comms.init_distributed().rank)}
+    pipe = ps.Pipeline(own, nn.functional.mse_loss, table)
+    inputs, target = batch(0)
+    loss = pipe.step(inputs, target=target)
+    return loss, gradients(pipe), message(lambda: ps.Pipeline(Block(), nn.functional.mse_loss, table))
+
+
 def message(work: Callable[[], Any]) -> str:
     try:
         work()
@@ -242,6 +253,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "pp and tp": lambda _: stepped(mesh=(2, 1, 2)),
     "fsdp": lambda _: stepped(mesh=(1, 2, 1), microbatches=1, data_parallel="fsdp"),
     "split backward": lambda _: stepped("zb-h1"),
+    "own stages": lambda _: own_stages(),
     "resume": resumed,
     "transformers": lambda _: exported(),
     "tied": lambda _: tied(),

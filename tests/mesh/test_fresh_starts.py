@@ -24,7 +24,7 @@ from penstock.commands.train.job import train_rank
 pytestmark = pytest.mark.fresh
 
 HERE = Path(__file__).parent
-ALIKE = ["tp", "fsdp", "split backward", "resume", "errors", "sum", "counted", "clipped", "different calls"]
+ALIKE = ["tp", "fsdp", "split backward", "own stages", "resume", "errors", "sum", "counted", "clipped", "different calls"]
 STARTS = {  # who starts how many ranks, for what
     "torchrun": (2, [*ALIKE, "transformers", "tied", "train", "train with tp"]),
     "spawn": (2, ALIKE),
@@ -113,6 +113,15 @@ def test_fsdp_and_a_split_backward_have_the_bits_of_one_process(started: Any, ca
     for everyone in results(started, case):
         assert all(torch.equal(ours, loss) for ours, _ in everyone)
         assert_same(merged([mine for _, mine in everyone]), gradients)
+
+
+def test_own_stages_have_the_bits_of_one_process_and_a_bare_one_is_refused(started: Any) -> None:
+    loss, gradients = expected()
+    told = "MismatchError: zb-v has 4 stages, and Block is no nn.Sequential, cut between its layers: give cuts="
+    for everyone in results(started, "own stages"):
+        assert all(torch.equal(ours, loss) for ours, _, _ in everyone)
+        assert_same(merged([mine for _, mine, _ in everyone]), gradients)
+        assert all(bare == everyone[0][2] and bare.startswith(told) for _, _, bare in everyone)
 
 
 def test_a_checkpoint_of_other_processes_is_resumed_to_the_bit(started: Any) -> None:

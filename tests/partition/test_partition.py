@@ -12,7 +12,6 @@ from models import CASES, Recurrent, Tied, Transformer, UNet, differing
 from torch import nn
 from torch.nn import functional
 
-import penstock as ps
 from penstock import MismatchError, partition
 from penstock.partition import names_of, split
 
@@ -598,11 +597,12 @@ def test_a_hook_of_the_whole_model_is_refused_where_no_stage_would_run_it(model)
         split(model, 2, cuts=cuts)
 
 
-def test_stages_in_a_list_are_not_cut_again():
-    with pytest.raises(
-        MismatchError, match="cuts= and example_args= are for a whole model, but the stages were given as a list"
-    ):
+def test_stages_are_not_cut_again():
+    told = "cuts= and example_args= are for a whole model, but the stages were given"
+    with pytest.raises(MismatchError, match=f"{told} as a list"):
         partition.whole([nn.Linear(2, 2), nn.Linear(2, 2)], ["1"], None, None)
+    with pytest.raises(MismatchError, match=f"{told} by number"):
+        partition.whole({1: nn.Linear(2, 2)}, ["1"], None, None)
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------
@@ -614,9 +614,6 @@ def test_values_go_straight_to_the_stages_that_use_them():
     assert [stage.penstock.takers for stage in stages] == [(1, 4), (2, 3), (3,), (4,), ()]
     assert [stage.penstock.sources for stage in stages] == [{}, {0: 1}, {1: 1}, {1: 1, 2: 1}, {0: 1, 3: 1}]
     assert "up2" in [node.target for node in stages[3].penstock._nodes[True] if node.op == "call_module"]
-    told = "stage 0 gives values to stage 4, past others: give every rank all stages that split"
-    with pytest.raises(MismatchError, match=told):  # alone it does not say which tables will do
-        ps.Pipeline(stages[0], nn.functional.mse_loss, "1f1b", 2, topology=ps.Topology())
 
 
 def test_a_tied_weight_is_one_parameter_in_every_stage_that_uses_it():

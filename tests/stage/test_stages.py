@@ -22,7 +22,7 @@ def rank_slices():
     topology = ps.comms.init_distributed()
     torch.manual_seed(5)
     own = ps.ShardedMLP(12, 7, topology.rank, topology.world_size, classes=3)
-    pipe = ps.Pipeline(own, nn.functional.cross_entropy, microbatches=3)
+    pipe = ps.Pipeline({topology.rank: own}, nn.functional.cross_entropy, microbatches=3)
     inputs, target = data("mlp", 8)
     first, last = topology.get_prev_rank() is None, topology.get_next_rank() is None
     loss = pipe.step(inputs if first else None, target=target if last else None)

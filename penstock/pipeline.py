@@ -34,7 +34,7 @@ from penstock.engine.loss import Reduction, UnequalCounts, check_reduction, warn
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.engine.text.generation import Request, generate
-from penstock.errors import MismatchError, PenstockError
+from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
 from penstock.mesh.sampler import ReplicaSampler
@@ -171,7 +171,7 @@ class Pipeline(NoModule):
             self._number = next(_count)  # of the pipeline: what its calls are told by
             self.position = position_in(mesh, world)
             self.topology = self.position.pipeline  # this rank's place in its pipeline
-            self._control.mesh_groups += [each for each in self.position.beside if each not in self._control.mesh_groups]
+            self._control.add_mesh(self._number, self.position.beside)
             check_arguments(model, schedule, loss_fn, loss_weight, seed, scaler)
             self.rows_dim = rows_dim_for(model, rows_dim)
             check_reduction(loss_fn, reduction, loss_weight)
@@ -330,6 +330,7 @@ class Pipeline(NoModule):
             evaluating(list(self.stages.values())),
             doing.step(self.step_count, False),
         ):
+            self._check_mesh()
             return generate(self._engine, tokens, kwargs, request, on_token, self.rows_dim)
 
     def train(self, mode: bool = True) -> "Pipeline":
@@ -354,6 +355,7 @@ class Pipeline(NoModule):
         own_draws = aside(self.topology.device) if draws else nullcontext()
         name = "step()" if training else "eval()"
         with self.collective(name, announces=False), mode, doing.step(number, training), own_draws:
+            self._check_mesh()
             self._engine.offset, self._engine.beside = self.skew.offset, self.beside
             outcome = self._guard.step(call)
             self.step_count += training
@@ -397,6 +399,12 @@ class Pipeline(NoModule):
                 yield self._control
         finally:
             self._calls.release()
+
+    def _check_mesh(self) -> None:
+        """Raises LostRankError once a failure has broken off the process groups of this pipeline's mesh."""
+        if self._number in self._control.ended:
+            why = self._control.ended[self._number]
+            raise LostRankError(f"this pipeline ended when {why}: start the ranks again")
 
     def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
         """Which rows of `dataset` this rank's loader reads: the same on all ranks of a pipeline, others on each replica.

@@ -12,7 +12,7 @@ import itertools
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -100,17 +100,19 @@ def control_of(topology: Topology) -> "Control":
 class Control:
     """The control group of all ranks, or one of them for a purpose of its own.
 
-    `mesh_groups` are process groups that others have made for these ranks. A failure breaks them off too, so that nobody waits
-    there; they cannot be made again, and so it is the end of the pipelines that use them.
+    Pipelines of a mesh have process groups that others have made for these ranks. A failure of a call of theirs breaks them off
+    too, so that nobody waits there; they cannot be made again, and so it is the end of the pipeline.
     """
 
     def __init__(self, topology: Topology, name: str) -> None:
         self.topology, self.name = topology, name
-        self.mesh_groups: list[Any] = []
+        self._meshes: dict[int, Sequence[Any]] = {}  # pipeline -> the process groups of its mesh
+        self._waits_in: dict[int, Sequence[Any]] = {}  # the same of the pipelines whose calls ranks are in
+        self.ended: dict[int, str] = {}  # pipeline whose mesh is broken off -> why
         self.alone = topology.world_size == 1
         self.generation = 0  # how often the groups have been closed since a rank failed
-        self.failure = ""  # the last
         self.lost = False  # a rank was
+        self.failure = ""  # how
         self.groups: Groups | None = None
         self._group: Any = None
         self._peers = [rank for rank in range(topology.world_size) if rank != topology.rank]
@@ -127,6 +129,8 @@ class Control:
         if not self._in_call.acquire(blocking=False):
             raise PenstockError("these ranks are in a call of another thread: make one call at a time")
         outer, self._call = self._call, call if pipeline is None else f"{call}{OF_PIPELINE}{pipeline}"
+        waits_in = dict(self._waits_in)
+        self._enter_meshes([pipeline])
         try:
             if announces:
                 self.gather((), f"to call {call}")
@@ -137,7 +141,18 @@ class Control:
             self.fail(error)
         finally:
             self._call = outer
+            self._waits_in.clear()
+            self._waits_in.update(waits_in)
             self._in_call.release()
+
+    def add_mesh(self, pipeline: int, groups: Sequence[Any]) -> None:
+        """Ranks may wait in these process groups during calls of `pipeline`, and during this one."""
+        if groups:
+            self._meshes[pipeline] = groups
+            self._enter_meshes([pipeline])
+
+    def _enter_meshes(self, pipelines: Iterable[int | None]) -> None:
+        self._waits_in.update({each: self._meshes[each] for each in pipelines if each in self._meshes})
 
     def connect(self) -> Groups | None:
         """Open the groups if they are not open; None in a world of one.
@@ -148,7 +163,7 @@ class Control:
             raise LostRankError(f"this pipeline ended when {self.failure}: start the ranks again")
         if self.groups is None and not self.alone:
             what = "connect to the other ranks"
-            self.groups = Groups(self.topology, f"{self.name}/{self.generation}", self.mesh_groups)
+            self.groups = Groups(self.topology, f"{self.name}/{self.generation}", self._waits_in)
             try:
                 with failing(f"to {what}"), named(f"rank {self.topology.rank} could not {what}"):
                     self._group = self.groups.everyone
@@ -187,15 +202,20 @@ class Control:
         if self.alone:
             return [self._told[NAME:]]
         rows, receiving = self._heard
-        for peer, work in zip(self._peers, receiving, strict=True):
-            with failing(f"for rank {peer} {what}", peer):
-                if isinstance(work, RuntimeError):
-                    raise work
-                work.wait()
+        try:
+            for peer, work in zip(self._peers, receiving, strict=True):
+                with failing(f"for rank {peer} {what}", peer):
+                    if isinstance(work, RuntimeError):
+                        raise work
+                    work.wait()
+        except WaitFailed:
+            self._enter_meshes(map(_pipeline_of, rows.tolist()))  # of the ranks that have come so far
+            raise
         heard = rows[:, : len(self._told)].tolist()
         heard[self.topology.rank] = self._told  # not into `rows`: it may be of an inference mode before
         if any(row[:NAME] != self._told[:NAME] for row in heard):
-            raise MismatchError(_different_calls([CALL.pack(*row[:NAME]).decode().rstrip() for row in heard]))
+            self._enter_meshes(map(_pipeline_of, heard))
+            raise MismatchError(_different_calls(list(map(_call_of, heard))))
         return [row[NAME:] for row in heard]
 
     def _post_receives(self) -> None:
@@ -245,11 +265,17 @@ class Control:
         reports.publish(groups, mine)
         self._close()
         if not isinstance(error, WaitFailed):
-            self.failure = self.failure if self.lost else str(error)
+            self._note(error)
             raise error
         verdict = reports.verdict(groups, *reports.read(groups, mine))
-        self.failure, self.lost = str(verdict), self.lost or isinstance(verdict, LostRankError)
+        self.lost = self.lost or isinstance(verdict, LostRankError)
+        self._note(verdict)
         raise verdict from (None if is_of_transport(error.cause) else error.cause)  # the transport's words help nobody
+
+    def _note(self, error: BaseException) -> None:
+        """Remember what has ended the calls that ranks were in."""
+        self.failure = self.failure or (str(error) if self.lost else "")
+        self.ended.update({pipeline: str(error) for pipeline, why in self.ended.items() if not why})
 
     def _close(self) -> None:
         """Close the groups; the next `connect` opens new ones."""
@@ -258,11 +284,13 @@ class Control:
         self.groups = self._group = None
         self.generation += 1
         self._sending = []
-        for group in self.mesh_groups:
-            break_off(group)
-        if self.mesh_groups:
+        for pipeline, groups in self._waits_in.items():
+            for group in groups:
+                break_off(group)
+            self.ended[pipeline] = ""
+            self._meshes.pop(pipeline, None)
+        if self._waits_in:
             torch_private.forget_meshes()  # other meshes' tensors would wait in these groups
-        self.mesh_groups.clear()
 
     def _report(self, error: BaseException) -> Report:
         if not isinstance(error, WaitFailed):
@@ -283,6 +311,16 @@ def _name_as_numbers(call: str) -> tuple[float, ...]:
 
 
 NAME = len(_name_as_numbers(""))  # numbers in front of a row
+
+
+def _call_of(row: Sequence[float]) -> str:
+    """The name of the call that a row belongs to; empty if none has come."""
+    return CALL.pack(*row[:NAME]).decode().strip(" \0")
+
+
+def _pipeline_of(row: Sequence[float]) -> int | None:
+    number = _call_of(row).partition(OF_PIPELINE)[2]
+    return int(number) if number else None
 
 
 def _different_calls(calls: Sequence[str]) -> str:

@@ -7,10 +7,11 @@ only, know no lost rank and no timeout: so the heartbeat's thread looks, and end
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, cached_property
+from itertools import chain
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -33,17 +34,17 @@ FAILED = "failed"  # a key of the store of groups that a rank which gives up lea
 class Groups:
     """Process groups, opened under names that all ranks agree on, and other lines that end with them.
 
-    All but `everyone` belong to whoever has asked for them, and go with it. `mesh_groups` are groups of others' making in which
+    All but `everyone` belong to whoever has asked for them, and go with it. `meshes` have groups of others' making in which
     these ranks may wait meanwhile.
     """
 
-    def __init__(self, topology: Topology, name: str, mesh_groups: Sequence[dist.ProcessGroup] = ()) -> None:
+    def __init__(self, topology: Topology, name: str, meshes: Mapping[int, Sequence[Any]] | None = None) -> None:
         self.topology, self.name = topology, name
         self.ranks = range(topology.world_size)
         self.store = dist.PrefixStore(name, topology.store)
         self.openings = itertools.count()  # of pipelines' channels: a part of their names, the same on every rank
         self._open: WeakValueDictionary[int, Any] = WeakValueDictionary()  # in the order of their opening
-        self._mesh_groups = mesh_groups
+        self._meshes = {} if meshes is None else meshes  # the caller's, who changes it
         self.lines: WeakSet[Any] = WeakSet()  # what else to `wake` and `close`
         self.woken = False  # no wait that has ended since means anything
         self._position: tuple[int, ...] = ()  # of this rank in its step, when the heartbeat looked last
@@ -103,7 +104,7 @@ class Groups:
             line.wake()
         for group in list(self._open.values()):  # `everyone` first: what is computed on nothing must be told nobody
             break_off_backend(group)
-        for group in list(self._mesh_groups):
+        for group in chain.from_iterable(list(self._meshes.values())):
             break_off(group)
 
     def close(self, failed: bool = True) -> None:

@@ -38,7 +38,7 @@ from penstock.engine.checks.strays import Noted, Strays
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import Beside, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
-from penstock.errors import LostRankError, ResourceError
+from penstock.errors import ResourceError
 from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
@@ -71,7 +71,6 @@ class Engine:
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
-        self._generation = control.generation  # of the control group that the pipeline was built in
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
         self._ended: Any = None  # when the last step did, as its clock tells it
         self.beside: Beside | None = None  # what goes on beside the steps
@@ -199,9 +198,7 @@ class Engine:
 
     @property
     def channels(self) -> Channels:
-        """The channels, open: at the first step, and again after a failure. Raises LostRankError if that has ended the mesh."""
-        if self.position.copies > 1 and self.control.generation != self._generation:
-            raise LostRankError(f"this pipeline ended when {self.control.failure}: start the ranks again")
+        """The channels, open: at the first step, and again after a failure."""
         groups = self.control.connect()
         if self._connected is None or self._connected[0] != self.control.generation:
             self.control.gather((), "to open their lines")  # unless one of them is in another call

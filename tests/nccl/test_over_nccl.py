@@ -5,7 +5,7 @@ import signal
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,8 +134,8 @@ def test_a_rank_opens_its_lines_in_these_rounds(rank, monkeypatch):
     nothing = SimpleNamespace(wait=lambda: None)
     joined, everyone = Topology(rank, 4), SimpleNamespace(barrier=lambda: nothing)
     program = SimpleNamespace(channels=[(a, b) for a in range(4) for b in (a - 1, a + 1) if 0 <= b < 4])
-    Channels(program, joined, SimpleNamespace(topology=joined, everyone=everyone))
-    assert opened == [f"{a}-{b}" for a, b in in_rounds(program.channels) if rank in (a, b)]
+    Channels(program, joined, SimpleNamespace(topology=joined, everyone=everyone, openings=count()))
+    assert opened == [f"0/{a}-{b}" for a, b in in_rounds(program.channels) if rank in (a, b)]
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import inspect
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
@@ -224,7 +223,7 @@ class Pipeline(NoModule):
         self._unequal: UnequalCounts | None = None  # on one rank that has the target
         if loss_fn is not None and loss_weight is None and self.position.copy == 0 and self.topology.rank == self.last_rank:
             warn_of_inner_reduction(loss_fn, reduction)
-            self._unequal = UnequalCounts(loss_fn, self.schedule.microbatches) if reduction == "mean" else None
+            self._unequal = UnequalCounts(loss_fn, self.schedule.microbatches, self.rows_dim) if reduction == "mean" else None
         self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
 
     # -- training and evaluation ------------------------------------------------------------------------------------
@@ -459,7 +458,7 @@ class Pipeline(NoModule):
 
     def _handed_out(self, mine: list[nn.Parameter]) -> Iterator[Any]:
         """`mine`, or with what stands for other ranks' gradients, by who asks for the first."""
-        frame = sys._getframe(1)
+        frame = inspect.currentframe()
         norm_type = norm_type_of(frame)
         if norm_type is not None and self.position.world.world_size > 1:
             yield from self._parameters.with_others(self._gradient_norms(norm_type))

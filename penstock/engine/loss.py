@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
+from penstock.partition.rows import bare, dim_of
 from penstock.stage.microbatch import counts, sizes_of, split
 from penstock.torch_private import tree_leaves
 
@@ -132,22 +133,25 @@ class UnequalCounts:
     It looks at the target of step 1, 2, 4, 8, ..: one that is on a GPU is waited for there, and in no other step.
     """
 
-    def __init__(self, loss_fn: Any, microbatches: int) -> None:
+    def __init__(self, loss_fn: Any, microbatches: int, rows_dim: int = 0) -> None:
         parts = list(_parts(loss_fn))
         self._index = next((part.ignore_index for part in parts if part.ignore_index is not None), IGNORED)
         self._weight = next((part.class_weight for part in parts if part.class_weight is not None), None)
-        self._microbatches, self._steps, self._warned = microbatches, 0, False
+        self._microbatches, self._rows_dim = microbatches, rows_dim
+        self._steps, self._warned = 0, False
 
     def look(self, target: Any) -> None:
         """After a step with this `target`."""
         self._steps += 1
         if self._warned or self._steps & (self._steps - 1):
             return
-        rows = sizes_of(target, "the target", self._microbatches)
+        rows = sizes_of(target, "the target", self._microbatches, self._rows_dim)
         for leaf in tree_leaves(target):
-            if isinstance(leaf, Tensor) and leaf.dim() and not (leaf.is_floating_point() or leaf.is_complex()):
-                self._weight = self._weight if self._are_classes(leaf) else None
-                found = counts(split(leaf, rows), tokens(self._index, self._weight))
+            values = bare(leaf)
+            if dim_of(leaf, self._rows_dim) is not None and not (values.is_floating_point() or values.is_complex()):
+                self._weight = self._weight if self._are_classes(values) else None
+                parts = split(leaf, rows, rows_dim=self._rows_dim)
+                found = counts(parts, tokens(self._index, self._weight))
                 if any(not math.isclose(each * rows[0], found[0] * size) for each, size in zip(found, rows, strict=True)):
                     self._warned = True
                     self._warn(found)
@@ -160,6 +164,7 @@ class UnequalCounts:
 
     def _warn(self, found: Sequence[float]) -> None:
         several = ", ".join(f"{each:.6g}" for each in found[:8]) + (", .." if len(found) > 8 else "")
+        by_rows = f"lambda target: target.shape[{self._rows_dim}]" if self._rows_dim else "len"
         arguments = [] if self._index == IGNORED else [f"ignore_index={self._index}"]
         if self._weight is None:
             told = f"the target of the microbatches has {several} values that are not {self._index}, which the loss ignores"
@@ -168,6 +173,6 @@ class UnequalCounts:
             arguments.append("weight=class_weights")
         warnings.warn(
             f"{told}, but microbatches are weighed by their rows, so that loss and gradients are not those of the whole batch: "
-            f"pass Pipeline(.., loss_weight=ps.tokens({', '.join(arguments)})), or loss_weight=len if rows are right",
+            f"pass Pipeline(.., loss_weight=ps.tokens({', '.join(arguments)})), or loss_weight={by_rows} if rows are right",
             stacklevel=5,
         )

@@ -192,7 +192,7 @@ def test_copies_that_part_are_told_at_the_next_step_by_name_and_with_the_usual_c
         assert steps[1] == steps[2]
         assert steps[1].startswith("after 1 steps token.weight is not the same on the ranks that share it (rank 0 ")
         assert ", rank 2 " in steps[1]
-        for cause in ("kinds of modules", "nn.utils.clip_grad_norm_", "learning rate", "loaded on one rank only", "resume"):
+        for cause in ("kinds of modules", "norm of a list", "learning rate", "loaded on one rank only", "resume"):
             assert cause in steps[1]
 
 

@@ -299,9 +299,9 @@ def test_what_tokens_cannot_count_is_told(work, told):
 # ---- a mean over what counts, without a loss_weight
 
 
-def looked(loss_fn, *targets, microbatches=M):
+def looked(loss_fn, *targets, microbatches=M, rows_dim=0):
     """What is warned of where each of `targets` is that of a step."""
-    check = UnequalCounts(loss_fn, microbatches)
+    check = UnequalCounts(loss_fn, microbatches, rows_dim)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for target in targets:
@@ -346,6 +346,14 @@ def test_microbatches_that_count_unequally_are_a_warning_with_the_line_to_add(lo
 )
 def test_microbatches_that_count_as_their_rows_do_are_no_warning(loss_fn, target):
     assert looked(loss_fn, target) == []
+
+
+def test_rows_are_looked_for_where_they_are():
+    (told,) = looked(F.cross_entropy, UNEQUAL.T, rows_dim=1)
+    assert "2, 1, 0 values" in told
+    assert "loss_weight=lambda target: target.shape[1] if rows are right" in told
+    assert len(looked(F.cross_entropy, {"labels": ps.Rows(UNEQUAL.T, 1)})) == 1
+    assert looked(F.cross_entropy, {"labels": torch.zeros(4).long(), "table": ps.Replicated(UNEQUAL)}) == []
 
 
 def test_the_target_is_looked_at_in_steps_1_2_4_and_8_and_one_warning_is_enough():

@@ -12,8 +12,8 @@ from penstock.stage.tied import TiedParameters
 MOST_STEPS_BETWEEN = 64
 CAUSES = (
     "usual causes are an optimizer whose groups are made by kinds of modules instead of names of pipe.named_parameters(), "
-    "nn.utils.clip_grad_norm_ instead of pipe.clip_grad_norm_, another learning rate or optimizer on one rank, and weights "
-    "loaded on one rank only; mend that, then load the weights on all ranks, as checkpoint.resume does"
+    "clipping by the norm of a list of parameters instead of pipe.clip_grad_norm_, another learning rate or optimizer on one "
+    "rank, and weights loaded on one rank only; mend that, then load the weights on all ranks, as checkpoint.resume does"
 )
 
 

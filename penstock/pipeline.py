@@ -27,7 +27,7 @@ from penstock.engine.checks.strays import Strays
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared
 from penstock.engine.consumer import check_optimizer, norm_type_of, optimizer_of
-from penstock.engine.cut import agreed_cut
+from penstock.engine.cut import agreed_cut, check_bare
 from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.loss import Reduction, UnequalCounts, check_reduction, warn_of_inner_reduction
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
@@ -172,7 +172,6 @@ class Pipeline(NoModule):
             self.topology = self.position.pipeline  # this rank's place in its pipeline
             self._control.add_mesh(self._number, self.position.beside)
             check_arguments(model, schedule, loss_fn, loss_weight, seed, scaler)
-            self.rows_dim = rows_dim_for(model, rows_dim)
             check_reduction(loss_fn, reduction, loss_weight)
             if options:
                 check_options(options, schedule, inspect.signature(Pipeline).parameters)
@@ -181,6 +180,8 @@ class Pipeline(NoModule):
                 check_plan(plan, cuts, recompute, options)
                 schedule, microbatches, cuts, recompute = plan.schedule, plan.microbatches, plan.cuts, plan.recompute
             self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
+            check_bare(model, self.schedule, cuts, example_args, example_kwargs)
+            self.rows_dim = rows_dim_for(model, rows_dim)
             given = partition.whole(model, cuts, example_args, example_kwargs, self.rows_dim) or model
             cut = agreed_cut(self._control, self.position, self.schedule, given, () if plan is None else plan.layers)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B

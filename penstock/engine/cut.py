@@ -153,16 +153,28 @@ def _by_number(model: Mapping[Any, nn.Module], table: Schedule) -> dict[int, nn.
     return {index(key): module for key, module in model.items()}
 
 
+def is_bare(model: Any) -> bool:
+    """Whether it is one module, in no list or dict."""
+    return isinstance(model, nn.Module) and type(model) is not nn.ModuleList
+
+
+def check_bare(model: Any, table: Schedule, *cutting: Any) -> None:
+    """Raises MismatchError for a bare module that is no nn.Sequential, nor to be cut by what is given for that, if there are
+    several stages: whether it is the model or a stage of it is for its author to say.
+    """
+    if not is_bare(model) or isinstance(model, nn.Sequential) or table.stages == 1 or any(each is not None for each in cutting):
+        return
+    begin = f"{table.stages - 1} submodule{'s' * (table.stages > 2)} that stages begin with"
+    raise MismatchError(
+        f"{table.name} has {table.stages} stages, and {type(model).__name__} is no nn.Sequential, cut between its layers: "
+        f"give cuts=[..], the names of {begin}; or example_args=(..), a microbatch to trace and measure it with; or "
+        "{stage: module}, if it is a stage of this rank's own"
+    )
+
+
 def _all_stages(model: Any, table: Schedule) -> Sequence[nn.Module]:
     """Those of a list. A module that is not to be cut is all there are if there is one."""
-    stages = [model] if isinstance(model, nn.Module) and type(model) is not nn.ModuleList else model
-    if stages is not model and table.stages > 1:
-        begin = f"{table.stages - 1} submodule{'s' * (table.stages > 2)} that stages begin with"
-        raise MismatchError(
-            f"{table.name} has {table.stages} stages, and {type(model).__name__} is no nn.Sequential, cut between its layers: "
-            f"give cuts=[..], the names of {begin}; or example_args=(..), a microbatch to trace and measure it with; or "
-            "{stage: module}, if it is a stage of this rank's own"
-        )
+    stages = [model] if is_bare(model) else model
     if len(stages) != table.stages:
         raise MismatchError(f"{table.name} has {table.stages} stages, but the list has {len(stages)} modules")
     return stages

@@ -5,12 +5,14 @@ from collections import OrderedDict
 import pytest
 import torch
 from reference import accumulate, assert_same, gradients, merged
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
+from penstock import checkpoint
 from penstock.stage.dtensor import local
 
 pytestmark = pytest.mark.ranks
@@ -293,3 +295,31 @@ def test_a_bare_module_is_the_whole_model_of_replicas_of_one_stage():
     (loss, own), (other, same) = ps.launch(rank_has_a_replica_of_all, 2)
     assert torch.equal(loss, other)
     assert_same(own, same)
+
+
+def rank_keeps_what_is_tied(folder):
+    rank = ps.comms.init_distributed().rank
+    kept = {}
+    for name in ("own", "list"):
+        stages = ends_tied(4)
+        given = {stage: stages[stage] for stage in ((0, 3) if rank == 0 else (1, 2))} if name == "own" else stages
+        pipe = ps.Pipeline(given, mse, "zb-v", M)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        inputs, target = batch()
+        pipe.step(inputs, target=target)
+        norm = pipe.clip_grad_norm_(0.01)
+        optimizer.step()
+        checkpoint.save(folder / name, pipe, optimizer)
+        checkpoint.export(pipe, folder / f"{name}.safetensors")
+        kept[name] = norm, checkpoint.digests(pipe)["weights"]
+    checkpoint.resume(folder / "list", pipe := ps.Pipeline(given, mse, "zb-v", M))
+    kept["resumed"] = kept["own"][0], checkpoint.digests(pipe)["weights"]
+    return kept
+
+
+def test_a_weight_tied_within_a_ranks_own_stages_is_one_in_norms_checkpoints_and_exports(tmp_path):
+    for kept in ps.launch(rank_keeps_what_is_tied, 2, tmp_path):
+        assert torch.equal(kept["own"][0], kept["list"][0])
+        assert kept["own"][1] == kept["list"][1] == kept["resumed"][1]
+    own, listed = (load_file(tmp_path / f"{name}.safetensors") for name in ("own", "list"))
+    assert_same(own, listed)

@@ -259,8 +259,7 @@ class Pipeline(NoModule):
             Return (loss, outputs): the batch's, detached, on the last stage's rank, None on the others.
 
         The loss is the mean over the whole batch (the sum, with `reduction="sum"`), a scalar in its dtype, detached: the
-        backward has been done. A batch
-        of fewer rows than microbatches runs as many microbatches as it has rows.
+        backward has been done. A batch of fewer rows than microbatches runs as many microbatches as it has rows.
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
         LostRankError when a rank dies or is silent. Gradients are as before the step then, and after the first two the next

@@ -6,6 +6,8 @@ comparison  what the ranks compare before they build
 step        one step: split, vote, agree, run, average, conclude
 batch       the call, and this rank's share of the batch
 agreement   what all ranks agree on before data flows
+loss        what a loss is, a mean or a sum, and what each microbatch counts in it
+consumer    which function goes through `pipe.parameters()`: one that takes their norm needs all ranks'
 actions     what F, B, I and W do in a step
 memory      what a microbatch keeps alive, in bytes
 clock       when every action ran, on a clock that all ranks share

@@ -271,7 +271,7 @@ def test_a_module_used_in_two_stages_has_one_value():
     model = used_twice()
     materialise(model)
     accumulate(model, nn.functional.mse_loss, (torch.ones(2, 3), torch.zeros(2, 3)), 2)
-    assert_same(merged(ps.launch(rank_used_twice, 2)), gradients(model.named_parameters(remove_duplicate=False)))
+    assert_same(merged(ps.launch(rank_used_twice, 2)), gradients(model.named_parameters()))
 
 
 def test_a_tie_between_two_stages_of_one_rank_stays():

@@ -245,7 +245,7 @@ def test_a_mutated_message_is_read_or_refused(changes):
 
 
 LAUNCHER = "penstock/comms/starting"  # unpickles what its own pipes to the ranks it started bring: docs/explanation/security.md
-UNPICKLES = {f"{LAUNCHER}/ranks.py", f"{LAUNCHER}/rank_main.py"}
+UNPICKLES = {f"{LAUNCHER}/ranks.py", f"{LAUNCHER}/rank_main.py", f"{LAUNCHER}/work.py"}
 MODULES = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
 CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list")
 CALLS += ("recv_object_list", "Manager", "Queue")

@@ -151,9 +151,6 @@ def test_what_ranks_cannot_import_is_told_to_be_put_into_a_file(monkeypatch):
     monkeypatch.setitem(sys.modules, "typed", typed)
     with pytest.raises(ps.PenstockError, match=r"^ranks cannot read the function .*No module named 'typed'\): define it in a"):
         ps.launch(typed.work, 2)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
-    with pytest.raises(ps.PenstockError, match=r"and this one is read from stdin: put it into a file$"):
-        ps.launch(rank_exits, 2)
 
 
 def test_a_process_that_may_have_no_children_is_told_so(monkeypatch):

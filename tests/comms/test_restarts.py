@@ -121,8 +121,8 @@ def test_before_the_first_step_too_and_a_program_that_exits_or_is_called_wrongly
     assert raised.value.__notes__ == ["the same error ended 2 attempts before the first step: not tried again"]
     with pytest.raises(SystemExit):
         ps.launch(rank_exits, 2, restarts=8)
-    with pytest.raises(ps.PenstockError, match="define it at the top level of a module"):
-        ps.launch(lambda: None, 2, restarts=8)
+    with pytest.raises(ps.PenstockError, match=r"^cannot send rank_exits to other processes"):
+        ps.launch(rank_exits, 2, threading.Lock(), restarts=8)
     for wrong, words in (
         ({"restarts": -1}, "cannot restart -1 times: use a whole number, 0 or more"),
         ({"restarts": 1, "least": 0}, "cannot restart with 0 ranks at least: use 1 to 2, or None for all of them"),

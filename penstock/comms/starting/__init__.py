@@ -2,6 +2,7 @@
 
 launcher   starts ranks on this machine for a function, and again
 ranks      their processes: started, watched, gone at the end
+work       the function that ranks run, as bytes
 rank_main  what each of those runs
 server     the process that ranks are forked from
 gpus       which of the ranks have a GPU of their own

@@ -18,10 +18,11 @@ from penstock.comms.health.signals import catches_preemption, preempted
 from penstock.comms.starting import drawers
 from penstock.comms.starting.blame import UNGUARDED, Failure, blamed
 from penstock.comms.starting.progress import Page
-from penstock.comms.starting.rank_main import Job, Outcome, pickled
+from penstock.comms.starting.rank_main import Job, Outcome
 from penstock.comms.starting.ranks import outcomes_of, part, started
 from penstock.comms.starting.restarts import Attempt, Results, furthest, is_final, repeated, said, told
 from penstock.comms.starting.server import ServerEndedError, server_context
+from penstock.comms.starting.work import pickled
 from penstock.comms.system import named, say
 from penstock.errors import PenstockError
 
@@ -38,8 +39,9 @@ class RankTraceback(Exception):
 def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0, least: int | None = None) -> Results[T]:
     """Run `function(*args)` on `ranks` processes of this machine at once; returns a list of their results, by rank.
 
-    `function`: what every rank runs. It pickles, so it stands at the top level of a module, which a notebook imports, and a
-    script that launches does so under `if __name__ == "__main__":`. Arguments and results pickle too.
+    `function`: what every rank runs. A script's stands at its top level, and the script launches under
+    `if __name__ == "__main__":`, since ranks import it. One that was typed, in a notebook or at a prompt, or given to
+    `python -c`, is copied to the ranks with the globals it uses. Arguments and results pickle.
     `ranks`: how many, 1 or more.
     `restarts`: how often the ranks begin again after one of them has died, was stopped or raised. All others are ended, and the
     function is called anew with the same arguments: it finds its world by `init_distributed()`, makes its pipeline, and goes on

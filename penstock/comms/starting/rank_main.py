@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from penstock.comms.health.signals import catch_preemption
 from penstock.comms.starting import progress
 from penstock.comms.starting.meeting import FINISHED, depart
 from penstock.comms.starting.server import HELD
+from penstock.comms.starting.work import dumps, unpickled
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, PenstockError
 
@@ -41,25 +42,11 @@ class LeftError(PenstockError):
 class Job(NamedTuple):
     """What every rank of an attempt is started with."""
 
-    work: bytes  # the function and its arguments, pickled
+    work: bytes  # the function and its arguments, see work.py
     ranks: int
     environment: dict[str, str]  # of the launching process, at that moment; its working directory comes by itself
     page: progress.Address | None = None
     preemptible: bool = False  # the launching process catches what asks it to save and leave
-
-
-def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """What ranks are to do, as `Job.work`. Raises PenstockError if it does not pickle, or is in no file."""
-    if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
-        raise PenstockError("ranks import the program that launches them, and this one is read from stdin: put it into a file")
-    try:
-        return pickle.dumps((function, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise PenstockError(
-            f"cannot send {name} to other processes ({error}): "
-            "define it at the top level of a module, and pass arguments that pickle"
-        ) from error
 
 
 def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> None:
@@ -88,12 +75,13 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
     torch.set_num_threads(_threads())
     if job.page is not None:
         progress.tell_into(job.page, rank)
+    by_value = False
     try:
-        function, args = _unpickled(job.work)
+        function, args, by_value = unpickled(job.work)
         value = function(*args)
-        data, how = _pickled_result(value, rank), FINISHED
+        data, how = _pickled_result(value, rank, by_value), FINISHED
     except BaseException as error:
-        data, how = _pickled_error(error, rank), f"ended with {reason(error)}"
+        data, how = _pickled_error(error, rank, by_value), f"ended with {reason(error)}"
     tell_departure(how)
     depart(meeting_place, rank, how)  # and those that it has not joined
     for stream in (sys.stdout, sys.stderr):
@@ -109,22 +97,14 @@ def _threads() -> int:
     return int(first) if first.isdecimal() and int(first) else 1
 
 
-def _unpickled(work: bytes) -> Any:
+def _pickled_result(value: Any, rank: int, by_value: bool) -> bytes:
     try:
-        return pickle.loads(work)
-    except Exception as error:  # it was typed at a prompt or in a notebook, which ranks do not import
-        told = f"ranks cannot read the function that they are to run, or its arguments ({reason(error)})"
-        raise PenstockError(f"{told}: define it in a file, and import it from there") from error
-
-
-def _pickled_result(value: Any, rank: int) -> bytes:
-    try:
-        return pickle.dumps(Outcome(True, value))
+        return dumps(by_value)(Outcome(True, value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
 
 
-def _pickled_error(error: BaseException, rank: int) -> bytes:
+def _pickled_error(error: BaseException, rank: int, by_value: bool) -> bytes:
     from penstock.comms.groups import is_of_transport
 
     if isinstance(error, SystemExit) and not error.code:  # which would end the launching program too, as if all were well
@@ -134,7 +114,7 @@ def _pickled_error(error: BaseException, rank: int) -> bytes:
     hearsay = any(isinstance(each, LostRankError) or is_of_transport(each) for each in causes)
     ranks = next((each.ranks for each in causes if isinstance(each, PenstockError) and each.ranks), ())
     try:
-        data = pickle.dumps(Outcome(False, error, text, hearsay, ranks))
+        data = dumps(by_value)(Outcome(False, error, text, hearsay, ranks))
         str(pickle.loads(data).value)
         return data
     except Exception:

@@ -16,6 +16,7 @@ from penstock.comms.health.signals import tell_no_more, tell_too
 from penstock.comms.starting.blame import Died, death
 from penstock.comms.starting.rank_main import Job, Outcome, rank_main
 from penstock.comms.starting.server import NOT_KNOWN, ServerEndedError, held
+from penstock.comms.starting.work import missing_program_hidden
 from penstock.comms.system import reason
 from penstock.errors import PenstockError
 
@@ -44,7 +45,7 @@ def started(job: Job, context: Any, store: Any) -> Iterator[tuple[list[Any], lis
             process = context.Process(target=rank_main, args=(job, rank, sender, theirs), name=f"rank {rank}", daemon=False)
             processes.append(process)  # before a Ctrl-C, which is held back until it has started
             try:
-                with held():
+                with held(), missing_program_hidden():
                     process.start()
             except (EOFError, ConnectionError, FileNotFoundError) as error:
                 raise ServerEndedError from error

@@ -1,5 +1,6 @@
 """Microbatches: split a batch into them, weigh their losses, join their outputs."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -128,6 +129,13 @@ def check_output(output: Any, count: int, rows_dim: int) -> None:
             raise MismatchError(
                 f"{told} does not have the microbatch's {count} rows there: give Pipeline(.., rows_dim=) the dimension that "
                 "has them, or do not return it"
+            )
+        if found and rows_dim and leaf.shape[0] == count:
+            warnings.warn(
+                f"output{keystr(path)} of shape {tuple(leaf.shape)} is joined along dimension {rows_dim} (rows_dim={rows_dim}), "
+                f"but has the microbatch's {count} rows in dimension 0 too: if they are there, give Pipeline(.., rows_dim=0) and "
+                f"wrap the inputs: ps.Rows(tensor, {rows_dim})",
+                stacklevel=2,
             )
 
 

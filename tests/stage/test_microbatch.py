@@ -1,6 +1,7 @@
 """Microbatches: how a batch is cut, weighed and joined."""
 
 import math
+import warnings
 from collections import namedtuple
 
 import pytest
@@ -244,3 +245,11 @@ def test_weights_sum_to_one_unless_nothing_counts(counted):
     found = shares(counted, sum(counted))
     assert math.isclose(sum(found), 1 if any(counted) else 0, rel_tol=1e-12)
     assert [weight == 0 for weight in found] == [count == 0 for count in counted]
+
+
+def test_an_output_that_may_have_its_rows_first_is_warned_about():
+    with pytest.warns(UserWarning, match=r"output\['classes'\] of shape \(4, 4\) is joined along dimension 1"):
+        check_output({"classes": torch.zeros(4, 4), "hidden": torch.zeros(5, 4, 3)}, 4, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_output(torch.zeros(4, 4), 4, 0)

@@ -132,8 +132,8 @@ def check_output(output: Any, count: int, rows_dim: int) -> None:
             )
         if found and rows_dim and leaf.shape[0] == count:
             warnings.warn(
-                f"output{keystr(path)} of shape {tuple(leaf.shape)} is joined along dimension {rows_dim} (rows_dim={rows_dim}), "
-                f"but has the microbatch's {count} rows in dimension 0 too: if they are there, give Pipeline(.., rows_dim=0) and "
+                f"output{keystr(path)} of shape {tuple(leaf.shape)} is joined along dimension {rows_dim} (rows_dim), "
+                f"but has the microbatch's {count} rows in dimension 0 too: if those are the rows, give rows_dim=0 and "
                 f"wrap the inputs: ps.Rows(tensor, {rows_dim})",
                 stacklevel=2,
             )

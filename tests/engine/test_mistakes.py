@@ -5,12 +5,10 @@ import io
 import os
 import pickle
 import re
-import time
 
 import numpy
 import pytest
 import torch
-from patience import within
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -246,16 +244,14 @@ DONE = {
 
 
 def rank_mistaken(folder):
-    told, seconds = {}, {}
+    told = {}
     for name, (act, _) in REFUSED.items():
-        begin = time.perf_counter()
         try:
             told[name] = f"nothing, but {act()}"
         except Exception as error:
             told[name] = str(error)
-        seconds[name] = time.perf_counter() - begin
     done = {act.__name__: act() for act in DONE}
-    return told, seconds, {**done, "optimizes_nothing": optimizes_nothing(folder)}
+    return told, {**done, "optimizes_nothing": optimizes_nothing(folder)}
 
 
 @pytest.fixture(scope="module")
@@ -265,15 +261,14 @@ def everyone(tmp_path_factory):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mistake_is_told_in_a_sentence_on_every_rank(everyone, name):
-    for told, seconds, _ in everyone:
+    for told, _ in everyone:
         assert REFUSED[name][1] in told[name]
         assert "\n" not in told[name]
-        assert within(seconds[name], 5)
 
 
 @pytest.mark.parametrize("act", DONE)
 def test_what_one_would_expect_is_done(everyone, act):
-    assert [done[act.__name__] for *_, done in everyone] == [DONE[act]] * 2
+    assert [done[act.__name__] for _, done in everyone] == [DONE[act]] * 2
 
 
 class Branch(Net):
@@ -295,7 +290,7 @@ def test_launch_calls_the_function_itself():
 
 
 def test_a_rank_with_nothing_to_train_has_an_optimizer_and_a_checkpoint_too(everyone):
-    assert [done["optimizes_nothing"] for *_, done in everyone] == [(True,) * 4] * 2
+    assert [done["optimizes_nothing"] for _, done in everyone] == [(True,) * 4] * 2
 
 
 def rank_calls_it_twice_at_once():

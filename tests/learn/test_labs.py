@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from prompt import python, torchrun
 
 import penstock as ps
 from penstock import schedule
-from penstock.learn import buckets, catalog, story
+from penstock.learn import buckets, catalog, emulated_device, story
 from penstock.learn.devices import EmulatedLayer, emulated_step
 from penstock.learn.labs import (
     lab1_monolith,
@@ -53,20 +54,29 @@ def run_python(*args: str) -> str:
 
 
 AS_A_SCRIPT, UNDER_TORCHRUN = 10, 12  # the others run in this process, as `penstock lab` runs them
-JUDGE_NO_TIME = {1, 2, 10, 11, 12, 13, 15, 16, 17, 19, 20}
-RUN_HERE = [
-    pytest.param(number, marks=pytest.mark.ranks if number in JUDGE_NO_TIME else pytest.mark.timed)
-    for number in catalog.LABS
-    if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)
-]
+RUN_HERE = [number for number in catalog.LABS if number not in (AS_A_SCRIPT, UNDER_TORCHRUN)]
+JUDGE_TIMES = {3: 1, 4: 2, 5: 5, 6: 1, 7: 3, 8: 6, 14: 4, 18: 4}  # how often a lab does
 
 
+@pytest.fixture
+def judged(monkeypatch):
+    """What labs say of the times that they measured, once and however busy the machine is: no test fails of them."""
+    facts: list[str] = []
+    for number in JUDGE_TIMES:
+        module = import_module(catalog.LABS[number].module)
+        monkeypatch.setattr(module, "settled", lambda measure, off, enough: measure())
+        monkeypatch.setattr(module, "check_time", lambda holds, fact, otherwise: facts.append(fact))
+    return facts
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("number", RUN_HERE)
-def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys):
+def test_a_lab_passes_its_checks_and_ends_with_a_measurement(number, capsys, judged):
     catalog.run(number)
     output = capsys.readouterr().out
-    assert "checked: " in output
+    assert "checked: " in output or number in JUDGE_TIMES
     assert ends_with_a_measurement(output), output
+    assert len(judged) == JUDGE_TIMES.get(number, 0)
 
 
 @pytest.mark.ranks
@@ -246,7 +256,6 @@ def schedule(rank, ranks, microbatches):
 
 
 @pytest.mark.ranks
-@pytest.mark.timed
 def test_lab_9_judges_the_schedule_of_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(ZB_H1)
@@ -473,15 +482,15 @@ def test_only_rank_0_speaks(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_emulated_layer_takes_its_time_and_multiplies():
+def test_an_emulated_layer_takes_its_time_and_multiplies(monkeypatch):
+    slept = []
+    monkeypatch.setattr(emulated_device, "time", SimpleNamespace(sleep=slept.append))
     layer = EmulatedLayer(3, forward_seconds=0.02, backward_seconds=0.04)
     hidden = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
-    start = time.perf_counter()
     output = layer(hidden)
-    middle = time.perf_counter()
+    assert slept == [0.02]
     output.sum().backward()
-    assert middle - start >= 0.02
-    assert time.perf_counter() - middle >= 0.04
+    assert slept == [0.02, 0.04]
     assert torch.equal(output, hidden)
     assert torch.equal(layer.weight.grad, torch.tensor([5.0, 7.0, 9.0]))
     assert torch.equal(hidden.grad, torch.ones(2, 3))

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from penstock.errors import PenstockError
 from penstock.learn.puzzles.book import FAST_TRACK, NAMES, Folder, puzzle
 from penstock.learn.puzzles.judge import Missed
 
-TABLES = {3, 7, 8, 9, 11, 13, 14, 15}  # what needs no torch
 RANKS = {5, 6, 10, 16, 17, 18, 20}
 EVERY = [pytest.param(number, marks=[pytest.mark.ranks] if number in RANKS else []) for number in range(1, len(NAMES) + 1)]
 
@@ -121,9 +119,7 @@ def test_the_solution_passes_and_what_is_handed_out_does_not(number, tmp_path):
     with pytest.raises(Missed, match="returned nothing yet"):
         folder.check(each)
     written(tmp_path, number, each.solution)
-    begin = time.process_time()  # of a busy machine too
     assert folder.check(each).text
-    assert number not in TABLES or time.process_time() - begin < 1
     assert folder.passed() == {number}
 
 

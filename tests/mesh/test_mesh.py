@@ -1,7 +1,6 @@
 """Pipelines side by side: every axis of the mesh, against one process that runs the whole batch."""
 
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from patience import within
 from reference import accumulate, assert_same
 from together import together
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from penstock import checkpoint
+from penstock.comms.starting import ranks
 from penstock.stage.auxiliary import auxiliary_loss
 from penstock.stage.dtensor import full
 
@@ -792,7 +791,7 @@ def test_what_does_not_fit_is_told_with_what_does() -> None:
         assert "make several parameters of one (1.up.weight, 2.up.weight)" in told["tied"]
 
 
-def failing(how: str, shape: Shape) -> tuple[str, str, float]:
+def failing(how: str, shape: Shape) -> tuple[str, str]:
     pipe = built(shape, model(), "1f1b", 4)
     rank = pipe.position.world.rank
     inputs, target = share(pipe, batch(0, 16))
@@ -801,24 +800,21 @@ def failing(how: str, shape: Shape) -> tuple[str, str, float]:
         inputs, target = inputs[1:], target[1:]
     if how == "raises" and rank == 3:
         next(iter(pipe.stages.values()))[-1].register_forward_pre_hook(lambda *_: 1 / 0)
-    begin = time.monotonic()
     if how == "ends" and rank == 3:
         os._exit(1)
     with pytest.raises(ps.PenstockError) as caught:
         pipe.step(inputs, target=target)
-    seconds = time.monotonic() - begin
     with pytest.raises(ps.PenstockError) as after:
         pipe.step(inputs, target=target)
-    return str(caught.value), str(after.value), seconds
+    return str(caught.value), str(after.value)
 
 
 @pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2", "dp2 tp2"])
 def test_an_error_on_one_rank_ends_the_step_on_all_pipelines(name: str) -> None:
-    for told, after, seconds in ps.launch(failing, 4, "raises", MESHES[name]):
+    for told, after in ps.launch(failing, 4, "raises", MESHES[name]):
         assert told.startswith("rank 3, stage ")
         assert told.endswith("ZeroDivisionError: division by zero")
         assert after == f"this pipeline ended when {told}: start the ranks again"
-        assert within(seconds, 3)
 
 
 def again(way: str, shape: Shape, folder: Path) -> tuple[list[float], list[str]]:
@@ -850,15 +846,14 @@ def test_after_an_error_a_pipeline_on_a_new_mesh_of_the_same_shape_trains(name: 
 
 
 @pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2"])
-def test_a_lost_rank_ends_all_pipelines(name: str) -> None:
-    begin = time.monotonic()
+def test_a_lost_rank_ends_all_pipelines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "LAST_WORDS", 1000.0)  # seconds: the launcher ends no rank that does not end itself
     with pytest.raises(ps.PenstockError, match="rank 3"):
         ps.launch(failing, 4, "ends", MESHES[name])
-    assert within(time.monotonic() - begin, 10)
 
 
 def test_ranks_that_share_products_must_have_the_same_rows() -> None:
-    for told, _, _ in ps.launch(failing, 4, "rows", MESHES["pp2 tp2"]):
+    for told, _ in ps.launch(failing, 4, "rows", MESHES["pp2 tp2"]):
         assert told == "the ranks along tp work on one batch, but it has 16 rows at tp 0, 15 at tp 1"
 
 

@@ -9,7 +9,6 @@ from http.client import HTTPConnection, HTTPException
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from patience import within
 from studios import served
 
 import penstock as ps
@@ -43,13 +42,11 @@ TABLES = {
 @pytest.mark.parametrize("what", TABLES)
 def test_a_table_that_is_none_is_refused_in_a_sentence(what, tmp_path):
     (tmp_path / "table.csv").write_bytes(TABLES[what])
-    begin = time.monotonic()
     for read in (Schedule.from_csv, from_lowered_csv, lambda path: Schedule.from_csv(path, "loop")):
         with pytest.raises(ps.ScheduleError) as raised:
             read(tmp_path / "table.csv")
         assert len(str(raised.value)) < 500 + len(str(tmp_path))
         assert "\n" not in str(raised.value)
-    assert within(time.monotonic() - begin, 15)
 
 
 def test_a_table_that_does_not_end_is_refused():
@@ -158,23 +155,24 @@ def test_a_page_from_elsewhere_is_not_answered(port, origin):
 
 def test_a_client_that_says_nothing_or_little_is_let_go(monkeypatch):
     monkeypatch.setattr(serving, "PATIENCE", 0.3)
-    monkeypatch.setattr(serving, "LONGEST", 0.6)
+    monkeypatch.setattr(serving, "LONGEST", 1000)
     with served() as port:
         for bit in (b"", b"GET / HT", b"POST /answer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"):
-            with socket.create_connection(("127.0.0.1", port), timeout=100) as client:
+            with socket.create_connection(("127.0.0.1", port)) as client:
                 client.sendall(bit)
-                begin = time.monotonic()
                 while client.recv(4096):
                     pass
-                assert within(time.monotonic() - begin, 2)
-        with socket.create_connection(("127.0.0.1", port), timeout=100) as client:
-            begin = time.monotonic()
-            with suppress(OSError):
-                while time.monotonic() - begin < 100:
-                    client.sendall(b"a")
-                    time.sleep(0.1)
-            assert within(time.monotonic() - begin, 4)
-        monkeypatch.setattr(serving, "LONGEST", 30)
+
+
+def test_a_client_that_goes_on_without_end_is_let_go(monkeypatch):
+    monkeypatch.setattr(serving, "PATIENCE", 1000)
+    monkeypatch.setattr(serving, "LONGEST", 0.6)
+    with served() as port:
+        with socket.create_connection(("127.0.0.1", port)) as client, suppress(OSError):
+            while True:
+                client.sendall(b"a")
+                time.sleep(0.1)
+        monkeypatch.setattr(serving, "LONGEST", 1000)
         assert status(port, "GET", "/")[0] == 200
 
 

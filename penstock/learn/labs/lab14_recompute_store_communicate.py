@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer, fastest_step
-from penstock.learn.story import check, is_narrator, megabytes, say, settled
+from penstock.learn.story import check, check_time, is_narrator, megabytes, say, settled
 from penstock.schedule import Costs
 
 SIZES = {64: 1024, 512: 128}  # dim of the blocks -> rows: as many numbers
@@ -129,7 +129,7 @@ def check_trial(dim: int, trial: Trial) -> None:
         f"with dim {dim} the gradients depend on the way their activations are kept",
     )
     worst = max(WAYS, key=trial.off)
-    check(
+    check_time(
         worst_off(trial) < APART,
         f"the arithmetic predicts all steps of dim {dim} within a factor of {trial.off(worst):.1f}",
         f"to {worst}, a step of dim {dim} should take {1e3 * (trial.seconds[STORE] + trial.expected(worst)):.1f} ms, it takes "
@@ -307,7 +307,7 @@ def in_a_pipeline() -> tuple[float, float]:
         seconds.append(real)
         way = RECOMPUTE if recompute else STORE
         say(f"  {way:10}{1e3 * plan:9.0f} ms{1e3 * real:8.0f} ms   the {what} of {in_flight} microbatches")
-        check(
+        check_time(
             plan <= real < 2 * plan,
             f"{way}: the step takes what the table says, and little more",
             f"{way}: the step should take {1e3 * plan:.0f} ms, it took {1e3 * real:.0f}; a very busy machine? run it again",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import penstock as ps
 from penstock.learn.buckets import BACKWARD, DEEP, drawn, measured, planned, wire
-from penstock.learn.story import check, on_ranks, percent, ranks_here, say, settled
+from penstock.learn.story import check, check_time, on_ranks, percent, ranks_here, say, settled
 
 RANKS, REPEATS = 4, 5
 LATE = 0.03  # seconds that one rank comes late
@@ -70,7 +70,7 @@ def how_to_time(ranks: int) -> None:
     say(f"  {1e3 * times.returned:8.2f} ms   the same, with async_op=True, until the call returns: it has only been posted")
     say(f"  {1e3 * times.done:8.2f} ms   until its wait() returns. So wait; for a GPU that is torch.cuda.synchronize()")
     say(f"  {1e3 * times.best:8.2f} ms   warm, together, waited for, the best of {REPEATS}: what it costs")
-    check(
+    check_time(
         min(times.waiting, times.done) > LATE / 2,
         "who is late is paid for by those who wait",
         f"with a rank {1e3 * LATE:.0f} ms late the all-reduce took {1e3 * times.waiting:.1f} and {1e3 * times.done:.1f} ms",
@@ -123,7 +123,7 @@ def behind_the_next_microbatch(ranks: int) -> tuple[float, float]:
     say("between processes of one machine it is a copy, by the same cores; a network card or NVLink needs none):")
     say(f"  {1e3 * waited:8.1f} ms   each message waited for: {MESSAGES} x compute, {MESSAGES} x message")
     say(f"  {1e3 * hidden:8.1f} ms   handles kept, waited for at the end: {MESSAGES} x compute, 1 x message")
-    check(
+    check_time(
         hidden < waited,
         f"{percent(1 - hidden / waited)} less: only the last message has nothing to hide behind",
         f"with handles it took {1e3 * hidden:.1f} ms, waiting {1e3 * waited:.1f}; a very busy machine? run it again",
@@ -188,12 +188,12 @@ def behind_the_backward(ranks: int) -> tuple[float, float, int]:
     best = min(plans, key=lambda count: plans[count][-1].end)
     say("".join(f"\n{drawn(plans[count])}" for count in (1, best)))
     say("\nFew buckets begin late, many pay the latency each time. DDP's are of 25 MB (bucket_cap_mb).")
-    check(
+    check_time(
         all(count == early[count] + 1 for count in BUCKETS),
         "all buckets but the last one go behind the backward",
         f"of {BUCKETS} buckets {[*early.values()]} were under way before the backward's end",
     )
-    check(
+    check_time(
         all(real[count] >= plan[-1].end for count, plan in plans.items()),
         "no number of buckets beats the arithmetic",
         f"the backward should take {[round(1e3 * plan[-1].end) for plan in plans.values()]} ms or more, it took "

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.learn.story import check, is_narrator, on_ranks, say, settled
+from penstock.learn.story import check, check_time, is_narrator, on_ranks, say, settled
 
 SIZES = [4**power for power in range(1, 12, 2)]  # floats: 16 bytes to 16 MB
 PATIENCE = 2.0  # seconds a rank waits in the part that stops for ever
@@ -51,7 +51,7 @@ def main() -> None:
     say("\n  message       one way   latency + size / bandwidth")
     for size, seconds in times.items():
         say(f"  {words(size):>9} {1e6 * seconds:8.0f} us  {1e6 * (latency + size / bandwidth):8.0f} us")
-    check(
+    check_time(
         latency > 0 and bandwidth > 0 and apart(times) < APART,
         f"two numbers say what any message costs, within a factor of {apart(times):.1f}: {1e6 * latency:.0f} us of latency, "
         f"{bandwidth / 1e9:.2f} GB/s",

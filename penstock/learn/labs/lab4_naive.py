@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock as ps
 from penstock.learn.devices import emulated_step
-from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.story import check, check_time, on_ranks, percent, picture, ranks_here, say, settled
 
 RANKS, MICROBATCHES = 4, 3
 FORWARD, BACKWARD = 0.010, 0.020  # seconds of one microbatch on one rank
@@ -45,7 +45,7 @@ def main() -> None:
         say(f"  rank {rank} works {percent(share)} of the step")
     mean = sum(utilisation) / ranks
     say(f"  (P-1) M T says 1/P = {percent(1 / ranks)}, and a step of M P T = {1e3 * planned:.0f} ms")
-    check(
+    check_time(
         0.7 / ranks < mean <= 1 / ranks + 1e-6,
         f"each of {ranks} ranks works about 1/{ranks} of the time, and never two at once",
         f"the ranks work {percent(mean)} of the step, expected about {percent(1 / ranks)}; a very busy machine? run it again",
@@ -60,7 +60,7 @@ def main() -> None:
     for rank, share in enumerate(shares):
         watched = "" if gpu[rank] is None else f", its GPU {gpu[rank]} % (NVML)"
         say(f"  rank {rank}: {percent(share)} of one core{watched}")
-    check(
+    check_time(
         sum(shares) <= MOST_CORES,
         f"{ranks} processes that compute use {sum(shares):.2f} cores together: one works, the others wait",
         f"the ranks use {sum(shares):.2f} cores together: more than one of them works at a time",

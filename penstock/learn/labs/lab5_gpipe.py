@@ -15,7 +15,7 @@ from functools import partial
 
 from penstock import schedule
 from penstock.learn.devices import emulated_step
-from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.story import check_time, on_ranks, percent, picture, ranks_here, say, settled
 from penstock.schedule import Costs, Timeline
 
 RANKS, MICROBATCHES = 4, (1, 2, 4, 8)
@@ -41,14 +41,14 @@ def main() -> None:
         say(f"  {count:2}  {times}   {percent(plan.bubble):>9} {percent(real.bubble):>8}")
     for count, plan in planned.items():
         rule, real = (ranks - 1) / (count + ranks - 1), measured[count]
-        check(
+        check_time(
             abs(plan.bubble - rule) < 1e-6 and off(plan, real) < TOLERANCE,
             f"M = {count}: (P-1)/(M+P-1) = {percent(rule)}, and the measured bubble is near",
             f"with {count} microbatches the bubble should be {percent(rule)}: simulated {percent(plan.bubble)}, measured "
             f"{percent(real.bubble)}; the machine is very busy, or the microbatches are so short that messages count",
         )
     fewest, most = MICROBATCHES[0], MICROBATCHES[-1]
-    check(
+    check_time(
         measured[most].makespan < measured[fewest].makespan,
         "the same batch takes less time in more microbatches",
         f"{most} microbatches took {measured[most].makespan:.3f} s, not less than {fewest}: {measured[fewest].makespan:.3f} s",

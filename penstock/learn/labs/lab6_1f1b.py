@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 
 import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer, fastest_step
-from penstock.learn.story import check, in_lines, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.story import check, check_time, in_lines, on_ranks, percent, picture, ranks_here, say, settled
 from penstock.schedule import Timeline
 
 RANKS, MICROBATCHES = 4, 8
@@ -43,7 +43,7 @@ def main() -> None:
             "autograd keeps what the table says, and nothing longer",
             f"{name} kept {peaks[name]} microbatches on its ranks, the table says {timeline.peak_in_flight}",
         )
-    check(
+    check_time(
         abs(bubbles["gpipe"] - bubbles["1f1b"]) < TOLERANCE,
         "the bubbles are about the same",
         f"the bubbles differ: gpipe {percent(bubbles['gpipe'])}, 1f1b {percent(bubbles['1f1b'])}; "

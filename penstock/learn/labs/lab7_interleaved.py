@@ -13,7 +13,7 @@ Try: four times the GROUPS. Does a longer batch bear slower messages?
 
 from penstock import schedule
 from penstock.learn.devices import emulated_step
-from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.story import check, check_time, on_ranks, percent, picture, ranks_here, say, settled
 from penstock.schedule import Costs, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
@@ -29,7 +29,7 @@ def main() -> None:
     tables = {count: build(ranks, count) for count in (1, 2, 4)}  # V -> table
     say(f"Lab 7: one stage and two on each of {ranks} ranks, {tables[1].microbatches} microbatches, the same work\n")
     one, two = measured(tables[1]), measured(tables[2])
-    check(
+    check_time(
         two.bubble < one.bubble,
         "two stages on each rank do the same work with a smaller bubble",
         f"the bubble of two stages on each rank is {percent(two.bubble)}, not smaller than that of one, {percent(one.bubble)}; "
@@ -104,7 +104,7 @@ def check_bubble(table: Schedule, timeline: Timeline) -> None:
     idle = (ranks - 1) * T / count
     step = table.microbatches * T + idle
     plan, rule, real = timed(table).bubble, idle / step, timeline.bubble
-    check(
+    check_time(
         abs(plan - rule) < 1e-6 and abs(real - plan) < TOLERANCE,
         f"(P-1) T / {count} = {1e3 * idle:.0f} ms of {1e3 * step:.0f}: {percent(rule)}, and the measured bubble is near",
         f"the bubble of {table.name} should be {percent(rule)}: simulated {percent(plan)}, measured {percent(real)}; "

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock as ps
 from penstock.learn.devices import emulated_step
-from penstock.learn.story import check, on_ranks, percent, picture, ranks_here, say, settled
+from penstock.learn.story import check, check_time, on_ranks, percent, picture, ranks_here, say, settled
 from penstock.schedule import Action, Cause, Costs, Kind, Schedule, Timeline
 
 RANKS, GROUPS = 4, 2  # M = GROUPS x P microbatches
@@ -106,7 +106,7 @@ def really(tables: dict[str, Schedule]) -> dict[str, Timeline]:
         check_gradients(name, gradients[name], gradients["1f1b"])
     check_halves(measured["zb-h1"])
     slowest = max(measured, key=lambda name: measured[name].makespan)
-    check(
+    check_time(
         slowest == "1f1b",
         "with its backward in two, each of the others is faster than 1f1b",
         f"the slowest is {slowest}, not 1f1b; a very busy machine? run it again",
@@ -143,7 +143,7 @@ def back_to_back(table: Schedule) -> Schedule:
 def check_measured(name: str, plan: Timeline, real: Timeline) -> None:
     """The step takes the time that was planned."""
     planned, took = 1e3 * UNIT * plan.makespan, 1e3 * real.makespan
-    check(
+    check_time(
         is_near(plan, real),
         f"{name}: the step takes {took:.0f} ms, planned were {planned:.0f}",
         f"{name} should take {planned:.0f} ms and little more, it took {took:.0f}; a very busy machine? run it again",
@@ -167,7 +167,7 @@ def check_halves(real: Timeline) -> None:
         for kind in (Kind.I, Kind.W)
     }
     inputs, weights = 1e3 * took[Kind.I], 1e3 * took[Kind.W]
-    check(
+    check_time(
         0.9 * INPUTS < took[Kind.I] / UNIT < INPUTS + WEIGHTS / 2
         and 0.9 * WEIGHTS < took[Kind.W] / UNIT < WEIGHTS + INPUTS / 2,
         f"zb-h1: an I takes {inputs:.1f} ms, a W {weights:.1f} ms: the backward really is in two",

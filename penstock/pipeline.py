@@ -43,6 +43,7 @@ from penstock.partition.materialise import Init
 from penstock.partition.rows import rows_dim_for
 from penstock.randomness import aside
 from penstock.schedule import Event, MeasuredTimeline, Schedule, verify
+from penstock.schedule.catalog import all_options
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.transform import with_full_backwards
 from penstock.stage.copies import StageCopies
@@ -127,6 +128,8 @@ class Pipeline(NoModule):
     reduction
         What `loss_fn` returns: `"mean"`, or `"sum"` over the rows, which adds the microbatches' losses, those of all replicas
         too. See docs/howto/loss.md.
+
+    Once built, its options cannot be set: `pipe.schedule = ..` raises AttributeError. `step_count` can.
 
     Raises ScheduleError if the table cannot be proved, MismatchError where the ranks, the schedule and the model do not fit
     together, LostRankError if a rank does not come.
@@ -226,6 +229,7 @@ class Pipeline(NoModule):
             warn_of_inner_reduction(loss_fn, reduction)
             self._unequal = UnequalCounts(loss_fn, self.schedule.microbatches, self.rows_dim) if reduction == "mean" else None
         self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
+        self._options = [*inspect.signature(Pipeline).parameters, *all_options()]  # read-only from here on
 
     # -- training and evaluation ------------------------------------------------------------------------------------
 

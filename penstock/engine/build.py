@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock import torch_private
 from penstock.engine.comparison import Compared
@@ -41,6 +42,8 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
                 f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
                 "give the module as it was before make_graphed_callables"
             )
+        if lazy := [name for name, value in each.state_dict(keep_vars=True).items() if is_lazy(value)]:
+            raise MismatchError(f"{lazy[0]} has no shape yet: run one batch through the model before, `model(inputs)`")
     if not isinstance(schedule, str | PathLike | Schedule) and not callable(schedule):
         raise MismatchError(f"the schedule is a name, a Schedule, a CSV file's path or a function, not {_kind(schedule)}")
     for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):

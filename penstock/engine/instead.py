@@ -1,5 +1,7 @@
 """What people try on a pipeline because modules have it, and what to do instead, in a sentence each."""
 
+import difflib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -19,12 +21,26 @@ INSTEAD = {
     "forward": "pipe.step(inputs, target=..) trains on a batch, pipe.eval(inputs) computes its outputs",
     "backward": "step() does forward and backward; gradients are in the parameters' .grad",
 }
+REBUILT = ("schedule", "microbatches", "stages_per_rank", "cuts")  # arguments of `pipe.rebuild`
+NEAR = 0.8  # similarity from which on a name is taken for a misspelt option
 
 
 class NoModule:
     """A pipeline is no module: its parts are on several ranks, and a forward by itself would leave the others waiting."""
 
+    _options: Sequence[str] = ()  # names that cannot be set, once the pipeline is built
+
     if not TYPE_CHECKING:  # which finds by itself what a pipeline has not
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Raises AttributeError for an option of the pipeline, or for a new name that is nearly one."""
+            known = name.startswith("_") or name in vars(self)
+            near = [name] if known else difflib.get_close_matches(name, self._options, 1, NEAR)
+            if near and (option := near[0]) in self._options:
+                way = f"pipe.rebuild({option}=..)" if option in REBUILT else f"make a new Pipeline(.., {option}=..)"
+                hint = "" if option == name else f" (did you mean {option}?)"
+                raise AttributeError(f"a Pipeline's {name}{hint} cannot be set once it is built: {way}", name=name, obj=self)
+            super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> NoReturn:
             told = f": {INSTEAD[name]}" if name in INSTEAD else ""

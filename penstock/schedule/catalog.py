@@ -86,6 +86,11 @@ def family_options(name: str) -> list[str]:
     return list(dict.fromkeys(["stages_per_rank", *_family(name).options]))
 
 
+def all_options() -> list[str]:
+    """What `build` can be told besides P and M, of any schedule."""
+    return list(dict.fromkeys(option for name in names() for option in family_options(name)))
+
+
 def _family(name: str) -> Family:
     if name not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")

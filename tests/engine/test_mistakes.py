@@ -84,6 +84,26 @@ REFUSED = {
         "a Pipeline has no modules: its modules on this rank are pipe.stages.values()",
     ),
     "pipe.stpe()": (lambda: pipe().stpe(X), "a Pipeline has no stpe"),
+    "pipe.loss_fn = ..": (
+        lambda: setattr(pipe(), "loss_fn", mse),
+        "a Pipeline's loss_fn cannot be set once it is built: make a new Pipeline(.., loss_fn=..)",
+    ),
+    "pipe.schedule = ..": (
+        lambda: setattr(pipe(), "schedule", "gpipe"),
+        "a Pipeline's schedule cannot be set once it is built: pipe.rebuild(schedule=..)",
+    ),
+    "pipe.microbatch = 2": (
+        lambda: setattr(pipe(), "microbatch", 2),
+        "a Pipeline's microbatch (did you mean microbatches?) cannot be set once it is built: pipe.rebuild(microbatches=..)",
+    ),
+    "pipe.group_size = 2": (
+        lambda: setattr(pipe(), "group_size", 2),
+        "a Pipeline's group_size cannot be set once it is built: make a new Pipeline(.., group_size=..)",
+    ),
+    "LazyLinear": (
+        lambda: pipe(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))),
+        "0.weight has no shape yet: run one batch through the model before, `model(inputs)`",
+    ),
     "torch.save(pipe)": (
         lambda: torch.save(pipe(), io.BytesIO()),
         "not copied or pickled, it is connected to other ranks: save it with",
@@ -222,6 +242,13 @@ def optimizes_nothing(folder):
     return losses[0] > losses[1], losses[2], losses[3] > losses[4], losses[5]
 
 
+def takes_attributes_that_are_no_options():
+    each = pipe()
+    each.step_count, each.run_name, each.losses = 7, "a", [1.0]
+    each._note = 1
+    return each.step_count, each.run_name, each.losses, each._note
+
+
 def _train(each, optimizer):
     loss = each.step(X, target=X).item()
     each.clip_grad_norm_(1.0)
@@ -240,6 +267,7 @@ DONE = {
     evaluates_a_frozen_model: True,
     clips_by_the_largest: True,
     counts_with_numpys_numbers: True,
+    takes_attributes_that_are_no_options: (7, "a", [1.0], 1),
 }
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PenstockError
 from penstock.partition import Whole
+from penstock.partition.model_graph import first_line
 from penstock.partition.rows import all_bare
 from penstock.partition.unit_times import Unit, stand_ins
 from penstock.plan.layers import Layer, Layers
@@ -94,14 +95,16 @@ def of_transformers(path: Path, tokens: int, speed: float) -> Layers:
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise PenstockError("transformers:CONFIG.json needs transformers: pip install 'penstock[transformers]'") from error
+    except Exception as error:  # ModuleNotFoundError, or whatever a broken installation raises
+        told = f"transformers:CONFIG.json needs transformers, which cannot be imported here ({first_line(error)})"
+        raise PenstockError(f"{told}: pip install 'penstock[transformers]'") from error
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except (OSError, ValueError, KeyError) as error:
-        raise PenstockError(f"{path} describes no causal language model: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of the config's, or of a broken installation, which imports each model when it is asked for
+        told = f"no causal language model can be made of {path} ({first_line(error)})"
+        raise PenstockError(f"{told}: give another config.json, or pip install 'penstock[transformers]'") from error
     if tokens < 1:
         raise PenstockError(f"rows of {tokens} tokens are none: give 1 or more")
     rows = torch.zeros(1, tokens, dtype=torch.long)

@@ -14,6 +14,7 @@ from penstock.view.data.timeline import Data
 from penstock.view.record import FILE, FORMAT, Record
 
 LARGEST = 2**28  # bytes of a file
+SETTINGS = "run.json"  # in the folder of a run: its options, and once it is done what it came to
 MOST_WORDS = 300  # characters of what is wrong with one
 
 
@@ -24,12 +25,26 @@ def load(path: str | PathLike[str]) -> Record:
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise PenstockError(f"{path} has no timeline: there is no file {file}")
+        raise PenstockError(f"{path} has no timeline: there is no file {file}{_why_missing(Path(path))}")
     with file.open("rb") as opened:
         data = opened.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise PenstockError(f"{file} has more than {LARGEST:,} bytes, the most that a timeline may have")
     return read(data, str(file))
+
+
+def _why_missing(folder: Path) -> str:
+    """Why the folder of a run has no timeline, and how it gets one; nothing for another folder."""
+    try:
+        done = "losses" in json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return ""
+    if not done:
+        return f", which is written after the run's last step: penstock train --resume {folder} goes on to it"
+    return (
+        ", since no step was measured: the run had one rank, --no-timeline, or was resumed with no step left; "
+        f"penstock train --resume {folder} --steps N, with a larger N, measures more"
+    )
 
 
 def read(text: str | bytes, file: str) -> Record:

@@ -1,7 +1,9 @@
 """Layers measured, planned for, and run: with the bits of one process."""
 
+import sys
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,7 +172,31 @@ def test_a_config_of_transformers_is_estimated_without_a_device(tmp_path):
     with pytest.raises(ps.PenstockError, match="rows of 0 tokens are none"):
         of_transformers(tmp_path / "config.json", tokens=0, speed=1e9)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ps.PenstockError, match="describes no causal language model"):
+    with pytest.raises(ps.PenstockError, match=r"no causal language model can be made of .* give another config"):
+        of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
+
+
+def test_a_broken_installation_of_transformers_is_told_in_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "transformers.py").write_text("raise RuntimeError('operator torchvision::nms does not exist\\nat ..')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    with pytest.raises(
+        ps.PenstockError, match=r"needs transformers, which cannot be imported here \(.*\): pip install"
+    ) as caught:
+        of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_of_transformers_that_cannot_be_imported_is_told_in_one_sentence(tmp_path, monkeypatch):
+    def fails(path):
+        raise RuntimeError("Failed to import transformers.models.gpt2:\nno module numpy")
+
+    fake = SimpleNamespace(AutoConfig=SimpleNamespace(from_pretrained=fails), AutoModelForCausalLM=None)
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    told = (
+        r"^no causal language model can be made of .*config\.json \(Failed to import transformers.models.gpt2:\): give another"
+    )
+    with pytest.raises(ps.PenstockError, match=told):
         of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
 
 

@@ -177,6 +177,14 @@ def test_what_is_no_timeline_is_refused_in_one_sentence(tmp_path, change, told):
 def test_a_file_that_is_not_there_or_not_json_is_told(tmp_path):
     with pytest.raises(PenstockError, match=r"has no timeline: there is no file .*timeline\.json"):
         load(tmp_path)
+    (tmp_path / "run.json").write_text('{"config": {}}')
+    with pytest.raises(PenstockError, match=r"which is written after the run's last step: penstock train --resume "):
+        load(tmp_path)
+    (tmp_path / "run.json").write_text('{"config": {}, "losses": []}')
+    with pytest.raises(
+        PenstockError, match=r"since no step was measured: the run had one rank, .* resumed with no step left; "
+    ):
+        load(tmp_path)
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(PenstockError, match=r"x\.json is not a timeline that Penstock wrote"):
         load(tmp_path / "x.json")

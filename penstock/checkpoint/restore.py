@@ -1,6 +1,7 @@
 """Putting back what a checkpoint holds, into whatever cut there is now: everything is checked before anything changes."""
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -8,26 +9,30 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint import lock, memory
+from penstock.checkpoint import lock
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import MODEL, as_one, differences, newest_whole, put, settled, under_all_names
 from penstock.checkpoint.training_state import check_optimizer, check_scheduler, restore_optimizer, restore_random
+from penstock.comms.system import say
 from penstock.engine import consumer
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.parameters import told
 
+Folder = str | Path
 
-def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler: Any = None) -> dict[str, Any]:
+
+def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = None, scheduler: Any = None) -> dict[str, Any]:
     """Go on where the newest whole checkpoint in `folder` was saved, whatever cut, ranks and schedule it was saved with.
 
     All ranks call it, and what follows is to the bit what would have followed without the stop. Every file is compared with
-    its hash first, the ranks sharing the work; of a newer checkpoint that is damaged, a warning names the file. One that
-    `remember` has kept in memory is taken where it is as new as the newest on the disk, as a line on stderr tells.
+    its checksum first, the ranks sharing the work; of a newer checkpoint that is damaged, a warning names the file.
 
-    `folder`: of checkpoints, or one of them. To go on from an older one than the newest, give that, and save elsewhere.
+    `folder`: of checkpoints, or one of them. To go on from an older one than the newest, give that, and save elsewhere. Of
+        several folders, a list, the newest checkpoint of all is taken, of the same step that of the first folder: one in memory
+        (`/dev/shm/run`) for each step, and one on a disk for what the machine does not survive. A folder may not be there yet.
     `pipe`: gets the parameters and buffers, and the `step_count`. Python's and torch's random generators go on as on this
         rank then, or on rank 0 if there were fewer.
     `optimizer`: of this rank's `pipe.parameters()`, of the saved one's class and groups; gets its state and options.
@@ -39,10 +44,10 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
         if checkpoint.exists("runs/a"):
             epoch = checkpoint.resume("runs/a", pipe, optimizer)["epoch"]
     """
-    control = settled(pipe, "checkpoint.resume()")
-    with as_one(control, f"resume from {folder}"):
+    control, folders = settled(pipe, "checkpoint.resume()"), _listed(folder)
+    with as_one(control, f"resume from {', '.join(map(str, folders))}"):
         consumer.check_optimizer(optimizer, pipe.topology.world_size)
-        chosen, content, files = memory.newest(control, Path(folder)) or newest_whole(control, Path(folder))
+        chosen, content, files = newest_whole(control, *folders)
         kept = _kept(content, files, pipe.aliases)
         unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})
         if any(unfit.values()):
@@ -62,18 +67,32 @@ def resume(folder: str | Path, pipe: Pipeline, optimizer: Any = None, scheduler:
                 restore_optimizer(optimizer, content["optimizer"], names, files)
             if scheduler is not None:
                 scheduler.load_state_dict(rate)
-            control.gather_objects(None, f"to check {chosen}")  # from here on nothing can fail, on any rank
+            control.gather((), f"to check {chosen}")  # from here on nothing can fail, on any rank
         put(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
         pipe.step_count = content["step"]
         restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
-        if manifest.step_of(Path(folder)) is None and Path(folder).is_dir():
-            lock.know(Path(folder))
+        for each in folders:
+            if manifest.step_of(each) is None and each.is_dir():
+                lock.know(each)
+    if len(folders) > 1 and control.topology.rank == 0:
+        say(f"the ranks go on from {chosen}")
     return extra
 
 
-def exists(folder: str | Path) -> bool:
-    """Whether there is a checkpoint of `folder` to resume from: a program that may be started again asks this first."""
-    return memory.is_kept(Path(folder)) or (Path(folder).is_dir() and bool(manifest.newest_first(Path(folder))))
+def exists(folder: Folder | Sequence[Folder]) -> bool:
+    """Whether there is a checkpoint in `folder`, or in one of several: a program that may be started again asks this first.
+
+    Each rank answers for what it sees: on several machines, whose memories differ, ask of the disk alone.
+    """
+    return any(each.is_dir() and bool(manifest.newest_first(each)) for each in _listed(folder))
+
+
+def _listed(folder: Folder | Sequence[Folder]) -> list[Path]:
+    """One folder, or several, as paths. Raises PenstockError for none."""
+    folders = [Path(folder)] if isinstance(folder, str | os.PathLike) else [Path(each) for each in folder]
+    if not folders:
+        raise PenstockError("there is no folder in an empty list: give one, or several, that `save` wrote to")
+    return folders
 
 
 def _kept(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:

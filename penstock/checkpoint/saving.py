@@ -1,5 +1,7 @@
 """Saving: all ranks write their parts beside, and the folder gets its name when it is whole."""
 
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -13,6 +15,7 @@ from penstock.checkpoint import lock
 from penstock.checkpoint.audit.digests import check_replicas
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import pack
+from penstock.checkpoint.files.tensor_files import MOST_BYTES
 from penstock.checkpoint.together import MODEL, Saving, as_one, own_state, settled, written
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.checkpoint.weights import settings
@@ -36,7 +39,8 @@ def save(
 
     All ranks call it, after the same step. It is there whole or not at all: it gets its name when all of it is on the disk.
 
-    `folder`: of all checkpoints of a run, made if it is not there; all ranks must see it.
+    `folder`: of all checkpoints of a run, made if it is not there; all ranks must see it. One in memory (`/dev/shm/run`) is
+        quick enough for every step, and outlives ranks but not the machine: `resume([memory, disk], ..)`.
     `pipe`: its model's parameters and buffers, its count of steps, and the states of Python's and torch's random generators.
     `optimizer`: of this rank's `pipe.parameters()`; its state is kept under their names. Its options are the same on all ranks.
     `scheduler`: of the learning rate, the same on all ranks: anything with a `state_dict`.
@@ -57,7 +61,7 @@ def save(
         saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
     control, name = settled(pipe, "checkpoint.save()"), manifest.folder_of(pipe.step_count)
-    with as_one(control, f"write the checkpoint {folder}/{name}"), broken_off(pipe.position.beside):
+    with as_one(control, f"write the checkpoint {folder}/{name}", waits=not wait), broken_off(pipe.position.beside):
         final = Path(folder) / name
         if type(keep) is not int or keep < 1:
             raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
@@ -68,9 +72,11 @@ def save(
             raise MismatchError(f"save() takes a dict as extra, not a {type(extra).__name__}")
         held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
         whether = ["none" if each is None else "one" for each in (optimizer, scheduler)]
-        told = control.gather_objects([pipe.step_count, str(final.parent), str(keep), *whether], "to save")
-        check_steps([step for step, *_ in told])
-        check_given([each for _, *each in told])
+        given = [str(final.parent), str(keep), *whether]
+        rows = control.gather([pipe.step_count, zlib.crc32(repr(given).encode())], "to save")
+        check_steps([int(step) for step, _ in rows])
+        if len({checksum for _, checksum in rows}) > 1:
+            check_given(control.gather_objects(given, "to save"))
         check_replicas(control, pipe, optimizer)
         part, tensors = collected(pipe, optimizer, scheduler, extra)
         if not wait:
@@ -117,7 +123,6 @@ def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tup
     others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     part = {
         "step": pipe.step_count,
-        "files": {},
         "aliases": aliases,
         "settings": settings(pipe),
         "model": {name: pack(value, f"state.{name}", tensors) for name, value in others.items()},
@@ -140,12 +145,10 @@ def _write(
     with as_one(control, f"write the checkpoint {final}"), held.saving(part["step"]) if held else nullcontext():
         if held:
             manifest.delete_left_overs(folder)
-        with written(control, beside, tensors) as files:
-            mine = {**part, "files": {name: manifest.entry(beside / name) for name in files}}
-            parts = control.gather_objects(mine, f"to write {beside}")
+        with written(control, beside, tensors, json.dumps(part), MOST_BYTES, with_checksums=True) as everyone:
             if held:
                 held.check()
-                manifest.write(beside, merged(parts))
+                manifest.write(beside, merged([{**json.loads(text), "files": files} for files, text in everyone]))
                 manifest.put_in_place(beside, final)
                 manifest.prune(folder, part["step"], keep)
 

@@ -3,7 +3,7 @@
 import itertools
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.files import manifest, schema, tensor_files
+from penstock.checkpoint.files.disk import in_memory
 from penstock.checkpoint.files.reading import Damaged
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.training_state import check_random
@@ -25,7 +26,7 @@ from penstock.stage.dtensor import full, placed_as
 T = TypeVar("T")
 MODEL = "model."  # what the names of the model's tensors begin with in a checkpoint
 _count = itertools.count()  # of control groups for checkpoints in this process, the same on every rank
-_controls: WeakKeyDictionary[Pipeline, dict[str, Control]] = WeakKeyDictionary()
+_controls: WeakKeyDictionary[Pipeline, Control] = WeakKeyDictionary()
 
 
 class Saving:
@@ -69,15 +70,9 @@ def settled(pipe: Pipeline, call: str) -> Control:
     if pipe.beside is not None:
         pipe.beside.settle()
         pipe.beside = None
-    return control_for(pipe, "checkpoint")
-
-
-def control_for(pipe: Pipeline, purpose: str) -> Control:
-    """A control group of the ranks of `pipe` for this purpose, the same one each time."""
-    controls = _controls.setdefault(pipe, {})
-    if purpose not in controls:
-        controls[purpose] = Control(pipe.position.world, f"penstock/{purpose}/{next(_count)}")
-    return controls[purpose]
+    if pipe not in _controls:
+        _controls[pipe] = Control(pipe.position.world, f"penstock/checkpoint/{next(_count)}")
+    return _controls[pipe]
 
 
 def own_state(pipe: Pipeline) -> dict[str, Any]:
@@ -122,19 +117,16 @@ def put(pipe: Pipeline, state: Iterable[tuple[str, Any]]) -> None:
 
 
 @contextmanager
-def as_one(control: Control, what: str) -> Iterator[None]:
-    """What all ranks do: if it fails on one it does on all, with the same error, which says `what` could not be done."""
-    with failing_as_one(control, what):
-        yield
-        control.gather_objects(None, f"to {what}")
+def as_one(control: Control, what: str, waits: bool = True) -> Iterator[None]:
+    """What all ranks do: if it fails on one it does on all, with the same error, which says `what` could not be done.
 
-
-@contextmanager
-def failing_as_one(control: Control, what: str) -> Iterator[None]:
-    """As `as_one`, but a rank that has come through does not wait for the others."""
+    `waits`: False lets a rank that is done go on at once, to the next exchange over `control`.
+    """
     control.connect()
     try:
         yield
+        if waits:
+            control.gather((), f"to {what}")
     except OSError as error:
         why = f"{error.strerror} ({error.filename})" if error.filename else str(error)
         told = PenstockError(f"rank {control.topology.rank} could not {what}: {why}")
@@ -145,34 +137,39 @@ def failing_as_one(control: Control, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def written(control: Control, folder: Path, tensors: Mapping[str, Tensor], most: float | None = None) -> Iterator[list[str]]:
-    """`folder` with what all ranks have written into it, each its `tensors`, as long as this lasts; the files of this rank."""
+def written(
+    control: Control, folder: Path, tensors: Mapping[str, Tensor], more: Any, most: float, with_checksums: bool = False
+) -> Iterator[list[tuple[dict[str, Any], Any]]]:
+    """`folder` with what all ranks have written into it, each its `tensors`, as long as this lasts.
+
+    Gives each rank's files, as `tensor_files.write` does, and what `more` it says.
+    """
     first = control.topology.rank == 0
     try:
         if first:
             manifest.remove(folder)
             folder.mkdir(parents=True)
-        control.gather_objects(None, f"to begin {folder}")
-        mine = tensor_files.write(folder, control.topology.rank, tensors, most)
-        for rank, files in enumerate(control.gather_objects(mine, f"to write {folder}")):
-            if first and (hidden := [folder / name for name in files if not (folder / name).exists()]):
-                raise PenstockError(f"rank {rank} wrote {hidden[0]}, but rank 0 does not see it: save where all ranks do")
-        yield mine
+        control.gather((), f"to begin {folder}")
+        files = tensor_files.write(folder, control.topology.rank, tensors, most, with_checksums)
+        everyone = control.gather_objects((files, more), f"to write {folder}")
+        for rank, (names, _) in enumerate(everyone):
+            if first and (hidden := [folder / name for name in names if not (folder / name).exists()]):
+                where = "save where all ranks do" + "; memory is its machine's alone" * in_memory(folder)
+                raise PenstockError(f"rank {rank} wrote {hidden[0]}, but rank 0 does not see it: {where}")
+        yield everyone
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_whole(control: Control, folder: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
-    """The newest whole checkpoint in `folder`, or `folder` itself, the same on all ranks: its path, manifest and tensors.
+def newest_whole(control: Control, *folders: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
+    """The newest whole checkpoint in `folders`, the same on all ranks: its path, manifest and tensors; one folder may be one.
 
     Raises MismatchError if there is none. Of each that is passed over, a warning says why.
     """
-    rank, ranks = control.topology.rank, control.topology.world_size
-    one = manifest.step_of(folder) is not None or (folder / manifest.NAME).is_file()
-    found = ([folder.resolve()] if one else manifest.newest_first(folder)) if rank == 0 else []
-    damage = []
-    for path in control.gather_objects(found, f"to look into {folder}")[0]:
+    rank, ranks, where = control.topology.rank, control.topology.world_size, ", ".join(map(str, folders))
+    found, damage = _checkpoints(folders) if rank == 0 else [], []
+    for path in control.gather_objects(found, f"to look into {where}")[0]:
         told, content, files, later = None, {}, None, False
         try:
             content = manifest.read(path)
@@ -188,11 +185,27 @@ def newest_whole(control: Control, folder: Path) -> tuple[Path, dict[str, Any], 
             manifest.known_whole(path)
             return path, content, files
         damage.append(problems[0])
-        if not one and rank == 0:
+        if not _is_checkpoint(folders[0]) and rank == 0:
             warnings.warn(f"the checkpoint {path} is passed over: {problems[0]}", stacklevel=3)
     if not damage:
-        raise MismatchError(f"there is no checkpoint in {folder}: give a folder that `save` wrote to")
-    raise MismatchError(damage[0] if one else f"no checkpoint in {folder} is whole: {'; '.join(damage)}")
+        raise MismatchError(f"there is no checkpoint in {where}: give a folder that `save` wrote to")
+    raise MismatchError(damage[0] if _is_checkpoint(folders[0]) else f"no checkpoint in {where} is whole: {'; '.join(damage)}")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether it is one, and not a folder of them."""
+    return manifest.step_of(folder) is not None or (folder / manifest.NAME).is_file()
+
+
+def _checkpoints(folders: Sequence[Path]) -> list[Path]:
+    """The checkpoints in `folders`, the newest first; of the same step, that of the folder that was given first."""
+    if len(folders) == 1:
+        return [folders[0].resolve()] if _is_checkpoint(folders[0]) else manifest.newest_first(folders[0])
+    for folder in folders:
+        if _is_checkpoint(folder):
+            raise MismatchError(f"{folder} is a checkpoint, not a folder of them: give it alone, to go on from no other")
+    found = [path for folder in folders if folder.is_dir() for path in manifest.newest_first(folder)]
+    return sorted(found, key=lambda path: -int(manifest.step_of(path) or 0))
 
 
 def _check_names(path: Path, content: Mapping[str, Any], files: TensorFiles) -> None:

@@ -165,7 +165,8 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
 
 def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> Any:
     """The states of the generators that this rank's own code draws from."""
-    states = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, numbers, gauss = random.getstate()  # 625 numbers, which JSON is slow with
+    states: dict[str, Any] = {"python": (version, torch.tensor(numbers), gauss), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return pack(states, f"random.{rank}", tensors)
@@ -192,4 +193,8 @@ def restore_random(saved: Sequence[Any], rank: int, device: torch.device, tensor
 
 
 def _states(saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> Any:
-    return unpack(saved[rank if rank < len(saved) else 0], tensors)
+    states = unpack(saved[rank if rank < len(saved) else 0], tensors)
+    version, numbers, gauss = states["python"]
+    if isinstance(numbers, Tensor):  # else of an older checkpoint
+        numbers = tuple(numbers.tolist())
+    return {**states, "python": (version, numbers, gauss)}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.checkpoint.audit.digests import check_replicas
 from penstock.checkpoint.files import manifest
+from penstock.checkpoint.files.disk import sync
 from penstock.checkpoint.files.tensor_files import TensorFiles, write_file
 from penstock.checkpoint.importing import INDEX, SINGLE
 from penstock.checkpoint.together import MODEL, as_one, newest_whole, own_state, settled, written
@@ -94,8 +95,8 @@ def _write(
     if one_file:
         tensors |= {name: tensors[first] for name, first in aliases.items() if first in tensors}
     parts = path.absolute().with_name(f".{path.name}.parts")
-    with written(control, parts, tensors, float("inf") if one_file else most):
-        left_out = [name for each in control.gather_objects(no_tensors, f"to write {path}") for name in each]
+    with written(control, parts, tensors, no_tensors, float("inf") if one_file else most) as everyone:
+        left_out = [name for _, names in everyone for name in names]
         if control.topology.rank != 0:
             return
         if left_out:
@@ -105,7 +106,7 @@ def _write(
             files = _joined(files, parts / SINGLE)
         if one_file:
             os.replace(parts / SINGLE, path)
-            manifest.sync(path.parent)
+            sync(path.parent)
         else:
             _put_folder(files, parts, path, contents)
 
@@ -140,4 +141,4 @@ def _put_folder(files: TensorFiles, parts: Path, path: Path, contents: Mapping[s
             old.unlink()
     for name in sorted([*names.values(), *contents]):
         os.replace(parts / name, path / name)
-    manifest.sync(path)
+    sync(path)

@@ -27,6 +27,7 @@ from penstock import checkpoint
 from penstock.commands.train.again import for_world
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
+from penstock.commands.train.memory import memory_of_launch
 from penstock.comms.health.process import STOPPED, process_of
 from penstock.comms.health.reports import own_error, own_report
 from penstock.comms.starting import ranks
@@ -333,11 +334,11 @@ def test_a_table_that_was_made_for_other_ranks_makes_room_for_one_that_any_numbe
     assert told == f"{table} is not for 3 ranks: 1f1b instead"
 
 
-def rank_of_a_run(config, folder):
+def rank_of_a_run(config, folder, memory):
     """A rank of `penstock train`; in the first attempt rank 1 is killed when there is a checkpoint."""
     if attempt_number() == 0 and os.environ["RANK"] == "1":
-        threading.Thread(target=_kill_me_when, args=(lambda: checkpoint.exists(folder),), daemon=True).start()
-    return train_rank(config, folder)
+        threading.Thread(target=_kill_me_when, args=(lambda: checkpoint.exists(memory),), daemon=True).start()
+    return train_rank(config, folder, memory)
 
 
 def _kill_me_when(true):
@@ -347,11 +348,14 @@ def _kill_me_when(true):
 
 
 @pytest.mark.ranks
-def test_penstock_train_goes_on_in_the_same_folder_with_the_metrics_of_every_step(tmp_path):
+def test_penstock_train_loses_a_step_at_most_and_goes_on_in_the_same_folder_with_the_metrics_of_every_step(tmp_path):
     small = {"layers": 2, "width": 8, "batch": 4, "microbatches": 2, "context": 8, "steps": 60, "timeline": False}
-    config = TrainConfig(ranks=3, data=Path(__file__), restarts=1, least=1, **small)
-    results = ps.launch(rank_of_a_run, 3, config, tmp_path, restarts=1, least=1)
+    config = TrainConfig(ranks=3, data=Path(__file__), restarts=1, least=1, checkpoint_every=0, **small)
+    with memory_of_launch(True) as memory:
+        results = ps.launch(rank_of_a_run, 3, config, tmp_path, memory, restarts=1, least=1)
+    assert not memory.exists()
     assert [(each.ranks, each.culprits) for each in results.attempts] == [(3, (1,)), (2, ())]
+    assert results.attempts[0].steps_done - results.attempts[1].steps_before in (0, 1)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 61))
     assert results[0].losses == [record["loss"] for record in records]
@@ -410,6 +414,35 @@ def wait_for(true):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return value
+
+
+# Where Python starts, in each rank: in the first attempt rank 1 kills itself when there is a checkpoint in memory.
+FAULT_OF_TRAIN = """
+import glob, os, signal, threading, time
+def kill():
+    while not glob.glob(f"/dev/shm/penstock-*-{os.getppid()}-*/step-*"):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    threading.Thread(target=kill, daemon=True).start()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.fresh
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux has a folder in memory")
+def test_under_torchrun_penstock_train_goes_on_from_memory_and_leaves_nothing_there(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(FAULT_OF_TRAIN)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    words = ["--max-restarts", 1, "-m", "penstock", "train", "--out", tmp_path / "runs", "--steps", 30, "--layers", 2]
+    words += ["--width", 8, "--batch", 4, "--microbatches", 2, "--context", 8, "--checkpoint-every", 0, "--data", __file__]
+    ended = torchrun(2, *words, PYTHONPATH=path)
+    assert ended.returncode == 0, ended.stderr
+    assert "exitcode: -9" in ended.stderr
+    (folder,) = re.findall(r"penstock: the ranks go on from (/dev/shm/\S+)/step-\d+", ended.stderr)
+    assert not Path(folder).exists()
+    ((run,),) = [list((tmp_path / "runs").iterdir())]
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 30
 
 
 def documented_script():

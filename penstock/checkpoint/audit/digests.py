@@ -72,6 +72,8 @@ def _one(by_rank: dict[str, str]) -> Digest:
 def check_replicas(control: Control, pipe: Pipeline, optimizer: Any = None) -> None:
     """Raises MismatchError, on every rank, where ranks that have the same parameter, or shard of one, differ in its bits."""
     among = None if pipe.position.copies > 1 else pipe.tied  # a chain of ranks has no more than these twice
+    if among is not None and not among:  # on no rank
+        return
     mine: dict[str, dict[str, str]] = {}
     for kind, name, parameter, value in _values(pipe, optimizer, among):
         if kind != "gradients":

@@ -1,8 +1,8 @@
 """A checkpoint's folder: what must be in it, byte for byte, and which folders there are.
 
-`step-00000120/manifest.json` names every file with its size and SHA-256 and carries its own SHA-256. A folder is written as
-`.step-00000120.part` and renamed when all of it is on the disk, so a name without a dot is a whole checkpoint, unless it
-was damaged since.
+`step-00000120/manifest.json` names every file with its size and SHA-256 and carries its own SHA-256. Of a file in memory, where
+checkpoints are to be quick, it is the CRC-32. A folder is written as `.step-00000120.part` and renamed when all of it is on the
+disk, so a name without a dot is a whole checkpoint, unless it was damaged since.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.files import schema
+from penstock.checkpoint.files.checksums import CHECKSUMS, NAMES
+from penstock.checkpoint.files.disk import in_memory, sync
 from penstock.checkpoint.files.reading import Damaged, opened, reading
 from penstock.errors import MismatchError
 
@@ -46,15 +48,14 @@ def newest_first(folder: Path) -> list[Path]:
 # -- one checkpoint -----------------------------------------------------------------------------------------------------
 
 
-def entry(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file: its size and its hash."""
+def entry(path: Path, checksum: str = "sha256") -> dict[str, Any]:
+    """What a manifest says of the file at `path`: its bytes and its checksum."""
     with reading(path, ""), opened(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
+        return {checksum: hashlib.file_digest(file, CHECKSUMS[checksum]).hexdigest(), "bytes": file.tell()}
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write the manifest of `folder`; it, and with it the folder, is on the disk afterwards.
+    """Write the manifest of `folder`; it, and with it the folder, is on the disk afterwards if the folder is on one.
 
     Raises MismatchError if it would not be read again.
     """
@@ -63,19 +64,18 @@ def write(folder: Path, content: dict[str, Any]) -> None:
         schema.check(content)
     except ValueError as error:
         raise MismatchError(f"a checkpoint cannot keep this state: {error}") from error
-    data = _encoded(content)
+    data = _encoded(content, indent=None if in_memory(folder) else 1)
     if len(data) > LARGEST:
         raise MismatchError(f"a checkpoint's {NAME} has at most {LARGEST} bytes, and this state takes {len(data)}: use tensors")
-    with (folder / NAME).open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / NAME).write_bytes(data)
+    sync(folder / NAME)
     sync(folder)
 
 
-def _encoded(content: dict[str, Any]) -> bytes:
+def _encoded(content: dict[str, Any], indent: int | None = 1) -> bytes:
+    """The bytes of a manifest: indented to be read on a disk, in one line where that takes too long."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return json.dumps({"sha256": digest, **content}, indent=1).encode()
+    return json.dumps({"sha256": digest, **content}, indent=indent).encode()
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def read(folder: Path) -> dict[str, Any]:
         data = file.read(LARGEST + 1)
         content = json.loads(data)
         del content["sha256"]
-        if _encoded(content) != data:
+        if data not in (_encoded(content), _encoded(content, indent=None)):
             raise ValueError
     if content.get("format") != FORMAT:
         raise Damaged(f"{path} is a {content.get('format')!r}, and this Penstock reads a {FORMAT!r}: use the one that wrote it")
@@ -105,10 +105,11 @@ def check(folder: Path, files: dict[str, Any], rank: int = 0, ranks: int = 1) ->
         if path.name not in files:
             raise Damaged(f"{path} does not belong to the checkpoint: its {NAME} does not name it")
     for name, expected in list(files.items())[rank::ranks]:
-        found = entry(folder / name)
+        (checksum,) = expected.keys() - {"bytes"}
+        found = entry(folder / name, checksum)
         if found != expected:
             counts = f"{found['bytes']} bytes are not the {expected['bytes']}"
-            raise Damaged(f"{folder / name} is damaged: by their SHA-256 its {counts} that were written")
+            raise Damaged(f"{folder / name} is damaged: by their {NAMES[checksum]} its {counts} that were written")
 
 
 def known_whole(folder: Path) -> None:
@@ -179,18 +180,8 @@ def replaced(path: Path) -> Iterator[Path]:
     remove(beside)  # it may lead elsewhere
     try:
         yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(beside)
         os.replace(beside, path)
         sync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def sync(folder: Path) -> None:
-    """Have the disk know what is in `folder`."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -27,12 +27,20 @@ def _like(pattern: str) -> Callable[[Any], Any]:
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII)
 
 
+def _is_entry(value: dict[str, Any]) -> Any:
+    return (
+        value.keys() in ({"bytes", "sha256"}, {"bytes", "crc32"})
+        and _WHOLE.fits(value["bytes"])
+        and _like("[0-9a-f]{64}" if "sha256" in value else "[0-9a-f]{8}")(value.get("sha256", value.get("crc32")))
+    )
+
+
 _TEXT = Is("a text", lambda value: isinstance(value, str))
 _LIST = Is("a list", lambda value: isinstance(value, list))
 _OBJECT = Is("an object", lambda value: isinstance(value, dict))
 _WHOLE = Is("a whole number", lambda value: type(value) is int and 0 <= value < MOST_STEPS)
-_DIGEST = Is("a SHA-256", _like("[0-9a-f]{64}"))
 _FILE = Is("the plain name of a safetensors file", _like(r"[\w-][\w.-]{0,200}\.safetensors"))
+_ENTRY = Is("a file's bytes and their SHA-256, or CRC-32", lambda value: isinstance(value, dict) and _is_entry(value))
 _SETTING = Is(" or ".join(SETTINGS), lambda value: value in SETTINGS)
 _STATE = Packed(("dict", "items"))
 _GROUP = {"options": Packed(("dict",)), "names": [_TEXT]}
@@ -41,7 +49,7 @@ _MANIFEST = {
     "format": _TEXT,
     "step": _WHOLE,
     "settings": {_SETTING: _OBJECT},
-    "files": {_FILE: {"bytes": _WHOLE, "sha256": _DIGEST}},
+    "files": {_FILE: _ENTRY},
     "aliases": {_TEXT: _TEXT},
     "model": {_TEXT: Packed()},
     "optimizer": {"kind": _TEXT, "groups": [_GROUP], "state": {_TEXT: _STATE}},

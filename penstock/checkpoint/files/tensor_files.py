@@ -9,7 +9,6 @@ import ctypes
 import json
 import math
 import mmap
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.files.checksums import CHECKSUMS, checksum_for
+from penstock.checkpoint.files.disk import sync
 from penstock.checkpoint.files.reading import opened, reading
 from penstock.errors import MismatchError
 
@@ -36,10 +37,12 @@ _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 # -- writing ------------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float | None = None) -> list[str]:
+def write(
+    folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float = MOST_BYTES, with_checksums: bool = False
+) -> dict[str, dict[str, Any]]:
     """Write a rank's tensors into files of its own in `folder`, of `most` bytes where one tensor is not larger.
 
-    Returns the files' names.
+    Returns what a manifest says of each file: its bytes and, `with_checksums`, that.
     """
     folder.mkdir(parents=True, exist_ok=True)  # where rank 0's cannot be seen from, as rank 0 will tell
     groups: list[dict[str, Tensor]] = []
@@ -47,34 +50,46 @@ def write(folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float | 
     for name, tensor in tensors.items():
         if not groups or tensor.nbytes > room:
             groups.append({})
-            room = MOST_BYTES if most is None else most
+            room = most
         groups[-1][name] = tensor
         room -= tensor.nbytes
     of = f"of-{len(groups):05d}.safetensors"
     files = {f"shard-{rank + 1:05d}-model-{number:05d}-{of}": group for number, group in enumerate(groups, 1)}
-    for file, group in files.items():
-        write_file(folder / file, group)
-    return list(files)
+    checksum = checksum_for(folder) if with_checksums else None
+    return {file: write_file(folder / file, group, checksum) for file, group in files.items()}
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file; it is on the disk afterwards. Raises MismatchError for a dtype that the format lacks."""
-    header, order = described(tensors)
+def write_file(path: Path, tensors: Mapping[str, Tensor], checksum: str | None = None) -> dict[str, Any]:
+    """Write one safetensors file; it is on the disk afterwards. Returns its bytes and `checksum`.
+
+    Raises MismatchError for a dtype that the format lacks.
+    """
+    header, order = _described(tensors)
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        digest = CHECKSUMS[checksum]() if checksum else None
+        _add(file, digest, len(header).to_bytes(8, "little") + header)
         for name in order:
-            write_bytes(tensors[name], file)
-        file.flush()
-        os.fsync(file.fileno())
+            tensor = tensors[name].detach().cpu().contiguous().resolve_conj().resolve_neg()
+            if tensor.nbytes:
+                _add(file, digest, (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))  # as numpy would
+        size = file.tell()
+    sync(path)
+    return {"bytes": size} | ({checksum: digest.hexdigest()} if checksum and digest else {})
 
 
-def described(tensors: Mapping[str, Tensor], **more: str) -> tuple[bytes, list[str]]:
-    """The header of a file of these tensors, and the order that they are in it; `more`: what else it is to say.
+def _add(file: Any, digest: Any, data: Any) -> None:
+    file.write(data)
+    if digest:
+        digest.update(data)
+
+
+def _described(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+    """The header of a file of these tensors, and the order that they are in it.
 
     Wide numbers come first, so that every tensor begins at a multiple of its numbers' size. Raises as `write_file`.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **more}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
         tensor, begin = tensors[name], end
@@ -84,13 +99,6 @@ def described(tensors: Mapping[str, Tensor], **more: str) -> tuple[bytes, list[s
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     return text + b" " * (-len(text) % 8), order
-
-
-def write_bytes(tensor: Tensor, file: Any) -> None:
-    """Add a tensor's bytes to a file."""
-    tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    if tensor.nbytes:
-        file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))  # as `tensor.numpy()` would, without numpy
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------

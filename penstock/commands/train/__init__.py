@@ -5,6 +5,7 @@
 `data`       bytes of text, or images of digits
 `job`        what every rank does, from its setup to the run's results
 `again`      a run that begins again, with the ranks that there are
+`memory`     a folder in memory for a checkpoint after each step
 `planned`    --plan: what to run, from the layers' measured costs
 `setup`      what a rank trains: data, model, optimizer
 `evaluation` the loss on what was held out, and text the model goes on with

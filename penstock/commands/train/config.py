@@ -73,8 +73,8 @@ class TrainConfig:
     """The folder of a run to go on with, from its newest whole checkpoint. Options not given are as in that run; ranks,
     schedule and microbatches may be others, steps the same or more."""
     restarts: int = 0
-    """How often ranks begin again, from the newest checkpoint, after one has died, was stopped or raised (under torchrun: its
-    --max-restarts)."""
+    """How often ranks begin again after one has died, was stopped or raised (under torchrun: its --max-restarts): from the step
+    before, which is kept in memory, or the newest checkpoint."""
     least: int | None = None
     """Begin again without the processes that failed, but with so many at least; default: with all of them."""
     timeline: bool = True

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from penstock.checkpoint.saving import claim
 from penstock.commands.train.again import for_world, job_name, may_begin_again
 from penstock.commands.train.config import SAME, SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
+from penstock.commands.train.memory import memory_of_agent, memory_of_launch
 from penstock.commands.train.metrics import Metrics, recorded
 from penstock.commands.train.planned import advice, against_plan, kept, with_plan
 from penstock.commands.train.progress import Progress, closing
@@ -55,15 +57,20 @@ def _trained(config: TrainConfig, folder: Path) -> None:
         for option, given in {"--compare": config.compare, "--restarts": config.restarts}.items():
             if given:
                 raise PenstockError(f"{option} starts processes of its own: use it without torchrun")
+        first = os.environ["RANK"] == "0"
+        memory = memory_of_agent() if first and may_begin_again(config) else None
         with _seen(config, folder):
-            result = train_rank(config, folder)
-        if os.environ["RANK"] == "0":
+            result = train_rank(config, folder, memory)
+        if memory is not None:
+            shutil.rmtree(memory, ignore_errors=True)
+        if first:
             closing(result, None, folder)
         comms.shutdown()
         _leave_if_preempted(result)
         return
-    with _seen(config, folder):
-        result = launch(train_rank, config.processes, config, folder, restarts=config.restarts, least=config.least)[0]
+    with _seen(config, folder), memory_of_launch(config.restarts > 0) as memory:
+        launched = launch(train_rank, config.processes, config, folder, memory, restarts=config.restarts, least=config.least)
+        result = launched[0]
     compare = config.compare and not result.preempted
     alone = launch(train_rank, 1, replace(config, ranks=1, dp=1, tp=1, resume=None, plan=None), None)[0] if compare else None
     closing(result, None if alone is None or alone.preempted else alone, folder)
@@ -97,13 +104,16 @@ def _folder(config: TrainConfig) -> Path:
     return config.out / name
 
 
-def train_rank(config: TrainConfig, folder: Path | None) -> TrainResult:
-    """One rank's part, or with one rank the whole; rank 0 makes `folder` and writes into it, if there is to be one."""
+def train_rank(config: TrainConfig, folder: Path | None, memory: Path | None = None) -> TrainResult:
+    """One rank's part, or with one rank the whole; rank 0 makes `folder` and writes into it, if there is to be one.
+
+    `memory`: a folder in memory, for a checkpoint after each step.
+    """
     topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
     config, told = for_world(config, topology.world_size)
     if told and topology.rank == 0:
         print(told, flush=True)
-    setup = prepared(config, folder)
+    setup = prepared(config, folder, memory)
     run = _begun(setup)
     timelines = _train(setup, run)
     if run.preempted:
@@ -131,7 +141,8 @@ def _begun(setup: Setup) -> TrainResult:
     folder = config.resume or (setup.folder if setup.begun else None)
     if folder is None:
         return run
-    checkpoint.resume(folder, pipe, setup.optimizer, setup.rate)
+    folders = folder if setup.memory is None else [setup.memory, folder]
+    checkpoint.resume(folders, pipe, setup.optimizer, setup.rate)
     if pipe.step_count > config.steps:
         raise PenstockError(
             f"{folder} has come to step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
@@ -158,7 +169,7 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
                 _show(setup, record["step"])
             for listen in listeners:
                 listen(record)
-            setup.remember()
+            setup.save_in_memory()
             if setup.pipe.preempted and record["step"] < setup.config.steps:
                 run.preempted = True
                 break

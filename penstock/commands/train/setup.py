@@ -1,6 +1,7 @@
 """What a rank trains: the data, the model cut over the ranks, and its optimizer."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from penstock import checkpoint, comms
 from penstock.commands.train import data
 from penstock.commands.train.config import HEADS, TrainConfig
+from penstock.commands.train.memory import has_room
 from penstock.comms.encoding import told_by_all
 from penstock.comms.topology import Topology
 from penstock.model import GPT, GPTConfig, mlp
@@ -30,7 +32,8 @@ class Setup:
     config: TrainConfig
     topology: Topology
     folder: Path | None  # of the run, the same on every rank; None where nothing is kept
-    begun: bool  # there is a checkpoint in it: of an attempt before this one, or of the run that is resumed
+    memory: Path | None  # a folder in memory, for a checkpoint after each step; None where nobody starts the ranks again
+    begun: bool  # there is a checkpoint in one of them: of an attempt before this one, or of the run that is resumed
     source: data.Text | data.Digits
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
@@ -57,14 +60,14 @@ class Setup:
         if self.folder is not None:
             checkpoint.save(self.folder, self.pipe, self.optimizer, self.rate, keep=self.config.keep, wait=wait)
 
-    def remember(self) -> None:
-        """A checkpoint in memory, if there is a folder and somebody who would start the ranks again."""
-        if self.folder is not None:
-            checkpoint.remember(self.folder, self.pipe, self.optimizer, self.rate)
+    def save_in_memory(self) -> None:
+        """A checkpoint that outlives the ranks, if they may be started again."""
+        if self.memory is not None:
+            checkpoint.save(self.memory, self.pipe, self.optimizer, self.rate, keep=1)
 
 
-def prepared(config: TrainConfig, folder: Path | None) -> Setup:
-    """This rank's part of a new training; all ranks make the same call. `folder` counts on rank 0."""
+def prepared(config: TrainConfig, folder: Path | None, memory: Path | None = None) -> Setup:
+    """This rank's part of a new training; all ranks make the same call. `folder` and `memory` count on rank 0."""
     topology = comms.current_topology()
     torch.manual_seed(config.seed)
     source, model, loss_fn = task(config)
@@ -72,7 +75,8 @@ def prepared(config: TrainConfig, folder: Path | None) -> Setup:
     pipe = _cut(config, topology, source, model, loss_fn)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    return Setup(config, topology, *_of_rank_0(folder), source, pipe, optimizer, rate, sizes)
+    where = _of_rank_0(folder, memory, sum(sizes.values()))
+    return Setup(config, topology, *where, source, pipe, optimizer, rate, sizes)
 
 
 def task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, Loss]:
@@ -117,8 +121,11 @@ def _rate(step: int, steps: int) -> float:
     return min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def _of_rank_0(folder: Path | None) -> tuple[Path | None, bool]:
-    """The folder that rank 0 has chosen, since each may have a clock of its own; whether there is a checkpoint in it."""
+def _of_rank_0(folder: Path | None, memory: Path | None, parameters: int) -> tuple[Path | None, Path | None, bool]:
+    """The folders that rank 0 has chosen, since each may have a clock of its own; whether there is a checkpoint in them."""
     topology = comms.current_topology()
-    seen = folder, folder is not None and checkpoint.exists(folder)
+    if memory is not None and topology.rank == 0 and not has_room(memory, parameters):
+        warnings.warn(f"{memory.parent} has no room for two checkpoints: they are kept on the disk only", stacklevel=3)
+        memory = None
+    seen = folder, memory, any(each is not None and checkpoint.exists(each) for each in (memory, folder))
     return told_by_all(seen, topology.carrier)[0] if topology.world_size > 1 else seen

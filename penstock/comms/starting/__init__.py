@@ -11,7 +11,6 @@ blame      why an attempt failed, and because of which ranks
 restarts   what became of each attempt, and the report
 progress   how far the ranks are, in memory that the launching process reads
 store      the store that launched ranks meet at, where nobody else comes to
-drawers    memory that outlives a rank
 meeting    what ranks write in the store that they meet at: the name of a start, who has left
 interface  which network leads to the other ranks
 """

@@ -15,7 +15,6 @@ from contextlib import closing
 from typing import Any, NoReturn, TypeVar
 
 from penstock.comms.health.signals import catches_preemption, preempted
-from penstock.comms.starting import drawers
 from penstock.comms.starting.blame import UNGUARDED, Failure, blamed
 from penstock.comms.starting.progress import Page
 from penstock.comms.starting.rank_main import Job, Outcome
@@ -63,15 +62,10 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
     """
     _end_if_imported_by_a_rank()
     _check(function, ranks, restarts, least)
-    with drawers.for_launch(ranks if restarts else 0) as memory:
-        return _attempts(pickled(function, args), ranks, restarts, least, memory)
-
-
-def _attempts(work: bytes, ranks: int, restarts: int, least: int | None, memory: dict[str, str]) -> Results[Any]:
-    """Start after start, until one comes to its end; `memory`: where the ranks find what they are to keep for the next one."""
+    work = pickled(function, args)
     attempts, failures, running = list[Attempt](), list[Failure](), ranks
     while True:
-        outcomes, failure, this = _attempt(work, running, attempts, memory, may_restart=len(attempts) < restarts)
+        outcomes, failure, this = _attempt(work, running, attempts, may_restart=len(attempts) < restarts)
         attempts.append(this)
         if failure is None:
             _tell_all(attempts)
@@ -99,15 +93,14 @@ def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
 
 @named("ranks cannot be started")
 def _attempt(
-    work: bytes, ranks: int, before: Sequence[Attempt], memory: dict[str, str], may_restart: bool
+    work: bytes, ranks: int, before: Sequence[Attempt], may_restart: bool
 ) -> tuple[dict[int, Outcome], Failure | None, Attempt]:
     """All ranks run once: what each came to, why they failed if they did, and what is told of it."""
     from torch.distributed import HashStore
 
     began, store = time.monotonic(), HashStore()
     context = multiprocessing.get_context("spawn") if _sees_gpu() else server_context()
-    environment = {name: value for name, value in os.environ.items() if name != drawers.VARIABLE}  # which may be another's
-    environment |= {"TORCHELASTIC_RESTART_COUNT": str(len(before)), **memory}
+    environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(len(before))}
     with closing(Page(ranks, furthest(before))) as page:
         try:
             job = Job(work, ranks, environment, page.address, catches_preemption())

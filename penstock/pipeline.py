@@ -19,7 +19,18 @@ from penstock.comms.health.doing import doing
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import Planned, Rule, check_arguments, check_options, check_plan, placed, stages, table
+from penstock.engine.build import (
+    Planned,
+    Rule,
+    check_arguments,
+    check_options,
+    check_plan,
+    placed,
+    recompute_of_stages,
+    stages,
+    table,
+)
+from penstock.engine.checks import stale
 from penstock.engine.checks.factor import GradientFactor
 from penstock.engine.checks.guard import Guard, OnNonfinite, check_choice
 from penstock.engine.checks.nonfinite import Watch
@@ -30,6 +41,7 @@ from penstock.engine.consumer import check_optimizer, norm_type_of, optimizer_of
 from penstock.engine.cut import agreed_cut, check_bare
 from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.loss import Reduction, UnequalCounts, check_reduction, warn_of_inner_reduction
+from penstock.engine.redistribute import Redistribution, Source, change_arguments, optimizers_in
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
 from penstock.engine.text.generation import Request, generate
@@ -161,6 +173,9 @@ class Pipeline(NoModule):
         reduction: Reduction = "mean",
         **options: Any,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "model")}
+        before = model if isinstance(model, Redistribution) else None  # of `rebuild`
+        model = before.model if before else model
         self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
         self.reduction = reduction
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
@@ -169,7 +184,7 @@ class Pipeline(NoModule):
         self._control = control_of(world)
         self._number: int | None = None
         self._calls, self._process = threading.Lock(), os.getpid()
-        with self.collective("Pipeline(..)"):
+        with self.collective("Pipeline(..)"), stale.unguarded(model):
             self._number = next(_count)  # of the pipeline: what its calls are told by
             self.position = position_in(mesh, world)
             self.topology = self.position.pipeline  # this rank's place in its pipeline
@@ -185,8 +200,10 @@ class Pipeline(NoModule):
             self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
             check_bare(model, self.schedule, cuts, example_args, example_kwargs)
             self.rows_dim = rows_dim_for(model, rows_dim)
-            given = partition.whole(model, cuts, example_args, example_kwargs, self.rows_dim) or model
-            cut = agreed_cut(self._control, self.position, self.schedule, given, () if plan is None else plan.layers)
+            ways = recompute_of_stages(recompute, self.schedule)
+            whole = before.recut(cuts) if before else partition.whole(model, cuts, example_args, example_kwargs, self.rows_dim)
+            cut = agreed_cut(self._control, self.position, self.schedule, whole or model, () if plan is None else plan.layers)
+            source = Source(model, whole, {} if whole else cut.every)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
             if cut.skips or runs.actions != self.schedule.actions:
                 self._program = verify(runs, skips=cut.skips).program
@@ -200,11 +217,15 @@ class Pipeline(NoModule):
             }
             self._compared = compared(self._control, self.position, self.schedule, cut, alike)
             elsewhere = cut.elsewhere(self._compared.names)
-            modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
+            if before:
+                modules, unset = before.move(self._control, self.topology, cut.modules), set[str]()
+            else:
+                stale.check(source.tensors.of(cut.modules), self._compared.changed, self.position.world.rank)
+                modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
             merge, names = merge_weight_gradients, self._compared.names
             copies = side_by_side(self.position, modules, cut.copies, cut.tied, names, tensor_parallel, data_parallel)
             self._control.gather_objects(None, "to build the pipeline")
-            parts = stages(cut, self._compared, modules, copies, runs, self.position, loss_fn, recompute, merge)
+            parts = stages(cut, self._compared, modules, copies, runs, self.position, loss_fn, ways, merge)
             aliases = cut.aliases(names)
             tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, self.topology)
             tied.share_values()
@@ -212,8 +233,13 @@ class Pipeline(NoModule):
             if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
                 elsewhere += tied.borrowed()
             strays = Strays(self.position.world.rank, modules, elsewhere)
+            if self.topology.world_size > 1:
+                tensors = source.tensors
+                stale.note(str(self._number), tensors.of(modules), tensors.elsewhere(modules), self._compared.changed)
             self.skew = skew(self._control, self._compared.machines)
             watch = Watch(self.position.world.rank, parts, self._parameters.names) if on_nonfinite else None
+        self._arguments = arguments | {"microbatches": self.schedule.microbatches}
+        self._source = source
         self.merge_weight_gradients = merge
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.origin = cut.origin  # of a model with a configuration: that, and its class
@@ -336,6 +362,64 @@ class Pipeline(NoModule):
             self._check_mesh()
             return generate(self._engine, tokens, kwargs, request, on_token, self.rows_dim)
 
+    def rebuild(
+        self,
+        schedule: str | Schedule | Rule | None = None,
+        microbatches: int | None = None,
+        *,
+        cuts: Sequence[str] | None = None,
+        optimizer: Any = None,
+        **options: Any,
+    ) -> Any:
+        """This training with another schedule, other microbatches or another cut: a new pipeline in the place of this one.
+
+            pipe, optimizer = pipe.rebuild("zb-v", cuts=["layers.4", "layers.8", "layers.12"], optimizer=optimizer)
+
+        Each rank gets the weights, buffers, gradients and optimizer state of its new stages from the rank that has them, and
+        what follows has the bits of a training that was so from the start. Nothing is written to disk. The step count, modes
+        and what is frozen go along. All ranks make the same call, between steps.
+
+        schedule, microbatches
+            As for `Pipeline`; what is left out stays.
+        cuts
+            Where each stage but the first begins. Left out, cuts that were given stay; a cut that was chosen is chosen again.
+        optimizer
+            Of this rank's `pipe.parameters()`, or a list of several. Each parameter stays in its group, on whichever rank it
+            is. It is the same object afterwards, so schedulers and scalers that have it go on with it.
+        options
+            What else changes, of `Pipeline`'s own (`loss_fn`, `recompute`, `plan`, ..) or of the schedule's family
+            (`stages_per_rank`, ..): those of the schedule before stay with that. The model and the mesh stay.
+
+        Returns the new pipeline, or (pipeline, optimizer) where there is one. This one ends: it refuses further calls. What was
+        done to `pipe.stages` themselves, as compiling them, is to be done again.
+
+        Raises, on every rank and before anything changes: ScheduleError and MismatchError as `Pipeline`; MismatchError for
+        optimizers that differ between ranks, hooks that would stay behind, and parameters in shards (`fsdp`, `tp`). This
+        pipeline goes on then, unless there is an axis dp. What a checkpoint's writing came to is told as by `step`.
+        """
+        writing, self.beside = self.beside, None
+        if writing is not None:
+            writing.settle()
+        changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts}
+        before: Any = None
+        try:
+            with self.collective("rebuild()"):
+                self._check_mesh()
+                self._parameters.check_values()
+                arguments = change_arguments(
+                    self._arguments, options | {key: each for key, each in changes.items() if each is not None}
+                )
+                optimizers = optimizers_in(optimizer, self.topology.world_size)
+                before = Redistribution(self._source, self.stages, optimizers)
+                pipe = Pipeline(before, **arguments)
+        except BaseException:
+            if before is not None and before.has_begun:
+                self._end("this pipeline ended when rebuild() failed half-way: start the ranks again")
+            raise
+        pipe.step_count = self.step_count
+        self._end("this pipeline was rebuilt: use the one that rebuild() returned")
+        return pipe if optimizer is None else (pipe, optimizer)
+
     def train(self, mode: bool = True) -> "Pipeline":
         """Put this rank's modules into training mode, which `step` leaves as it is, or out of it; as `nn.Module.train`."""
         for module in self.stages.values():
@@ -365,6 +449,8 @@ class Pipeline(NoModule):
         if training:
             self._factor.remember()
             step_done(self.step_count)
+            if self._source.whole is not None and self.topology.world_size > 1:
+                stale.guard(self._source.whole.model)
         if self._unequal is not None and target is not None:
             self._unequal.look(target)
         self._last = outcome._replace(outputs=())  # which are the caller's

@@ -1,6 +1,7 @@
 """Models that are no chain, and one process that trains them: what people come with, at toy size."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -276,3 +277,53 @@ CASES = {
     "recurrent": Case(Recurrent, token_loss, token_batch),
     "wide": Case(Wide, functional.cross_entropy, wide_batch),
 }
+
+
+# -- optimizers, and what is no plain parameter ------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "Adam": partial(torch.optim.Adam, lr=0.1),
+    "AdamW amsgrad": partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
+    "Adam with a tensor as rate": partial(torch.optim.Adam, lr=torch.tensor(0.1), foreach=False),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "SGD momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "Adadelta": torch.optim.Adadelta,
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True),
+    "NAdam": partial(torch.optim.NAdam, lr=0.1),
+    "RAdam": partial(torch.optim.RAdam, lr=0.1),
+    "Adamax": partial(torch.optim.Adamax, lr=0.1),
+    "ASGD": partial(torch.optim.ASGD, lr=0.1),
+    "Rprop": partial(torch.optim.Rprop, lr=0.1),
+    "Adafactor": torch.optim.Adafactor,
+}
+
+
+class Oddities(nn.Module):
+    """Integer and boolean buffers, a scalar parameter, one in bf16, one in channels_last, a frozen one, state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.narrow = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("none", torch.zeros(0, 3))
+        self.calls = 0
+
+    def forward(self, hidden):
+        if self.training:
+            self.count += 1
+            self.seen |= hidden.mean((0, 2, 3)) > 0
+            self.calls += 1
+        return self.conv(hidden) * self.scale + self.narrow.float()[:, None, None]
+
+    def get_extra_state(self):
+        return {"calls": self.calls, "pair": (1, None), "tensor": torch.tensor([self.calls])}
+
+    def set_extra_state(self, state):
+        assert state["pair"] == (1, None)
+        self.calls = state["calls"]
+        assert state["tensor"].item() == self.calls

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from penstock.checkpoint.files.packing import pack, unpack
 from penstock.checkpoint.files.reading import reading
+from penstock.engine.optimizers import MEMBERS, check_known, check_same_options, options_of
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import placed_as
 
 Names = Mapping[int, str]  # the id of each of this rank's parameters -> the name it is kept under
-_NOT_OPTIONS = ("params", "param_names")
 
 
 def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: dict[str, Tensor], rank: int) -> Any:
     """A rank's optimizer: its groups' options and names, and the state of each parameter that is `mine` to keep."""
     packed = optimizer.state_dict()
-    _check_known(optimizer, names, rank)
+    check_known(optimizer, names, rank)
     groups = []
     for number, (group, told) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
-        options = {key: value for key, value in told.items() if key not in _NOT_OPTIONS}
+        options = {key: value for key, value in told.items() if key not in MEMBERS}
         groups.append(
             {
                 "options": pack(options, f"groups.{rank}.{number}", tensors),
-                "words": {key: repr(value) for key, value in options.items()},  # to compare
+                "words": options_of(told),  # to compare
                 "names": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             }
         )
@@ -43,16 +43,6 @@ def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: 
     if state:
         raise MismatchError(f"rank {rank}: the optimizer keeps state of {', '.join(map(repr, state))}, which are no parameters")
     return {"kind": type(optimizer).__name__, "groups": groups, "state": kept}
-
-
-def _check_known(optimizer: Any, names: Names, rank: int) -> None:
-    for number, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in names and parameter.numel():  # an empty one stands for nothing to train
-                raise MismatchError(
-                    f"rank {rank}: parameter {position} of the optimizer's group {number} is not one of the pipeline's: "
-                    "make the optimizer of pipe.parameters()"
-                )
 
 
 def _numbered(optimizer: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
@@ -75,7 +65,7 @@ def merged_optimizer(parts: Sequence[Any]) -> Any:
         for number, group in enumerate(part["groups"]):
             if number == len(groups):
                 groups.append({**group, "names": []})
-            _check_alike(groups[number]["words"], group["words"], number, rank)
+            check_same_options(groups[number]["words"], group["words"], number, rank)
             for name in group["names"]:
                 if (before := group_of.setdefault(name, number)) != number:
                     where = f"in the optimizer's group {number} on rank {rank}, but in group {before} on a rank before"
@@ -84,15 +74,6 @@ def merged_optimizer(parts: Sequence[Any]) -> Any:
     merged = [{"options": group["options"], "names": group["names"]} for group in groups]
     state = {name: value for part in ranks.values() for name, value in part["state"].items()}
     return {"kind": ranks[first]["kind"], "groups": merged, "state": state}
-
-
-def _check_alike(expected: dict[str, str], got: dict[str, str], number: int, rank: int) -> None:
-    for key in {**expected, **got}:
-        if expected.get(key) != got.get(key):
-            raise MismatchError(
-                f"the optimizer's group {number} has {key} {got.get(key)} on rank {rank}, but {expected.get(key)} on a rank "
-                "before: give all ranks the same options"
-            )
 
 
 def check_optimizer(optimizer: Any, saved: Any, names: Names) -> None:
@@ -121,7 +102,7 @@ def _check_numbers(own: Mapping[str, Any], saved: Mapping[str, Any], where: str)
         if is_number and isinstance(saved[key], str | list | None):
             theirs = str(saved[key])[:60]
             raise MismatchError(f"{where} has {key} {own[key]!r}, but {theirs!r} in the checkpoint, which is no number")
-    if clash := saved.keys() & set(_NOT_OPTIONS):
+    if clash := saved.keys() & set(MEMBERS):
         raise MismatchError(f"{where} cannot have {', '.join(sorted(clash))} from a checkpoint")
 
 

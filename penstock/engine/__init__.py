@@ -14,5 +14,8 @@ clock       when every action ran, on a clock that all ranks share
 text        text, pass after pass of forwards: what comes of each is the next one's last token
 report      what a step came to
 checks      what watches over a step, and takes it back where it failed
+redistribute  the same model in another cut: what a rank has goes to the ranks that will have it
+model_tensors  every tensor of a model by one name, whichever rank runs it
+optimizers  an optimizer on each rank, as one over all of them
 instead     what people try on a pipeline because modules have it
 """

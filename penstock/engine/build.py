@@ -24,7 +24,7 @@ from penstock.schedule.schedule import read
 from penstock.schedule.table import Cell
 from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.neighbours import neighbours_of
-from penstock.stage.layers import Recompute
+from penstock.stage.layers import Recompute, check_recompute
 from penstock.stage.stage import Stage
 
 Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
@@ -147,6 +147,17 @@ def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None,
     return {index: on(module, device) for index, module in cut.modules.items()}, unset
 
 
+def recompute_of_stages(recompute: Recompute | Sequence[Recompute | None] | None, table: Schedule) -> list[Recompute | None]:
+    """What each stage of `table` computes again. Raises MismatchError unless it is known, and for so many stages."""
+    one: Any = recompute
+    ways = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one] * table.stages
+    if len(ways) != table.stages:
+        raise MismatchError(f"recompute={ways} is for {len(ways)} stages, but {table.name} has {table.stages}")
+    for way in ways:
+        check_recompute(way)
+    return ways
+
+
 def stages(
     cut: Cut,
     compared: Compared,
@@ -155,14 +166,10 @@ def stages(
     table: Schedule,
     position: MeshPosition,
     loss_fn: Callable[[Any, Any], Tensor] | None,
-    recompute: Recompute | Sequence[Recompute | None] | None,
+    recompute: Sequence[Recompute | None],
     merge: bool,
 ) -> dict[int, Stage]:
-    """This rank's stages, ready to run `table`. Raises MismatchError for a `recompute` that is not for so many stages."""
-    one: Any = recompute
-    ways = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one] * table.stages
-    if len(ways) != table.stages:
-        raise MismatchError(f"recompute={ways} is for {len(ways)} stages, but {table.name} has {table.stages}")
+    """This rank's stages, ready to run `table`; `recompute` is of all stages."""
     neighbours = neighbours_of(table.stages, cut.skips, cut.tied)
     return {
         index: Stage(
@@ -175,7 +182,7 @@ def stages(
             later=frozenset().union(*compared.takes[index + 1 :]),
             first=position.replica * table.microbatches,
             merge=merge,
-            recompute=ways[index],
+            recompute=recompute[index],
             copies=copies[index],
             in_order=table.weights_in_order(index),
         )

@@ -1,12 +1,13 @@
 """What the ranks compare before they build a pipeline: they must all build the same one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from penstock import partition
 from penstock.comms.control import Control
+from penstock.engine.checks import stale
 from penstock.engine.clock import machine
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
@@ -23,6 +24,7 @@ class Description(NamedTuple):
     names: Mapping[int, Mapping[str, str]]  # stage -> the names of its state, see `partition.plain`
     takes: Mapping[int, Sequence[str]]  # stage -> the keywords that its forward takes
     machine: str
+    changed: Collection[stale.Key]  # of what pipelines before have trained on this rank
 
 
 def describe(position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Description:
@@ -44,6 +46,7 @@ def describe(position: MeshPosition, table: Schedule, cut: Cut, options: Mapping
         {stage: partition.plain(module) for stage, module in modules},
         {stage: takes(module) for stage, module in modules},
         machine(),
+        stale.changed(),
     )
 
 
@@ -84,13 +87,15 @@ class Compared(NamedTuple):
     names: Sequence[Mapping[str, str]]  # its own name of each entry -> the name in the uncut model
     takes: Sequence[Sequence[str]]  # the keywords that its forward takes
     machines: Sequence[str]  # of every rank: the same for those that share a clock
+    changed: Collection[stale.Key]  # what pipelines before have trained
 
 
 def compared(control: Control, position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Compared:
     """Compare all ranks' descriptions. Raises MismatchError as `check`."""
     everyone = control.gather_objects(describe(position, table, cut, options), "to build the pipeline")
     check(everyone)
-    names = {stage: names for each in everyone for stage, names in each.names.items()}
+    own = {stage: names for each in everyone for stage, names in each.names.items()}
     takes = {stage: takes for each in everyone for stage, takes in each.takes.items()}
-    plain, taken = ([found[stage] for stage in sorted(found)] for found in (names, takes))
-    return Compared(partition.names_of(plain, cut.whole is not None), taken, [each.machine for each in everyone])
+    plain, taken = ([found[stage] for stage in sorted(found)] for found in (own, takes))
+    names = partition.names_of(plain, cut.whole is not None)
+    return Compared(names, taken, [each.machine for each in everyone], set().union(*[each.changed for each in everyone]))

@@ -43,8 +43,15 @@ class NoModule:
             super().__setattr__(name, value)
 
         def __getattr__(self, name: str) -> NoReturn:
+            if ended := vars(self).get("_ended"):
+                raise PenstockError(ended)
             told = f": {INSTEAD[name]}" if name in INSTEAD else ""
             raise AttributeError(f"a Pipeline has no {name}{told}", name=name, obj=self)
+
+    def _end(self, why: str) -> None:
+        """Let go of all that this pipeline has; whoever uses it from now on is told `why` that is in vain."""
+        vars(self).clear()
+        self._ended = why
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises PenstockError."""

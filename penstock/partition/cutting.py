@@ -3,6 +3,7 @@
 import difflib
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -105,13 +106,10 @@ class Whole:
         example_kwargs: Mapping[str, Any] | None = None,
         rows_dim: int = 0,
     ) -> None:
-        cuts = [cuts] if isinstance(cuts, str) else cuts
         if not isinstance(model, nn.Module):
             raise MismatchError(f"a model that is to be cut is one nn.Module, not a {type(model).__name__}")
-        if not isinstance(cuts, Sequence | None):
-            raise MismatchError(f"cuts are names of submodules, where each stage but the first begins, got {cuts!r}")
-        _check_names(model, cuts or ())
-        self.model, self.cuts = model, cuts
+        self.model, self.cuts = model, _checked_cuts(model, cuts)
+        cuts = self.cuts
         self.balance: Balance | None = None
         self._has_example = example_args is not None or example_kwargs is not None
         example_args = (example_args,) if isinstance(example_args, Tensor) else example_args
@@ -123,6 +121,7 @@ class Whole:
         chain = type(model).forward is nn.Sequential.forward and layers_of(model).keys() >= set(cuts or ())
         if chain or not self._has_example:  # an export calls them
             _check_whole(model)
+        self._times: dict[nn.Module, float] = {}  # of the units, once they are measured
         self._graph = None if chain else self._followed()
         self.order = list(layers_of(model)) if self._graph is None else self._graph.order()
 
@@ -160,6 +159,20 @@ class Whole:
         self.balance = self._best(stages, device)
         return [self.order[start] for start in self.balance.starts[1:]]
 
+    def recut(self, cuts: Sequence[str] | None) -> "Whole":
+        """The same model with other cuts; its forward is followed again only if they make other units of it."""
+        cuts = _checked_cuts(self.model, cuts)
+        if self._graph is None:
+            is_alike = set(cuts or ()) <= set(self.order)
+        else:
+            is_alike = units_of(self.model, cuts or ()).keys() == units_of(self.model, self.cuts or ()).keys()
+        if not is_alike:
+            args, kwargs = self.example if self._has_example else (None, None)
+            return Whole(self.model, cuts, args, kwargs, self.rows_dim)
+        other = copy(self)
+        other.cuts, other.balance = cuts, None
+        return other
+
     def _named(self, cuts: Sequence[str], stages: int) -> list[str]:
         starts = [next((unit for unit in self.order if unit == cut or unit.startswith(f"{cut}.")), cut) for cut in cuts]
         for cut, start in zip(cuts, starts, strict=True):
@@ -176,6 +189,11 @@ class Whole:
         if not self._has_example:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
             return Balance.best(self.order, sizes, stages, PARAMETERS)
+        if not self._times:
+            self._times = self._measured(modules, device)
+        return Balance.best(self.order, [self._times[module] for module in modules.values()], stages)
+
+    def _measured(self, modules: dict[str, nn.Module], device: torch.device | None) -> dict[nn.Module, float]:
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
         try:
             recorded = record(self.model, {name: module for module, name in first.items()}, *all_bare(self.example))
@@ -184,8 +202,7 @@ class Whole:
         except Exception as error:
             told = f"the forward of {type(self.model).__name__} fails on the example ({first_line(error)})"
             raise MismatchError(f"{told}: give a microbatch that it takes") from error
-        times = dict(zip([unit.module for unit in recorded], measure(recorded, device), strict=True))
-        return Balance.best(self.order, [times[module] for module in modules.values()], stages)
+        return dict(zip([unit.module for unit in recorded], measure(recorded, device), strict=True))
 
     def cut(self, starts: Sequence[str]) -> list[nn.Module]:
         """The stages that begin so. Raises MismatchError if a parameter or buffer of the model is in none of them, and for
@@ -242,12 +259,17 @@ def shared_parameters(stage: nn.Module) -> Mapping[str, list[int]]:
     return vars(stage).get(_SHARED, {})
 
 
-def _check_names(model: nn.Module, cuts: Sequence[str]) -> None:
+def _checked_cuts(model: nn.Module, cuts: Sequence[str] | None) -> list[str] | None:
+    """`cuts` as a list. Raises MismatchError unless they are names of submodules."""
+    cuts = [cuts] if isinstance(cuts, str) else cuts
+    if not isinstance(cuts, Sequence | None):
+        raise MismatchError(f"cuts are names of submodules, where each stage but the first begins, got {cuts!r}")
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    for cut in cuts:
+    for cut in cuts or ():
         if cut not in names:
             near = difflib.get_close_matches(str(cut), names, n=3) or names[:5]
             raise MismatchError(f"cannot cut before {cut!r}: {type(model).__name__} has {', '.join(near)}, ..")
+    return None if cuts is None else list(cuts)
 
 
 def names_of(stages: Sequence[Mapping[str, str]], whole: bool = False) -> list[dict[str, str]]:

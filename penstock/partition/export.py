@@ -11,6 +11,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.export.graph_signature import InputKind
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.partition.inputs import Input, Inputs, Like, named
-from penstock.partition.materialise import META, is_meta
+from penstock.partition.materialise import META
 from penstock.partition.model_graph import DEVICE, NO_GRAD, ModelGraph, both_modes, first_line
 from penstock.partition.opaque_units import UNIT, Call, opaque
 from penstock.partition.rows import all_bare, dim_of
@@ -29,6 +30,7 @@ from penstock.partition.unit_times import stand_ins
 from penstock.torch_private import (
     guards_of,
     sets_grad_mode,
+    tensor_slots,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -51,7 +53,7 @@ def exported(
     values = _several_rows(all_bare(example), dims)
     device = _device_of(model)
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
-    with _outlines(model) if device == CPU and is_meta(model) else nullcontext():
+    with _outlines(model, device) if device in (CPU, META) else nullcontext():
         exports = [_exported(model, units, values) for _ in both_modes(model)]
     extras: dict[str, Any] = {}
     graphs = [_Rewriting(program, calls, device, extras).graph() for program, calls in exports]
@@ -60,25 +62,35 @@ def exported(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the forward decides as it will when it runs: on the CPU for a model on the meta device, unless there is a GPU."""
-    device = next((each.device for each in model.parameters()), CPU)
-    return CPU if device == META and not torch.cuda.is_available() else device
+    """Where the forward decides as it will when it runs: on the CPU for a model on the meta device, unless there is a GPU.
+
+    Likewise for a model of which a part is on another device than the rest.
+    """
+    devices = {each.device for each in model.parameters()} or {CPU}
+    if len(devices) > 1 or devices == {META}:
+        return META if torch.cuda.is_available() else CPU
+    return devices.pop()
 
 
 @contextmanager
-def _outlines(model: nn.Module) -> Iterator[None]:
-    """In the place of what is on the meta device the like on the CPU, in memory that nothing touches, and so takes none."""
+def _outlines(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """In the place of what is on another device the like on `device`, in memory that nothing touches, and so takes none."""
+    if all(slot.tensor.device == device for slot in tensor_slots(model)):
+        yield
+        return
     deterministic: Any = torch.utils.deterministic
     before, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
-        with stand_ins(model, _outline):
+        with stand_ins(model, partial(_outline, device)):
             yield
     finally:
         deterministic.fill_uninitialized_memory = before
 
 
-def _outline(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if tensor.is_meta else tensor
+def _outline(device: torch.device, tensor: Tensor) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 class _ByName(nn.Module):

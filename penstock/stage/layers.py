@@ -38,6 +38,12 @@ NEVER_RANDOM = frozenset(
 )  # fmt: skip
 
 
+def check_recompute(recompute: object) -> None:
+    """Raises MismatchError for what is no way to compute again."""
+    if recompute not in (None, "stage", "block"):
+        raise MismatchError(f"recompute={recompute!r}: use 'stage', 'block' or None")
+
+
 LOSSES = (nn.functional.cross_entropy, nn.functional.mse_loss)  # which draw none either
 
 
@@ -62,8 +68,7 @@ class Layers:
         numbers: Sequence[int] | None = None,
         recompute: Recompute | None = None,
     ) -> None:
-        if recompute not in (None, "stage", "block"):
-            raise MismatchError(f"recompute={recompute!r}: use 'stage', 'block' or None")
+        check_recompute(recompute)
         self.index, self.module, self.recompute = index, module, recompute
         self.generator = generator_of(device)
         self._buffers: dict[nn.Module, list[TensorSlot]] = {}  # of what runs again

@@ -62,6 +62,7 @@ CALLS = {
     "lines()": lambda made: made.pipe.lines(),
     "gather()": lambda made: made.pipe.gather(lambda: 1),
     "Pipeline(..)": lambda made: build(),
+    "rebuild()": lambda made: made.pipe.rebuild("gpipe"),
     "init_mesh()": lambda made: ps.comms.init_mesh(),
     "checkpoint.save()": lambda made: checkpoint.save(made.folder / "other", made.pipe, wait=False).wait(),
     "checkpoint.resume()": lambda made: checkpoint.resume(made.folder / "saved", made.pipe, made.optimizer),

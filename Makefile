@@ -6,7 +6,7 @@ PYTEST := $(RUN)/python -m pytest
 # Tests start hundreds of interpreters, which need not compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train quick test untimed kernels gpu neighbours nccl docs matrix lint bench rooms clean
+.PHONY: setup train quick test kernels gpu neighbours nccl docs matrix lint bench rooms clean
 
 setup: $(VENV)/ready
 
@@ -15,15 +15,10 @@ train: $(VENV)/ready
 
 # What starts no process, and one pipeline on two ranks: under a minute.
 quick: $(VENV)/ready
-	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or timed or slow or nccl)"
+	$(PYTEST) -n 2 --dist loadfile -m "smoke or not (ranks or fresh or slow or nccl)"
 
-# What judges times comes last, and alone.
-test: $(VENV)/ready
-	$(MAKE) -j 2 lint untimed
-	$(PYTEST) -m timed $$(grep -rl mark.timed tests --include 'test_*.py')
-
-untimed: $(VENV)/ready
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (timed or neighbours or nccl)"
+test: $(VENV)/ready lint
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder -m "not (neighbours or nccl)"
 
 # The bits again, by the kernels of smaller processors.
 kernels: $(VENV)/ready

@@ -42,7 +42,7 @@ FAULTS = {
     "exception": RAISES,
     "out of memory": ALLOCATES,
 }
-PATIENCE = 120.0  # seconds a program may take to get on
+PATIENCE = 600.0  # seconds a program may take to get on
 MOST_FAULTS = 8  # of a run
 PREEMPTED = 75  # the exit code of a program that was asked to leave, and did
 
@@ -95,7 +95,7 @@ def train(job: Job) -> bool:
     signal.signal(ALLOCATES, _allocate)
     with (folder / "ranks").open("a") as told:
         told.write(f"{os.getpid()} {rank} {os.environ['WORLD_SIZE']}\n")
-    topology = ps.comms.init_distributed(timeout=60)
+    topology = ps.comms.init_distributed()
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Tanh())]
     mesh = ps.comms.init_mesh(dp=job.replicas) if job.replicas > 1 else None

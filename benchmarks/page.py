@@ -1,4 +1,4 @@
-"""How heavy the page of a step is, how soon it is drawn, and how smoothly it moves, in Chromium.
+"""How heavy the page of a step is, how soon it is drawn, how smoothly it moves, in Chromium; how soon the studio answers.
 
     python benchmarks/page.py                                    # 1f1b, 64 ranks, 135,168 actions: about half a minute
     python benchmarks/page.py --schedule zb-v --ranks 8 --microbatches 32
@@ -20,9 +20,11 @@ from selenium import webdriver
 from penstock.schedule import Costs, build, simulate
 from penstock.view.html import page
 from penstock.view.record import Record
+from penstock.view.studio.answers import answer
 
 QUIET = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,1000")
 FRAMES = 40
+LARGE = {"schedule": "interleaved-zb", "ranks": 16, "microbatches": 32, "stages_per_rank": 4}  # what the studio is asked
 DRAWN = "return performance.getEntriesByName('drawn')[0]?.startTime"
 MOVED = """
     const [move, count, done] = arguments, times = [];
@@ -59,8 +61,15 @@ def moved(driver: webdriver.Chrome, move: str) -> float:
     return float(driver.execute_async_script(MOVED, move, FRAMES))
 
 
+def answered() -> float:
+    """Seconds that the studio takes to answer."""
+    begin = time.perf_counter()
+    answer(LARGE)
+    return time.perf_counter() - begin
+
+
 def main(options: Options) -> None:
-    """Make the page, open it, move it, print."""
+    """Make the page, open it, move it, ask the studio, print."""
     step = simulate(build(options.schedule, options.ranks, options.microbatches), Costs(send=0.1))
     begin = time.perf_counter()
     text = page([Record((step,))])
@@ -82,6 +91,7 @@ def main(options: Options) -> None:
     print(f"{options.schedule}, {options.ranks} ranks, {options.microbatches} microbatches: {len(step.events):,} actions")
     print(f"made in {made:.1f} s, {len(text) / 1e6:.1f} MB; drawn {first / 1e3:.2f} s after it was asked for")
     print(", ".join(f"{move} {1e3 / each:.0f} frames a second" for move, each in frames.items()))
+    print(f"the studio answers {' '.join(map(str, LARGE.values()))} in {min(answered() for _ in range(options.times)):.2f} s")
 
 
 if __name__ == "__main__":

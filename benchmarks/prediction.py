@@ -4,7 +4,8 @@ python benchmarks/prediction.py                     everything, about eight minu
 python benchmarks/prediction.py --ranks 4 --rounds 1 --steps 7 --json out.json
 
 A model of 32 layers that sleep is cut over 2, 4 and 8 ranks, evenly and not. One configuration is measured; with its costs
-all others are predicted, and run, in rounds, so that nothing is disturbed all the time.
+all others are predicted, and run, in rounds, so that nothing is disturbed all the time. At the end one rank of four is slowed,
+and what `explain` says of it is printed beside what the step lost.
 """
 
 import json
@@ -30,6 +31,7 @@ from penstock.schedule.timing.measurement import Measurement
 LAYERS = 32
 SECONDS = 0.003, 0.003, 0.002  # of F, I and W of a layer
 ROWS = 2  # of a microbatch
+SLOW_RANK, SLOWER = 2, 0.005  # one of four, and by how many seconds an action
 DIFFERENT = 0.05  # two schedules whose steps differ by more than this are to be told apart
 
 
@@ -104,6 +106,44 @@ def _run(case: Case, steps: int) -> Ran:
     return ran
 
 
+class Slower(nn.Module):
+    """Each action that passes takes longer."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(rows, dim) -> the same, later."""
+        time.sleep(SLOWER)
+        hidden = hidden.view_as(hidden)
+        hidden.register_hook(lambda _: time.sleep(SLOWER))
+        return hidden
+
+
+def run_fair_and_slow(steps: int) -> list[Timeline]:
+    """On each of four ranks: the fastest step where all are alike, and where one is slow; their steps in turns."""
+    stages = [[nn.Sequential(*(EmulatedLayer(DIM, *SECONDS) for _ in range(2))) for _ in range(4)] for _ in range(2)]
+    stages[1][SLOW_RANK].append(Slower())
+    pipes = [ps.Pipeline(each, nn.functional.mse_loss, "1f1b", 8) for each in stages]
+    inputs, target = torch.randn(2, ROWS * 8, DIM)
+    timelines: list[list[Timeline]] = [[], []]
+    for _ in range(steps + 1):
+        for pipe, into in zip(pipes, timelines, strict=True):
+            pipe.step(inputs, target=target)
+            into.append(pipe.timeline())
+    return [min(several[1:], key=lambda timeline: timeline.makespan) for several in timelines]
+
+
+def _straggler(steps: int) -> None:
+    fair, slow = ps.launch(run_fair_and_slow, 4, steps)[0]
+    named, lost = slow.explain().straggler, 1e3 * (slow.makespan - fair.makespan)
+    print(
+        f"\nOf four ranks rank {SLOW_RANK} is slower by {1e3 * SLOWER:g} ms an action, and the step by {lost:.1f} ms. Named: ",
+        end="",
+    )
+    print(
+        "nobody" if named is None else f"rank {named.rank}, {1e3 * named.longer:.1f} ms and {1e3 * named.loss:.1f} ms", end=""
+    )
+    print(f"; where all are alike: {'nobody' if fair.explain().straggler is None else 'one, wrongly'}")
+
+
 def main(options: Options) -> None:
     """Measure one configuration and the others, predict these, print all and what it comes to."""
     source = Case(options.source, options.source_ranks, 8)
@@ -126,6 +166,7 @@ def main(options: Options) -> None:
     for which, took, told in (("fastest step", "fastest", "predicted"), ("median step", "median", "median predicted")):
         print(f"\nBy the {which} of each configuration, and costs from the {which}s of the source:")
         _summary(rows, took, told)
+    _straggler(5 * options.steps)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -40,7 +40,7 @@ def main() -> None:
     for python in environments(options, wheel):
         cell = output(python, "-c", VERSIONS)
         print(f"torch and Python {cell}: {' '.join(options.tests)}", flush=True)
-        results[cell] = tested(python, options.tests, options.marks)
+        results[cell] = tested(python, options.tests)
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         TABLE.write_text(table(results))
 
@@ -51,7 +51,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--torch", nargs="+", default=RELEASES, metavar="RELEASE")
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="VERSION", help="or the path of one")
     parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH")
-    parser.add_argument("--marks", default="not timed", help="which of them, as pytest -m has it (default: %(default)s)")
     parser.add_argument("--index-url", help="where pip finds torch")
     parser.add_argument("--environments", type=Path, default=ROOT / ".matrix", help="where they are made, and kept")
     parser.add_argument("--ready", nargs="+", type=Path, metavar="ENVIRONMENT", help="use these and make none")
@@ -128,7 +127,7 @@ def output(*words: str | Path) -> str:
 # ---- tests
 
 
-def tested(python: Path, tests: list[str], marks: str) -> Result:
+def tested(python: Path, tests: list[str]) -> Result:
     """Run the tests on the installed wheel: `PYTHONSAFEPATH` keeps the checkout's own package out of sight."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     with tempfile.TemporaryDirectory() as folder:
@@ -140,8 +139,6 @@ def tested(python: Path, tests: list[str], marks: str) -> Result:
             "-p",
             "no:cacheprovider",
             f"--junitxml={report}",
-            "-m",
-            marks,
             *tests,
         ]
         subprocess.run(words, cwd=ROOT, env=environment, check=False)

@@ -35,6 +35,7 @@ def test_a_step_tells_its_waits_by_cause_and_every_ranks_memory_the_same_on_all_
     everyone = ps.launch(rank_metrics, 2)
     found, timeline, report = everyone[0]
     assert all(each[0] == found for each in everyone)
+    assert sum(timeline.explain().shares.values()) == pytest.approx(1, abs=1e-6)
     waits = {name: value for name, value in found.items() if name.startswith("wait/")}
     assert waits == {f"wait/{cause}": share for cause, share in timeline.causes.items()}
     assert waits["wait/sending"] > 0

@@ -121,7 +121,7 @@ def torchrun(on: Sequence[Host], ranks: int, *script: str, port: int = 29500, **
 
 
 def run(
-    on: Sequence[Host], commands: Sequence[Sequence[str]], timeout: float = 250.0, env: Mapping[str, str] | None = None
+    on: Sequence[Host], commands: Sequence[Sequence[str]], timeout: float = 1500.0, env: Mapping[str, str] | None = None
 ) -> list[Ended]:
     """Run a command on each host at once; what each came to. Raises HostsError if one takes longer than `timeout` seconds."""
     with tempfile.TemporaryDirectory(prefix="penstock-hosts-") as folder:

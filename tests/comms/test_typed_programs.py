@@ -62,7 +62,7 @@ def test_ranks_run_what_was_typed(how, tmp_path):
         pytest.importorskip("IPython")
     words = {"python -c": ["-c", PROGRAM], "standard input": ["-"], "ipython": ["-m", "IPython", "--quick", "-c", PROGRAM]}[how]
     given = PROGRAM if how == "standard input" else None
-    ended = subprocess.run([sys.executable, *words], cwd=tmp_path, input=given, capture_output=True, text=True, timeout=250)
+    ended = subprocess.run([sys.executable, *words], cwd=tmp_path, input=given, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == PRINTED
 
@@ -81,7 +81,9 @@ def test_a_notebook_launches_ranks_and_shows_their_errors_with_the_lines_of_the_
     pytest.importorskip("ipykernel")
     cells = [DEFINED, LAUNCHED, "ps.launch(train, 2, 1, True)", LOCKED, "ps.launch(guarded, 2)", "ps.launch(lambda: WIDTH, 2)"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = nbclient.NotebookClient(notebook, timeout=250, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(
+        notebook, startup_timeout=1000, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
+    )
     client.execute()
     _, launched, fails, _, guarded, function = [cell["outputs"] for cell in notebook["cells"]]
 
@@ -100,5 +102,5 @@ def test_a_script_sends_its_functions_by_name_and_loads_no_cloudpickle(tmp_path)
     program = tmp_path / "program.py"
     launched = LAUNCHED.replace("\n", "\n    ") + '\n    import sys\n    print("cloudpickle" in sys.modules)\n'
     program.write_text(f'{DEFINED}\nif __name__ == "__main__":{launched}')
-    ended = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    ended = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True)
     assert ended.stdout == f"{PRINTED}False\n", ended.stderr

@@ -378,7 +378,7 @@ def test_ctrl_c_while_all_of_it_is_still_starting_is_one_line_too(tmp_path):
         while not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in children.read_text().split()):
             time.sleep(0.01)  # until the server that ranks are forked from imports torch
         os.killpg(process.pid, signal.SIGINT)
-        assert process.communicate(timeout=200)[0] == "penstock: interrupted\n"
+        assert process.communicate()[0] == "penstock: interrupted\n"
         assert process.returncode == 130
 
 

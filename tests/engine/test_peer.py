@@ -46,7 +46,6 @@ def rank_peer(folder: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-@pytest.mark.timeout(900)
 def test_our_tables_run_in_pytorchs_runtime_with_the_same_gradients(tmp_path: Path) -> None:
     for name in NAMES:
         ps.schedule.build(name, RANKS, MICROBATCHES).to_csv(tmp_path / f"{name}.csv")

@@ -53,7 +53,6 @@ def rank_every_schedule(ranks: int, kind: str):
     return results
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["mlp", "gpt", "mixed"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_schedule_has_the_loss_and_the_gradients_of_one_process(ranks: int, kind: str) -> None:

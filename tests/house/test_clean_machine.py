@@ -86,7 +86,7 @@ class Machine:
     def run(self, *words: str | Path) -> str:
         """What it prints."""
         with self.start(*words) as process:
-            said, noise = process.communicate(timeout=200)
+            said, noise = process.communicate()
         assert process.returncode == 0, noise
         assert not noise, noise
         return said
@@ -160,14 +160,14 @@ def test_a_schedule_is_drawn_and_a_lab_checks_itself(machine: Machine) -> None:
 def test_the_studio_says_what_it_needs_and_serves_where_that_is(machine: Machine) -> None:
     with machine.start("penstock", "studio", "--no-browser") as refused:
         told = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'\n"
-        assert refused.communicate(timeout=100) == ("", told)
+        assert refused.communicate() == ("", told)
     with machine.start("penstock", "studio", "--no-browser", extra=True) as serving:
         assert serving.stdout is not None
         said = serving.stdout.readline()
         try:
             address = re.findall(r"http://\S+", said)[0]
-            assert b"studio.js" in urllib.request.urlopen(address, timeout=100).read()
+            assert b"studio.js" in urllib.request.urlopen(address).read()
         finally:
             serving.send_signal(signal.SIGINT)
-        assert serving.communicate(timeout=100) == ("", "")
+        assert serving.communicate() == ("", "")
     assert serving.returncode == 0

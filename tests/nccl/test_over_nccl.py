@@ -176,7 +176,6 @@ def test_a_host_that_runs_ahead_of_its_device_has_the_bits_of_one_process_and_wa
 
 
 @pytest.mark.nccl
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("manners", MANNERS)
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_every_schedule_has_the_bits_of_one_process(ranks, manners):

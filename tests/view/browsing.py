@@ -26,7 +26,7 @@ def browser(tmp_path_factory):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(100)
+    driver.set_script_timeout(1000)
     driver.get("about:blank")  # the page Chromium begins with asks for files of its own
     yield driver
     driver.quit()

@@ -136,7 +136,7 @@ def port():
 
 
 def status(port, method, path, body=None, **headers):
-    connection = HTTPConnection("127.0.0.1", port, timeout=100)
+    connection = HTTPConnection("127.0.0.1", port)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     text = response.read()
@@ -213,7 +213,7 @@ def test_odd_questions_are_refused_in_a_sentence(question):
 @FUZZ
 @given(st.binary(max_size=60))
 def test_odd_bytes_do_not_stop_the_studio(port, data):
-    with socket.create_connection(("127.0.0.1", port), timeout=100) as client:
+    with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(data + b"\r\n\r\n")
         client.shutdown(socket.SHUT_WR)
         with suppress(ConnectionError):

@@ -236,7 +236,7 @@ def port():
 
 
 def request(port, method="GET", path="/", body=None, **headers):
-    connection = HTTPConnection("127.0.0.1", port, timeout=100)
+    connection = HTTPConnection("127.0.0.1", port)
     connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
     response = connection.getresponse()
     text = response.read().decode()
@@ -337,7 +337,7 @@ def test_bad_requests_get_a_line_and_the_server_goes_on(port):
     assert post(port, "{}", Content_Type="text/plain")[0].status == 415
     assert request(port, path="/../../etc/passwd")[0].status == 404
     assert request(port, path="/answer")[0].status == 404
-    connection = HTTPConnection("127.0.0.1", port, timeout=100)
+    connection = HTTPConnection("127.0.0.1", port)
     connection.putrequest("POST", "/answer")
     connection.putheader("Content-Type", "application/json")
     connection.putheader("Content-Length", str(10**9))
@@ -365,7 +365,7 @@ def test_a_port_that_is_taken_is_told(port):
 def test_without_werkzeug_one_line_says_what_to_install():
     code = "import sys; sys.modules['werkzeug'] = None; sys.modules['werkzeug.exceptions'] = None\n"
     code += "sys.argv = ['penstock', 'studio', '--no-browser']\nfrom penstock.commands.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     told = "penstock: the studio is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
     assert done.stderr.strip() == told

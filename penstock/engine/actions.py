@@ -15,7 +15,7 @@ from penstock.errors import PenstockError, StageError
 from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import check_output, numbers
 from penstock.stage.stage import Stage
-from penstock.torch_private import tree_map_only
+from penstock.trees import map_tensors
 
 Acts = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]]  # (action, values) -> what it makes, for each taker
 
@@ -62,7 +62,7 @@ class Actions:
             return messages(stage, output)
         if batch.call.wants_outputs:
             check_output(output, self.agreed.rows[microbatch], batch.call.rows_dim)
-            self.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, output)
+            self.outputs[microbatch] = map_tensors(Tensor.detach, output)
         if batch.targets and microbatch not in self.skipped:
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
         return ()

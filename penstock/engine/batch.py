@@ -19,7 +19,7 @@ from penstock.randomness import mix
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
 from penstock.stage.stage import Stage
-from penstock.torch_private import tree_leaves
+from penstock.trees import leaves
 
 NOTHING = -1  # rows of a batch that this rank has no part of
 LOOKED_AT = 64  # values of a tensor that are compared between ranks
@@ -141,11 +141,10 @@ def seen(batch: Any) -> int:
 
     Nothing waits for a device: of a batch that is not on the CPU nothing is seen.
     """
-    leaves = [batch] if isinstance(batch, Tensor) else [*map(bare, tree_leaves(batch))]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors or any(type(each) is not Tensor or each.layout != torch.strided or not each.is_cpu for each in tensors):
+    found = [leaf for leaf in map(bare, leaves(batch)) if isinstance(leaf, Tensor)]
+    if not found or any(type(each) is not Tensor or each.layout != torch.strided or not each.is_cpu for each in found):
         return 0
-    return digest(b"".join(map(_some_values, tensors)))
+    return digest(b"".join(map(_some_values, found)))
 
 
 def _some_values(tensor: Tensor) -> bytes:

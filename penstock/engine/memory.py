@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.schedule import Size
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
-from penstock.torch_private import TorchDispatchMode, import_compiler, is_compiled, storage_key, tree_leaves
+from penstock.torch_private import TorchDispatchMode, import_compiler, is_compiled, storage_key
+from penstock.trees import leaves
 
 Act = Callable[..., Any]  # (action, values) -> what is made
 
@@ -68,7 +69,7 @@ class _Noting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self._memory.note((output,) if type(output) is Tensor else tree_leaves(output))
+        self._memory.note(leaves(output))
         return output
 
 
@@ -103,7 +104,7 @@ class MemoryMeasurement:
         if action.stage not in self._stages or action.stage in self._chosen or action.microbatch in self._skipped:
             return act(action, values)
         self._chosen[action.stage] = action.microbatch
-        noted = self._noted[action.stage] = Memory(tree_leaves(values))
+        noted = self._noted[action.stage] = Memory(leaves(values))
         with _Noting(noted):
             return act(action, values)
 

@@ -25,9 +25,9 @@ from penstock.torch_private import (
     storage_key,
     swap_memory,
     tensor_slots,
-    tree_map_only,
     written_arguments,
 )
+from penstock.trees import map_tensors
 
 META = torch.device("meta")
 Init = Callable[[nn.Module], Any]
@@ -182,7 +182,7 @@ class _Watch(TorchDispatchMode):
         target = partial(self._target, random=torch.Tag.nondeterministic_seeded in func.tags)
         for place, name in written_arguments(func):
             given, where = (kwargs, name) if name in kwargs else (args, place)
-            given[where] = tree_map_only(Tensor, target, given[where])
+            given[where] = map_tensors(target, given[where])
         return func(*args, **kwargs)
 
     def _target(self, tensor: Tensor, random: bool) -> Tensor:

@@ -19,7 +19,8 @@ from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.partition.materialise import META, is_meta
 from penstock.randomness import aside
-from penstock.torch_private import as_exported, tensor_slots, tree_leaves, tree_map_only
+from penstock.torch_private import as_exported, tensor_slots, tree_leaves
+from penstock.trees import map_tensors, tensors
 
 _ROUNDS, _SECONDS = 3, 2.0  # measured at least so often, and on until so long
 _STEADY, _FASTER = 20, 0.98  # or until in so many rounds no unit took less than this share of its fastest time
@@ -46,7 +47,7 @@ def record(
     """
     meta = is_meta(model)
     given = (tuple(args), dict(kwargs or {}))
-    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(META), given) if meta else given
+    inputs = map_tensors(lambda tensor: tensor.to(META), given) if meta else given
     originals: dict[int, Tensor] = {id(run): real for run, real in zip(tree_leaves(inputs), tree_leaves(given), strict=True)}
     found: dict[str, Unit] = {}
 
@@ -54,7 +55,7 @@ def record(
         return _leaf(originals.get(id(tensor), tensor))
 
     def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args, kwargs = tree_map_only(Tensor, input_of, (args, kwargs))
+        args, kwargs = map_tensors(input_of, (args, kwargs))
         found.setdefault(name, Unit(name, module, args, kwargs))
 
     with ExitStack() as stack:
@@ -112,7 +113,7 @@ def _time_of(unit: Unit, device: torch.device | None) -> float:
     device = device or device_of(unit.module, (unit.args, unit.kwargs))
     make = partial(real, device=device)
     with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device), torch.enable_grad():
-        inputs = tree_map_only(Tensor, make, (unit.args, dict(unit.kwargs or {})))
+        inputs = map_tensors(make, (unit.args, dict(unit.kwargs or {})))
         gradients: list[Tensor] = []
         _run(unit.module, inputs, device, gradients)
         return _run(unit.module, inputs, device, gradients)
@@ -120,12 +121,12 @@ def _time_of(unit: Unit, device: torch.device | None) -> float:
 
 def _run(module: nn.Module, inputs: tuple[Any, Any], device: torch.device, gradients: list[Tensor]) -> float:
     """Seconds of a forward and its backward, which starts with `gradients`; they are made in the first run."""
-    args, kwargs = tree_map_only(Tensor, lambda tensor: _leaf(tensor).clone(), inputs)  # the unit may change what it gets
+    args, kwargs = map_tensors(lambda tensor: _leaf(tensor).clone(), inputs)  # the unit may change what it gets
     synchronise = torch.get_device_module(device).synchronize
     synchronise()
     begin = perf_counter()
     output = module(*args, **kwargs)
-    ends = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    ends = [tensor for tensor in tensors(output) if tensor.requires_grad]
     if not gradients:
         gradients += map(torch.ones_like, ends)
     if ends:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from penstock import trees
 from penstock.comms.topology import CPU
 from penstock.engine.memory import Memory, MemoryMeasurement
 from penstock.errors import MismatchError, PenstockError
@@ -25,7 +26,7 @@ from penstock.schedule import Action, Kind, Size
 from penstock.stage import microbatch
 from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.stage import Stage
-from penstock.torch_private import as_exported, gradient_hooks, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from penstock.torch_private import as_exported, gradient_hooks, tree_flatten, tree_unflatten
 
 ROUNDS, SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
 ENOUGH = 50  # rounds whose median more would not change
@@ -152,12 +153,12 @@ def _carried(whole: Whole, example: tuple[Any, ...]) -> dict[int, float]:
         takers = cast(GraphStage, stage).penstock.takers
         for taker, message in zip(takers, output if len(takers) > 1 else (output,), strict=False):
             for border in range(number, taker):
-                carried[border] += sum(each.nbytes for each in tree_leaves(message) if isinstance(each, Tensor))
+                carried[border] += sum(tensor.nbytes for tensor in trees.tensors(message))
 
     for number, stage in enumerate(stages):
         stage.register_forward_hook(partial(count, number))
     meta = is_meta(whole.model)
-    args, kwargs, _ = tree_map_only(Tensor, lambda tensor: tensor.to("meta") if meta else tensor, example)
+    args, kwargs, _ = trees.map_tensors(lambda tensor: tensor.to("meta") if meta else tensor, example)
     with (
         stand_ins(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
         as_exported() if meta else nullcontext(),
@@ -185,7 +186,7 @@ class Alone(nn.Module):
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.tree)
-        return [leaf for leaf in tree_leaves(self.unit(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        return trees.tensors(self.unit(*args, **kwargs))
 
 
 def _alone(unit: Unit, device: torch.device | None, run: Callable[[Stage, list[Tensor]], T]) -> T:
@@ -199,7 +200,7 @@ def _alone(unit: Unit, device: torch.device | None, run: Callable[[Stage, list[T
         ]:
             parameter.register_hook(hook)
         module = Alone(unit)
-        inputs = tree_map_only(Tensor, make, module.tensors())
+        inputs = trees.map_tensors(make, module.tensors())
         stage = Stage(MIDDLE, module, where, neighbours=Neighbours((MIDDLE - 1,), ()))
         stage.forget()  # as before any step: it learns which parameters there are
         return run(stage, inputs)

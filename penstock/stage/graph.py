@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.comms.messages import wire
-from penstock.torch_private import applied, is_python_node, tree_unflatten
+from penstock.torch_private import applied, is_python_node
+from penstock.trees import flatten, map_tensors, unflatten
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -21,15 +21,13 @@ class StageInput:
 
     def admit(self, value: Any) -> Any:
         """`value` with those of its tensors that require a gradient connected to this input."""
-        if isinstance(value, Tensor):  # the common case, a short way
-            return self._enter([value])[0] if value.requires_grad else value
-        leaves, tree = wire.flatten(value)
+        leaves, tree = flatten(value)
         wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not wanted:
             return value
         for index, entered in zip(wanted, self._enter([leaves[index] for index in wanted]), strict=True):
             leaves[index] = entered
-        return tree_unflatten(leaves, tree)
+        return unflatten(leaves, tree)
 
     def _enter(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self.gradients = (None,) * len(tensors)
@@ -41,10 +39,7 @@ class StageInput:
 
 def handed_over(value: Any) -> Any:
     """`value` as the next stage of the same rank receives it: the same memory, cut off from the graph that made it."""
-    if isinstance(value, Tensor):  # the common case, a short way
-        return value.detach().requires_grad_(value.requires_grad)
-    leaves, tree = wire.flatten(value)
-    return tree_unflatten([handed_over(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
 def enter(tensors: Sequence[Tensor], keep: Callable[[Gradients], None]) -> tuple[Tensor, ...]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comms.messages.wire import flatten
 from penstock.errors import MismatchError
 from penstock.partition.rows import Replicated, Rows, bare, dim_of, in_words
-from penstock.torch_private import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from penstock.torch_private import keystr, tree_flatten_with_path, tree_map
+from penstock.trees import flatten, leaves, unflatten
 
 NO_ROWS = -1  # of a tensor that lacks the dimension
 
@@ -66,18 +66,16 @@ def shapes(batch: Any, what: str, rows_dim: int = 0) -> str:
 
 def split(batch: Any, rows_each: Sequence[int], device: torch.device | None = None, rows_dim: int = 0) -> list[Any]:
     """`batch` cut along dimension `rows_dim` into microbatches of these many rows, on `device`; views if that is the first."""
-    if isinstance(batch, Tensor):  # the common case, a short way
-        return list(_split_leaf(batch, rows_each, device, rows_dim))
     leaves, tree = flatten(batch)
     columns = [_split_leaf(leaf, rows_each, device, rows_dim) for leaf in leaves]
-    return [tree_unflatten([column[microbatch] for column in columns], tree) for microbatch in range(len(rows_each))]
+    return [unflatten([column[microbatch] for column in columns], tree) for microbatch in range(len(rows_each))]
 
 
 def sizes_of(batch: Any, what: str, microbatches: int, rows_dim: int = 0) -> list[int]:
     """Rows of each of at most so many microbatches, none of them empty. Raises MismatchError if there are none to split."""
     count = rows(batch, what, rows_dim)
     if not count:
-        kinds = ", ".join(dict.fromkeys(map(_told_kind, tree_leaves(batch)))) or "nothing"
+        kinds = ", ".join(dict.fromkeys(map(_told_kind, leaves(batch)))) or "nothing"
         raise MismatchError(
             f"{what} has no tensor with rows to split into microbatches, it is {kinds}: give tensors, a row or more"
         )

@@ -21,7 +21,8 @@ from penstock.stage.exchange.sharing import PARAMETER, Versions, check_unchanged
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import LOSSES, Layers, Recompute
 from penstock.stage.parameter_slot import ParameterSlot, installed, slots_of
-from penstock.torch_private import buffer_slots, run_backward, shares_memory, storage_key, tree_leaves, tree_map_only
+from penstock.torch_private import buffer_slots, run_backward, shares_memory, storage_key
+from penstock.trees import map_tensors, tensors
 
 
 class Kept(NamedTuple):
@@ -136,7 +137,7 @@ class Stage:
             self._buffers = frozenset(
                 storage_key(slot.tensor) for slot in buffer_slots(self.module) if _has_memory(slot.tensor)
             )
-        return tree_map_only(Tensor, self._no_buffer, output) if self._buffers else output
+        return map_tensors(self._no_buffer, output) if self._buffers else output
 
     def _no_buffer(self, value: Tensor) -> Tensor:
         is_buffer = not value.requires_grad and _has_memory(value) and storage_key(value) in (self._buffers or ())
@@ -156,7 +157,7 @@ class Stage:
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
         if keep:
-            if not loss.requires_grad and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+            if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors(output)):
                 told = "loss_fn returned a loss without a graph (detached, made of numbers, or under no_grad)"
                 raise ValueError(f"{told}: compute it from the output, or nothing is learned")
             received, _, _, auxiliary, deferred = self.kept[microbatch]

@@ -24,6 +24,7 @@ from penstock.comms.encoding import LENGTH, decode, encode
 from penstock.comms.messages import wire
 from penstock.comms.messages.wire import TensorSpec
 from penstock.schedule import Action, Event, Kind
+from penstock.trees import flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -118,7 +119,7 @@ def test_outputs_of_transformers_travel_between_stages(name):
     outputs = pytest.importorskip("transformers.modeling_outputs")
     kind = getattr(outputs, name)
     values = dict.fromkeys([field.name for field in dataclasses.fields(kind)][:2], torch.ones(2, 3))
-    leaves, tree = wire.flatten(kind(**values))
+    leaves, tree = flatten(kind(**values))
     spec = wire.describe(leaves, tree)
     arrived = wire.rebuild(wire.unpack(wire.pack(spec)), [torch.ones(2, 3) for _ in spec.tensors])
     assert type(arrived) is kind
@@ -233,7 +234,7 @@ MESSAGE = {"hidden": torch.ones(2, 3), "rest": (Pair(torch.zeros(1), "x"), [None
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=4), st.integers(0, 4)), min_size=1, max_size=4))
 def test_a_mutated_message_is_read_or_refused(changes):
-    data = bytearray(encoding.bytes_of(wire.pack(wire.describe(*wire.flatten(MESSAGE)))))
+    data = bytearray(encoding.bytes_of(wire.pack(wire.describe(*flatten(MESSAGE)))))
     for place, new, gone in changes:
         place %= len(data) + 1
         data[place : place + gone] = new

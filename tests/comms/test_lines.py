@@ -32,6 +32,7 @@ from penstock.comms.messages.worker import SendFailure
 from penstock.comms.topology import CPU
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
+from penstock.trees import flatten
 
 WIDTHS = (8, 40_000)  # a small message, and one that is lent
 
@@ -270,14 +271,14 @@ def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
         hidden = torch.ones(4, 6, 2, device="cuda:0").transpose(0, 2)
         rows = torch.zeros(3, 5, dtype=torch.int16, device="cuda:0")
         message = {"hidden": hidden, "rows": rows, "column": rows.select(1, 0)}
-        spec = wire.describe(*wire.flatten(message))
+        spec = wire.describe(*flatten(message))
         outgoing.known = incoming.known = True
         outgoing.specs = incoming.specs = {transfer: spec}
         outgoing.send(transfer, message)
         assert [each.device for each in shelf.messages] == [CPU] * 3
         incoming.post(transfer)
         arrived = incoming.take(transfer, torch.device("cuda:1"))
-    assert wire.describe(*wire.flatten(arrived)) == spec
+    assert wire.describe(*flatten(arrived)) == spec
     assert {str(each.device) for each in arrived.values()} == {"cuda:1"}
 
 
@@ -289,7 +290,7 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     transfer, incoming = Transfer(Action(Kind.F, 0, 3), 0, 1), Incoming(Full(), 1, 0)
-    incoming.known, incoming.specs = True, {transfer: wire.describe(*wire.flatten(torch.ones(3)))}
+    incoming.known, incoming.specs = True, {transfer: wire.describe(*flatten(torch.ones(3)))}
     with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
         incoming.post(transfer)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.comms.messages import wire
+from penstock.trees import flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -24,7 +25,7 @@ def carried(data: Tensor) -> Tensor:
 
 def travel(value):
     """`value` sent to another rank, description and data."""
-    leaves, tree = wire.flatten(value)
+    leaves, tree = flatten(value)
     spec = wire.describe(leaves, tree)
     theirs = wire.unpack(carried(wire.pack(spec)))
     assert theirs == spec
@@ -85,7 +86,7 @@ def test_a_tensor_arrives_as_it_was(make):
 @pytest.mark.parametrize("name", ["contiguous", "transposed", "permuted", "channels last"])
 def test_a_dense_layout_is_kept_and_not_copied(name):
     tensor = TENSORS[name]()
-    spec = wire.describe(*wire.flatten(tensor))
+    spec = wire.describe(*flatten(tensor))
     assert spec.leaves[0].stride == tensor.stride() == travel(tensor).stride()
     assert wire.memory(tensor, spec.leaves[0]).data_ptr() == tensor.data_ptr()
 
@@ -93,7 +94,7 @@ def test_a_dense_layout_is_kept_and_not_copied(name):
 @pytest.mark.parametrize("name", ["a view inside", "expanded", "every other"])
 def test_memory_that_is_not_dense_is_sent_dense(name):
     tensor = TENSORS[name]()
-    spec = wire.describe(*wire.flatten(tensor)).leaves[0]
+    spec = wire.describe(*flatten(tensor)).leaves[0]
     assert wire.empty(spec, torch.device("cpu")).untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
@@ -125,7 +126,7 @@ def test_a_tree_arrives_with_its_structure_and_constants():
     assert list(arrived["ordered"]) == ["z", "a"]
     assert (arrived["rest"][1][0], arrived["rest"][1][2], arrived["rest"][2]) == (None, (), {})
     assert (arrived["pair"].right, arrived["ordered"]["a"], arrived["dtype"]) == (Pair(1, "two"), 3.5, torch.float16)
-    for ours, theirs in zip(wire.flatten(value)[0], wire.flatten(arrived)[0], strict=True):
+    for ours, theirs in zip(flatten(value)[0], flatten(arrived)[0], strict=True):
         assert same(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
 
 
@@ -144,9 +145,9 @@ def test_one_tensor_in_a_container_stays_in_it(kind):
 
 
 def test_a_description_tells_shapes_and_dtypes():
-    spec = wire.describe(*wire.flatten((torch.zeros(2, 3), None, torch.tensor(1))))
+    spec = wire.describe(*flatten((torch.zeros(2, 3), None, torch.tensor(1))))
     assert str(spec) == "(2, 3) float32, None, () int64"
-    assert str(wire.describe(*wire.flatten(()))) == "nothing"
+    assert str(wire.describe(*flatten(()))) == "nothing"
 
 
 DIFFERENT = [
@@ -166,12 +167,12 @@ DIFFERENT = [
 
 
 def test_descriptions_are_equal_exactly_for_messages_that_look_alike():
-    specs = [wire.describe(*wire.flatten(value)) for value in DIFFERENT]
-    again = [wire.describe(*wire.flatten(value)) for value in DIFFERENT]
+    specs = [wire.describe(*flatten(value)) for value in DIFFERENT]
+    again = [wire.describe(*flatten(value)) for value in DIFFERENT]
     for index, spec in enumerate(specs):
         assert [spec == other for other in again] == [index == place for place in range(len(again))]
 
 
 def test_only_the_tensors_of_a_message_travel():
-    spec = wire.describe(*wire.flatten((1, torch.zeros(2), None, torch.zeros(3))))
+    spec = wire.describe(*flatten((1, torch.zeros(2), None, torch.zeros(3))))
     assert [each.shape for each in spec.tensors] == [(2,), (3,)]

@@ -12,7 +12,8 @@ PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 # From the ground up: a room imports from those before it. `penstock` is the package's own face.
 ORDER = [
     *("errors", "lazy", "schedule"),  # plain Python
-    *("torch_private", "randomness", "comms", "partition", "stage", "mesh", "engine", "pipeline", "model", "checkpoint"),
+    *("torch_private", "trees", "randomness"),
+    *("comms", "partition", "stage", "mesh", "engine", "pipeline", "model", "checkpoint"),
     *("plan", "penstock", "view", "learn", "commands", "__main__"),
 ]
 

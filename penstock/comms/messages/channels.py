@@ -26,6 +26,7 @@ from penstock.comms.system import is_refusal, named, reason
 from penstock.comms.topology import CPU, Topology
 from penstock.errors import MismatchError, PenstockError, ResourceError
 from penstock.schedule.program import Program, Transfer
+from penstock.trees import flatten
 
 Specs = dict[Transfer, MessageSpec]
 SendingLine = MemorySender | GroupSender
@@ -139,7 +140,7 @@ class Outgoing:
                 raise
 
     def _send_tree(self, transfer: Transfer, value: Any) -> None:
-        leaves, tree = wire.flatten(value)
+        leaves, tree = flatten(value)
         spec = wire.describe(leaves, tree)
         if not self.known:
             self.specs[transfer] = spec

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from penstock.comms.encoding import bytes_of, decode, encoded
 from penstock.errors import MismatchError
-from penstock.torch_private import TreeSpec, tree_flatten, tree_unflatten
+from penstock.torch_private import TreeSpec
+from penstock.trees import flatten, unflatten
 
 
 class TensorSpec(NamedTuple):
@@ -67,28 +68,6 @@ class MessageSpec(NamedTuple):
         )
 
 
-_LEAF = tree_flatten(torch.empty(0))[1]
-
-
-def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of `value` and its structure; a bare tensor, the common case, takes a short way.
-
-    Raises MismatchError for an object that torch cannot take apart, with tensors inside that require a gradient.
-    """
-    if isinstance(value, Tensor):
-        return [value], _LEAF
-    leaves, tree = tree_flatten(value)
-    for leaf in leaves:
-        inside = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
-        if any(isinstance(each, Tensor) and each.requires_grad for each in inside):
-            name = type(leaf).__name__
-            raise MismatchError(
-                f"no gradient would reach the tensors in an object of class {name}, which torch cannot take apart: give a tuple"
-                f" or dict, or call torch.export.register_dataclass({name}) on every rank"
-            )
-    return leaves, tree
-
-
 def describe(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
     """The description of a message."""
     described = [describe_tensor(leaf) if isinstance(leaf, Tensor) else Constant(leaf, type(leaf)) for leaf in leaves]
@@ -118,7 +97,7 @@ def rebuild(spec: MessageSpec, tensors: list[Tensor]) -> Any:
     """The message `spec` describes, its tensors in place and requiring a gradient where the sender's did."""
     rest = iter(tensors)
     leaves = [_of(leaf, next(rest)) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
-    return leaves[0] if spec.tree.is_leaf() else tree_unflatten(leaves, spec.tree)
+    return unflatten(leaves, spec.tree)
 
 
 def _of(spec: TensorSpec, tensor: Tensor) -> Tensor:
@@ -132,7 +111,7 @@ def shaped(data: Tensor, spec: TensorSpec) -> Tensor:
 
 def pack(spec: MessageSpec) -> Tensor:
     """`spec` as bytes; its structure travels as an example of it. Raises MismatchError for what does not travel."""
-    example = tree_unflatten(range(len(spec.leaves)), spec.tree)
+    example = unflatten(range(len(spec.leaves)), spec.tree)
     leaves = [leaf if isinstance(leaf, TensorSpec) else [leaf.value] for leaf in spec.leaves]
     return encoded((example, leaves))
 
@@ -146,7 +125,7 @@ def unpack(data: Tensor) -> MessageSpec:
 def _unpacked(data: bytes) -> MessageSpec:
     match decode(data):
         case (example, list(leaves)) if all(_is_leaf(leaf) for leaf in leaves):
-            numbers, tree = tree_flatten(example)
+            numbers, tree = flatten(example)
             if numbers == list(range(len(leaves))):
                 told = [leaf if isinstance(leaf, TensorSpec) else Constant(leaf[0], type(leaf[0])) for leaf in leaves]
                 return MessageSpec(tree, tuple(told))

@@ -21,7 +21,8 @@ from penstock.engine.actions import Acts
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local
 from penstock.stage.stage import Stage
-from penstock.torch_private import is_compiled, storage_key, tree_leaves, uncompiled_name
+from penstock.torch_private import is_compiled, storage_key, uncompiled_name
+from penstock.trees import tensors
 
 OWN, SHARED, RECEIVED = range(3)  # made here; averaged with other ranks'; given by another rank. The first is the best to blame
 LOSS = "the loss"
@@ -70,8 +71,7 @@ def value_of(tensor: Tensor, may_be_mask: bool = False) -> str:
 
 def in_tree(value: Any, may_be_mask: bool = True) -> str:
     """The same of the tensors in a tree."""
-    leaves: Iterable[Any] = (value,) if isinstance(value, Tensor) else tree_leaves(value)
-    return next(filter(None, (value_of(each, may_be_mask) for each in leaves if isinstance(each, Tensor))), "")
+    return next(filter(None, (value_of(tensor, may_be_mask) for tensor in tensors(value))), "")
 
 
 class Watch:
@@ -141,7 +141,7 @@ class Watch:
         if self._action is None or self.found is not None or not self._is_new(output):
             return
         if value := in_tree(output):
-            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and not _within(each, output)]
+            given = [tensor for tensor in tensors((args, kwargs)) if not _within(tensor, output)]
             outside = name.rpartition(".")[0]
             if earlier := in_tree(given):  # so it was made between layers
                 self._note(outside, f"the forward of {outside or 'the stage'} gave {earlier} to {name}")
@@ -165,9 +165,9 @@ class Watch:
         return True
 
     def _await_gradient(self, name: str, output: Any) -> None:
-        for each in ((output,) if isinstance(output, Tensor) else tree_leaves(output)) if self._gradients else ():
-            if isinstance(each, Tensor) and each.grad_fn is not None:
-                each.register_hook(partial(self._gradient, name))
+        for tensor in tensors(output) if self._gradients else ():
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._gradient, name))
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         """The gradient of what `name` gave, on its way back to it."""
@@ -208,4 +208,4 @@ class Watch:
 def _within(tensor: Tensor, output: Any) -> bool:
     """Whether it lies where a part of `output` does: a layer that works in place leaves nothing of its input."""
     memory = storage_key(tensor)
-    return any(isinstance(each, Tensor) and storage_key(each) == memory for each in tree_leaves(output))
+    return any(storage_key(tensor) == memory for tensor in tensors(output))

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.comms.messages import wire
 from penstock.partition.graph_stage import GraphStage
 from penstock.stage.exchange.neighbours import Neighbours
 from penstock.stage.exchange.sharing import Versions, marked
 from penstock.stage.graph import StageInput
 from penstock.stage.parameter_slot import slots_of
 from penstock.torch_private import TensorSlot
+from penstock.trees import flatten
 
 
 class Received(NamedTuple):
@@ -68,10 +68,10 @@ class Messages:
     def leaves(self, output: Any, received: Received) -> list[Any]:
         """What the messages of `to_takers` are made of, with the parameters lent to a taker behind its message."""
         if not self._lends:
-            return wire.flatten(output)[0]
+            return flatten(output)[0]
         here = {id(place.tensor): tensor for place, tensor in received.borrowed}
         leaves: list[Any] = []
         for message, lent in zip(output if len(self._takers) > 1 else (output,), self._lent, strict=True):
-            leaves += wire.flatten(message)[0]
+            leaves += flatten(message)[0]
             leaves += [here.get(id(parameter), parameter) for parameter in lent]
         return leaves

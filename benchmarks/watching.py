@@ -28,7 +28,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.audit.trail import EVERY
+from penstock.checkpoint.audit import EVERY
 from penstock.schedule import Kind
 
 WARM_UP = 3  # turns
@@ -98,7 +98,6 @@ def _step(pipe: ps.Pipeline, optimizer: Any, batch: torch.Tensor, trail: checkpo
     optimizer.step()
     if trail is not None:
         trail.note()
-        trail.close()
     optimizer.zero_grad()
     return Times(time.perf_counter() - begin, time.process_time() - used)
 

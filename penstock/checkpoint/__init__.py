@@ -5,7 +5,7 @@ checksum. Nothing is unpickled when it is loaded. The ranks agree over a control
 thread while the next steps run. All ranks must see the folder.
 
     files/          what is on the disk: the folder and its manifest, safetensors files, state as JSON
-    audit/          digests of what training has come to, by which replicas and runs are compared
+    audit           digests of what training has come to, by which replicas and runs are compared
     training_state  the optimizer by names, random numbers
     together        what the ranks do as one: write, fail, find the newest whole checkpoint
     restore         `resume` and `exists`
@@ -15,8 +15,7 @@ thread while the next steps run. All ranks must see the folder.
     weights         `export`, `export_folder`: the weights alone, as one file or as a folder for `from_pretrained`
 """
 
-from penstock.checkpoint.audit.digests import digests
-from penstock.checkpoint.audit.trail import Trail
+from penstock.checkpoint.audit import Trail, digests
 from penstock.checkpoint.importing import import_weights
 from penstock.checkpoint.restore import exists, resume
 from penstock.checkpoint.saving import save

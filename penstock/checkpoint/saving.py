@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint import lock
-from penstock.checkpoint.audit.digests import check_replicas
+from penstock.checkpoint.audit import check_replicas
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import pack
 from penstock.checkpoint.files.tensor_files import MOST_BYTES

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint.audit.digests import check_replicas
+from penstock.checkpoint.audit import check_replicas
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.disk import sync
 from penstock.checkpoint.files.tensor_files import TensorFiles, write_file

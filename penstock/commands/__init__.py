@@ -7,7 +7,7 @@
 `plan`     `penstock plan`
 `search`   `penstock search`
 `train/`   the main job: real data, checkpoints, metrics, a comparison with one process
-`audit`    two runs compared by their digests: the first step, stage and parameter that differ
+`audit`    two runs compared by their digests: the first step, kind and name that differ
 `trained`  `penstock generate` and `penstock eval`: their options
 `text`     what they do: text and a trained GPT that is cut over ranks
 `bench/`   a step against its table, and the collectives over sizes

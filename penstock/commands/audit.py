@@ -1,4 +1,4 @@
-"""The command `penstock audit`: two runs compared by the digests they have kept, or the ranks of one."""
+"""The command `penstock audit`: two runs compared by the digests they have kept."""
 
 import sys
 from dataclasses import dataclass
@@ -12,27 +12,25 @@ from penstock.errors import PenstockError
 
 @dataclass(frozen=True)
 class Audit:
-    """Compare two runs by the digests they have kept: names the first step, stage and parameter that differ.
+    """Compare two runs by the digests they have kept: names the first step, kind and name that differ.
 
-    With one run: what it has kept, and whether the ranks that have the same parameter agree. Exit code 0: the same to the
-    bit; 1: not the same; 2: not comparable, or different where no bits are promised.
+    Exit code 0: the same to the bit; 1: not the same; 2: not comparable, or different where no bits are promised.
     """
 
     run_a: tyro.conf.Positional[Path]
     """The folder of a run."""
-    run_b: tyro.conf.Positional[Path | None] = None
+    run_b: tyro.conf.Positional[Path]
     """That of another, on any other ranks, cut and schedule."""
 
     def run(self) -> None:
         """Read, compare, tell."""
-        from penstock.checkpoint.audit import comparison
+        from penstock.checkpoint.audit import compare
 
         try:
-            for folder in (self.run_a, self.run_b or self.run_a):
+            for folder in (self.run_a, self.run_b):
                 if not folder.exists():
                     raise PenstockError(f"{folder} does not exist{nearest_path(folder)}")
-            a = comparison.read(self.run_a)
-            same, told = comparison.alone(a) if self.run_b is None else comparison.compare(a, comparison.read(self.run_b))
+            same, told = compare(self.run_a, self.run_b)
         except PenstockError as error:
             print(f"penstock: {error}", file=sys.stderr)
             sys.exit(2)

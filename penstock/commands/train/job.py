@@ -161,7 +161,7 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
     if setup.folder is not None:
         claim(setup.folder, setup.pipe)
     with ExitStack() as stack:
-        listeners, trail = _listeners(setup, run, stack), _trail(setup, stack)
+        listeners, trail = _listeners(setup, run, stack), _trail(setup)
         for record in _steps(setup, run, trail):
             if record["step"] > setup.config.steps - EXPLAINED:
                 timelines.append(setup.pipe.timeline())
@@ -201,16 +201,14 @@ def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callabl
     return [progress.step, metrics.write]
 
 
-def _trail(setup: Setup, stack: ExitStack) -> checkpoint.Trail | None:
-    """What keeps the run's digests as long as `stack` is open, if any are to be kept."""
+def _trail(setup: Setup) -> checkpoint.Trail | None:
+    """What keeps the run's digests, if any are to be kept."""
     config = setup.config
     if setup.folder is None or not config.digests_every:
         return None
     settings = {name: value for name, value in config.described().items() if name in (*SAME, "steps")}
     every = min(config.digests_every, config.steps)
-    trail = checkpoint.Trail(setup.folder, setup.pipe, setup.optimizer, every, settings)
-    stack.callback(trail.close)
-    return trail
+    return checkpoint.Trail(setup.folder, setup.pipe, setup.optimizer, every, settings)
 
 
 def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> Iterator[dict[str, Any]]:

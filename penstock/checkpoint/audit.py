@@ -1,0 +1,300 @@
+"""Digests of what training has come to: replicas are compared by them, and runs, of which each keeps a file of them.
+
+A tensor's digest is that of `engine/checks/digest.py`, under the tensor's name in the uncut model. A line of `digests.jsonl` is
+of a step: digests of the gradients, and of weights and optimizer state after it; or of a start, with what bits depend on.
+"""
+
+import json
+import platform
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.files import json_lines
+from penstock.checkpoint.files.packing import pack
+from penstock.comms.control import Control
+from penstock.engine.checks.copies import CAUSES
+from penstock.engine.checks.digest import crc_of, ranks_by_digest
+from penstock.errors import MismatchError, PenstockError
+from penstock.pipeline import Pipeline
+from penstock.schedule.table import Kind
+from penstock.stage.dtensor import local, shard_of
+from penstock.torch_private import tree_map_only
+
+Settings = Mapping[str, Any]
+Digest = str | dict[str, str]  # eight hexadecimal digits; by rank where ranks that should have the same have not
+Digests = dict[str, dict[str, Digest]]  # "weights", "gradients" or "optimizer" -> name in the uncut model -> digest
+KINDS = ("gradients", "optimizer", "weights")  # in the order in which a step makes them
+FILE = "digests.jsonl"
+EVERY = 10  # steps
+
+
+def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
+    """Digests of `"weights"` (with buffers), `"gradients"` and `"optimizer"` state, by name; the same on every rank.
+
+    All ranks call it after the optimizer's step and before gradients are let go. What is the same to the bit has the same
+    digests in any cut, on any ranks and schedule, and in one process. A tied parameter is there once, under its first name;
+    one that ranks have shards of as a whole, which takes a message. A parameter without a gradient or state has no digest.
+
+    `optimizer`: of this rank's `pipe.parameters()`.
+
+    Each digest is eight hexadecimal digits, or, where ranks that have the same parameter differ in it, those of each such rank.
+
+        loss = pipe.step(inputs, target=targets)
+        optimizer.step()
+        before = checkpoint.digests(pipe, optimizer)["weights"]
+    """
+    with pipe.collective("checkpoint.digests()") as control:
+        return _of_all(control, pipe, optimizer, "to compare digests")
+
+
+def digest(value: Any) -> str:
+    """Of a tensor, or of numbers, texts and tensors in lists, tuples and dicts; of shards, all who have one call it."""
+    tensors: dict[str, Tensor] = {}
+    crc = zlib.crc32(json.dumps(pack(value, "", tensors)).encode())
+    for tensor in tensors.values():
+        crc = crc_of(tensor, crc)
+    return f"{crc:08x}"
+
+
+def describe(kind: str, name: str) -> str:
+    """What a digest is of, in words."""
+    return {"gradients": "the gradient of ", "optimizer": "the optimizer's state of "}.get(kind, "") + name
+
+
+def check_replicas(control: Control, pipe: Pipeline, optimizer: Any = None) -> None:
+    """Raises MismatchError, on every rank, where ranks that have the same parameter, or shard of one, differ in its bits."""
+    among = None if pipe.position.copies > 1 else pipe.tied  # a chain of ranks has no more than these twice
+    if among is not None and not among:  # on no rank
+        return
+    mine: dict[str, dict[str, str]] = {}
+    for kind, name, parameter, value in _values(pipe, optimizer, among):
+        if kind != "gradients":
+            shard = "".join(f", shard {each}" for each in shard_of(parameter))
+            mine.setdefault(kind, {})[name + shard] = digest(tree_map_only(Tensor, local, value))
+    for kind, named in _merged(control.gather_objects(mine, "to compare replicas"), ()).items():
+        for name, each in named.items():
+            if isinstance(each, dict):
+                differ = f"{describe(kind, name)} is not the same on all ranks that have it: {ranks_by_digest(each)}"
+                raise MismatchError(f"{differ}; {CAUSES}" if name in pipe.tied else differ)
+
+
+def _of_all(control: Control, pipe: Pipeline, optimizer: Any, what: str) -> Digests:
+    """All ranks' digests as one, in the order of names."""
+    mine: dict[str, dict[str, str]] = {}
+    for kind, name, _, value in _values(pipe, optimizer):
+        mine.setdefault(kind, {})[name] = digest(value)
+    return _merged(control.gather_objects(mine, what), list(pipe.homes))
+
+
+def _merged(everyone: Sequence[Mapping[str, Mapping[str, str]]], order: Sequence[str]) -> Digests:
+    holders: dict[str, dict[str, dict[str, str]]] = {}
+    for rank, mine in enumerate(everyone):
+        for kind, named in mine.items():
+            for name, each in named.items():
+                holders.setdefault(kind, {}).setdefault(name, {})[str(rank)] = each
+    found, place = dict[str, dict[str, Digest]](), {name: number for number, name in enumerate(order)}
+    for kind, ranks in holders.items():
+        for name in sorted(ranks, key=lambda name: place.get(name, len(place))):
+            alike = len({*ranks[name].values()}) == 1
+            found.setdefault(kind, {})[name] = next(iter(ranks[name].values())) if alike else ranks[name]
+    return found
+
+
+def _values(pipe: Pipeline, optimizer: Any, among: Collection[str] | None = None) -> Iterator[tuple[str, str, Any, Any]]:
+    """Kind, name, tensor of the model, and the value that this rank has, of each or of those `among` the names."""
+    aliases, done = pipe.aliases, set[tuple[str, str]]()
+    everything = [("weights", name, value, value) for name, value in pipe.state_dict().items()]
+    for name, parameter in pipe.named_parameters():
+        state = getattr(optimizer, "state", {}).get(parameter)
+        everything += [("gradients", name, parameter, parameter.grad), ("optimizer", name, parameter, state)]
+    for kind, name, parameter, value in everything:
+        key = kind, aliases.get(name, name)
+        if value is not None and key not in done and (among is None or key[1] in among):
+            done.add(key)
+            yield *key, parameter, value
+
+
+# -- the file of a run --------------------------------------------------------------------------------------------------
+
+
+class Trail:
+    """Keeps digests of a run's steps in `folder/digests.jsonl`. All ranks make one, and call `note`, alike.
+
+    `folder`: of the run; rank 0 makes it, and writes. What is there of the steps that `pipe` has done stays, the rest goes.
+    `pipe`, `optimizer`: whose. Of an optimizer of this rank's `pipe.parameters()`.
+    `every`: so many steps are a line, 1 or more; those between cost nothing.
+    `settings`: what decides the numbers besides - data, learning rate, .. - as JSON by name, the same on every rank. Runs
+        of other settings are not compared.
+
+        trail = checkpoint.Trail("runs/a", pipe, optimizer, settings={"data": "v2", "learning_rate": 1e-3})
+        for inputs, targets in batches:
+            pipe.step(inputs, target=targets)
+            optimizer.step()
+            trail.note()
+            optimizer.zero_grad()
+    """
+
+    def __init__(
+        self, folder: str | Path, pipe: Pipeline, optimizer: Any = None, every: int = EVERY, settings: Settings | None = None
+    ) -> None:
+        self.path, self.pipe, self.optimizer, self.every = Path(folder) / FILE, pipe, optimizer, every
+        with pipe.collective("checkpoint.Trail(..)") as control:
+            if not isinstance(every, int) or every < 1:
+                raise PenstockError(f"every={every!r} is no number of steps: use a whole number, 1 or more")
+            try:
+                json.dumps(dict(settings or {}))
+            except (TypeError, ValueError) as error:
+                raise PenstockError(f"settings= goes into a file as JSON ({error}): give texts and numbers") from error
+            self._write(control, lambda: self._begin(settings or {}))
+
+    def _begin(self, settings: Settings) -> None:
+        """Leave what goes on, and say with what it does."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        pipe, done = self.pipe, self.pipe.step_count
+        records = [each for each in json_lines.read(self.path) if each["step"] < done + ("run" not in each)]
+        run = {
+            "settings": {**settings, "microbatches": pipe.schedule.microbatches, "layers' seed": pipe.seed},
+            "conditions": conditions(pipe),
+            "names": list(dict.fromkeys(pipe.aliases.get(name, name) for name in pipe.homes)),
+        }
+        json_lines.write(self.path, [*records, {"step": done, "run": run}])
+
+    def note(self) -> None:
+        """Write the step's line, if it gets one. Call it after the optimizer's step, before gradients are let go."""
+        if self.pipe.step_count % self.every == 0:
+            with self.pipe.collective("Trail.note()") as control:
+                line = {"step": self.pipe.step_count, **_of_all(control, self.pipe, self.optimizer, "to write their digests")}
+                self._write(control, lambda: json_lines.add(self.path, line))
+
+    def _write(self, control: Control, write: Callable[[], None]) -> None:
+        """Have rank 0 write to the file. If it cannot, all ranks are told."""
+        if control.topology.rank == 0:
+            try:
+                write()
+            except OSError as error:
+                why = f"digests cannot be written to {self.path}: {error.strerror or error}"
+                raise PenstockError(f"{why}; make room there, or train without them") from error
+        control.gather((), "to keep their digests")
+
+
+def conditions(pipe: Pipeline) -> dict[str, Any]:
+    """What bits depend on besides the numbers that go in: two runs that are alike in these have the same."""
+    device = pipe.topology.device
+    return {
+        "dp": pipe.position.replicas,
+        "tp": pipe.position.copies // pipe.position.replicas,
+        "sharded": any(hasattr(each, "placements") for each in pipe.parameters()),
+        "order": _order(pipe),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "deterministic": device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
+        "torch": torch.__version__,
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _order(pipe: Pipeline) -> str:
+    """In which the microbatches' gradients of a weight are summed up."""
+    table = pipe.schedule
+    for stage in range(table.stages):
+        row = table.actions[table.placement[stage]]
+        added = [each.microbatch for each in row if each.stage == stage and each.kind in (Kind.B, Kind.W)]
+        if added != sorted(added) or pipe.merge_weight_gradients:
+            return f"{table.name} {table.digest()[:12]}{' merged' if pipe.merge_weight_gradients else ''}"
+    return "of the microbatches"
+
+
+# -- two runs -----------------------------------------------------------------------------------------------------------
+
+
+class NotComparable(PenstockError):
+    """Runs that cannot be compared, or that differ where no bits are promised."""
+
+
+Steps = dict[int, tuple[dict[str, Any], dict[str, dict[str, Any]]]]  # number -> what the run was begun with, the step's digests
+
+
+def read(folder: Path) -> Steps:
+    """The steps that the run in `folder` has kept, by number. Raises NotComparable if that is nothing."""
+    path = folder / FILE
+    if not path.is_file():
+        raise NotComparable(f"{folder} has no {FILE}: give the folder of a run that keeps digests (--digests-every, Trail)")
+    steps, run = Steps(), dict[str, Any]()
+    try:
+        for record in json_lines.read(path):
+            if "run" in record:
+                run = {key: record["run"][key] for key in ("settings", "conditions", "names")}
+            else:
+                steps[int(record["step"])] = run, {kind: dict(record[kind]) for kind in KINDS if kind in record}
+        run["conditions"]["deterministic"]  # a file without a line of a start is damaged, too
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NotComparable(f"{path} is damaged, it is not what this Penstock writes there") from error
+    return steps
+
+
+def compare(a: Path, b: Path) -> tuple[bool, str]:
+    """Whether the runs in two folders are the same to the bit, in all steps that both have kept; and in words, where not.
+
+    Raises NotComparable for runs of other settings or another model, without a common step, and for runs that differ though
+    no bits were promised.
+    """
+    runs = {folder: read(folder) for folder in (a, b)}
+    common, equal = sorted(runs[a].keys() & runs[b].keys()), 0
+    if not common:
+        steps = " and ".join(f"{_range(list(run))} in {folder}" for folder, run in runs.items())
+        raise NotComparable(f"the runs have no step in common: {steps}")
+    for number in common:
+        (run, one), (other_run, other) = runs[a][number], runs[b][number]
+        _check_comparable(run, other_run)
+        if found := list(_differences(one, other, run["names"])):
+            kind, name = found[0]
+            before = f", {equal} is the same" if equal else ""
+            lines = [f"step {number} is the first that differs{before}: {describe(kind, name)}"]
+            for folder, named in ((a, one), (b, other)):
+                value = named[kind].get(name, "nothing")
+                lines.append(f"  {ranks_by_digest(value) if isinstance(value, dict) else value} in {folder}")
+            counts = [f"{n} of {len(one[each])} {each}" for each, n in Counter(each for each, _ in found).items()]
+            lines.append(f"  different in that step: {', '.join(counts)}")
+            if (between := number - equal) > 1:
+                lines.append(f"  it began in one of the {between} steps up to that: --digests-every 1 (every=1) tells in which")
+            text = "\n".join(lines)
+            here, there = run["conditions"], other_run["conditions"]  # bits are promised where these are the same
+            doubts = [f"{key} {here[key]} and {there.get(key)}" for key in here if here[key] != there.get(key)]
+            if doubts or not here["deterministic"]:
+                why = ", ".join(doubts) or "kernels are not deterministic"
+                raise NotComparable(f"no bits are promised between these runs ({why})\n{text}")
+            return False, text
+        equal = number
+    counts = [f"{len(one[kind])} {kind}" for kind in KINDS if kind in one and kind in other]
+    return True, f"the same to the bit in {_range(common)}: {', '.join(counts)}"
+
+
+def _check_comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Raises NotComparable for runs of other settings, or of another model."""
+    settings, others = one["settings"], other["settings"]
+    pairs = [(name, settings.get(name), others.get(name)) for name in {**settings, **others}]
+    if unlike := [f"{name} {here} and {there}" for name, here, there in pairs if here != there]:
+        raise NotComparable(f"the runs cannot be compared, they have {', '.join(unlike)}")
+    if lacking := {*one["names"]} ^ {*other["names"]}:
+        raise NotComparable(f"the runs cannot be compared, they have other models: only one has {min(lacking)}")
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Kind and name of what differs in two steps, in the order in which a step makes it: gradients from the last layer on."""
+    order = {name: place for place, name in enumerate(names)}
+    for kind in KINDS:
+        here, there = one.get(kind, {}), other.get(kind, {})
+        if here and there:
+            for name in sorted(here.keys() | there.keys(), key=lambda name: order.get(name, 0), reverse=kind == "gradients"):
+                if here.get(name) != there.get(name):
+                    yield kind, name
+
+
+def _range(steps: Sequence[int]) -> str:
+    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0] if steps else 'none'}"

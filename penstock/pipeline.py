@@ -203,6 +203,7 @@ class Pipeline(NoModule):
             ways = recompute_of_stages(recompute, self.schedule)
             whole = before.recut(cuts) if before else partition.whole(model, cuts, example_args, example_kwargs, self.rows_dim)
             cut = agreed_cut(self._control, self.position, self.schedule, whole or model, () if plan is None else plan.layers)
+            attributes = whole.attributes if whole else None
             source = Source(model, whole, {} if whole else cut.every)
             runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
             if cut.skips or runs.actions != self.schedule.actions:
@@ -245,7 +246,7 @@ class Pipeline(NoModule):
         self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
-        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, watch, strays)
+        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, watch, strays, attributes)
         self._guard = Guard(self._engine, on_nonfinite)
         self._factor = GradientFactor(self._parameters, self.position.world.world_size)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
@@ -304,7 +305,9 @@ class Pipeline(NoModule):
         return (loss, outcome.joined(self.rows_dim)) if return_outputs else loss
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
-        """Forward only, modules in evaluation mode; touches no gradient and no buffer.
+        """Forward only, modules in evaluation mode for its time; touches no gradient and no buffer.
+
+        The mode alone, as `nn.Module.eval` sets it, is set by `train(False)`. See docs/howto/validate.md.
 
         Returns the outputs of the whole batch on the last stage's rank, None on the others; with a `target`, (outputs, loss),
         the loss on every rank. Raises as `step` does.

@@ -42,6 +42,7 @@ from penstock.errors import ResourceError
 from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
+from penstock.partition.attributes import ReadAttributes
 from penstock.schedule.program import Step, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
@@ -64,10 +65,12 @@ class Engine:
         tied: TiedParameters,
         watch: Watch | None,
         strays: Strays,
+        attributes: ReadAttributes | None,
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
         self.parameters, self.tied, self.watch, self.strays = parameters, tied, watch, strays
+        self.attributes = attributes  # those that the model was cut with
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
@@ -78,13 +81,13 @@ class Engine:
     def step(self, call: Call) -> Outcome:
         """Run one step, the same on every rank. `forget` comes before.
 
-        Raises MismatchError for a batch that does not fit and for parameters without values, StageError when the model or the
+        Raises MismatchError for a batch that does not fit and as `check_model`, StageError when the model or the
         loss raises, and WaitFailed when a peer is lost or silent.
         """
         clock = clock_for(self.device, self.offset, self._ended)
         forget_peak(self.device)
         channels = self.channels
-        self.parameters.check_values()
+        self.check_model()
         batch = split(call, self.position, self.schedule, modes(self.stages.values(), self.device))
 
         first = self._whole.steps[0].action if self._whole.steps else "the others end it"
@@ -117,6 +120,12 @@ class Engine:
         self.agreement.keep(agreed, agreed.known or Known(channels.learned(), outcome.sizes))
         self._ended = clock.end()
         return outcome
+
+    def check_model(self) -> None:
+        """Raises MismatchError for parameters without values, and for an attribute that was another when the model was cut."""
+        self.parameters.check_values()
+        if self.attributes is not None:
+            self.attributes.check()
 
     def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""

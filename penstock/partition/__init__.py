@@ -9,6 +9,7 @@
 `graph_stage`   a stage of them, and which values go from which stage to which
 `materialise`   from the meta device to memory, with the values of one process
 `unit_times`    what each unit's forward and backward cost, measured
+`attributes`    which plain attributes a followed forward read, and all of them put back afterwards
 `rows`          which dimension of a tensor is its rows
 `balance`       the cut whose dearest stage is the cheapest
 `cutting`       `split` and `run`: a model as a whole, and the stages it is cut into

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError, PenstockError
 from penstock.partition import graph_stage
+from penstock.partition.attributes import ReadAttributes, recorded, restored
 from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
@@ -93,6 +94,7 @@ class Whole:
     """A model that is to be cut; the arguments are those of `split`.
 
     `order`: the names of the layers or units it can be cut before, in the order in which they run.
+    `attributes`: what the forwards around the units read of their modules' attributes, which is compared later.
     `balance`: how even the cut is that `starts` chose; None where it was given by names.
     `example`: the arguments and keywords that the forward is called with, as far as they were given, `Rows` and `Replicated`
     around them if they were. `rows_dim`: the dimension of the other tensors' rows.
@@ -122,8 +124,10 @@ class Whole:
         if chain or not self._has_example:  # an export calls them
             _check_whole(model)
         self._times: dict[nn.Module, float] = {}  # of the units, once they are measured
-        self._graph = None if chain else self._followed()
+        with restored(model) as changed, recorded(model) as read:
+            self._graph = None if chain else self._followed()
         self.order = list(layers_of(model)) if self._graph is None else self._graph.order()
+        self.attributes = ReadAttributes(model, self.order, () if chain else read - changed)
 
     @property
     def measures(self) -> bool:
@@ -156,7 +160,8 @@ class Whole:
         if not 1 <= stages <= len(self.order):
             count = len(self.order)
             raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
-        self.balance = self._best(stages, device)
+        with restored(self.model):
+            self.balance = self._best(stages, device)
         return [self.order[start] for start in self.balance.starts[1:]]
 
     def recut(self, cuts: Sequence[str] | None) -> "Whole":
@@ -196,13 +201,13 @@ class Whole:
     def _measured(self, modules: dict[str, nn.Module], device: torch.device | None) -> dict[nn.Module, float]:
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
         try:
-            recorded = record(self.model, {name: module for module, name in first.items()}, *all_bare(self.example))
+            units = record(self.model, {name: module for module, name in first.items()}, *all_bare(self.example))
         except PenstockError:
             raise
         except Exception as error:
             told = f"the forward of {type(self.model).__name__} fails on the example ({first_line(error)})"
             raise MismatchError(f"{told}: give a microbatch that it takes") from error
-        return dict(zip([unit.module for unit in recorded], measure(recorded, device), strict=True))
+        return dict(zip([unit.module for unit in units], measure(units, device), strict=True))
 
     def cut(self, starts: Sequence[str]) -> list[nn.Module]:
         """The stages that begin so. Raises MismatchError if a parameter or buffer of the model is in none of them, and for

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PenstockError
 from penstock.partition import Whole
+from penstock.partition.attributes import restored
 from penstock.partition.model_graph import first_line
 from penstock.partition.rows import all_bare
 from penstock.partition.unit_times import Unit, stand_ins
@@ -44,8 +45,9 @@ def estimate(
         raise PenstockError(f"speed={speed}: give the operations a second that a rank reaches, more than 0")
     whole = Whole(model, None, example_args, example_kwargs)
     example = all_bare((*whole.example, target))
-    units = recorded(whole, example, loss_fn, rows=1)
-    return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units], example))
+    with restored(model):
+        units = recorded(whole, example, loss_fn, rows=1)
+        return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units], example))
 
 
 def _estimated(unit: Unit, speed: float) -> Layer:

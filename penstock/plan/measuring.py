@@ -16,6 +16,7 @@ from penstock.comms.topology import CPU
 from penstock.engine.memory import Memory, MemoryMeasurement
 from penstock.errors import MismatchError, PenstockError
 from penstock.partition import Whole, run
+from penstock.partition.attributes import restored
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.materialise import is_meta
 from penstock.partition.model_graph import first_line
@@ -58,8 +59,8 @@ def measure(
     `device`: where the layers run, each in its turn; by default where the model is, and the CPU for one on the meta device.
     `rounds`, `seconds`: how often each layer runs at least, and on until when, or until 50 times; the median counts.
 
-    Parameters, gradients, buffers and random numbers stay as they are. Raises MismatchError for a model that cannot be cut, and
-    for an example without rows or one that it fails on.
+    Parameters, gradients, buffers, attributes and random numbers stay as they are. Raises MismatchError for a model that cannot
+    be cut, and for an example without rows or one that it fails on.
 
         layers = measure(model, (tokens,), loss_fn=loss_fn, target=target)  # with (8, 1024) tokens: for 8 rows, and for 2
     """
@@ -67,12 +68,13 @@ def measure(
     example = *whole.example, target
     [rows] = microbatch.sizes_of(example, "the example", 1)
     samples = []
-    for count in sorted({max(1, rows // FEWER), rows}):
-        sizes = [count, rows - count] if count < rows else [rows]
-        part = microbatch.split(example, sizes)[0]
-        units = recorded(whole, part, loss_fn, count)
-        layers = in_order(whole, units, _layers(units, device, rounds, seconds), part)
-        samples.append(Sample(count, tuple(layers)))
+    with restored(model):
+        for count in sorted({max(1, rows // FEWER), rows}):
+            sizes = [count, rows - count] if count < rows else [rows]
+            part = microbatch.split(example, sizes)[0]
+            units = recorded(whole, part, loss_fn, count)
+            layers = in_order(whole, units, _layers(units, device, rounds, seconds), part)
+            samples.append(Sample(count, tuple(layers)))
     return Layers(tuple(samples))
 
 

@@ -76,7 +76,7 @@ def generate(
 ) -> Tensor:
     """The text, prompt and all: see `Pipeline.generate`."""
     channels = engine.channels  # open, so that a mistake made on this rank only reaches the others
-    engine.parameters.check_values()
+    engine.check_model()
     request.check()
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__

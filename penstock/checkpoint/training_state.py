@@ -147,7 +147,7 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
 def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> Any:
     """The states of the generators that this rank's own code draws from."""
     version, numbers, gauss = random.getstate()  # 625 numbers, which JSON is slow with
-    states: dict[str, Any] = {"python": (version, torch.tensor(numbers), gauss), "torch": torch.get_rng_state()}
+    states: dict[str, Any] = {"python": (version, torch.tensor(numbers, device="cpu"), gauss), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return pack(states, f"random.{rank}", tensors)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from penstock.engine.redistribute import FIXED
 from penstock.errors import PenstockError
 
 _MOVED = "its stages are on pipe.topology.device, which ps.comms.init_distributed(device=..) chooses"
@@ -21,7 +22,6 @@ INSTEAD = {
     "forward": "pipe.step(inputs, target=..) trains on a batch, pipe.eval(inputs) computes its outputs",
     "backward": "step() does forward and backward; gradients are in the parameters' .grad",
 }
-REBUILT = ("schedule", "microbatches", "stages_per_rank", "cuts")  # arguments of `pipe.rebuild`
 NEAR = 0.8  # similarity from which on a name is taken for a misspelt option
 
 
@@ -37,7 +37,7 @@ class NoModule:
             known = name.startswith("_") or name in vars(self)
             near = [name] if known else difflib.get_close_matches(name, self._options, 1, NEAR)
             if near and (option := near[0]) in self._options:
-                way = f"pipe.rebuild({option}=..)" if option in REBUILT else f"make a new Pipeline(.., {option}=..)"
+                way = f"make a new Pipeline(.., {option}=..)" if option in FIXED else f"pipe.rebuild({option}=..)"
                 hint = "" if option == name else f" (did you mean {option}?)"
                 raise AttributeError(f"a Pipeline's {name}{hint} cannot be set once it is built: {way}", name=name, obj=self)
             super().__setattr__(name, value)

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import re
+import threading
 
 import numpy
 import pytest
@@ -86,7 +87,7 @@ REFUSED = {
     "pipe.stpe()": (lambda: pipe().stpe(X), "a Pipeline has no stpe"),
     "pipe.loss_fn = ..": (
         lambda: setattr(pipe(), "loss_fn", mse),
-        "a Pipeline's loss_fn cannot be set once it is built: make a new Pipeline(.., loss_fn=..)",
+        "a Pipeline's loss_fn cannot be set once it is built: pipe.rebuild(loss_fn=..)",
     ),
     "pipe.schedule = ..": (
         lambda: setattr(pipe(), "schedule", "gpipe"),
@@ -98,7 +99,7 @@ REFUSED = {
     ),
     "pipe.group_size = 2": (
         lambda: setattr(pipe(), "group_size", 2),
-        "a Pipeline's group_size cannot be set once it is built: make a new Pipeline(.., group_size=..)",
+        "a Pipeline's group_size cannot be set once it is built: pipe.rebuild(group_size=..)",
     ),
     "LazyLinear": (
         lambda: pipe(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))),
@@ -458,8 +459,8 @@ def test_what_is_of_another_kind_is_told(mistake, told):
 
 def test_a_result_that_does_not_pickle_is_told_with_its_rank():
     with pytest.raises(ps.PenstockError, match=r"rank \d cannot send home what its function returned .*: it must pickle"):
-        ps.launch(rank_returns_a_function, 1)
+        ps.launch(rank_returns_a_lock, 1)
 
 
-def rank_returns_a_function():
-    return lambda: None
+def rank_returns_a_lock():
+    return threading.Lock()

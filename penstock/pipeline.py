@@ -33,6 +33,7 @@ from penstock.engine.build import (
 from penstock.engine.checks import stale
 from penstock.engine.checks.factor import GradientFactor
 from penstock.engine.checks.guard import Guard, OnNonfinite, check_choice
+from penstock.engine.checks.loss_reads import check_loss_reads
 from penstock.engine.checks.nonfinite import Watch
 from penstock.engine.checks.strays import Strays
 from penstock.engine.clock import skew
@@ -40,7 +41,7 @@ from penstock.engine.comparison import compared
 from penstock.engine.consumer import check_optimizer, norm_type_of, optimizer_of
 from penstock.engine.cut import agreed_cut, check_bare
 from penstock.engine.instead import NoModule, learned_from
-from penstock.engine.loss import Reduction, UnequalCounts, check_reduction, warn_of_inner_reduction
+from penstock.engine.loss import LossByRows, Reduction, UnequalCounts, check_reduction, warn_of_inner_reduction
 from penstock.engine.redistribute import Redistribution, Source, change_arguments, optimizers_in
 from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
 from penstock.engine.step import Engine
@@ -234,6 +235,8 @@ class Pipeline(NoModule):
             if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
                 elsewhere += tied.borrowed()
             strays = Strays(self.position.world.rank, modules, elsewhere)
+            if loss_fn is not None and whole is not None and (last := self.schedule.stages - 1) in modules:
+                check_loss_reads(loss_fn, whole.model, set(modules[last].modules()))
             if self.topology.world_size > 1:
                 tensors = source.tensors
                 stale.note(str(self._number), tensors.of(modules), tensors.elsewhere(modules), self._compared.changed)
@@ -252,9 +255,14 @@ class Pipeline(NoModule):
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
         self._last: Outcome | None = None  # of the last step
         self._unequal: UnequalCounts | None = None  # on one rank that has the target
-        if loss_fn is not None and loss_weight is None and self.position.copy == 0 and self.topology.rank == self.last_rank:
-            warn_of_inner_reduction(loss_fn, reduction)
-            self._unequal = UnequalCounts(loss_fn, self.schedule.microbatches, self.rows_dim) if reduction == "mean" else None
+        self._by_rows: LossByRows | None = None  # likewise
+        if loss_fn is not None and self.position.copy == 0 and self.topology.rank == self.last_rank:
+            if loss_weight is None:
+                warn_of_inner_reduction(loss_fn, reduction)
+            if loss_weight is None and reduction == "mean":
+                self._unequal = UnequalCounts(loss_fn, self.schedule.microbatches, self.rows_dim)
+            if self.schedule.microbatches > 1:
+                self._by_rows = LossByRows(loss_fn, reduction, loss_weight, self.rows_dim)
         self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
         self._options = [*inspect.signature(Pipeline).parameters, *all_options()]  # read-only from here on
 
@@ -437,7 +445,7 @@ class Pipeline(NoModule):
     def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **options: Any) -> Outcome:
         settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
         if training:
-            options["factor"] = self._factor.read()
+            options |= {"factor": self._factor.read(), "by_rows": self._by_rows}
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
@@ -454,8 +462,9 @@ class Pipeline(NoModule):
             step_done(self.step_count)
             if self._source.whole is not None and self.topology.world_size > 1:
                 stale.guard(self._source.whole.model)
-        if self._unequal is not None and target is not None:
-            self._unequal.look(target)
+        has_warned = self._unequal is not None and target is not None and self._unequal.look(target)
+        if not has_warned and self._by_rows is not None:
+            self._by_rows.tell()
         self._last = outcome._replace(outputs=())  # which are the caller's
         return outcome
 

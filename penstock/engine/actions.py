@@ -65,6 +65,8 @@ class Actions:
             self.outputs[microbatch] = map_tensors(Tensor.detach, output)
         if batch.targets and microbatch not in self.skipped:
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
+            if batch.call.by_rows is not None:
+                batch.call.by_rows.look(output, batch.targets[microbatch])
         return ()
 
     def backward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:

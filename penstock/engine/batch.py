@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.comms.encoding import bytes_of
 from penstock.comms.topology import Topology
-from penstock.engine.loss import Reduction
+from penstock.engine.loss import LossByRows, Reduction
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import bare
@@ -42,6 +42,7 @@ class Call(NamedTuple):
     losses: list[Tensor] | None = None  # for each microbatch's
     wants_outputs: bool = False  # on the last stage's rank
     rows_dim: int = 0  # the dimension of the rows
+    by_rows: LossByRows | None = None  # looks at the loss
     factor: float = math.nan  # of this rank's gradients since the last step (checks/factor.py)
 
 

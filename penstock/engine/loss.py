@@ -3,16 +3,19 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.partition.rows import bare, dim_of
-from penstock.stage.microbatch import counts, sizes_of, split
-from penstock.torch_private import tree_leaves
+from penstock.randomness import aside
+from penstock.stage.microbatch import counts, rows, sizes_of, split
+from penstock.trees import leaves, map_tensors, tensors
 
 Reduction = Literal["mean", "sum"]
 IGNORED = -100  # the value of a target that torch's losses ignore unless they are given another
@@ -140,22 +143,23 @@ class UnequalCounts:
         self._microbatches, self._rows_dim = microbatches, rows_dim
         self._steps, self._warned = 0, False
 
-    def look(self, target: Any) -> None:
-        """After a step with this `target`."""
+    def look(self, target: Any) -> bool:
+        """After a step with this `target`; whether there is anything to warn of."""
         self._steps += 1
         if self._warned or self._steps & (self._steps - 1):
-            return
-        rows = sizes_of(target, "the target", self._microbatches, self._rows_dim)
-        for leaf in tree_leaves(target):
+            return self._warned
+        sizes = sizes_of(target, "the target", self._microbatches, self._rows_dim)
+        for leaf in leaves(target):
             values = bare(leaf)
             if dim_of(leaf, self._rows_dim) is not None and not (values.is_floating_point() or values.is_complex()):
                 self._weight = self._weight if self._are_classes(values) else None
-                parts = split(leaf, rows, rows_dim=self._rows_dim)
+                parts = split(leaf, sizes, rows_dim=self._rows_dim)
                 found = counts(parts, tokens(self._index, self._weight))
-                if any(not math.isclose(each * rows[0], found[0] * size) for each, size in zip(found, rows, strict=True)):
+                if any(not math.isclose(each * sizes[0], found[0] * size) for each, size in zip(found, sizes, strict=True)):
                     self._warned = True
                     self._warn(found)
-                    return
+                    return True
+        return False
 
     def _are_classes(self, values: Tensor) -> bool:
         """Whether there is a weight for each: the loss may make its classes of other numbers."""
@@ -176,3 +180,68 @@ class UnequalCounts:
             f"pass Pipeline(.., loss_weight=ps.tokens({', '.join(arguments)})), or loss_weight={by_rows} if rows are right",
             stacklevel=5,
         )
+
+
+class LossByRows:
+    """Warns, once, of a loss that the losses of its rows do not make up: microbatches could not either.
+
+    It looks at the first microbatch of two rows or more, and calls the loss on a few of them, together and in two parts. A loss
+    that draws random numbers, or has buffers, is not looked at.
+    """
+
+    def __init__(self, loss_fn: Any, reduction: Reduction, loss_weight: Callable[[Any], Any] | None, rows_dim: int) -> None:
+        self._loss_fn, self._reduction, self._loss_weight, self._rows_dim = loss_fn, reduction, loss_weight, rows_dim
+        self._has_looked = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())
+        self._found = ""
+
+    def look(self, output: Any, target: Any) -> None:
+        """At the loss of a microbatch, of which it takes copies. What it finds is told later."""
+        if self._has_looked:
+            return
+        with suppress(Exception), torch.no_grad():  # whatever a loss does with another number of rows
+            count = rows(target, rows_dim=self._rows_dim)
+            if count is None or count < 2 or rows(output, rows_dim=self._rows_dim) != count:
+                return
+            self._has_looked = True
+            half = 2 if count > 3 else 1
+            device = next(iter(tensors(output))).device
+            with aside(device):
+                self._compare([self._parts((output, target), count, sizes) for sizes in ((half, half), (2 * half,))], half)
+
+    def _parts(self, both: Any, count: int, sizes: Sequence[int]) -> list[Any]:
+        """Copies of the first rows."""
+        rest = count - sum(sizes)
+        return split(map_tensors(Tensor.clone, both), [*sizes, *[rest] * bool(rest)], rows_dim=self._rows_dim)[: len(sizes)]
+
+    def _compare(self, cut: Sequence[Sequence[Any]], half: int) -> None:
+        (one, other), (both,) = cut
+        again = map_tensors(Tensor.clone, one)
+        losses = [self._loss_fn(*each) for each in (one, other, both, again)]
+        first, second, whole, repeated = map(float, losses)
+        if first != repeated or not all(map(math.isfinite, (first, second, whole))):
+            return
+        total, mean = first + second, (first + second) / 2
+        if self._loss_weight is not None:
+            (weight, its), total = counts([one[1], other[1]], self._loss_weight), math.nan
+            mean = (first * weight + second * its) / (weight + its)
+        is_half = any(each.dtype in (torch.float16, torch.bfloat16) for each in tensors([losses, both[0]]))
+        is_near = partial(math.isclose, whole, rel_tol=0.05 if is_half else 1e-3, abs_tol=1e-6)
+        if is_near(total if self._reduction == "sum" else mean):
+            return
+        told = f"loss_fn of {2 * half} rows is {whole:.6g}, and of the two halves of them {first:.6g} and {second:.6g}"
+        if self._reduction == "sum":
+            self._found = f"{told}, which is no sum over rows: " + "leave out reduction='sum'" * is_near(mean)
+        elif is_near(total):
+            self._found = f"{told}, which is a sum: pass Pipeline(.., reduction='sum')"
+        else:
+            of = "weighted by loss_weight" if self._loss_weight is not None else "over rows"
+            self._found = f"{told}, which is no mean {of}: give loss_weight= what the loss divides by"
+
+    def tell(self) -> None:
+        """After a step: the warning, if there is one."""
+        found, self._found = self._found, ""
+        if found:
+            warnings.warn(
+                f"{found}; else loss and gradients are not those of the whole batch (docs/howto/loss.md: what a loss may be)",
+                stacklevel=4,
+            )

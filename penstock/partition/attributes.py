@@ -114,8 +114,14 @@ class ReadAttributes:
             if (value := _static(module, name)) is not _MISSING
         ]
 
+        self._layouts = [(weakref.ref(each), name, _layout(each)) for name, each in modules.values()]
+
     def check(self) -> None:
-        """Raises MismatchError if one has changed, which the pipeline's steps would not see."""
+        """Raises MismatchError if one has changed, which the pipeline's steps would not see, or the layers around the units."""
+        for found, name, layout in self._layouts:
+            if (module := found()) is not None and _layout(module) != layout:
+                told = f"{name or type(module).__name__} has other layers or hooks than when it was cut"
+                raise MismatchError(f"{told}, and the pipeline has those of then: put them back, or make a new Pipeline")
         for reference, told, name, before in self._values:
             if (module := reference()) is not None and (now := _kept(_static(module, name))) != before:
                 values = "not what it was" if isinstance(now, _Object) else f"{now!r:.80}, and was {before!r:.80}"
@@ -123,6 +129,13 @@ class ReadAttributes:
                     f"{told} is {values} when its forward was cut, which keeps that: set it back, or have it in a buffer that "
                     "is filled in place, or in a layer: those are read in every step"
                 )
+
+
+def _layout(module: nn.Module) -> tuple[Any, ...]:
+    """Its children, and the hooks of its forward but for Penstock's own."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    own = [id(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("penstock.")]
+    return [(name, id(child)) for name, child in module.named_children()], own
 
 
 class _Object:

@@ -379,3 +379,111 @@ def rank_warned():
 @pytest.mark.ranks
 def test_a_pipeline_without_loss_weight_warns_where_it_was_called_once_and_on_its_last_rank():
     assert ps.launch(rank_warned, 2) == [[[], [], []], [[__file__], [], []]]
+
+
+# ---- a loss that its rows' losses do not make up
+
+
+def root_mean_square(output, target):
+    return F.mse_loss(output, target).sqrt()
+
+
+def contrastive(output, target):
+    return F.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+
+def over_mask(output, target):
+    return ((output - target).square() * (target > 0)).sum() / (target > 0).sum()
+
+
+def counted_mask(target):
+    return (target > 0).sum()
+
+
+def drawn(output, target):
+    return F.mse_loss(output, target) * torch.rand(())
+
+
+BY_ROWS = {  # loss, options of the pipeline, what is told
+    "a mean": (F.mse_loss, {}, ""),
+    "half a mean": (lambda output, target: F.mse_loss(output.bfloat16(), target.bfloat16()), {}, ""),
+    "a sum": (lambda output, target: (output - target).square().sum(), {"reduction": "sum"}, ""),
+    "a weighted mean": (over_mask, {"loss_weight": counted_mask}, ""),
+    "random numbers": (drawn, {}, ""),
+    "a sum for a mean": (
+        lambda output, target: (output - target).square().sum(),
+        {},
+        "a sum: pass Pipeline(.., reduction='sum')",
+    ),
+    "a mean for a sum": (lambda output, target: F.mse_loss(output, target), {"reduction": "sum"}, "leave out reduction='sum'"),
+    "a root": (root_mean_square, {}, "which is no mean over rows: give loss_weight="),
+    "all rows": (contrastive, {}, "which is no mean over rows: give loss_weight="),
+    "a mask": (over_mask, {}, "which is no mean over rows: give loss_weight="),
+    "another weight": (
+        F.mse_loss,
+        {"loss_weight": counted_mask},
+        "which is no mean weighted by loss_weight: give loss_weight=",
+    ),
+}
+
+
+def rank_by_rows():
+    inputs, target = torch.randn(12, 8, generator=torch.manual_seed(3)), torch.randn(12, 8)
+    results = []
+    for loss_fn, options, _ in BY_ROWS.values():
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        pipe = ps.Pipeline(layers, loss_fn, microbatches=2, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                pipe.step(inputs, target=target)
+        results.append([(str(each.message), each.filename) for each in caught])
+    return results
+
+
+@pytest.mark.ranks
+def test_a_loss_that_microbatches_cannot_be_added_up_to_is_a_warning_in_the_first_step():
+    first, last = ps.launch(rank_by_rows, 2)
+    assert first == [[]] * len(BY_ROWS)
+    for (name, (_, _, told)), found in zip(BY_ROWS.items(), last, strict=True):
+        if told:
+            ((text, file),) = found
+            assert text.startswith("loss_fn of 4 rows is "), name
+            assert told in text, name
+            assert file == __file__
+        else:
+            assert not found, name
+
+
+class Encoder(nn.Linear):
+    kl = 0.0
+
+    def forward(self, inputs):
+        output = super().forward(inputs)
+        self.note(output)
+        return output
+
+    def note(self, output):
+        self.kl = output.square().mean()
+
+
+def rank_reads(place):
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[Encoder(8, 8) for _ in range(2)])
+    read = layers[place]
+
+    def loss_fn(output, target):
+        return F.mse_loss(output, target) + sum(each.kl for each in [read])
+
+    def other(output, target):
+        return F.mse_loss(output, target) * read.in_features
+
+    ps.Pipeline(layers, other, microbatches=2)
+    return ps.Pipeline(layers, loss_fn, microbatches=2).step(torch.ones(4, 8), target=torch.zeros(4, 8))
+
+
+@pytest.mark.ranks
+def test_a_loss_that_reads_what_the_forward_of_another_stage_sets_is_told():
+    with pytest.raises(ps.MismatchError, match=r"^loss_fn reads kl, which the forward of Encoder 0 sets, but that runs"):
+        ps.launch(rank_reads, 2, 0)
+    assert ps.launch(rank_reads, 2, 1)[0] == rank_reads(1)

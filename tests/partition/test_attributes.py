@@ -109,3 +109,30 @@ def test_an_attribute_that_the_cut_forward_reads_is_told_on_every_rank_if_it_cha
         assert gradients
         for name, gradient in gradients.items():
             assert torch.equal(gradient, model.get_parameter(name).grad)
+
+
+def replace(model):
+    model[1] = nn.Linear(4, 4)
+
+
+LAYOUTS = {
+    "replaced": replace,
+    "appended": lambda model: model.append(nn.Tanh()),
+    "hooked": lambda model: model.register_forward_pre_hook(lambda module, inputs: inputs),
+}
+
+
+def rank_replaces(change):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    pipe = ps.Pipeline(model, mse, "1f1b", 2)
+    pipe.step(X, target=X)
+    LAYOUTS[change](model)
+    with pytest.raises(ps.MismatchError, match=r"^Sequential has other layers or hooks than when it was cut"):
+        pipe.step(X, target=X)
+    return True
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("change", LAYOUTS)
+def test_a_sequence_that_has_other_layers_or_hooks_than_its_pipeline_is_told(change):
+    assert ps.launch(rank_replaces, 2, change) == [True, True]

@@ -5,6 +5,7 @@ causes     where it came from, as all ranks together know
 copies     a tied parameter whose owners have other values
 digest     what such comparisons compare
 strays     a parameter that a stage uses from where it is not registered: its gradient would be lost
+loss_reads a loss that reads what a layer of another rank leaves in an attribute
 factor     by what a rank has multiplied its gradients between two steps: all ranks must do it alike
 stale      a model object whose parts other ranks have trained since
 guard      what follows: the step is raised, skipped, or run once more; what it has changed is put back

@@ -384,7 +384,7 @@ class Pipeline(NoModule):
     ) -> Any:
         """This training with another schedule, other microbatches or another cut: a new pipeline in the place of this one.
 
-            pipe, optimizer = pipe.rebuild("zb-v", cuts=["layers.4", "layers.8", "layers.12"], optimizer=optimizer)
+            pipe, optimizer = pipe.rebuild("zb-v", microbatches=8, optimizer=optimizer)
 
         Each rank gets the weights, buffers, gradients and optimizer state of its new stages from the rank that has them, and
         what follows has the bits of a training that was so from the start. Nothing is written to disk. The step count, modes

@@ -198,7 +198,7 @@ def check_values(votes: Sequence[Vote], position: MeshPosition) -> None:
                     raise MismatchError(
                         f"{_where(position, replica)}rank {rank}'s batch is another than rank {told[0]}'s: they were given "
                         f"different values as {what}. Give both the same rows (pipe.sampler(dataset), one seed for all "
-                        "loaders), or None where they are not read"
+                        "loaders, no batch skipped on one rank alone), or None where they are not read"
                     )
 
 

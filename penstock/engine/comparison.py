@@ -1,5 +1,6 @@
 """What the ranks compare before they build a pipeline: they must all build the same one."""
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from penstock import partition
 from penstock.comms.control import Control
 from penstock.engine.checks import stale
+from penstock.engine.checks.digest import crc_of
 from penstock.engine.clock import machine
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
@@ -25,6 +27,7 @@ class Description(NamedTuple):
     takes: Mapping[int, Sequence[str]]  # stage -> the keywords that its forward takes
     machine: str
     changed: Collection[stale.Key]  # of what pipelines before have trained on this rank
+    values: Mapping[str, int]  # digests of some values of all tensors of a whole model that is new; else nothing
 
 
 def describe(position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Description:
@@ -47,6 +50,7 @@ def describe(position: MeshPosition, table: Schedule, cut: Cut, options: Mapping
         {stage: takes(module) for stage, module in modules},
         machine(),
         stale.changed(),
+        _values(cut.whole),
     )
 
 
@@ -55,6 +59,16 @@ def _told(option: Any) -> str:
     if isinstance(option, Mapping):
         return str({name: type(each).__name__ for name, each in option.items()})
     return getattr(option, "__name__", type(option).__name__) if callable(option) else str(option)
+
+
+def _values(model: nn.Module | None) -> dict[str, int]:
+    named = {} if model is None else model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in named.items() if _has_values(value)}
+    return {} if stale.is_known(tensors.values()) else {name: crc_of(stale.sample(each)) for name, each in tensors.items()}
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta and not hasattr(value, "placements")
 
 
 def _tensors(module: nn.Module) -> dict[str, str]:
@@ -81,6 +95,19 @@ def check(everyone: Sequence[Description]) -> None:
                     )
 
 
+def _warn_of_other_values(everyone: Sequence[Mapping[str, int]]) -> None:
+    """Of a whole model that has other values on another rank than here, where both have some."""
+    for rank, values in enumerate(everyone):
+        other = [name for name in values if name in everyone[0] and values[name] != everyone[0][name]]
+        if other:
+            warnings.warn(
+                f"rank {rank} has built another model than rank 0: {len(other)} of its {len(values)} tensors have other values "
+                f"({other[0]}, ..), and each stage keeps those of its own rank: seed all ranks alike, and load weights on all",
+                stacklevel=4,
+            )
+            return
+
+
 class Compared(NamedTuple):
     """What all ranks' descriptions come to; by stage of the whole model, but for the machines."""
 
@@ -94,6 +121,8 @@ def compared(control: Control, position: MeshPosition, table: Schedule, cut: Cut
     """Compare all ranks' descriptions. Raises MismatchError as `check`."""
     everyone = control.gather_objects(describe(position, table, cut, options), "to build the pipeline")
     check(everyone)
+    if position.world.rank == 0:
+        _warn_of_other_values([each.values for each in everyone])
     own = {stage: names for each in everyone for stage, names in each.names.items()}
     takes = {stage: takes for each in everyone for stage, takes in each.takes.items()}
     plain, taken = ([found[stage] for stage in sorted(found)] for found in (own, takes))

@@ -162,6 +162,11 @@ def check_bare(model: Any, table: Schedule, *cutting: Any) -> None:
     """Raises MismatchError for a bare module that is no nn.Sequential, nor to be cut by what is given for that, if there are
     several stages: whether it is the model or a stage of it is for its author to say.
     """
+    if table.stages > 1 and (
+        isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
+    ):
+        told = f"{type(model).__name__} is a wrapper of a model: give Pipeline the model itself"
+        raise MismatchError(f"{told}; to compile it, stage.compile() for each stage of pipe.stages.values()")
     if not is_bare(model) or isinstance(model, nn.Sequential) or table.stages == 1 or any(each is not None for each in cutting):
         return
     begin = f"{table.stages - 1} submodule{'s' * (table.stages > 2)} that stages begin with"

@@ -6,6 +6,7 @@ around them, is followed.
 
 import inspect
 import operator
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import fx, nn
 from penstock.errors import MismatchError
 from penstock.partition.inputs import Input, Inputs, refused
 from penstock.partition.model_graph import ASSIGNING, NO_GRAD, ModelGraph, both_modes, first_line
+from penstock.torch_private import version_of
 
 INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
 
@@ -44,7 +46,7 @@ for _name in ASSIGNING:
 class _Tracer(fx.Tracer):
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         super().__init__(param_shapes_constant=True)
-        self.units = units
+        self.units, self._casts = units, _casts()
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return name in self.units
@@ -54,6 +56,11 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node, which remembers whether gradients are wanted where it stands."""
+        if _casts() != self._casts:
+            raise MismatchError(
+                f"the forward of {type(self.root).__name__} enters torch.autocast, which is lost where it is cut: enter it "
+                "in the forward of a layer, or call step() under torch.autocast"
+            )
         node = super().create_node(*args, **kwargs)
         node.meta |= {} if torch.is_grad_enabled() else {NO_GRAD: True}
         return node
@@ -69,10 +76,23 @@ class _Tracer(fx.Tracer):
         return lambda model, *given: forward(model, **dict(zip(names, given, strict=True))), [self.root, *values]
 
 
+def _casts() -> list[bool]:
+    return [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
+
+
 def _followed(model: nn.Module, units: Mapping[str, nn.Module]) -> fx.Graph:
+    drawn, written = (random.getstate(), torch.get_rng_state()), [version_of(each) for each in model.buffers()]
     try:
         with torch.enable_grad():
-            return _Tracer(units).trace(model)
+            graph = _Tracer(units).trace(model)
+        if random.getstate() != drawn[0] or not torch.equal(torch.get_rng_state(), drawn[1]):
+            told = f"the forward of {type(model).__name__} draws random numbers between its layers"
+            raise MismatchError(f"{told}, which would be the same in every step once it is cut: draw them in a layer")
+        made = [node for node in graph.nodes if node.op == "get_attr" and str(node.target).startswith("_tensor_constant")]
+        if made or [version_of(each) for each in model.buffers()] != written:
+            told = f"the forward of {type(model).__name__} makes or changes a tensor between its layers"
+            raise MismatchError(f"{told}, which cannot be followed without data: do it in a layer, or give example_args")
+        return graph
     except MismatchError:
         raise
     except Exception as error:

@@ -1,5 +1,7 @@
 """A rank that gives its own stages only, `{stage: module}`; and modules that are neither stages nor can be cut unasked."""
 
+import os
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -323,3 +325,47 @@ def test_a_weight_tied_within_a_ranks_own_stages_is_one_in_norms_checkpoints_and
         assert kept["own"][1] == kept["list"][1] == kept["resumed"][1]
     own, listed = (load_file(tmp_path / f"{name}.safetensors") for name in ("own", "list"))
     assert_same(own, listed)
+
+
+def rank_wraps():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    told = []
+    for wrapped in (nn.DataParallel(model), torch.compile(model)):
+        with pytest.raises(ps.MismatchError) as raised:
+            ps.Pipeline(wrapped, nn.functional.mse_loss, microbatches=2, example_args=(torch.ones(2, 4),))
+        told.append(str(raised.value))
+    return told
+
+
+@pytest.mark.ranks
+def test_a_wrapper_of_a_model_is_told_to_be_left_out():
+    told = ps.launch(rank_wraps, 2)[0]
+    assert [text.split(":")[0] for text in told] == [
+        f"{name} is a wrapper of a model" for name in ("DataParallel", "OptimizedModule")
+    ]
+
+
+def rank_has_its_own_model(how):
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank if how == "seed" else 0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if how == "load" and rank == 0:
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=2)
+        pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+        with torch.no_grad():
+            [each.add_(1) for each in pipe.parameters()]
+        ps.Pipeline(model, nn.functional.mse_loss, microbatches=2)  # the ranks' copies differ now, rightly
+    return [(str(each.message).split(":")[0], each.filename) for each in caught]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["seed", "load", "alike"])
+def test_a_model_with_other_values_on_another_rank_is_a_warning(how):
+    told = "rank 1 has built another model than rank 0"
+    first, second = ps.launch(rank_has_its_own_model, 2, how)
+    assert [text for text, _ in first] == ([] if how == "alike" else [told])
+    assert all(file == __file__ for _, file in first)
+    assert not second

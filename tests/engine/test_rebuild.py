@@ -1,6 +1,8 @@
 """A pipeline that is rebuilt goes on with the bits of one that was so from the start; what it left behind is refused."""
 
+import io
 import os
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -599,6 +601,7 @@ def rank_refused() -> Any:
     ]
     losses = [train(pipe)]
     stale = [refusal(lambda: ps.Pipeline(model, loss_fn, "zb-v", M)), refusal(lambda: model(inputs)), refusal(model.state_dict)]
+    stale += [refusal(lambda: deepcopy(model)), refusal(lambda: torch.save(model, io.BytesIO()))]
     same_cut = refusal(lambda: ps.Pipeline(model, loss_fn, "gpipe", M))
     rebuilt, again = pipe.rebuild("zb-v", optimizer=optimizer)
     losses.append(train(rebuilt))

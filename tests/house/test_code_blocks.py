@@ -78,6 +78,7 @@ class Model(nn.Module):
 pipe, tokens, targets = ps.Pipeline(Model(), loss_fn, cuts=[]), torch.randint(256, (8, 512)), torch.randn(8, 512, 2)
 """,
     "planning.plan": TEXTS,
+    "init_mesh": "model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)], nn.Linear(8, 2))",
 }
 RANKS = {"init_mesh": 4}
 LEFT_OUT = {  # and why

@@ -1,5 +1,7 @@
 """Plain attributes of modules: what layers count while they are measured, and what a forward that is cut reads."""
 
+import random
+
 import pytest
 import torch
 from reference import accumulate
@@ -136,3 +138,44 @@ def rank_replaces(change):
 @pytest.mark.parametrize("change", LAYOUTS)
 def test_a_sequence_that_has_other_layers_or_hooks_than_its_pipeline_is_told(change):
     assert ps.launch(rank_replaces, 2, change) == [True, True]
+
+
+# -- what a forward that is followed without data does between its layers
+
+
+class Between(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.first, self.last = what, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, inputs):
+        return self.last(BETWEEN[self.what][0](self, self.first, inputs))
+
+
+def in_autocast(model, layer, inputs):
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(inputs)
+
+
+def counted(model, layer, inputs):
+    model.count += 1
+    return layer(inputs) * model.count
+
+
+BETWEEN = {
+    "autocast": (in_autocast, "enters torch.autocast, which is lost where it is cut: enter it in the forward of a layer"),
+    "random": (lambda model, layer, inputs: layer(inputs) if random.random() < 2 else inputs, "draws random numbers between"),
+    "torch.rand": (lambda model, layer, inputs: layer(inputs) * torch.rand(()).item(), "draws random numbers between"),
+    "a buffer": (counted, "makes or changes a tensor between its layers, which cannot be followed without data"),
+    "a tensor": (
+        lambda model, layer, inputs: layer(inputs) * torch.tensor([1.0, 2, 3, 4]),
+        "makes or changes a tensor between",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_what_a_cut_forward_would_lose_is_told(what):
+    with pytest.raises(ps.MismatchError, match=f"^the forward of Between {BETWEEN[what][1]}"):
+        split(Between(what), 2, cuts=["last"])

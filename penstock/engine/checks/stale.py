@@ -33,14 +33,14 @@ class _Snapshot:
     def __init__(self, key: Key, tensor: Tensor, is_here: bool, is_behind: bool) -> None:
         self.key, self.is_here, self.is_behind = key, is_here, is_behind
         self.tensor = weakref.ref(tensor)
-        self._version, self._sample = _version(tensor), _sample(tensor)
+        self._version, self._sample = _version(tensor), sample(tensor)
 
     def has_changed(self) -> bool:
         """Whether its values are others now. Of a buffer that was written to, the values decide."""
         if (tensor := self.tensor()) is None:
             return False
         written = _version(tensor) != self._version and (isinstance(tensor, nn.Parameter) or tensor.is_meta)
-        return written or not torch.equal(_sample(tensor), self._sample)
+        return written or not torch.equal(sample(tensor), self._sample)
 
     def stays_behind(self, changed: Collection[Key]) -> bool:
         """Whether another rank has newer values, given what has `changed` where it was run."""
@@ -55,7 +55,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def sample(tensor: Tensor) -> Tensor:
     """Some of its values, as bytes."""
     tensor = local(tensor.detach())
     if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
@@ -67,6 +67,11 @@ def _sample(tensor: Tensor) -> Tensor:
 def _find(tensors: Iterable[Tensor]) -> list[_Snapshot]:
     found = [_snapshots[id(each)] for each in tensors if id(each) in _snapshots]
     return [each for each in found if each.tensor() is not None]
+
+
+def is_known(tensors: Iterable[Tensor]) -> bool:
+    """Whether a pipeline has had one of them before."""
+    return bool(_find(tensors))
 
 
 def changed() -> set[Key]:
@@ -98,9 +103,10 @@ def note(pipeline: str, here: Mapping[str, Tensor], elsewhere: Mapping[str, Tens
 
 
 def guard(model: nn.Module) -> None:
-    """After a step: from now on the forward and the `state_dict()` of a `model` that is behind are refused."""
+    """After a step: from now on forward, `state_dict()`, copy and pickle of a `model` that is behind are refused."""
     if model not in _guards:
-        _guards[model] = [model.register_forward_pre_hook(_refuse), model.register_state_dict_pre_hook(_refuse)]
+        refusal = _Refusal(model)
+        _guards[model] = [model.register_forward_pre_hook(refusal), model.register_state_dict_pre_hook(refusal)]
 
 
 @contextmanager
@@ -116,7 +122,25 @@ def unguarded(model: Any) -> Iterator[None]:
             guard(model)
 
 
-def _refuse(model: nn.Module, *_: Any) -> None:
+class _Refusal:
+    """A hook of `model`, which goes along when the model is copied or pickled."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model and weakref.ref(model)
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        _refuse(model)
+
+    def __deepcopy__(self, memo: Any) -> "_Refusal":
+        if self._model is not None and (model := self._model()) is not None:
+            _refuse(model)
+        return _Refusal(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self.__deepcopy__(None)), (None,)
+
+
+def _refuse(model: nn.Module) -> None:
     """Where this rank's part has changed, those of others have."""
     known = _find(slot.tensor for slot in tensor_slots(model))
     if any(each.is_here and each.has_changed() for each in known):

@@ -239,7 +239,8 @@ def training(folder, *launcher):
         for group in {process.pid, *[int(path.read_text()) for path in folder.glob("pid-?")]}:
             with suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-        process.communicate()
+        process.wait()
+        process.stdout.close()
 
 
 def until(what):

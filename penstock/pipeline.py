@@ -35,6 +35,7 @@ from penstock.engine.checks.factor import GradientFactor
 from penstock.engine.checks.guard import Guard, OnNonfinite, check_choice
 from penstock.engine.checks.loss_reads import check_loss_reads
 from penstock.engine.checks.nonfinite import Watch
+from penstock.engine.checks.shared_layers import SharedLayers
 from penstock.engine.checks.strays import Strays
 from penstock.engine.clock import skew
 from penstock.engine.comparison import compared
@@ -234,12 +235,15 @@ class Pipeline(NoModule):
             self._parameters = Parameters(modules, names, aliases, cut.order, unset)
             if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
                 elsewhere += tied.borrowed()
+            self._shared: SharedLayers | None = None
             strays = Strays(self.position.world.rank, modules, elsewhere)
             if loss_fn is not None and whole is not None and (last := self.schedule.stages - 1) in modules:
                 check_loss_reads(loss_fn, whole.model, set(modules[last].modules()))
             if self.topology.world_size > 1:
                 tensors = source.tensors
-                stale.note(str(self._number), tensors.of(modules), tensors.elsewhere(modules), self._compared.changed)
+                here, others = tensors.of(modules), tensors.elsewhere(modules)
+                stale.note(str(self._number), here, others, self._compared.changed)
+                self._shared = SharedLayers(here, others)
             self.skew = skew(self._control, self._compared.machines)
             watch = Watch(self.position.world.rank, parts, self._parameters.names) if on_nonfinite else None
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
@@ -250,6 +254,7 @@ class Pipeline(NoModule):
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
         self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, watch, strays, attributes)
+        self._engine.shared = self._shared
         self._guard = Guard(self._engine, on_nonfinite)
         self._factor = GradientFactor(self._parameters, self.position.world.world_size)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
@@ -445,7 +450,7 @@ class Pipeline(NoModule):
     def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **options: Any) -> Outcome:
         settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
         if training:
-            options |= {"factor": self._factor.read(), "by_rows": self._by_rows}
+            options |= {"factor": self._factor.read(), "stepped": self._factor.stepped(), "by_rows": self._by_rows}
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
@@ -459,6 +464,8 @@ class Pipeline(NoModule):
             self.step_count += training
         if training:
             self._factor.remember()
+            if self._shared is not None:
+                self._shared.steps += 1
             step_done(self.step_count)
             if self._source.whole is not None and self.topology.world_size > 1:
                 stale.guard(self._source.whole.model)

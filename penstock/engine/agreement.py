@@ -51,6 +51,7 @@ class Agreement:
         self._said: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what the votes said last
         self._agreed: Agreed  # which is what that came to
         self._warned = False  # of factors that differ
+        self._warned_of_steps = False
 
     def is_known(self, vote: Vote) -> bool:
         """Whether this rank has voted so in a step that is remembered: all it can know before it hears the others."""
@@ -61,6 +62,7 @@ class Agreement:
         votes = [Vote(*row) for row in self.control.hear(what)]
         check_alike(votes)
         self._check_factors([vote.factor for vote in votes])
+        self._check_stepped([vote.stepped for vote in votes])
         said = [vote.kind for vote in votes], any(vote.wants_losses for vote in votes)
         if said != self._said or any(vote.counts for vote in votes):
             self._check_rows(votes, batch, what)
@@ -93,6 +95,20 @@ class Agreement:
             warnings.warn(
                 f"since the last step gradients were multiplied {several}, as clipping by the norm of a list of parameters "
                 "does, which is one rank's: clip with pipe.clip_grad_norm_(max_norm), by the norm of the whole model",
+                stacklevel=8,
+            )
+
+    def _check_stepped(self, stepped: Sequence[float]) -> None:
+        """Warn, once, of ranks whose optimizer has made no step where that of others has."""
+        changed, same = ([rank for rank, each in enumerate(stepped) if each == value] for value in (1.0, 0.0))
+        if self._warned_of_steps or not changed or not same:
+            return
+        self._warned_of_steps = True
+        if self.position.world.rank == 0:
+            having, lacking = ("/".join(map(str, ranks)) for ranks in (changed, same))
+            warnings.warn(
+                f"since the last step weights have changed on rank {having}, but none that had a gradient on rank {lacking}: "
+                "call optimizer.step(), and all but what prints and logs, on all ranks",
                 stacklevel=8,
             )
 

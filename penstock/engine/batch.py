@@ -44,6 +44,7 @@ class Call(NamedTuple):
     rows_dim: int = 0  # the dimension of the rows
     by_rows: LossByRows | None = None  # looks at the loss
     factor: float = math.nan  # of this rank's gradients since the last step (checks/factor.py)
+    stepped: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
 
 
 class Vote(NamedTuple):
@@ -61,6 +62,7 @@ class Vote(NamedTuple):
     inputs: float  # a fingerprint of their values; 0: not looked at
     target: float  # likewise
     factor: float  # of this rank's gradients since the last step; NaN: not known
+    stepped: float  # whether its weights have changed since; NaN: not known
 
     @property
     def kind(self) -> tuple[float, ...]:
@@ -125,7 +127,7 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     compares = rank in (first, last) and (first != last or position.tp is not None)
     values = (seen(given), seen(call.target)) if compares else (0, 0)
     kind = call.training, rows, target_rows, len(counts), signature, fingerprint(modes)
-    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor)
+    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor, call.stepped)
     seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged

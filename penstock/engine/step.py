@@ -34,6 +34,7 @@ from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks import causes, copies
 from penstock.engine.checks.nonfinite import Watch
+from penstock.engine.checks.shared_layers import SharedLayers
 from penstock.engine.checks.strays import Noted, Strays
 from penstock.engine.clock import Clock, clock_for
 from penstock.engine.memory import MemoryMeasurement
@@ -76,6 +77,7 @@ class Engine:
         self._whole = programs.of(training=True)
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
         self._ended: Any = None  # when the last step did, as its clock tells it
+        self.shared: SharedLayers | None = None
         self.beside: Beside | None = None  # what goes on beside the steps
 
     def step(self, call: Call) -> Outcome:
@@ -88,6 +90,8 @@ class Engine:
         forget_peak(self.device)
         channels = self.channels
         self.check_model()
+        if call.training and self.shared is not None:
+            self.shared.check()
         batch = split(call, self.position, self.schedule, modes(self.stages.values(), self.device))
 
         first = self._whole.steps[0].action if self._whole.steps else "the others end it"

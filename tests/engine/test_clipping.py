@@ -277,3 +277,48 @@ def rank_accumulates():
 
 def test_sums_over_steps_a_scaler_and_a_step_that_failed_are_no_warning():
     ps.launch(rank_accumulates, 2)
+
+
+def rank_steps(alone):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+            if (pipe.topology.rank == 0 or not alone) and step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    return [(str(each.message), each.filename) for each in caught]
+
+
+@pytest.mark.ranks
+def test_an_optimizer_that_steps_on_one_rank_alone_is_a_warning():
+    assert ps.launch(rank_steps, 2, False) == [[], []]
+    ((told, file),), none = ps.launch(rank_steps, 2, True)
+    assert told.startswith("since the last step weights have changed on rank 0, but none that had a gradient on rank 1: call")
+    assert file == __file__
+    assert none == []
+
+
+def rank_shares(cuts):
+    torch.manual_seed(0)
+    judge = [nn.Linear(4, 4) for _ in range(2)]
+    models = nn.Sequential(*judge), nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)], *judge)
+    one, other = (ps.Pipeline(models[n], nn.functional.mse_loss, microbatches=2, cuts=cuts[n]) for n in (0, 1))
+    told = []
+    for pipe in (one, one, other, one):
+        try:
+            pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+            told.append("")
+        except ps.MismatchError as error:
+            told.append(str(error).split(" on another rank, and has trained")[0])
+    return told
+
+
+@pytest.mark.ranks
+def test_two_pipelines_that_train_the_same_layer_on_different_ranks_are_told():
+    assert ps.launch(rank_shares, 2, (["1"], ["3"])) == [[""] * 4] * 2
+    told = "another pipeline has 2.weight"
+    assert ps.launch(rank_shares, 2, (["1"], ["2"])) == [["", "", told, ""]] * 2

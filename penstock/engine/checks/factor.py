@@ -38,11 +38,17 @@ class GradientFactor:
         self._parameters, self._ranks, self._chosen = parameters, ranks, list[nn.Parameter]()
         self._remembered: list[Remembered] = []
         self._changes = 0
+        self._weights: list[tuple[nn.Parameter, int]] = []  # those that had a gradient, if they are looked at
+        self._steps = 0
 
     def remember(self) -> None:
         """The gradients are all ranks' alike: a step has ended, or the pipeline has clipped them."""
         if self._ranks == 1:
             return
+        self._steps += 1
+        looks = not self._steps & (self._steps - 1)
+        trained = self._parameters.parameters() if looks else ()
+        self._weights = [(each, version_of(each)) for each in trained if each.grad is not None and not each.is_inference()]
         self._chosen = self._chosen or [each for each in self._parameters.parameters() if _is_small(each.grad)][:COUNT]
         gradients = [local(each.grad) for each in self._chosen if _is_small(each.grad)]
         self._remembered = [Remembered(each, version_of(each), each.clone()) for each in gradients]
@@ -55,6 +61,12 @@ class GradientFactor:
             return 1.0
         self._changes += 1
         return UNKNOWN if self._changes & (self._changes - 1) else self._measured()
+
+    def stepped(self) -> float:
+        """1 if a weight that had a gradient has changed since, 0 if none has; UNKNOWN in steps that are not looked at."""
+        if not self._weights:
+            return UNKNOWN
+        return float(any(version_of(weight) != version for weight, version in self._weights))
 
     def _measured(self) -> float:
         before = torch.cat([values.flatten().double() for _, _, values in self._remembered])

@@ -161,6 +161,11 @@ def import_compiler() -> None:
         gc.collect()
 
 
+def forward_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of its forward, those before it first."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether something is called before or after the module's own forward or backward."""
     before = module._forward_pre_hooks or module._backward_pre_hooks

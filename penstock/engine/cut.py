@@ -19,7 +19,7 @@ from penstock.schedule import Schedule, Skip
 from penstock.stage import tied
 from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.neighbours import Name, skips_of_tied
-from penstock.torch_private import uncompiled_name
+from penstock.torch_private import uncompiled, uncompiled_name
 
 
 class Origin(NamedTuple):
@@ -162,9 +162,8 @@ def check_bare(model: Any, table: Schedule, *cutting: Any) -> None:
     """Raises MismatchError for a bare module that is no nn.Sequential, nor to be cut by what is given for that, if there are
     several stages: whether it is the model or a stage of it is for its author to say.
     """
-    if table.stages > 1 and (
-        isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
-    ):
+    wraps = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or uncompiled(model) is not model
+    if table.stages > 1 and wraps:
         told = f"{type(model).__name__} is a wrapper of a model: give Pipeline the model itself"
         raise MismatchError(f"{told}; to compile it, stage.compile() for each stage of pipe.stages.values()")
     if not is_bare(model) or isinstance(model, nn.Sequential) or table.stages == 1 or any(each is not None for each in cutting):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import MismatchError
+from penstock.torch_private import forward_hooks
 
 Attribute = tuple[int, str]  # id of a module, name
 _OF_MODULES = frozenset(dir(nn.Module()))  # what every module has: parameters, buffers, hooks, its mode, methods
@@ -133,8 +134,7 @@ class ReadAttributes:
 
 def _layout(module: nn.Module) -> tuple[Any, ...]:
     """Its children, and the hooks of its forward but for Penstock's own."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    own = [id(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("penstock.")]
+    own = [id(hook) for hook in forward_hooks(module) if not str(getattr(hook, "__module__", "")).startswith("penstock.")]
     return [(name, id(child)) for name, child in module.named_children()], own
 
 

@@ -130,6 +130,7 @@ def test_views_of_one_memory_have_its_key():
 def test_forward_hooks_are_seen_and_what_is_compiled_too():
     layer, other = nn.Linear(2, 2), nn.Linear(2, 2)
     assert not torch_private.has_hooks(layer)
+    assert torch_private.forward_hooks(layer) == []
     layer.register_forward_hook(lambda *_: None)
     other.register_forward_pre_hook(lambda *_: None)
     assert torch_private.has_hooks(layer)

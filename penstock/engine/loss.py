@@ -192,7 +192,8 @@ class LossByRows:
     def __init__(self, loss_fn: Any, reduction: Reduction, loss_weight: Callable[[Any], Any] | None, rows_dim: int) -> None:
         self._loss_fn, self._reduction, self._loss_weight, self._rows_dim = loss_fn, reduction, loss_weight, rows_dim
         self._has_looked = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())
-        self._found = ""
+        self._half = 0  # the rows of each part
+        self._seen: tuple[list[Any], Any, bool] | None = None  # losses, targets of two parts, whether they are in 16 bits
 
     def look(self, output: Any, target: Any) -> None:
         """At the loss of a microbatch, of which it takes copies. What it finds is told later."""
@@ -206,40 +207,44 @@ class LossByRows:
             half = 2 if count > 3 else 1
             device = next(iter(tensors(output))).device
             with aside(device):
-                self._compare([self._parts((output, target), count, sizes) for sizes in ((half, half), (2 * half,))], half)
+                one, other = self._parts((output, target), count, (half, half))
+                (both,) = self._parts((output, target), count, (2 * half,))
+                losses = [self._loss_fn(*part) for part in (one, other, both, map_tensors(Tensor.clone, one))]
+            is_half = any(each.dtype in (torch.float16, torch.bfloat16) for each in tensors([losses, both[0]]))
+            self._half, self._seen = half, (losses, [one[1], other[1]], is_half)
 
     def _parts(self, both: Any, count: int, sizes: Sequence[int]) -> list[Any]:
         """Copies of the first rows."""
         rest = count - sum(sizes)
-        return split(map_tensors(Tensor.clone, both), [*sizes, *[rest] * bool(rest)], rows_dim=self._rows_dim)[: len(sizes)]
+        parts = split(both, [*sizes, *[rest] * bool(rest)], rows_dim=self._rows_dim)
+        return [map_tensors(Tensor.clone, part) for part in parts[: len(sizes)]]
 
-    def _compare(self, cut: Sequence[Sequence[Any]], half: int) -> None:
-        (one, other), (both,) = cut
-        again = map_tensors(Tensor.clone, one)
-        losses = [self._loss_fn(*each) for each in (one, other, both, again)]
+    def _compared(self, losses: Sequence[Any], targets: Any, is_half: bool) -> str:
         first, second, whole, repeated = map(float, losses)
         if first != repeated or not all(map(math.isfinite, (first, second, whole))):
-            return
+            return ""
         total, mean = first + second, (first + second) / 2
         if self._loss_weight is not None:
-            (weight, its), total = counts([one[1], other[1]], self._loss_weight), math.nan
+            (weight, its), total = counts(targets, self._loss_weight), math.nan
             mean = (first * weight + second * its) / (weight + its)
-        is_half = any(each.dtype in (torch.float16, torch.bfloat16) for each in tensors([losses, both[0]]))
         is_near = partial(math.isclose, whole, rel_tol=0.05 if is_half else 1e-3, abs_tol=1e-6)
         if is_near(total if self._reduction == "sum" else mean):
-            return
-        told = f"loss_fn of {2 * half} rows is {whole:.6g}, and of the two halves of them {first:.6g} and {second:.6g}"
+            return ""
+        told = f"loss_fn of {2 * self._half} rows is {whole:.6g}, and of the two halves of them {first:.6g} and {second:.6g}"
         if self._reduction == "sum":
-            self._found = f"{told}, which is no sum over rows: " + "leave out reduction='sum'" * is_near(mean)
-        elif is_near(total):
-            self._found = f"{told}, which is a sum: pass Pipeline(.., reduction='sum')"
-        else:
-            of = "weighted by loss_weight" if self._loss_weight is not None else "over rows"
-            self._found = f"{told}, which is no mean {of}: give loss_weight= what the loss divides by"
+            return f"{told}, which is no sum over rows: " + "leave out reduction='sum'" * is_near(mean)
+        if is_near(total):
+            return f"{told}, which is a sum: pass Pipeline(.., reduction='sum')"
+        of = "weighted by loss_weight" if self._loss_weight is not None else "over rows"
+        return f"{told}, which is no mean {of}: give loss_weight= what the loss divides by"
 
     def tell(self) -> None:
-        """After a step: the warning, if there is one."""
-        found, self._found = self._found, ""
+        """After the step, when nothing waits for a device any more: the warning, if there is one."""
+        seen, self._seen = self._seen, None
+        found = ""
+        if seen is not None:
+            with suppress(Exception):  # a loss that is no number, for one
+                found = self._compared(*seen)
         if found:
             warnings.warn(
                 f"{found}; else loss and gradients are not those of the whole batch (docs/howto/loss.md: what a loss may be)",

@@ -25,7 +25,8 @@ from penstock.comms.messages.channels import Channels, in_rounds
 from penstock.comms.starting import gpus, ranks
 from penstock.comms.topology import Topology
 
-FOR_THE_LOSS = {"engine/report.py weighted_sum"}  # where a host that runs ahead waits in a step, on the last stage's rank
+# Where a host that runs ahead waits, on the last stage's rank: at the end of a step, and behind the first one of a pipeline.
+FOR_THE_LOSS = {"engine/report.py weighted_sum", "engine/loss.py _compared"}
 DEPTH = 15  # layers enough for 8 ranks with 2 stages each
 
 # ---- which backend, and in which order lines are opened -------------------------------------------------------------

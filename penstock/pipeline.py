@@ -235,15 +235,14 @@ class Pipeline(NoModule):
             self._parameters = Parameters(modules, names, aliases, cut.order, unset)
             if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
                 elsewhere += tied.borrowed()
-            self._shared: SharedLayers | None = None
             strays = Strays(self.position.world.rank, modules, elsewhere)
             if loss_fn is not None and whole is not None and (last := self.schedule.stages - 1) in modules:
                 check_loss_reads(loss_fn, whole.model, set(modules[last].modules()))
+            tensors = source.tensors
+            here, others = tensors.of(modules), tensors.elsewhere(modules)
             if self.topology.world_size > 1:
-                tensors = source.tensors
-                here, others = tensors.of(modules), tensors.elsewhere(modules)
                 stale.note(str(self._number), here, others, self._compared.changed)
-                self._shared = SharedLayers(here, others)
+            shared = SharedLayers(here, others)
             self.skew = skew(self._control, self._compared.machines)
             watch = Watch(self.position.world.rank, parts, self._parameters.names) if on_nonfinite else None
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
@@ -253,8 +252,8 @@ class Pipeline(NoModule):
         self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         programs = RankPrograms(self._program, self.topology.rank, merge)
-        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, watch, strays, attributes)
-        self._engine.shared = self._shared
+        watches = watch, strays, attributes, shared
+        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, *watches)
         self._guard = Guard(self._engine, on_nonfinite)
         self._factor = GradientFactor(self._parameters, self.position.world.world_size)
         self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
@@ -464,14 +463,13 @@ class Pipeline(NoModule):
             self.step_count += training
         if training:
             self._factor.remember()
-            if self._shared is not None:
-                self._shared.steps += 1
             step_done(self.step_count)
             if self._source.whole is not None and self.topology.world_size > 1:
                 stale.guard(self._source.whole.model)
         has_warned = self._unequal is not None and target is not None and self._unequal.look(target)
         if not has_warned and self._by_rows is not None:
             self._by_rows.tell()
+            self._by_rows = None if self._by_rows.has_looked else self._by_rows
         self._last = outcome._replace(outputs=())  # which are the caller's
         return outcome
 

@@ -65,7 +65,7 @@ class Actions:
             self.outputs[microbatch] = map_tensors(Tensor.detach, output)
         if batch.targets and microbatch not in self.skipped:
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
-            if batch.call.by_rows is not None:
+            if batch.call.by_rows is not None and microbatch == 0:  # none has more rows
                 batch.call.by_rows.look(output, batch.targets[microbatch])
         return ()
 

@@ -50,8 +50,7 @@ class Agreement:
         self._known: dict[tuple[object, ...], Known] = {}  # the last kind last
         self._said: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what the votes said last
         self._agreed: Agreed  # which is what that came to
-        self._warned = False  # of factors that differ
-        self._warned_of_steps = False
+        self._warned = set[str]()  # of what
 
     def is_known(self, vote: Vote) -> bool:
         """Whether this rank has voted so in a step that is remembered: all it can know before it hears the others."""
@@ -85,32 +84,31 @@ class Agreement:
         raise MismatchError(f"{told}; {layout_hint(batch.call.rows_dim)}")
 
     def _check_factors(self, factors: Sequence[float]) -> None:
-        """Warn, once, of ranks that multiplied their gradients by other numbers."""
+        """Warn of ranks that multiplied their gradients by other numbers."""
         known = {rank: factor for rank, factor in enumerate(factors) if factor == factor}
-        if self._warned or not known or max(known.values()) <= min(known.values()) * (1 + 2 * TOLERANCE):
-            return
-        self._warned = True
-        if self.position.world.rank == 0:
+        if known and max(known.values()) > min(known.values()) * (1 + 2 * TOLERANCE):
             several = ", ".join(f"by {factor:.3g} on rank {rank}" for rank, factor in known.items())
-            warnings.warn(
-                f"since the last step gradients were multiplied {several}, as clipping by the norm of a list of parameters "
+            self._warn(
+                "factors",
+                f"gradients were multiplied {several}, as clipping by the norm of a list of parameters "
                 "does, which is one rank's: clip with pipe.clip_grad_norm_(max_norm), by the norm of the whole model",
-                stacklevel=8,
             )
 
     def _check_stepped(self, stepped: Sequence[float]) -> None:
-        """Warn, once, of ranks whose optimizer has made no step where that of others has."""
-        changed, same = ([rank for rank, each in enumerate(stepped) if each == value] for value in (1.0, 0.0))
-        if self._warned_of_steps or not changed or not same:
-            return
-        self._warned_of_steps = True
-        if self.position.world.rank == 0:
-            having, lacking = ("/".join(map(str, ranks)) for ranks in (changed, same))
-            warnings.warn(
-                f"since the last step weights have changed on rank {having}, but none that had a gradient on rank {lacking}: "
+        """Warn of ranks whose optimizer has made no step where that of others has."""
+        changed, same = ("/".join(str(rank) for rank, each in enumerate(stepped) if each == value) for value in (1.0, 0.0))
+        if changed and same:
+            self._warn(
+                "steps",
+                f"weights have changed on rank {changed}, but none that had a gradient on rank {same}: "
                 "call optimizer.step(), and all but what prints and logs, on all ranks",
-                stacklevel=8,
             )
+
+    def _warn(self, what: str, text: str) -> None:
+        """Once, on rank 0, of what scripts do between two steps."""
+        if what not in self._warned and self.position.world.rank == 0:
+            warnings.warn(f"since the last step {text}", stacklevel=9)
+        self._warned.add(what)
 
     def _read(self, votes: Sequence[Vote], batch: Batch, what: str) -> Agreed:
         """What the votes come to, but for what is known of their kind."""

@@ -50,7 +50,7 @@ def describe(position: MeshPosition, table: Schedule, cut: Cut, options: Mapping
         {stage: takes(module) for stage, module in modules},
         machine(),
         stale.changed(),
-        _values(cut.whole),
+        _values(cut.whole if position.world.world_size > 1 else None),
     )
 
 

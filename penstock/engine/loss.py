@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.checks.intervals import is_power_of_two
 from penstock.errors import MismatchError
 from penstock.partition.rows import bare, dim_of
 from penstock.randomness import aside
@@ -146,7 +147,7 @@ class UnequalCounts:
     def look(self, target: Any) -> bool:
         """After a step with this `target`; whether there is anything to warn of."""
         self._steps += 1
-        if self._warned or self._steps & (self._steps - 1):
+        if self._warned or not is_power_of_two(self._steps):
             return self._warned
         sizes = sizes_of(target, "the target", self._microbatches, self._rows_dim)
         for leaf in leaves(target):
@@ -185,25 +186,25 @@ class UnequalCounts:
 class LossByRows:
     """Warns, once, of a loss that the losses of its rows do not make up: microbatches could not either.
 
-    It looks at the first microbatch of two rows or more, and calls the loss on a few of them, together and in two parts. A loss
-    that draws random numbers, or has buffers, is not looked at.
+    It looks at microbatch 0 of the first step in which that has two rows or more, and calls the loss on a few of them, together
+    and in two parts. A loss that draws random numbers, or has buffers, is not looked at.
     """
 
     def __init__(self, loss_fn: Any, reduction: Reduction, loss_weight: Callable[[Any], Any] | None, rows_dim: int) -> None:
         self._loss_fn, self._reduction, self._loss_weight, self._rows_dim = loss_fn, reduction, loss_weight, rows_dim
-        self._has_looked = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())
+        self.has_looked = isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.buffers())
         self._half = 0  # the rows of each part
         self._seen: tuple[list[Any], Any, bool] | None = None  # losses, targets of two parts, whether they are in 16 bits
 
     def look(self, output: Any, target: Any) -> None:
         """At the loss of a microbatch, of which it takes copies. What it finds is told later."""
-        if self._has_looked:
+        if self.has_looked:
             return
         with suppress(Exception), torch.no_grad():  # whatever a loss does with another number of rows
             count = rows(target, rows_dim=self._rows_dim)
             if count is None or count < 2 or rows(output, rows_dim=self._rows_dim) != count:
                 return
-            self._has_looked = True
+            self.has_looked = True
             half = 2 if count > 3 else 1
             device = next(iter(tensors(output))).device
             with aside(device):

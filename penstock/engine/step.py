@@ -67,17 +67,18 @@ class Engine:
         watch: Watch | None,
         strays: Strays,
         attributes: ReadAttributes | None,
+        shared: SharedLayers,
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
         self.parameters, self.tied, self.watch, self.strays = parameters, tied, watch, strays
         self.attributes = attributes  # those that the model was cut with
+        self.shared = shared
         self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
         self._ended: Any = None  # when the last step did, as its clock tells it
-        self.shared: SharedLayers | None = None
         self.beside: Beside | None = None  # what goes on beside the steps
 
     def step(self, call: Call) -> Outcome:
@@ -90,7 +91,7 @@ class Engine:
         forget_peak(self.device)
         channels = self.channels
         self.check_model()
-        if call.training and self.shared is not None:
+        if call.training:
             self.shared.check()
         batch = split(call, self.position, self.schedule, modes(self.stages.values(), self.device))
 
@@ -122,6 +123,7 @@ class Engine:
             self.tied.share_gradients()  # now, where no rank can fail any more
         channels.end()
         self.agreement.keep(agreed, agreed.known or Known(channels.learned(), outcome.sizes))
+        self.shared.steps += batch.training
         self._ended = clock.end()
         return outcome
 

@@ -414,11 +414,11 @@ def wait_for(true):
     return value
 
 
-# Where Python starts, in each rank: in the first attempt rank 1 kills itself when there is a checkpoint in memory.
-FAULT_OF_TRAIN = """
+# Where Python starts, in each rank: in the first attempt rank 1 kills itself when there is one of the FOLDERS, a checkpoint.
+FAULT = """
 import glob, os, signal, threading, time
 def kill():
-    while not glob.glob(f"/dev/shm/penstock-*-{os.getppid()}-*/step-*"):
+    while not glob.glob(FOLDERS):
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
@@ -430,7 +430,7 @@ if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
 @pytest.mark.fresh
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux has a folder in memory")
 def test_under_torchrun_penstock_train_goes_on_from_memory_and_leaves_nothing_there(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(FAULT_OF_TRAIN)
+    (tmp_path / "sitecustomize.py").write_text(FAULT.replace("FOLDERS", 'f"/dev/shm/penstock-*-{os.getppid()}-*/step-*"'))
     path = os.pathsep.join([str(tmp_path), *sys.path])
     words = ["--max-restarts", 1, "-m", "penstock", "train", "--out", tmp_path / "runs", "--steps", 30, "--layers", 2]
     words += ["--width", 8, "--batch", 4, "--microbatches", 2, "--context", 8, "--checkpoint-every", 0, "--data", __file__]
@@ -448,23 +448,11 @@ def documented_script():
     return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "__main__" in block)
 
 
-# Where Python starts, in each rank: in the first attempt rank 1 kills itself when there is a checkpoint.
-FAULT = """
-import os, signal, threading, time
-def kill():
-    while not os.path.isdir(os.environ["WATCHED"] + "/step-00000020"):
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
-if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-    threading.Thread(target=kill, daemon=True).start()
-"""
-
-
 @pytest.mark.ranks
 @pytest.mark.fresh
 def test_the_documented_script_goes_on_under_torchrun_with_the_bits_of_one_that_was_left_alone(tmp_path):
     (tmp_path / "train.py").write_text(documented_script())
-    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    (tmp_path / "sitecustomize.py").write_text(FAULT.replace("FOLDERS", 'os.environ["WATCHED"] + "/step-00000020"'))
     path = os.pathsep.join([str(tmp_path), *sys.path])
     words = "--max-restarts", 1, tmp_path / "train.py", tmp_path / "run"
     ended = torchrun(2, *words, PYTHONPATH=path, WATCHED=str(tmp_path / "run"))

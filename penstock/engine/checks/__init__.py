@@ -2,6 +2,7 @@
 
 nonfinite  the first value on a rank that is not finite, by its place
 causes     where it came from, as all ranks together know
+intervals  in which steps a check is made that costs too much for each
 copies     a tied parameter whose owners have other values
 digest     what such comparisons compare
 strays     a parameter that a stage uses from where it is not registered: its gradient would be lost

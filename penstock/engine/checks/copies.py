@@ -6,6 +6,7 @@ model is no longer the uncut one.
 
 from penstock.comms.control import Control
 from penstock.engine.checks.digest import crc_of, ranks_by_digest
+from penstock.engine.checks.intervals import is_power_of_two
 from penstock.errors import MismatchError
 from penstock.stage.tied import TiedParameters
 
@@ -19,7 +20,7 @@ CAUSES = (
 
 def is_due(steps: int) -> bool:
     """Whether copies are compared after so many `steps`: 0, 1, 2, 4, .., then every `MOST_STEPS_BETWEEN`."""
-    return steps % MOST_STEPS_BETWEEN == 0 or steps & (steps - 1) == 0
+    return steps % MOST_STEPS_BETWEEN == 0 or is_power_of_two(steps)
 
 
 def check(control: Control, tied: TiedParameters, steps: int) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.checks.intervals import is_power_of_two
 from penstock.stage.dtensor import local
 from penstock.stage.parameters import Parameters
 from penstock.torch_private import version_of
@@ -46,8 +47,7 @@ class GradientFactor:
         if self._ranks == 1:
             return
         self._steps += 1
-        looks = not self._steps & (self._steps - 1)
-        trained = self._parameters.parameters() if looks else ()
+        trained = self._parameters.parameters() if is_power_of_two(self._steps) else ()
         self._weights = [(each, version_of(each)) for each in trained if each.grad is not None and not each.is_inference()]
         self._chosen = self._chosen or [each for each in self._parameters.parameters() if _is_small(each.grad)][:COUNT]
         gradients = [local(each.grad) for each in self._chosen if _is_small(each.grad)]
@@ -60,7 +60,7 @@ class GradientFactor:
         if all(version_of(gradient) == version for gradient, version, _ in self._remembered):
             return 1.0
         self._changes += 1
-        return UNKNOWN if self._changes & (self._changes - 1) else self._measured()
+        return self._measured() if is_power_of_two(self._changes) else UNKNOWN
 
     def stepped(self) -> float:
         """1 if a weight that had a gradient has changed since, 0 if none has; UNKNOWN in steps that are not looked at."""

@@ -131,13 +131,11 @@ class _Refusal:
     def __call__(self, model: nn.Module, *_: Any) -> None:
         _refuse(model)
 
-    def __deepcopy__(self, memo: Any) -> "_Refusal":
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and deepcopy."""
         if self._model is not None and (model := self._model()) is not None:
             _refuse(model)
-        return _Refusal(None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self.__deepcopy__(None)), (None,)
+        return _Refusal, (None,)
 
 
 def _refuse(model: nn.Module) -> None:

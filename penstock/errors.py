@@ -1,6 +1,8 @@
-"""The errors Penstock raises, one family."""
+"""The errors Penstock raises, one family; and the check of a whole number, which most calls begin with."""
 
 from collections.abc import Iterable
+from numbers import Integral
+from typing import TypeGuard
 
 
 class PenstockError(Exception):
@@ -33,3 +35,8 @@ class LostRankError(PenstockError):
 
 class ResourceError(PenstockError):
     """A rank's own system refuses it something: a file descriptor, memory, addresses."""
+
+
+def is_whole_number(value: object, least: float = float("-inf")) -> TypeGuard[int]:
+    """Whether `value` is a whole number of `least` or more, numpy's too. True and False are none."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least

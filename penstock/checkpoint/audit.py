@@ -20,7 +20,7 @@ from penstock.checkpoint.files.packing import pack
 from penstock.comms.control import Control
 from penstock.engine.checks.copies import CAUSES
 from penstock.engine.checks.digest import crc_of, ranks_by_digest
-from penstock.errors import MismatchError, PenstockError
+from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
 from penstock.schedule.table import Kind
 from penstock.stage.dtensor import local, shard_of
@@ -145,7 +145,7 @@ class Trail:
     ) -> None:
         self.path, self.pipe, self.optimizer, self.every = Path(folder) / FILE, pipe, optimizer, every
         with pipe.collective("checkpoint.Trail(..)") as control:
-            if not isinstance(every, int) or every < 1:
+            if not is_whole_number(every, 1):
                 raise PenstockError(f"every={every!r} is no number of steps: use a whole number, 1 or more")
             try:
                 json.dumps(dict(settings or {}))

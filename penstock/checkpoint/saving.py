@@ -22,7 +22,7 @@ from penstock.checkpoint.weights import settings
 from penstock.comms.breaking import broken_off
 from penstock.comms.control import Control
 from penstock.engine.consumer import check_optimizer
-from penstock.errors import MismatchError, PenstockError
+from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
 
 
@@ -63,7 +63,7 @@ def save(
     control, name = settled(pipe, "checkpoint.save()"), manifest.folder_of(pipe.step_count)
     with as_one(control, f"write the checkpoint {folder}/{name}", waits=not wait), broken_off(pipe.position.beside):
         final = Path(folder) / name
-        if type(keep) is not int or keep < 1:
+        if not is_whole_number(keep, 1):
             raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
         for argument, each in {"optimizer": optimizer, "scheduler": scheduler}.items():
             if each is not None and not hasattr(each, "state_dict"):

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from penstock import torch_private
 from penstock.engine.comparison import Compared
 from penstock.engine.cut import Cut
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import on
 from penstock.partition.materialise import Init, is_meta, materialise
@@ -49,7 +49,7 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
     for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
         if function is not None and (isinstance(function, type) or not callable(function)):
             raise MismatchError(f"{name} is a function or a module, not {_kind(function)}")
-    if seed is not None and not isinstance(seed, int):
+    if seed is not None and not is_whole_number(seed):
         raise MismatchError(f"seed is a whole number or None, not {_kind(seed)}")
     if not isinstance(scaler, torch.amp.GradScaler | None):
         raise MismatchError(f"scaler is a GradScaler or None, not {_kind(scaler)}")

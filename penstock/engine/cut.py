@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import partition
 from penstock.comms.control import Control
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh import data_parallel
 from penstock.mesh.position import MeshPosition
 from penstock.partition.balance import Balance
@@ -147,7 +147,7 @@ def _form(model: Any) -> str:
 
 def _by_number(model: Mapping[Any, nn.Module], table: Schedule) -> dict[int, nn.Module]:
     for key in model:
-        if not hasattr(key, "__index__"):
+        if not is_whole_number(key):
             numbers = f"whole numbers from 0 to {table.stages - 1}, not of class {type(key).__name__}"
             raise MismatchError(f"the keys of {{stage: module}} are the stages' numbers in {table.name}, {numbers}")
     return {index(key): module for key, module in model.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.checks.intervals import is_power_of_two
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, is_whole_number
 from penstock.partition.rows import bare, dim_of
 from penstock.randomness import aside
 from penstock.stage.microbatch import counts, rows, sizes_of, split
@@ -39,7 +39,7 @@ def tokens(ignore_index: int = IGNORED, weight: Tensor | None = None) -> Callabl
 
     Raises MismatchError for an `ignore_index` or a `weight` of another kind, and for a target that has no class numbers.
     """
-    if not isinstance(ignore_index, int):
+    if not is_whole_number(ignore_index):
         raise MismatchError(f"ps.tokens() takes a whole number as ignore_index, got {ignore_index!r}")
     if weight is not None and not (isinstance(weight, Tensor) and weight.dim() == 1):
         got = f"one of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"

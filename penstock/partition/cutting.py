@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import MismatchError, PenstockError
+from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.partition import graph_stage
 from penstock.partition.attributes import ReadAttributes, recorded, restored
 from penstock.partition.balance import PARAMETERS, Balance
@@ -153,7 +153,7 @@ class Whole:
 
         Times are measured on `device`, where the stages will run; by default where the model is.
         """
-        if not isinstance(stages, int):
+        if not is_whole_number(stages):
             raise MismatchError(f"a model is cut into a whole number of stages, not {stages!r}")
         if self.cuts is not None:
             return self._named(self.cuts, stages)

@@ -142,8 +142,11 @@ def _exported(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str
         try:
             return torch.export.export(_ByName(model), (values,), dynamic_shapes=(sizes,), strict=False), calls
         except Exception as error:
-            told = f"cannot export the forward of {type(model).__name__} ({first_line(error)})"
-            raise MismatchError(f"{told}: change what it says, or give a list with one module for each stage") from error
+            told, change = first_line(error), "change what it says"
+            if "data-dependent" in told:  # torch's words for a decision by values
+                change = "it decides by the values of a tensor, of which the next batch has others: decide with torch.where"
+            told = f"cannot export the forward of {type(model).__name__} ({told}): {change}"
+            raise MismatchError(f"{told}, or give a list with one module for each stage") from error
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import SupportsFloat, SupportsIndex
+from typing import SupportsFloat
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, is_whole_number
 from penstock.plan.advice import bytes_of
 from penstock.plan.layers import Layers
 from penstock.schedule.catalog import FAMILIES
@@ -12,13 +12,13 @@ from penstock.schedule.catalog import FAMILIES
 
 def check(layers: Layers, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]) -> tuple[int, int, int]:
     """`ranks`, `batch` and `seed`. Raises PenstockError for what cannot be planned for."""
-    if not all(isinstance(each, SupportsIndex) and each >= 1 for each in (ranks, batch)):
+    if not (is_whole_number(ranks, 1) and is_whole_number(batch, 1)):
         raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
     if not any(layer.seconds for layer in layers.samples[-1].layers):
         raise PenstockError("all layers take 0 seconds, so any plan is as good: measure them, or say what they take")
     if effort not in list(efforts):
         raise PenstockError(f"effort={effort!r}: use {', '.join(efforts)}")
-    if not isinstance(seed, SupportsIndex):
+    if not is_whole_number(seed):
         raise PenstockError(f"seed={seed!r}: give a whole number")
     return int(ranks), int(batch), int(seed)
 
@@ -35,7 +35,7 @@ def terms(**numbers: float) -> dict[str, float]:
 def whole_numbers(name: str, given: int | Sequence[int]) -> list[int]:
     """The one, or each of several once."""
     asked = list(dict.fromkeys(given)) if isinstance(given, Iterable) else [given]
-    if not asked or not all(isinstance(each, SupportsIndex) for each in asked):
+    if not asked or not all(map(is_whole_number, asked)):
         raise PenstockError(f"{name}={given!r}: give a whole number, or several to choose from")
     return [int(each) for each in asked]
 

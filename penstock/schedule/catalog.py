@@ -5,9 +5,9 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, SupportsIndex
+from typing import Any
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.families import controllable_memory, one_f_one_b, two_chunks
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import PLACEMENTS, Cell, collector_paused
@@ -119,7 +119,7 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
     given = {what: value for what, value in {"stages_per_rank": stages_per_rank, **options}.items() if value is not None}
     for what, value in {"ranks": ranks, "microbatches": microbatches, **given}.items():
-        if not isinstance(value, SupportsIndex) or isinstance(value, bool) or int(value) < 1:
+        if not is_whole_number(value, 1):
             raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
     ranks, microbatches = int(ranks), int(microbatches)
     if ranks * microbatches > MOST:

@@ -26,7 +26,7 @@ from penstock.engine.batch import Call, digest, split
 from penstock.engine.clock import Clock
 from penstock.engine.step import Engine
 from penstock.engine.text.cache import Cache, context_of, takes_part
-from penstock.errors import MismatchError
+from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.fsdp import begin
 from penstock.randomness import mix
 from penstock.schedule.table import Action, Kind
@@ -46,7 +46,7 @@ class Request(NamedTuple):
         """Raises MismatchError for a value that cannot be."""
         for name, least, optional in (("max_new_tokens", 1, False), ("top_k", 1, True), ("eos", 0, True), ("seed", 0, False)):
             value = getattr(self, name)
-            if (value is None and optional) or (type(value) is int and value >= least):
+            if (value is None and optional) or (is_whole_number(value, least)):
                 continue
             allowed = f"a whole number of {least} or more{' or None' if optional else ''}"
             raise MismatchError(f"generate() takes {allowed} as {name}, got {value!r}")

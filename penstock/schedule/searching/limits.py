@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.searching.machine import INFINITE, TOLERANCE
 from penstock.schedule.timing.simulate import Costs
 
 
 def checked_whole(name: str, value: int, least: float) -> int:
     """`value`; raises ScheduleError if it is no whole number of `least` or more."""
-    if not isinstance(value, SupportsIndex) or isinstance(value, bool) or value < least:
+    if not is_whole_number(value, least):
         raise ScheduleError(f"{name}={value!r}: use a whole number" + (f" of {least:g} or more" if least > -INFINITE else ""))
     return int(value)
 
@@ -19,7 +19,7 @@ def checked_whole(name: str, value: int, least: float) -> int:
 def checked_placement(placement: Sequence[int]) -> tuple[int, ...]:
     """`placement`, with a stage at least for each rank; raises ScheduleError for one that is none."""
     homes = tuple(placement) if isinstance(placement, Iterable) else ()
-    if not homes or not all(isinstance(home, SupportsIndex) for home in homes) or {*homes} != {*range(max(homes) + 1)}:
+    if not homes or not all(map(is_whole_number, homes)) or {*homes} != {*range(max(homes) + 1)}:
         raise ScheduleError(f"placement={placement!r} is none: give the rank of every stage, each rank from 0 on at least one")
     return tuple(map(int, homes))
 

@@ -47,39 +47,52 @@ def test_train_compares_bit_for_bit_and_leaves_metrics_and_weights_of_the_uncut_
     assert json.loads((folder / "run.json").read_text())["losses"] == [record["loss"] for record in records]
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["tran"], "there is no command 'tran' (did you mean train?): choose from train, generate, "),
-        (["schedules", "--long"], "Unrecognized options: --long"),
-        (["train", "--schedule", "1f1"], "unknown schedule '1f1' (did you mean 1f1b?)"),
-        (["train", "--ranks", "0"], "--ranks 0 is too small: use 1 or more"),
-        (["train", "--ranks", "50"], "use --ranks 11 or fewer"),
-        (["train", "--data", "READM.md"], "did you mean README.md?"),
-        (["train", "--width", "30"], "--width 30 does not divide by 4 heads: use 28"),
-        (["train", "--model", "gtp"], "'gpt'"),
-        (["train", "--microbatch", "3"], "--microbatches"),
-        (["train", "--checkpoint-every", "-1"], "--checkpoint-every -1 is no number of steps: use 0 (at the end) or more"),
-        (["train", "--keep", "0"], "--keep 0 is too small: use 1 or more"),
-        (["train", "--resume", "test"], "--resume test is no run, it has no run.json (did you mean tests?)"),
-        (["show", "gpip"], "did you mean gpipe?"),
-        (["show", "zb-h1", "--weights", "3"], "--weights 3 is a part of --backward 2: give no more than that"),
-        (
-            ["show", "dualpipe-v", "--overlap", "2"],
-            "overlap is 2.0: give the share of the shorter action that is hidden, 0 to 1",
-        ),
-        (["show", "my.csv", "--group-size", "2"], "the table my.csv is read as it stands: leave out group_size"),
-        (["lab", "77"], "there is no lab 77"),
-    ],
-)
-def test_a_wrong_option_fails_before_torch_is_imported_with_the_nearest_that_works(words, told):
-    done = fresh(*words, launcher=("-X", "importtime", "-m", "penstock"))
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "penstock" in imported
-    assert "torch" not in imported
-    assert done.returncode != 0
-    assert told in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+WRONG_OPTIONS = [
+    (["tran"], "there is no command 'tran' (did you mean train?): choose from train, generate, "),
+    (["schedules", "--long"], "Unrecognized options: --long"),
+    (["train", "--schedule", "1f1"], "unknown schedule '1f1' (did you mean 1f1b?)"),
+    (["train", "--ranks", "0"], "--ranks 0 is too small: use 1 or more"),
+    (["train", "--ranks", "50"], "use --ranks 11 or fewer"),
+    (["train", "--data", "READM.md"], "did you mean README.md?"),
+    (["train", "--width", "30"], "--width 30 does not divide by 4 heads: use 28"),
+    (["train", "--model", "gtp"], "'gpt'"),
+    (["train", "--microbatch", "3"], "--microbatches"),
+    (["train", "--checkpoint-every", "-1"], "--checkpoint-every -1 is no number of steps: use 0 (at the end) or more"),
+    (["train", "--keep", "0"], "--keep 0 is too small: use 1 or more"),
+    (["train", "--resume", "test"], "--resume test is no run, it has no run.json (did you mean tests?)"),
+    (["show", "gpip"], "did you mean gpipe?"),
+    (["show", "zb-h1", "--weights", "3"], "--weights 3 is a part of --backward 2: give no more than that"),
+    (
+        ["show", "dualpipe-v", "--overlap", "2"],
+        "overlap is 2.0: give the share of the shorter action that is hidden, 0 to 1",
+    ),
+    (["show", "my.csv", "--group-size", "2"], "the table my.csv is read as it stands: leave out group_size"),
+    (["lab", "77"], "there is no lab 77"),
+]
+TYPED = """
+import contextlib, io, json, sys
+from penstock.commands import cli
+
+for words in json.loads(sys.argv[1]):
+    sys.argv, code = ["penstock", *words], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([out.getvalue(), code, "torch" in sys.modules]))
+"""
+
+
+def test_a_wrong_option_fails_before_torch_is_imported_with_the_nearest_that_works():
+    done = fresh(json.dumps([words for words, _ in WRONG_OPTIONS]), launcher=("-c", TYPED))
+    assert (done.returncode, done.stderr) == (0, "")
+    for (words, told), line in zip(WRONG_OPTIONS, done.stdout.splitlines(), strict=True):
+        printed, code, imported = json.loads(line)
+        assert not imported, words
+        assert code not in (0, None), words
+        assert told in f"{printed}{code}", words
+        assert "Traceback" not in printed, words
 
 
 @pytest.mark.parametrize(

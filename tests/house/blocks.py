@@ -81,10 +81,17 @@ def docstrings() -> Iterator[tuple[str, str]]:
     """Each docstring of the package that has an example, by the dotted name of what it is of, and the example."""
     for path in sorted((ROOT / "penstock").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            if documented and (code := "\n\n".join(_examples(ast.get_docstring(node) or ""))):
+        for node in _documented(ast.parse(path.read_text(encoding="utf-8"))):
+            if code := "\n\n".join(_examples(ast.get_docstring(node) or "")):
                 yield f"{module}.{getattr(node, 'name', '')}".rstrip("."), code
+
+
+def _documented(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    """A module, its classes and functions, and those inside them."""
+    yield node
+    for each in node.body:
+        if isinstance(each, ast.ClassDef | ast.FunctionDef):
+            yield from _documented(each)
 
 
 def _examples(text: str) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import pytest
@@ -47,8 +47,9 @@ def refusal(schedule: Schedule, **options: object) -> str:
 
 @pytest.mark.parametrize("name", names())
 def test_every_table_of_the_catalog_is_proved(name):
-    for ranks in range(1, 10):
-        for microbatches in (*range(1, 2 * ranks + 2), 16):
+    for ranks in (1, 2, 3, 4, 5, 8):
+        few, around = range(1, 2 * ranks + 2), (1, ranks - 1, ranks, ranks + 1, 2 * ranks + 1)
+        for microbatches in few if ranks < 5 else around:
             schedule = build(name, ranks, microbatches)
             proof = verify(schedule)
             moves = [ends for ends in pairwise(schedule.placement) if ends[0] != ends[1]]
@@ -70,10 +71,9 @@ def stops(name: str, model: Model, ranks: int, microbatches: int) -> bool:
 @pytest.mark.parametrize("model", MODELS[1:], ids="-".join)
 @pytest.mark.parametrize("name", names())
 def test_most_of_the_catalog_stops_when_compute_waits_for_sends_or_both_directions_share_a_channel(name, model):
-    for ranks in range(1, 7):
-        for microbatches in range(1, 9):
-            stopped = not accepts(build(name, ranks, microbatches), model)
-            assert stopped is stops(name, model, ranks, microbatches), (ranks, microbatches)
+    for ranks, microbatches in [*product((1, 2, 3, 4), range(1, 6)), (2, 8), (3, 7), (6, 5), (6, 6), (6, 8)]:
+        stopped = not accepts(build(name, ranks, microbatches), model)
+        assert stopped is stops(name, model, ranks, microbatches), (ranks, microbatches)
 
 
 SMALL = [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3)]  # P, M
@@ -83,7 +83,7 @@ OURS_QUICKLY = [MODELS[0], *[pytest.param(model, marks=pytest.mark.slow) for mod
 @pytest.mark.parametrize("model", OURS_QUICKLY, ids="-".join)
 @pytest.mark.parametrize("name", names())
 def test_every_table_one_change_away_is_judged_as_its_execution(name, model):
-    for ranks, microbatches in SMALL:
+    for ranks, microbatches in SMALL if model == MODELS[0] else [(2, 2)]:
         for mutant in all_mutants(build(name, ranks, microbatches)):
             assert accepts(mutant, model) == is_right(mutant, model), f"{mutant}"
 

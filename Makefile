@@ -53,16 +53,21 @@ $(VENV)/docs: $(VENV)/ready
 	$(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
-# Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py.
-NCCL_ENGINE := faults model data training generation mistakes pipeline undone agreement
-NCCL_TESTS := tests/stage tests/mesh/test_mesh.py $(NCCL_ENGINE:%=tests/engine/test_%.py)
+# Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py. `ahead` connects
+# at first use as `lazy` does, and takes every test; `lazy` those in which the host waits, `eager` those that make groups.
+NCCL_LAZY := faults mistakes undone agreement
+NCCL_EAGER := faults pipeline
+NCCL_AHEAD := faults model data training generation mistakes pipeline undone agreement
+NCCL_TESTS_lazy := $(NCCL_LAZY:%=tests/engine/test_%.py)
+NCCL_TESTS_eager := $(NCCL_EAGER:%=tests/engine/test_%.py) tests/mesh/test_mesh.py::test_it_has_the_gradients_of_one_process
+NCCL_TESTS_ahead := $(NCCL_AHEAD:%=tests/engine/test_%.py) tests/mesh/test_mesh.py tests/stage
 nccl: $(VENV)/ready nccl-lazy nccl-eager nccl-ahead
-	$(PYTEST) -m nccl tests/nccl
+	$(PYTEST) -n 2 --dist load -m nccl tests/nccl
 
 # Not what a system refuses to lines in memory only, nor what `launch` itself refuses: ranks have another function there.
 NCCL_NOT := (system_refuses and not open) or calls_the_function
 nccl-%:
-	$(PYTEST) --over-nccl $* -m "ranks and not (fresh or timed or slow)" -k "not ($(NCCL_NOT))" $(NCCL_TESTS)
+	$(PYTEST) -n 2 --dist loadfile --over-nccl $* -m "ranks and not (fresh or slow)" -k "not ($(NCCL_NOT))" $(NCCL_TESTS_$*)
 
 # Every supported release of torch and Python: docs/reference/releases.md. `make matrix MATRIX="--torch 2.15.0"` refreshes a part of it.
 matrix: $(VENV)/ready

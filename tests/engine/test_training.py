@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from reference import accumulate, assert_same, data, gradients, make, merged, pieces
+from together import together
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -19,7 +20,10 @@ M = 3
 
 def everyone(function, ranks, *args):
     """What the ranks return, (something that is the same everywhere, a dict that is not), put together."""
-    results = ps.launch(function, ranks, *args)
+    return as_one(ps.launch(function, ranks, *args))
+
+
+def as_one(results):
     return results[0][0], merged([part for _, part in results])
 
 
@@ -156,8 +160,9 @@ def rank_recomputing(schedule, recompute):
 @pytest.mark.parametrize("recompute", ["stage", "block"])
 @pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
 def test_recomputation_runs_each_block_once_more_and_changes_no_bit(schedule, ranks, recompute):
-    (losses, _), plain = everyone(rank_recomputing, ranks, schedule, None)
-    (again, _), found = everyone(rank_recomputing, ranks, schedule, recompute)
+    runs_of = together(rank_recomputing, ranks, tuple((schedule, each) for each in (None, "stage", "block")))
+    (losses, _), plain = as_one(runs_of[schedule, None])
+    (again, _), found = as_one(runs_of[schedule, recompute])
     assert all(map(torch.equal, losses, again))
     runs = [name for name in plain if plain[name].dtype == torch.int64 and not name.endswith("now")]
     assert [int(plain[name]) for name in runs] == [3 * M] * 4  # two steps and an evaluation

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from blocks import PAGES, Block, Listing, docstrings, page, run
 
 import penstock as ps
+from penstock.schedule.searching import search as searching
 
 LISTINGS = [listing for path in PAGES if (listing := page(path)).blocks]
 TESTED = {  # pages whose programs have a test of their own, which runs them on ranks
@@ -92,10 +93,11 @@ LEFT_OUT = {  # and why
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
-    """A folder for what is written, and no process group afterwards."""
+    """A folder for what is written, short searches, and no process group afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setitem(searching.EFFORTS, "quick", 100_000)  # steps: enough to find a table
     before = set(sys.modules)
     yield
     if dist.is_initialized():

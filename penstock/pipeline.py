@@ -13,57 +13,35 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from penstock import comms, partition
+from penstock import comms
 from penstock.comms.control import Control, control_of
 from penstock.comms.health.doing import doing
 from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
-from penstock.engine.build import (
-    Planned,
-    Rule,
-    check_arguments,
-    check_options,
-    check_plan,
-    placed,
-    recompute_of_stages,
-    stages,
-    table,
-)
-from penstock.engine.checks import stale
+from penstock.engine.build import Planned, Rule, check_request, connect, placed
+from penstock.engine.checks import trained_elsewhere
 from penstock.engine.checks.factor import GradientFactor
-from penstock.engine.checks.guard import Guard, OnNonfinite, check_choice
-from penstock.engine.checks.loss_reads import check_loss_reads
-from penstock.engine.checks.nonfinite import Watch
-from penstock.engine.checks.shared_layers import SharedLayers
-from penstock.engine.checks.strays import Strays
-from penstock.engine.clock import skew
-from penstock.engine.comparison import compared
+from penstock.engine.checks.guard import Guard, OnNonfinite
+from penstock.engine.comparison import compare
 from penstock.engine.consumer import check_optimizer, norm_type_of, optimizer_of
-from penstock.engine.cut import agreed_cut, check_bare
+from penstock.engine.cut import agreed_cut
 from penstock.engine.instead import NoModule, learned_from
-from penstock.engine.loss import LossByRows, Reduction, UnequalCounts, check_reduction, warn_of_inner_reduction
+from penstock.engine.last_step import LastStep
+from penstock.engine.loss import LossChecks, Reduction
 from penstock.engine.redistribute import Redistribution, Source, change_arguments, optimizers_in
-from penstock.engine.report import Beside, Outcome, StepReport, measured, numbers
-from penstock.engine.step import Engine
+from penstock.engine.report import Outcome, StepReport
 from penstock.engine.text.generation import Request, generate
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in
 from penstock.mesh.sampler import ReplicaSampler
-from penstock.mesh.side_by_side import side_by_side
 from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.materialise import Init
-from penstock.partition.rows import rows_dim_for
 from penstock.randomness import aside
-from penstock.schedule import Event, MeasuredTimeline, Schedule, verify
+from penstock.schedule import MeasuredTimeline, Schedule
 from penstock.schedule.catalog import all_options
-from penstock.schedule.rank_program import RankPrograms
-from penstock.schedule.transform import with_full_backwards
-from penstock.stage.copies import StageCopies
 from penstock.stage.layers import Recompute, evaluating
-from penstock.stage.parameters import Parameters
-from penstock.stage.tied import TiedParameters
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count(1)  # of pipelines in this process, the same on every rank
@@ -178,97 +156,49 @@ class Pipeline(NoModule):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "model")}
         before = model if isinstance(model, Redistribution) else None  # of `rebuild`
         model = before.model if before else model
-        self.loss_fn, self.loss_weight, self.seed, self.scaler = loss_fn, loss_weight, seed, scaler
-        self.reduction = reduction
+        self.loss_fn, self.loss_weight, self.reduction, self.seed, self.scaler = loss_fn, loss_weight, reduction, seed, scaler
+        self.merge_weight_gradients = merge_weight_gradients
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
-        self.clock_error = 0.0  # seconds by which times of different machines may be off
         world = topology or comms.init_distributed()
         self._control = control_of(world)
         self._number: int | None = None
         self._calls, self._process = threading.Lock(), os.getpid()
-        with self.collective("Pipeline(..)"), stale.unguarded(model):
+
+        with self.collective("Pipeline(..)"), trained_elsewhere.unguarded(model):
             self._number = next(_count)  # of the pipeline: what its calls are told by
             self.position = position_in(mesh, world)
             self.topology = self.position.pipeline  # this rank's place in its pipeline
             self._control.add_mesh(self._number, self.position.beside)
-            check_arguments(model, schedule, loss_fn, loss_weight, seed, scaler)
-            check_reduction(loss_fn, reduction, loss_weight)
-            if options:
-                check_options(options, schedule, inspect.signature(Pipeline).parameters)
-            check_choice(on_nonfinite)
-            if plan is not None:
-                check_plan(plan, cuts, recompute, options)
-                schedule, microbatches, cuts, recompute = plan.schedule, plan.microbatches, plan.cuts, plan.recompute
-            self.schedule, self._program = table(schedule, self.topology.world_size, microbatches, options)
-            check_bare(model, self.schedule, cuts, example_args, example_kwargs)
-            self.rows_dim = rows_dim_for(model, rows_dim)
-            ways = recompute_of_stages(recompute, self.schedule)
-            whole = before.recut(cuts) if before else partition.whole(model, cuts, example_args, example_kwargs, self.rows_dim)
-            cut = agreed_cut(self._control, self.position, self.schedule, whole or model, () if plan is None else plan.layers)
-            attributes = whole.attributes if whole else None
-            source = Source(model, whole, {} if whole else cut.every)
-            runs = with_full_backwards(self.schedule)  # I and W right after each other are one B
-            if cut.skips or runs.actions != self.schedule.actions:
-                self._program = verify(runs, skips=cut.skips).program
-            alike = {
-                "seed": seed,
-                "reduction": reduction,
-                "data_parallel": data_parallel,
-                "tensor_parallel": tensor_parallel,
-                "on_nonfinite": on_nonfinite,
-                "rows_dim": self.rows_dim,
-            }
-            self._compared = compared(self._control, self.position, self.schedule, cut, alike)
-            elsewhere = cut.elsewhere(self._compared.names)
+
+            request = check_request(model, arguments, self.topology.world_size, before)
+            self.schedule, self.rows_dim = request.schedule, request.rows_dim
+
+            cut = agreed_cut(self._control, self.position, self.schedule, request.whole or model, request.planned)
+            self._source = Source(model, request.whole, {} if request.whole else cut.every)
+
+            compared = compare(self._control, self.position, self.schedule, cut, request.alike)
+
             if before:
                 modules, unset = before.move(self._control, self.topology, cut.modules), set[str]()
             else:
-                stale.check(source.tensors.of(cut.modules), self._compared.changed, self.position.world.rank)
-                modules, unset = placed(cut, self._compared, self.topology.device, seed, init)
-            merge, names = merge_weight_gradients, self._compared.names
-            copies = side_by_side(self.position, modules, cut.copies, cut.tied, names, tensor_parallel, data_parallel)
-            self._control.gather_objects(None, "to build the pipeline")
-            parts = stages(cut, self._compared, modules, copies, runs, self.position, loss_fn, ways, merge)
-            aliases = cut.aliases(names)
-            tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, self.topology)
-            tied.share_values()
-            self._parameters = Parameters(modules, names, aliases, cut.order, unset)
-            if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
-                elsewhere += tied.borrowed()
-            strays = Strays(self.position.world.rank, modules, elsewhere)
-            if loss_fn is not None and whole is not None and (last := self.schedule.stages - 1) in modules:
-                check_loss_reads(loss_fn, whole.model, set(modules[last].modules()))
-            tensors = source.tensors
-            here, others = tensors.of(modules), tensors.elsewhere(modules)
-            if self.topology.world_size > 1:
-                stale.note(str(self._number), here, others, self._compared.changed)
-            shared = SharedLayers(here, others)
-            self.skew = skew(self._control, self._compared.machines)
-            watch = Watch(self.position.world.rank, parts, self._parameters.names) if on_nonfinite else None
+                trained_elsewhere.check(self._source.tensors.of(cut.modules), compared.changed, world.rank)
+                modules, unset = placed(cut, compared, self.topology.device, seed, init)
+
+            self._engine = connect(self._control, self.position, request, cut, compared, modules, unset)
+            here, elsewhere = (tensors := self._source.tensors).of(modules), tensors.elsewhere(modules)
+            changed, ranks = compared.changed, self.topology.world_size
+            self._engine.shared = trained_elsewhere.note(self._number, here, elsewhere, changed, ranks)
+
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
-        self._source = source
-        self.merge_weight_gradients = merge
+        self._parameters, self._guard = self._engine.parameters, Guard(self._engine, on_nonfinite)
+        self._factor = GradientFactor(self._parameters, world.world_size)
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
-        self.origin = cut.origin  # of a model with a configuration: that, and its class
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
-        programs = RankPrograms(self._program, self.topology.rank, merge)
-        watches = watch, strays, attributes, shared
-        self._engine = Engine(self._control, self.position, programs, parts, self._parameters, tied, *watches)
-        self._guard = Guard(self._engine, on_nonfinite)
-        self._factor = GradientFactor(self._parameters, self.position.world.world_size)
-        self.beside: Beside | None = None  # what goes on beside the steps, the same on every rank: a checkpoint's writing
-        self._last: Outcome | None = None  # of the last step
-        self._unequal: UnequalCounts | None = None  # on one rank that has the target
-        self._by_rows: LossByRows | None = None  # likewise
+        self._loss_checks: LossChecks | None = None  # on one rank that has the target
         if loss_fn is not None and self.position.copy == 0 and self.topology.rank == self.last_rank:
-            if loss_weight is None:
-                warn_of_inner_reduction(loss_fn, reduction)
-            if loss_weight is None and reduction == "mean":
-                self._unequal = UnequalCounts(loss_fn, self.schedule.microbatches, self.rows_dim)
-            if self.schedule.microbatches > 1:
-                self._by_rows = LossByRows(loss_fn, reduction, loss_weight, self.rows_dim)
+            self._loss_checks = LossChecks(loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim)
         self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
-        self._options = [*inspect.signature(Pipeline).parameters, *all_options()]  # read-only from here on
+        self._options = ["model", *arguments, *all_options()]  # read-only from here on
 
     # -- training and evaluation ------------------------------------------------------------------------------------
 
@@ -309,7 +239,8 @@ class Pipeline(NoModule):
         step works, unless there is an axis dp or tp. A checkpoint that could not be written beside the steps is told here, once
         and before the step begins: the same call does it then.
         """
-        self._tell_what_failed_beside()
+        if self.report is not None and any(self.report.failed_beside):
+            self._engine.settle_background_save()
         outcome = self._run(True, args, kwargs, target, scale=scale, losses=losses, wants_outputs=return_outputs)
         if losses is not None:
             losses[:] = outcome.losses
@@ -412,9 +343,7 @@ class Pipeline(NoModule):
         optimizers that differ between ranks, hooks that would stay behind, and parameters in shards (`fsdp`, `tp`). This
         pipeline goes on then, unless there is an axis dp. What a checkpoint's writing came to is told as by `step`.
         """
-        writing, self.beside = self.beside, None
-        if writing is not None:
-            writing.settle()
+        self._engine.settle_background_save()
         changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts}
         before: Any = None
         try:
@@ -449,7 +378,8 @@ class Pipeline(NoModule):
     def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **options: Any) -> Outcome:
         settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
         if training:
-            options |= {"factor": self._factor.read(), "stepped": self._factor.stepped(), "by_rows": self._by_rows}
+            by_rows = self._loss_checks and self._loss_checks.by_rows
+            options |= {"factor": self._factor.read(), "stepped": self._factor.stepped(), "by_rows": by_rows}
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
@@ -458,36 +388,32 @@ class Pipeline(NoModule):
         name = "step()" if training else "eval()"
         with self.collective(name, announces=False), mode, doing.step(number, training), own_draws:
             self._check_mesh()
-            self._engine.offset, self._engine.beside = self.skew.offset, self.beside
             outcome = self._guard.step(call)
             self.step_count += training
         if training:
             self._factor.remember()
             step_done(self.step_count)
             if self._source.whole is not None and self.topology.world_size > 1:
-                stale.guard(self._source.whole.model)
-        has_warned = self._unequal is not None and target is not None and self._unequal.look(target)
-        if not has_warned and self._by_rows is not None:
-            self._by_rows.tell()
-            self._by_rows = None if self._by_rows.has_looked else self._by_rows
-        self._last = outcome._replace(outputs=())  # which are the caller's
+                trained_elsewhere.guard(self._source.whole.model)
+        if self._loss_checks is not None:
+            self._loss_checks.look(target)
+        self._engine.outcome = outcome._replace(outputs=())  # which are the caller's
         return outcome
 
-    def _tell_what_failed_beside(self) -> None:
-        """Raise, on every rank before the same step, what by the end of the last one had failed beside the steps."""
-        if self.beside is not None and self.report is not None and any(self.report.failed_beside):
-            failed, self.beside = self.beside, None
-            failed.settle()
+    @property
+    def last(self) -> LastStep:
+        """What the last step came to: `report`, `metrics()`, `timeline()`, `clock_error`, and `lines()`."""
+        return LastStep(self._engine, self.collective)
 
     @property
     def report(self) -> StepReport | None:
         """What the last step took, the same on every rank; None before the first."""
-        return self._last and self._last.report
+        return self.last.report
 
     @property
     def preempted(self) -> bool:
         """Whether any rank has been asked to save and leave (`ps.comms.catch_preemption`): the same after the same step."""
-        return self._last is not None and any(self._last.report.preempted)
+        return self.report is not None and any(self.report.preempted)
 
     @contextmanager
     def collective(self, call: str, announces: bool = True) -> Iterator[Control]:
@@ -595,32 +521,6 @@ class Pipeline(NoModule):
             raise MismatchError(f"{told}: of files, checkpoint.import_weights(pipe, path)")
         self._parameters.load_state_dict(state, strict)
 
-    def unfit(self, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
-        """The names that keep `load_state_dict` from taking a state of these names and shapes (None: no tensor), by the reason.
-
-        There are three: `missing` on this rank, `unknown` to the model, `of another shape`.
-        """
-        return self._parameters.unfit(shapes)
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Further names in the uncut model of what has several, as tied parameters have -> the first of each."""
-        return self._parameters.aliases
-
-    @property
-    def tied(self) -> dict[str, list[int]]:
-        """The parameters that several ranks of a pipeline have, by name -> those ranks, in the order of their stages."""
-        return self._engine.tied.owners
-
-    @property
-    def homes(self) -> dict[str, list[int]]:
-        """Every name in the uncut model's state, in its order -> the stages that have it."""
-        found: dict[str, list[int]] = {name: [] for name in self._parameters.order}
-        for stage, names in enumerate(self._parameters.names):
-            for name in names.values():
-                found.setdefault(name, []).append(stage)
-        return found
-
     def gather(self, make: Callable[[], Any], what: str = "to gather values") -> list[Any]:
         """What `make()` gives on every rank, by rank: numbers and texts, in lists and dicts. All ranks call it, between steps.
 
@@ -655,8 +555,7 @@ class Pipeline(NoModule):
         time took, `between_steps_seconds/..` what lay before the step since the one before: the optimizer, the next batch;
         `averaging_seconds/..` what replicas took after their last action until gradients were averaged.
         """
-        timeline = self._timeline("metrics()")
-        return numbers(self._done().report, timeline)
+        return self.last.metrics()
 
     def timeline(self) -> MeasuredTimeline:
         """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
@@ -664,28 +563,13 @@ class Pipeline(NoModule):
         Of pipelines side by side, each gets its own. Memory is in bytes (`engine/memory.py`) unless a stage is compiled.
         Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in seconds.
         """
-        return self._timeline("timeline()")
+        return self.last.timeline()
 
-    def _timeline(self, call: str) -> MeasuredTimeline:
-        with self.collective(call):
-            last = self._done()
-            self.skew = skew(self._control, self._compared.machines)  # clocks drift apart
-            last.clock.offset = self.skew.offset
-            intervals = zip(last.actions, last.clock.intervals(), strict=True)
-            mine = tuple(Event(self.topology.rank, action, *times) for action, times in intervals)
-            everyone = self._control.gather_objects((mine, self.skew.error, last.sizes), "to tell their timelines")
-            ranks = [self.topology.of_job(rank) for rank in range(self.topology.world_size)]
-            rows, errors, sizes = zip(*[everyone[rank] for rank in ranks], strict=True)
-        self.clock_error = max(errors)
-        return measured(self.schedule, rows, sizes, last.report, self.position, self._program.skips)
+    @property
+    def clock_error(self) -> float:
+        """Seconds by which the times of different machines in the last `timeline()` may be off."""
+        return self.last.clock_error
 
     def lines(self) -> dict[str, str]:
         """What carries this rank's messages: `{"0-1": "memory that both processes see"}`. All ranks call it."""
-        with self.collective("lines()"):
-            return {name: line.way for name, line in self._engine.channels.lines.items()}
-
-    def _done(self) -> Outcome:
-        """Of the last step. Raises PenstockError before the first."""
-        if self._last is None:
-            raise PenstockError("there is no timeline yet: run a step first")
-        return self._last
+        return self.last.lines()

@@ -69,7 +69,7 @@ def describe(kind: str, name: str) -> str:
 
 def check_replicas(control: Control, pipe: Pipeline, optimizer: Any = None) -> None:
     """Raises MismatchError, on every rank, where ranks that have the same parameter, or shard of one, differ in its bits."""
-    among = None if pipe.position.copies > 1 else pipe.tied  # a chain of ranks has no more than these twice
+    among = None if pipe.position.copies > 1 else pipe._engine.tied.owners  # a chain of ranks has no more than these twice
     if among is not None and not among:  # on no rank
         return
     mine: dict[str, dict[str, str]] = {}
@@ -81,7 +81,7 @@ def check_replicas(control: Control, pipe: Pipeline, optimizer: Any = None) -> N
         for name, each in named.items():
             if isinstance(each, dict):
                 differ = f"{describe(kind, name)} is not the same on all ranks that have it: {ranks_by_digest(each)}"
-                raise MismatchError(f"{differ}; {CAUSES}" if name in pipe.tied else differ)
+                raise MismatchError(f"{differ}; {CAUSES}" if name in pipe._engine.tied.owners else differ)
 
 
 def _of_all(control: Control, pipe: Pipeline, optimizer: Any, what: str) -> Digests:
@@ -89,7 +89,7 @@ def _of_all(control: Control, pipe: Pipeline, optimizer: Any, what: str) -> Dige
     mine: dict[str, dict[str, str]] = {}
     for kind, name, _, value in _values(pipe, optimizer):
         mine.setdefault(kind, {})[name] = digest(value)
-    return _merged(control.gather_objects(mine, what), list(pipe.homes))
+    return _merged(control.gather_objects(mine, what), pipe._engine.parameters.order)
 
 
 def _merged(everyone: Sequence[Mapping[str, Mapping[str, str]]], order: Sequence[str]) -> Digests:
@@ -108,7 +108,7 @@ def _merged(everyone: Sequence[Mapping[str, Mapping[str, str]]], order: Sequence
 
 def _values(pipe: Pipeline, optimizer: Any, among: Collection[str] | None = None) -> Iterator[tuple[str, str, Any, Any]]:
     """Kind, name, tensor of the model, and the value that this rank has, of each or of those `among` the names."""
-    aliases, done = pipe.aliases, set[tuple[str, str]]()
+    aliases, done = pipe._engine.parameters.aliases, set[tuple[str, str]]()
     everything = [("weights", name, value, value) for name, value in pipe.state_dict().items()]
     for name, parameter in pipe.named_parameters():
         state = getattr(optimizer, "state", {}).get(parameter)
@@ -156,12 +156,12 @@ class Trail:
     def _begin(self, settings: Settings) -> None:
         """Leave what goes on, and say with what it does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        pipe, done = self.pipe, self.pipe.step_count
+        pipe, names, done = self.pipe, self.pipe._engine.parameters, self.pipe.step_count
         records = [each for each in json_lines.read(self.path) if each["step"] < done + ("run" not in each)]
         run = {
             "settings": {**settings, "microbatches": pipe.schedule.microbatches, "layers' seed": pipe.seed},
             "conditions": conditions(pipe),
-            "names": list(dict.fromkeys(pipe.aliases.get(name, name) for name in pipe.homes)),
+            "names": list(dict.fromkeys(names.aliases.get(name, name) for name in names.order)),
         }
         json_lines.write(self.path, [*records, {"step": done, "run": run}])
 

@@ -81,12 +81,12 @@ def _homes(path: Path) -> dict[str, Path]:
 def _sources(pipe: Pipeline, names: Mapping[str, str]) -> dict[str, Source]:
     """What each of the model's tensors is made of; `names`: those of the files' tensors as they are here -> in the files."""
     found = None
-    if pipe.origin is not None and pipe.unfit(dict.fromkeys(names))[UNKNOWN]:
-        found = transformers_form.sources(pipe.origin, names)
+    if pipe._engine.parameters.origin is not None and pipe._engine.parameters.unfit(dict.fromkeys(names))[UNKNOWN]:
+        found = transformers_form.sources(pipe._engine.parameters.origin, names)
     if found is None:
         found = {name: Source([name], transformers_form.same) for name in names}
     sources = {name: Source([names[place] for place in places], made) for name, (places, made) in found.items()}
-    return under_all_names(sources, pipe.aliases)
+    return under_all_names(sources, pipe._engine.parameters.aliases)
 
 
 def _opened(homes: Mapping[str, Path], places: Sequence[str]) -> TensorFiles:

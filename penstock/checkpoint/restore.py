@@ -47,7 +47,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     with as_one(control, f"resume from {', '.join(map(str, folders))}"):
         consumer.check_optimizer(optimizer, pipe.topology.world_size)
         chosen, content, files = newest_whole(control, *folders)
-        kept = _kept(content, files, pipe.aliases)
+        kept = _kept(content, files, pipe._engine.parameters.aliases)
         unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})
         if any(unfit.values()):
             raise MismatchError(f"{chosen} does not fit this model: {told(unfit)}")

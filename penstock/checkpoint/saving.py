@@ -86,7 +86,7 @@ def save(
         write()
         return Saving(final)
     thread = ThreadPoolExecutor(1, f"writing {final.name}")
-    pipe.beside = saving = Saving(final, thread.submit(write))
+    pipe._engine.background_save = saving = Saving(final, thread.submit(write))
     thread.shutdown(wait=False)
     return saving
 
@@ -117,7 +117,7 @@ def check_given(told: Sequence[Sequence[str]]) -> None:
 def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
     check_optimizer(optimizer, pipe.topology.world_size)
-    rank, aliases, state = pipe.position.world.rank, pipe.aliases, own_state(pipe)
+    rank, aliases, state = pipe.position.world.rank, pipe._engine.parameters.aliases, own_state(pipe)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}

@@ -67,9 +67,7 @@ def settled(pipe: Pipeline, call: str) -> Control:
         raise MismatchError(f"a checkpoint is of a Pipeline, not a {type(pipe).__name__}: save(folder, pipe)")
     with pipe.collective(call):
         pass
-    if pipe.beside is not None:
-        pipe.beside.settle()
-        pipe.beside = None
+    pipe._engine.settle_background_save()
     if pipe not in _controls:
         _controls[pipe] = Control(pipe.position.world, f"penstock/checkpoint/{next(_count)}")
     return _controls[pipe]
@@ -80,7 +78,7 @@ def own_state(pipe: Pipeline) -> dict[str, Any]:
 
     Ranks that have the same stage, along the mesh's axes `dp` and `tp`, share the work.
     """
-    aliases, position = pipe.aliases, pipe.position
+    aliases, position = pipe._engine.parameters.aliases, pipe.position
     state: dict[str, Any] = {}
     for number, (name, value) in enumerate(pipe.state_dict().items()):
         whole = full(value)  # all who have a piece of it ask for it
@@ -102,8 +100,8 @@ def under_all_names(stored: Mapping[str, T], aliases: Mapping[str, str]) -> dict
 
 
 def differences(control: Control, pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What `pipe.unfit` says of a state of these names and shapes, over all ranks and the same on each."""
-    everyone = control.gather_objects(pipe.unfit(shapes), "to compare names and shapes")
+    """What `pipe._engine.parameters.unfit` says of a state of these names and shapes, over all ranks and the same on each."""
+    everyone = control.gather_objects(pipe._engine.parameters.unfit(shapes), "to compare names and shapes")
     return {kind: list(dict.fromkeys(name for each in everyone for name in each[kind])) for kind in everyone[0]}
 
 

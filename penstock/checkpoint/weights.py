@@ -48,7 +48,7 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
     path, control = Path(path), settled(pipe, "checkpoint.export()")
     with as_one(control, f"export to {path}"):
         check_replicas(control, pipe)
-        _write(control, path, own_state(pipe), pipe.aliases, settings(pipe), max_shard_size)
+        _write(control, path, own_state(pipe), pipe._engine.parameters.aliases, settings(pipe), max_shard_size)
 
 
 def export_folder(folder: str | Path, path: str | Path, max_shard_size: int | str = "5GB") -> Path:
@@ -67,7 +67,7 @@ def export_folder(folder: str | Path, path: str | Path, max_shard_size: int | st
 
 def settings(pipe: Pipeline) -> dict[str, Any]:
     """The files that transformers keeps beside a model's weights -> what is in them, as JSON."""
-    origin = pipe.origin
+    origin = pipe._engine.parameters.origin
     if origin is None or not hasattr(origin.config, "to_json_string"):
         return {}
     files = {"config.json": origin.config, "generation_config.json": origin.generation_config}

@@ -1,38 +1,95 @@
-"""From what the user gives to what this rank runs: the table, proved; the model, in memory; the stages made of it.
+"""From what the user gives to what this rank runs: the table, proved; the model, in memory; the stages made of it, connected.
 
-All ranks build at once and compare what they build, so that whatever does not fit together is told before data flows.
+All ranks build at once and compare what they build (`comparison.py`), so that whatever does not fit together is told before
+data flows. `Pipeline.__init__` has the order of the steps.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from penstock import torch_private
+from penstock import partition, torch_private
+from penstock.comms.control import Control
+from penstock.engine.checks.guard import check_choice
+from penstock.engine.checks.loss_reads import check_loss_reads
+from penstock.engine.checks.nonfinite import Watch
+from penstock.engine.checks.strays import Strays
 from penstock.engine.comparison import Compared
-from penstock.engine.cut import Cut
+from penstock.engine.cut import Cut, check_bare
+from penstock.engine.loss import check_reduction
+from penstock.engine.redistribute import PLANNED, Redistribution
+from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.position import MeshPosition
+from penstock.mesh.side_by_side import side_by_side
 from penstock.partition.graph_stage import on
 from penstock.partition.materialise import Init, is_meta, materialise
+from penstock.partition.rows import rows_dim_for
 from penstock.schedule import Program, Schedule, build, from_rows, verify
 from penstock.schedule.catalog import did_you_mean, family_options
+from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import read
 from penstock.schedule.table import Cell
+from penstock.schedule.transform import with_full_backwards
 from penstock.stage.copies import StageCopies
 from penstock.stage.exchange.neighbours import neighbours_of
 from penstock.stage.layers import Recompute, check_recompute
+from penstock.stage.parameters import Parameters
 from penstock.stage.stage import Stage
+from penstock.stage.tied import TiedParameters
 
 Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
 Modules = dict[int, nn.Module]  # by stage
 
 
-def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, seed: Any, scaler: Any) -> None:
-    """Raises MismatchError for what is of another kind than `Pipeline` takes."""
+class Request(NamedTuple):
+    """What a pipeline was asked for, as far as one rank alone can check it."""
+
+    given: Any  # its arguments, as attributes
+    schedule: Schedule
+    program: Program  # of that
+    rows_dim: int
+    recompute: Sequence[Recompute | None]  # of every stage
+    whole: partition.Whole | None  # the model, if it is to be cut
+    planned: Sequence[str]  # the layers that a plan was made for
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """The options that must be the same on all ranks, besides what the schedule and the model say themselves."""
+        names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite")
+        return {name: getattr(self.given, name) for name in names} | {"rows_dim": self.rows_dim}
+
+
+def check_request(model: Any, arguments: Mapping[str, Any], ranks: int, before: Redistribution | None) -> Request:
+    """What `Pipeline` was asked for by its `arguments`, on so many ranks; `before`: in the place of another pipeline.
+
+    Raises MismatchError for what is of another kind than `Pipeline` takes, ScheduleError for a table that cannot be proved.
+    """
+    given = SimpleNamespace(**arguments)
+    _check_kinds(model, given)
+    check_reduction(given.loss_fn, given.reduction, given.loss_weight)
+    if given.options:
+        check_options(given.options, given.schedule, ["model", *arguments])
+    check_choice(given.on_nonfinite)
+    if (plan := given.plan) is not None:
+        check_plan(plan, given.cuts, given.recompute, given.options)
+        vars(given).update({name: getattr(plan, name) for name in PLANNED})
+
+    schedule, program = table(given.schedule, ranks, given.microbatches, given.options)
+    cutting = given.cuts, given.example_args, given.example_kwargs
+    check_bare(model, schedule, *cutting)
+    rows_dim = rows_dim_for(model, given.rows_dim)
+    recompute = recompute_of_stages(given.recompute, schedule)
+    whole = before.recut(given.cuts) if before else partition.whole(model, *cutting, rows_dim)
+    return Request(given, schedule, program, rows_dim, recompute, whole, () if plan is None else plan.layers)
+
+
+def _check_kinds(model: Any, given: Any) -> None:
     modules = list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
     for each in modules:
         if not isinstance(each, nn.Module):
@@ -44,17 +101,17 @@ def check_arguments(model: Any, schedule: Any, loss_fn: Any, loss_weight: Any, s
             )
         if lazy := [name for name, value in each.state_dict(keep_vars=True).items() if is_lazy(value)]:
             raise MismatchError(f"{lazy[0]} has no shape yet: run one batch through the model before, `model(inputs)`")
-    if not isinstance(schedule, str | PathLike | Schedule) and not callable(schedule):
-        raise MismatchError(f"the schedule is a name, a Schedule, a CSV file's path or a function, not {_kind(schedule)}")
-    for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):
+    if not isinstance(given.schedule, str | PathLike | Schedule) and not callable(given.schedule):
+        raise MismatchError(f"the schedule is a name, a Schedule, a CSV file's path or a function, not {_kind(given.schedule)}")
+    for name, function in (("loss_fn", given.loss_fn), ("loss_weight", given.loss_weight)):
         if function is not None and (isinstance(function, type) or not callable(function)):
             raise MismatchError(f"{name} is a function or a module, not {_kind(function)}")
-    if seed is not None and not is_whole_number(seed):
-        raise MismatchError(f"seed is a whole number or None, not {_kind(seed)}")
-    if not isinstance(scaler, torch.amp.GradScaler | None):
-        raise MismatchError(f"scaler is a GradScaler or None, not {_kind(scaler)}")
-    if isinstance(loss_fn, nn.Module):
-        _check_loss(loss_fn, nn.ModuleList(modules))
+    if given.seed is not None and not is_whole_number(given.seed):
+        raise MismatchError(f"seed is a whole number or None, not {_kind(given.seed)}")
+    if not isinstance(given.scaler, torch.amp.GradScaler | None):
+        raise MismatchError(f"scaler is a GradScaler or None, not {_kind(given.scaler)}")
+    if isinstance(given.loss_fn, nn.Module):
+        _check_loss(given.loss_fn, nn.ModuleList(modules))
 
 
 def _no_module(value: Any) -> str:
@@ -158,31 +215,74 @@ def recompute_of_stages(recompute: Recompute | Sequence[Recompute | None] | None
     return ways
 
 
-def stages(
+def connect(
+    control: Control,
+    position: MeshPosition,
+    request: Request,
+    cut: Cut,
+    compared: Compared,
+    modules: Modules,
+    unset: set[str],
+) -> Engine:
+    """What this rank runs its steps with: its stages, in memory as `modules`, connected to those of other ranks.
+
+    `unset`: names in the uncut model of what nothing has initialised. All ranks call it.
+    """
+    given, rank = request.given, position.world.rank
+    names, aliases, elsewhere = compared.names, cut.aliases(compared.names), cut.elsewhere(compared.names)
+    runs, program = with_full_backwards(request.schedule), request.program  # I and W right after each other are one B
+    if cut.skips or runs.actions != request.schedule.actions:
+        program = verify(runs, skips=cut.skips).program
+
+    sharing = given.tensor_parallel, given.data_parallel
+    copies = side_by_side(position, modules, cut.copies, cut.tied, names, *sharing)
+    control.gather_objects(None, "to build the pipeline")
+    stages = _stages(request, cut, compared, modules, copies, runs, position)
+    tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, position.pipeline)
+    tied.share_values()
+    parameters = Parameters(modules, names, aliases, cut.order, unset, cut.origin)
+
+    if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
+        elsewhere += tied.borrowed()
+    if given.loss_fn is not None and cut.whole is not None and (last := runs.stages - 1) in modules:
+        check_loss_reads(given.loss_fn, cut.whole, set(modules[last].modules()))
+    return Engine(
+        control,
+        position,
+        RankPrograms(program, position.pipeline.rank, given.merge_weight_gradients),
+        stages,
+        parameters,
+        tied,
+        Watch(rank, stages, names) if given.on_nonfinite else None,
+        Strays(rank, modules, elsewhere),
+        request.whole.attributes if request.whole else None,
+        compared.machines,
+    )
+
+
+def _stages(
+    request: Request,
     cut: Cut,
     compared: Compared,
     modules: Modules,
     copies: Mapping[int, StageCopies],
     table: Schedule,
     position: MeshPosition,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
-    recompute: Sequence[Recompute | None],
-    merge: bool,
 ) -> dict[int, Stage]:
-    """This rank's stages, ready to run `table`; `recompute` is of all stages."""
+    """This rank's stages, ready to run `table`."""
     neighbours = neighbours_of(table.stages, cut.skips, cut.tied)
     return {
         index: Stage(
             index,
             module,
             position.pipeline.device,
-            loss_fn if index == table.stages - 1 else None,
+            request.given.loss_fn if index == table.stages - 1 else None,
             numbers=cut.numbers.get(index),
             neighbours=neighbours[index],
             later=frozenset().union(*compared.takes[index + 1 :]),
             first=position.replica * table.microbatches,
-            merge=merge,
-            recompute=recompute[index],
+            merge=request.given.merge_weight_gradients,
+            recompute=request.recompute[index],
             copies=copies[index],
             in_order=table.weights_in_order(index),
         )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock import partition
 from penstock.comms.control import Control
-from penstock.engine.checks import stale
+from penstock.engine.checks import trained_elsewhere
 from penstock.engine.checks.digest import crc_of
 from penstock.engine.clock import machine
 from penstock.engine.cut import Cut
@@ -26,7 +26,7 @@ class Description(NamedTuple):
     names: Mapping[int, Mapping[str, str]]  # stage -> the names of its state, see `partition.plain`
     takes: Mapping[int, Sequence[str]]  # stage -> the keywords that its forward takes
     machine: str
-    changed: Collection[stale.Key]  # of what pipelines before have trained on this rank
+    changed: Collection[trained_elsewhere.Key]  # of what pipelines before have trained on this rank
     values: Mapping[str, int]  # digests of some values of all tensors of a whole model that is new; else nothing
 
 
@@ -49,7 +49,7 @@ def describe(position: MeshPosition, table: Schedule, cut: Cut, options: Mapping
         {stage: partition.plain(module) for stage, module in modules},
         {stage: takes(module) for stage, module in modules},
         machine(),
-        stale.changed(),
+        trained_elsewhere.changed(),
         _values(cut.whole if position.world.world_size > 1 else None),
     )
 
@@ -64,7 +64,9 @@ def _told(option: Any) -> str:
 def _values(model: nn.Module | None) -> dict[str, int]:
     named = {} if model is None else model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in named.items() if _has_values(value)}
-    return {} if stale.is_known(tensors.values()) else {name: crc_of(stale.sample(each)) for name, each in tensors.items()}
+    if trained_elsewhere.is_known(tensors.values()):
+        return {}
+    return {name: crc_of(trained_elsewhere.sample(each)) for name, each in tensors.items()}
 
 
 def _has_values(value: Any) -> bool:
@@ -114,10 +116,10 @@ class Compared(NamedTuple):
     names: Sequence[Mapping[str, str]]  # its own name of each entry -> the name in the uncut model
     takes: Sequence[Sequence[str]]  # the keywords that its forward takes
     machines: Sequence[str]  # of every rank: the same for those that share a clock
-    changed: Collection[stale.Key]  # what pipelines before have trained
+    changed: Collection[trained_elsewhere.Key]  # what pipelines before have trained
 
 
-def compared(control: Control, position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Compared:
+def compare(control: Control, position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Compared:
     """Compare all ranks' descriptions. Raises MismatchError as `check`."""
     everyone = control.gather_objects(describe(position, table, cut, options), "to build the pipeline")
     check(everyone)

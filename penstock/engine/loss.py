@@ -90,7 +90,7 @@ def warn_of_inner_reduction(loss_fn: Any, reduction: Reduction) -> None:
         warnings.warn(
             f"loss_fn has a {others[0].name} with reduction={said!r}, and the pipeline takes what loss_fn returns for a "
             f"{reduction}: if that is a {said}, pass Pipeline(.., reduction={said!r})",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -179,8 +179,33 @@ class UnequalCounts:
         warnings.warn(
             f"{told}, but microbatches are weighed by their rows, so that loss and gradients are not those of the whole batch: "
             f"pass Pipeline(.., loss_weight=ps.tokens({', '.join(arguments)})), or loss_weight={by_rows} if rows are right",
-            stacklevel=5,
+            stacklevel=6,
         )
+
+
+class LossChecks:
+    """What looks at the loss and its target while a pipeline trains, on the rank that has them."""
+
+    def __init__(
+        self,
+        loss_fn: Any,
+        reduction: Reduction,
+        loss_weight: Callable[[Any], Any] | None,
+        microbatches: int,
+        rows_dim: int,
+    ) -> None:
+        if loss_weight is None:
+            warn_of_inner_reduction(loss_fn, reduction)
+        by_mean = loss_weight is None and reduction == "mean"
+        self._unequal = UnequalCounts(loss_fn, microbatches, rows_dim) if by_mean else None
+        self.by_rows = LossByRows(loss_fn, reduction, loss_weight, rows_dim) if microbatches > 1 else None
+
+    def look(self, target: Any) -> None:
+        """After a step or an evaluation with this `target`."""
+        has_warned = self._unequal is not None and target is not None and self._unequal.look(target)
+        if not has_warned and self.by_rows is not None:
+            self.by_rows.tell()
+            self.by_rows = None if self.by_rows.has_looked else self.by_rows
 
 
 class LossByRows:
@@ -249,5 +274,5 @@ class LossByRows:
         if found:
             warnings.warn(
                 f"{found}; else loss and gradients are not those of the whole batch (docs/howto/loss.md: what a loss may be)",
-                stacklevel=4,
+                stacklevel=5,
             )

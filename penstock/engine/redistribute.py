@@ -29,6 +29,7 @@ from penstock.torch_private import has_gradient_hooks, has_hooks, tree_leaves, t
 
 WHAT = "to rebuild the pipeline"
 PIECE = 2**28  # bytes of a message
+PLANNED = ("schedule", "microbatches", "cuts", "recompute")  # the arguments that a plan takes the place of
 FIXED = {
     **dict.fromkeys(("model", "example_args", "example_kwargs", "init", "rows_dim"), "the model stays the one it was cut from"),
     **dict.fromkeys(("topology", "mesh", "data_parallel", "tensor_parallel"), "the ranks stay where they are"),
@@ -47,7 +48,7 @@ def change_arguments(arguments: Mapping[str, Any], changes: Mapping[str, Any]) -
     now, options = dict(arguments), arguments["options"]
     del now["options"]
     if (plan := now["plan"]) is not None:
-        now |= {name: getattr(plan, name) for name in ("schedule", "microbatches", "cuts", "recompute")} | {"plan": None}
+        now |= {name: getattr(plan, name) for name in PLANNED} | {"plan": None}
     if changes.get("plan") is not None:
         now |= {"cuts": None, "recompute": None}
     if "schedule" in changes or changes.get("plan") is not None:

@@ -3,7 +3,7 @@
 import math
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from penstock.comms.control import Control
 from penstock.engine.clock import Clock
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import Border, Event, MeasuredTimeline, Schedule, Size, Timeline
-from penstock.schedule.table import Action, Skip
+from penstock.schedule import Size
+from penstock.schedule.table import Action
 from penstock.stage import microbatch
 
 NOTHING = -1
@@ -71,46 +71,8 @@ class Outcome(NamedTuple):
         return microbatch.join(self.outputs, rows_dim) if self.outputs else None
 
 
-def numbers(report: StepReport, timeline: Timeline) -> dict[str, float]:
-    """What a step came to: times in seconds, memory in bytes, waits as shares of (ranks x makespan), 1 if it was skipped."""
-    return {
-        "skipped": float(report.skipped),
-        "makespan_seconds": report.makespan,
-        "bubble": report.bubble,
-        "idle_share": report.idle_share,
-        **{f"wait/{cause}": share for cause, share in timeline.causes.items()},
-        **{f"between_steps_seconds/rank{rank}": time for rank, time in enumerate(report.between)},
-        **{f"averaging_seconds/rank{rank}": time for rank, time in enumerate(timeline.averaging)},
-        **{f"busy_seconds/rank{rank}": busy for rank, busy in enumerate(report.busy)},
-        **{f"peak_memory_bytes/rank{rank}": peak for rank, peak in enumerate(report.peak_memory)},
-    }
-
-
-def measured(
-    schedule: Schedule,
-    rows: Sequence[tuple[Event, ...]],
-    sizes: Sequence[Mapping[int, Size]],
-    report: StepReport,
-    position: MeshPosition,
-    skips: Iterable[Skip],
-) -> MeasuredTimeline:
-    """The timeline of a step from what the ranks of this pipeline tell, each in one place: events, sizes of its stages."""
-    ranks = [position.pipeline.of_job(rank) for rank in range(len(rows))]
-    by_stage = {stage: size for each in sizes for stage, size in each.items()}
-    known = len(by_stage) == schedule.stages
-    return MeasuredTimeline(
-        f"{schedule.name}, measured",
-        tuple(rows),
-        sizes=tuple(by_stage[stage] for stage in range(schedule.stages)) if known else (),
-        memory_unit="bytes" if known else "",
-        between=tuple([report.between[rank] for rank in ranks]),
-        averaging=tuple([report.averaging[rank] for rank in ranks]) if position.copies > 1 else (),
-        skips=dict.fromkeys(skips, Border()),
-    )
-
-
-class Beside(Protocol):
-    """What goes on beside the steps: on every rank it fails, or on none, but each learns that at a moment of its own."""
+class BackgroundSave(Protocol):
+    """A checkpoint's writing beside the steps: it fails on every rank or on none, but each learns that at its own moment."""
 
     @property
     def failed(self) -> bool:

@@ -34,11 +34,11 @@ from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks import causes, copies
 from penstock.engine.checks.nonfinite import Watch
-from penstock.engine.checks.shared_layers import SharedLayers
 from penstock.engine.checks.strays import Noted, Strays
-from penstock.engine.clock import Clock, clock_for
+from penstock.engine.checks.trained_elsewhere import SharedLayers
+from penstock.engine.clock import Clock, clock_for, skew
 from penstock.engine.memory import MemoryMeasurement
-from penstock.engine.report import Beside, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
+from penstock.engine.report import BackgroundSave, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
 from penstock.errors import ResourceError
 from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
@@ -67,19 +67,21 @@ class Engine:
         watch: Watch | None,
         strays: Strays,
         attributes: ReadAttributes | None,
-        shared: SharedLayers,
+        machines: Sequence[str],
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
         self.parameters, self.tied, self.watch, self.strays = parameters, tied, watch, strays
         self.attributes = attributes  # those that the model was cut with
-        self.shared = shared
-        self.device, self.offset = position.pipeline.device, 0.0  # seconds to add to this rank's clock
+        self.shared: SharedLayers  # set when the pipeline is noted as built
+        self.device, self.machines = position.pipeline.device, machines  # of every rank, as `clock.machine` says
+        self.skew, self.clock_error = skew(control, machines), 0.0  # of this rank's clock; of all ranks', in seconds
         self.agreement = Agreement(control, position, programs)
         self._whole = programs.of(training=True)
         self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
         self._ended: Any = None  # when the last step did, as its clock tells it
-        self.beside: Beside | None = None  # what goes on beside the steps
+        self.outcome: Outcome | None = None  # of the last step
+        self.background_save: BackgroundSave | None = None  # a checkpoint's writing, the same on every rank
 
     def step(self, call: Call) -> Outcome:
         """Run one step, the same on every rank. `forget` comes before.
@@ -87,7 +89,7 @@ class Engine:
         Raises MismatchError for a batch that does not fit and as `check_model`, StageError when the model or the
         loss raises, and WaitFailed when a peer is lost or silent.
         """
-        clock = clock_for(self.device, self.offset, self._ended)
+        clock = clock_for(self.device, self.skew.offset, self._ended)
         forget_peak(self.device)
         channels = self.channels
         self.check_model()
@@ -126,6 +128,12 @@ class Engine:
         self.shared.steps += batch.training
         self._ended = clock.end()
         return outcome
+
+    def settle_background_save(self) -> None:
+        """Wait until it has ended on this rank; raises what went wrong, if that has not been told."""
+        if self.background_save is not None:
+            self.background_save.settle()
+            self.background_save = None
 
     def check_model(self) -> None:
         """Raises MismatchError for parameters without values, and for an attribute that was another when the model was cut."""
@@ -201,7 +209,8 @@ class Engine:
         agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
-        flags = bool(self.beside and self.beside.failed), preempted(), self.watch is not None and self.watch.at_the_end()
+        has_failed = self.background_save is not None and self.background_save.failed
+        flags = has_failed, preempted(), self.watch is not None and self.watch.at_the_end()
         mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *clock.around(), *flags)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)

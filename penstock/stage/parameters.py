@@ -19,7 +19,8 @@ class Parameters:
     `modules`: stage -> module, this rank's. `names`: for every stage of the model, its own name of each entry -> the name in
     the uncut model. `aliases`: further names there of what has several -> the first, which `named_parameters` of the uncut
     model gives; no stage of this rank need have that one. `order`: of all names in the uncut model, by default that of the
-    stages. `unset`: names of what has no value until somebody writes to it, as loading a state does.
+    stages. `unset`: names of what has no value until somebody writes to it, as loading a state does. `origin`: what the uncut
+    model was besides, if it had a configuration.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class Parameters:
         aliases: Mapping[str, str] | None = None,
         order: Sequence[str] | None = None,
         unset: Collection[str] = (),
+        origin: Any = None,
     ) -> None:
         self.modules, self.names, self.aliases = modules, names, dict(aliases or {})
+        self.origin = origin
         self.order = order or [name for stage in names for name in stage.values()]
         tensors = self.state_dict(keep_vars=True) if unset else {}
         self._unset = {name: (tensor, version_of(tensor)) for name, tensor in tensors.items() if name in unset}

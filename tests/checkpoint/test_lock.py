@@ -178,11 +178,11 @@ class Writing(Future):
 
 def test_a_ctrl_c_while_a_save_is_waited_for_loses_neither_its_error_nor_the_next_waits(tmp_path):
     pipe = alone()
-    pipe.beside = saving = checkpoint.Saving(tmp_path, written := Writing())
+    pipe._engine.background_save = saving = checkpoint.Saving(tmp_path, written := Writing())
     for wait in (saving.wait, partial(checkpoint.save, tmp_path, pipe)):
         with pytest.raises(KeyboardInterrupt):
             wait()
-    assert pipe.beside is saving  # no other save begins beside it
+    assert pipe._engine.background_save is saving  # no other save begins beside it
     written.set_exception(ps.PenstockError("the disk is full"))
     assert saving.failed
     with pytest.raises(ps.PenstockError, match="the disk is full"):

@@ -27,8 +27,8 @@ def rank_on_its_own_machine(apart):
     for _ in range(3):
         pipe.step(inputs, target=target)
     timeline = pipe.timeline()
-    assert pipe.clock_error >= pipe.skew.error
-    return timeline, pipe.skew, pipe.report.makespan, pipe.clock_error
+    assert pipe.clock_error >= pipe._engine.skew.error
+    return timeline, pipe._engine.skew, pipe.report.makespan, pipe.clock_error
 
 
 @pytest.mark.ranks

@@ -35,7 +35,7 @@ def rank_trained(case, schedule):
         pipe.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return [name for name, _ in pipe.named_parameters()], pipe.state_dict(), pipe.tied
+    return [name for name, _ in pipe.named_parameters()], pipe.state_dict(), pipe._engine.tied.owners
 
 
 RUNS = (("tied", "1f1b"), ("tied three times", "zb-v"), ("recurrent", "gpipe"))
@@ -90,7 +90,7 @@ def rank_names():
     compiled = ps.Pipeline(whole, nn.functional.mse_loss, "1f1b", M)
     compiled.step(torch.ones(M, 3), target=torch.ones(M, 3))
     compiled.clip_grad_norm_(1.0)
-    return [[name for name, _ in each.named_parameters()] for each in (pipe, listed, compiled)], pipe.aliases
+    return [[name for name, _ in each.named_parameters()] for each in (pipe, listed, compiled)], pipe._engine.parameters.aliases
 
 
 def test_the_name_is_the_first_of_the_uncut_models_wherever_that_runs_and_that_of_stages_given_as_a_list():

@@ -1,5 +1,7 @@
 """The numbers of one process: every comparison here is `torch.equal`."""
 
+import gc
+import weakref
 from functools import cache
 from itertools import product
 
@@ -373,3 +375,22 @@ def test_torchs_default_device_is_the_models_alone(tmp_path):
     for loss, text in ps.launch(rank_with_a_default_device, 2, tmp_path):
         assert torch.equal(loss, accumulate(model, loss_fn, data("gpt", 4), 2))
         assert text.shape == (4, 4)
+
+
+def test_the_last_step_is_one_object_and_keeps_no_pipeline_alive():
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(2, 2)), nn.functional.mse_loss, microbatches=2)
+    assert pipe.last.report is None
+    with pytest.raises(ps.PenstockError, match="there is no timeline yet: run a step first"):
+        pipe.last.timeline()
+    pipe.step(torch.ones(2, 2), target=torch.ones(2, 2))
+    assert pipe.last.report is pipe.report and pipe.last.report.makespan > 0
+    assert pipe.last.timeline().rows == pipe.timeline().rows
+    assert pipe.last.metrics() == pipe.metrics()
+    assert (pipe.last.lines(), pipe.last.clock_error) == (pipe.lines(), pipe.clock_error) == ({}, 0.0)
+    gc.disable()  # a folder's lock, for one, is free again when its pipeline is let go of
+    try:
+        alive = weakref.ref(pipe)
+        del pipe
+        assert alive() is None
+    finally:
+        gc.enable()

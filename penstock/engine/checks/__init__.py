@@ -8,7 +8,6 @@ digest     what such comparisons compare
 strays     a parameter that a stage uses from where it is not registered: its gradient would be lost
 loss_reads a loss that reads what a layer of another rank leaves in an attribute
 factor     by what a rank has multiplied its gradients between two steps: all ranks must do it alike
-shared_layers what two pipelines run on different ranks
-stale      a model object whose parts other ranks have trained since
+trained_elsewhere  a model object, or layers of two pipelines, whose parts other ranks have trained since
 guard      what follows: the step is raised, skipped, or run once more; what it has changed is put back
 """

@@ -60,7 +60,7 @@ class Guard:
     def _run(self, call: Call) -> Outcome:
         if (watch := self.engine.watch) is None:
             return self.engine.step(call)
-        with watch.on(gradients=call.scaler is None or not call.scaler.is_enabled(), offset=self.engine.offset):
+        with watch.on(gradients=call.scaler is None or not call.scaler.is_enabled(), offset=self.engine.skew.offset):
             return self.engine.step(call)
 
     def _warn(self, told: str) -> None:

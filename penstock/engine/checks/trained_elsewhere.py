@@ -1,4 +1,4 @@
-"""A model object after training over several ranks: what another rank has trained is older here, and must not pass for it.
+"""What other ranks have trained is older here, and must not pass for it: of a model object, and of layers of two pipelines.
 
 Each rank remembers how its tensors were when the last pipeline of them was built: those it ran, and those others ran. When the
 next one is built, the ranks tell each other which of theirs have changed since. A tensor that this rank did not run, and that
@@ -87,16 +87,58 @@ def check(tensors: Mapping[str, Tensor], changed: Collection[Key], rank: int) ->
         raise MismatchError(f"{told} whose new values are on another rank: {WAYS}")
 
 
-def note(pipeline: str, here: Mapping[str, Tensor], elsewhere: Mapping[str, Tensor], changed: Collection[Key]) -> None:
-    """A pipeline was built: this rank runs the tensors `here`, others those `elsewhere`; by name in the uncut model."""
-    for number in [number for number, known in _snapshots.items() if known.tensor() is None]:
-        del _snapshots[number]
-    for tensors in (here, elsewhere):
-        for name, tensor in tensors.items():
-            before = _snapshots.get(id(tensor))
-            is_behind = before is not None and tensors is elsewhere and before.stays_behind(changed)
-            key = (pipeline, name) if before is None else before.key
-            _snapshots[id(tensor)] = _Snapshot(key, tensor, tensors is here, is_behind)
+def note(
+    pipeline: int, here: Mapping[str, Tensor], elsewhere: Mapping[str, Tensor], changed: Collection[Key], ranks: int
+) -> "SharedLayers":
+    """A pipeline of `ranks` was built: this one runs the tensors `here`, others those `elsewhere`, by name."""
+    for place in [place for place, known in _snapshots.items() if known.tensor() is None]:
+        del _snapshots[place]
+    for name, tensor in [*here.items(), *elsewhere.items()] if ranks > 1 else ():
+        before, is_here = _snapshots.get(id(tensor)), name in here
+        is_behind = before is not None and not is_here and before.stays_behind(changed)
+        key = (str(pipeline), name) if before is None else before.key
+        _snapshots[id(tensor)] = _Snapshot(key, tensor, is_here, is_behind)
+    return SharedLayers(here, elsewhere)
+
+
+# -- two pipelines of one model -------------------------------------------------------------------------------------------
+
+
+_all: "weakref.WeakSet[SharedLayers]" = weakref.WeakSet()
+
+
+class SharedLayers:
+    """The tensors of a pipeline's model that this rank runs, `here`, and those that others run, by name.
+
+    Pipelines are built in the same order on all ranks, so each knows on every rank which others have trained since.
+    """
+
+    def __init__(self, here: Mapping[str, Tensor], elsewhere: Mapping[str, Tensor]) -> None:
+        self.here = {id(tensor): (name, weakref.ref(tensor)) for name, tensor in here.items()}
+        self.elsewhere = {id(tensor): weakref.ref(tensor) for tensor in elsewhere.values()}
+        self.steps = 0  # of training
+        self._others: list[tuple[weakref.ref[SharedLayers], str, weakref.ref[Tensor], int]] = []
+        for other in _all:
+            self._meet(other)
+            other._meet(self)
+        _all.add(self)
+
+    def _meet(self, other: "SharedLayers") -> None:
+        """Remember what this rank runs of what others run for `other`, which is trained."""
+        for place, (name, tensor) in self.here.items():
+            known = other.elsewhere.get(place)
+            if known is not None and known() is not None and known() is tensor():
+                self._others.append((weakref.ref(other), name, tensor, other.steps))
+
+    def check(self) -> None:
+        """Before a training step. Raises MismatchError if another pipeline has trained a layer on another rank."""
+        for reference, name, tensor, steps in self._others:
+            other, weight = reference(), tensor()
+            if other is not None and weight is not None and weight.requires_grad and other.steps != steps:
+                raise MismatchError(
+                    f"another pipeline has {name} on another rank, and has trained since this one was built: neither sees what "
+                    "the other does. Cut both so that a shared layer is on one rank, or go on with pipe.rebuild(..)"
+                )
 
 
 # -- the model by itself --------------------------------------------------------------------------------------------------

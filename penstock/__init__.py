@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, plan, schedule
     from penstock.comms.starting.launcher import launch
     from penstock.comms.topology import Topology
+    from penstock.engine import cache
     from penstock.engine.loss import tokens
-    from penstock.engine.text import cache
     from penstock.errors import (
         LostRankError,
         MismatchError,
@@ -67,7 +67,7 @@ __getattr__, __dir__ = face(
         "ShardedMLP": "model",
         "Topology": "comms.topology",
         "auxiliary_loss": "stage.auxiliary",
-        "cache": "engine.text.cache",
+        "cache": "engine.cache",
         "launch": "comms.starting.launcher",
         "microbatch": "stage.microbatch",
         "tokens": "engine.loss",

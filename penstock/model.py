@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.comms.topology import CPU
-from penstock.engine.text import cache
+from penstock.engine import cache
 from penstock.errors import MismatchError
 from penstock.randomness import aside, mix
 from penstock.stage.microbatch import sizes

@@ -22,16 +22,17 @@ from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_request, connect, placed
 from penstock.engine.checks import trained_elsewhere
 from penstock.engine.checks.factor import GradientFactor
-from penstock.engine.checks.guard import Guard, OnNonfinite
 from penstock.engine.comparison import compare
-from penstock.engine.consumer import check_optimizer, norm_type_of, optimizer_of
 from penstock.engine.cut import agreed_cut
+from penstock.engine.generation import Request, generate
+from penstock.engine.guard import Guard, OnNonfinite
 from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.last_step import LastStep
 from penstock.engine.loss import LossChecks, Reduction
-from penstock.engine.redistribute import Redistribution, Source, change_arguments, optimizers_in
+from penstock.engine.optimizers import check_optimizer, norm_type_of, optimizer_of
+from penstock.engine.redistribute import Redistribution, change_arguments, optimizers_in
 from penstock.engine.report import Outcome, StepReport
-from penstock.engine.text.generation import Request, generate
+from penstock.engine.source import Source
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import position_in

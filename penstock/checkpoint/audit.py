@@ -18,8 +18,7 @@ from torch import Tensor
 from penstock.checkpoint.files import json_lines
 from penstock.checkpoint.files.packing import pack
 from penstock.comms.control import Control
-from penstock.engine.checks.copies import CAUSES
-from penstock.engine.checks.digest import crc_of, ranks_by_digest
+from penstock.engine.checks.digest import CAUSES, crc_of, ranks_by_digest
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
 from penstock.schedule.table import Kind

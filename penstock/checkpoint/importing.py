@@ -4,21 +4,35 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from penstock.checkpoint.files import transformers_form
+from penstock.checkpoint.files.disk import Damaged, opened, reading
 from penstock.checkpoint.files.manifest import LARGEST
-from penstock.checkpoint.files.reading import Damaged, opened, reading
 from penstock.checkpoint.files.tensor_files import TensorFiles
-from penstock.checkpoint.files.transformers_form import Source
 from penstock.checkpoint.together import as_one, differences, put, settled, under_all_names
+from penstock.engine.cut import Origin
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.stage.parameters import MISSING, SHAPE, UNKNOWN, told
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # either is in a folder that `save_pretrained` wrote
+
+
+class Source(NamedTuple):
+    """What a tensor is made of: the names of tensors in the files, and how it is made of those."""
+
+    places: list[str]
+    made: Callable[[list[Tensor]], Tensor]
+
+    def of(self, there: Callable[[str], Tensor]) -> Tensor:
+        """The tensor, where those in the files are `there`."""
+        return self.made([there(place) for place in self.places])
 
 
 def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename: Callable[[str], str] | None = None) -> None:
@@ -82,9 +96,9 @@ def _sources(pipe: Pipeline, names: Mapping[str, str]) -> dict[str, Source]:
     """What each of the model's tensors is made of; `names`: those of the files' tensors as they are here -> in the files."""
     found = None
     if pipe._engine.parameters.origin is not None and pipe._engine.parameters.unfit(dict.fromkeys(names))[UNKNOWN]:
-        found = transformers_form.sources(pipe._engine.parameters.origin, names)
+        found = _transformers_sources(pipe._engine.parameters.origin, names)
     if found is None:
-        found = {name: Source([name], transformers_form.same) for name in names}
+        found = {name: Source([name], _same) for name in names}
     sources = {name: Source([names[place] for place in places], made) for name, (places, made) in found.items()}
     return under_all_names(sources, pipe._engine.parameters.aliases)
 
@@ -117,3 +131,56 @@ def _prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
     if prefix in more:
         return f": the files' names begin with {prefix!r}, give rename=lambda name: name.removeprefix({prefix!r})"
     return f": the model's names begin with {prefix!r}, give rename=lambda name: {prefix!r} + name"
+
+
+# -- what transformers keeps in files in another form than in memory, made as `from_pretrained` makes it -----------------
+
+
+def _transformers_sources(origin: Origin, names: Iterable[str]) -> dict[str, Source] | None:
+    """What each tensor of the model is made of, if transformers says so; `names`: of the files' tensors."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+        from transformers.modeling_utils import PreTrainedModel
+    except ImportError:  # it is not there, or so old that it has no such forms
+        return None
+    if not issubclass(origin.kind, PreTrainedModel):
+        return None
+    with torch.device("meta"):
+        model: Any = origin.kind(origin.config)
+    rules, state = get_model_conversion_mapping(model), model.state_dict()
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    pieces: dict[str, dict[str, str | None]] = {}  # a tensor, the first of those made together -> names, and what they match
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:
+            target, pattern = name, None
+        pieces.setdefault(target, {})[name] = pattern
+    found: dict[str, Source] = {}
+    for first, patterns in pieces.items():
+        converter = converter_of.get(next(iter(patterns.values())) or "")
+        if converter is None:
+            found[first] = Source(list(patterns), _same)
+            continue
+        for target in converter.target_patterns:
+            name = first.replace(converter.target_patterns[0], target)
+            found[name] = Source(list(patterns), partial(_converted, converter, model, first, patterns, name))
+    return found
+
+
+def _same(tensors: list[Tensor]) -> Tensor:
+    """The one tensor that there is."""
+    return tensors[0]
+
+
+def _converted(
+    converter: Any, model: Any, first: str, patterns: Mapping[str, str | None], name: str, tensors: list[Tensor]
+) -> Tensor:
+    """The tensor `name`, one of those that `converter` makes."""
+    converter = deepcopy(converter)  # it keeps what it is given until it converts that
+    for (place, pattern), tensor in zip(patterns.items(), tensors, strict=True):
+        converter.add_tensor(first, place, pattern, tensor)
+    made = converter.convert(first, model=model, config=model.config)[name]
+    return made[0] if isinstance(made, list) else made

@@ -15,7 +15,7 @@ from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import MODEL, as_one, differences, newest_whole, put, settled, under_all_names
 from penstock.checkpoint.training_state import check_optimizer, check_scheduler, restore_optimizer, restore_random
 from penstock.comms.system import say
-from penstock.engine import consumer
+from penstock.engine import optimizers
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.parameters import told
@@ -45,7 +45,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     """
     control, folders = settled(pipe, "checkpoint.resume()"), _listed(folder)
     with as_one(control, f"resume from {', '.join(map(str, folders))}"):
-        consumer.check_optimizer(optimizer, pipe.topology.world_size)
+        optimizers.check_optimizer(optimizer, pipe.topology.world_size)
         chosen, content, files = newest_whole(control, *folders)
         kept = _kept(content, files, pipe._engine.parameters.aliases)
         unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})

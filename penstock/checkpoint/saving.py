@@ -21,7 +21,7 @@ from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer,
 from penstock.checkpoint.weights import settings
 from penstock.comms.breaking import broken_off
 from penstock.comms.control import Control
-from penstock.engine.consumer import check_optimizer
+from penstock.engine.optimizers import check_optimizer
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.files import manifest, schema, tensor_files
-from penstock.checkpoint.files.disk import in_memory
-from penstock.checkpoint.files.reading import Damaged
+from penstock.checkpoint.files.disk import Damaged, in_memory
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.training_state import check_random
 from penstock.comms.control import Control

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.files.disk import reading
 from penstock.checkpoint.files.packing import pack, unpack
-from penstock.checkpoint.files.reading import reading
 from penstock.engine.optimizers import MEMBERS, check_known, check_same_options, options_of
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import placed_as

@@ -15,12 +15,11 @@ from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
 from penstock.comms.control import Control
-from penstock.engine.checks.guard import check_choice
-from penstock.engine.checks.loss_reads import check_loss_reads
+from penstock.engine.checks.hidden_uses import Strays, check_loss_reads
 from penstock.engine.checks.nonfinite import Watch
-from penstock.engine.checks.strays import Strays
 from penstock.engine.comparison import Compared
 from penstock.engine.cut import Cut, check_bare
+from penstock.engine.guard import check_choice
 from penstock.engine.loss import check_reduction
 from penstock.engine.redistribute import PLANNED, Redistribution
 from penstock.engine.step import Engine

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.checks.intervals import is_power_of_two
+from penstock.engine.checks import is_power_of_two
 from penstock.errors import MismatchError, is_whole_number
 from penstock.partition.rows import bare, dim_of
 from penstock.randomness import aside

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from penstock.comms.control import Control
 from penstock.comms.encoding import as_bytes
 from penstock.comms.topology import CPU, Topology
-from penstock.engine.consumer import check_optimizer
-from penstock.engine.model_tensors import ModelTensors
-from penstock.engine.optimizers import check_known, check_same_options, options_of
+from penstock.engine.optimizers import check_known, check_optimizer, check_same_options, options_of
+from penstock.engine.source import Source
 from penstock.errors import MismatchError
 from penstock.partition import Whole
 from penstock.partition.graph_stage import on
@@ -178,19 +177,6 @@ def _receive(control: Control, giver: int, device: torch.device, layout: Layout)
 
 
 # -- the move -------------------------------------------------------------------------------------------------------------
-
-
-class Source(NamedTuple):
-    """The model of a pipeline, or its stages, as the user has it."""
-
-    model: Any
-    whole: Whole | None  # the same, if it was cut
-    stages: Mapping[int, nn.Module]  # else: all stages that this rank has of it
-
-    @property
-    def tensors(self) -> ModelTensors:
-        """Their names, as they are now."""
-        return ModelTensors(None if self.whole is None else self.whole.model, self.stages)
 
 
 class Redistribution:

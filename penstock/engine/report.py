@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.control import Control
+from penstock.engine.checks.nonfinite import Verdict
 from penstock.engine.clock import Clock
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
@@ -44,14 +45,6 @@ class StepReport(NamedTuple):
     def idle_share(self) -> float:
         """The share of all ranks' time in which no action ran; `bubble` counts the busiest rank's alone."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
-
-
-class Verdict(NamedTuple):
-    """Where the first value that was not finite came from, the same on every rank."""
-
-    cause: str  # of those in checks/causes.py
-    text: str
-    place: tuple[Any, ...]  # the same if it happens there again
 
 
 class Outcome(NamedTuple):

@@ -32,9 +32,9 @@ from penstock.comms.messages.channels import Channels
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
-from penstock.engine.checks import causes, copies
-from penstock.engine.checks.nonfinite import Watch
-from penstock.engine.checks.strays import Noted, Strays
+from penstock.engine.checks.digest import check_copies, is_due
+from penstock.engine.checks.hidden_uses import Noted, Strays
+from penstock.engine.checks.nonfinite import Watch, verdict
 from penstock.engine.checks.trained_elsewhere import SharedLayers
 from penstock.engine.clock import Clock, clock_for, skew
 from penstock.engine.memory import MemoryMeasurement
@@ -105,8 +105,8 @@ class Engine:
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
-        if batch.training and self.tied.owners and copies.is_due(call.step):
-            copies.check(self.control, self.tied, call.step)
+        if batch.training and self.tied.owners and is_due(call.step):
+            check_copies(self.control, self.tied, call.step)
         before: list[Noted] = []
         if batch.training and agreed.known is None:  # new to this rank, or to another
             before = self.strays.begin()
@@ -215,7 +215,8 @@ class Engine:
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
         loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
         watch = self.watch if any(report.found) else None
-        judged = causes.verdict(self.control, watch, self.parameters, actions.batch) if watch else None
+        given = {"inputs": actions.batch.inputs, "target": actions.batch.targets}
+        judged = verdict(self.control, watch, self.parameters, given) if watch else None
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
         sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
         return Outcome(loss, of_each, outputs, report, ran, clock, sizes, judged)

@@ -15,7 +15,7 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.checkpoint.files import manifest, schema
-from penstock.checkpoint.files.reading import Damaged
+from penstock.checkpoint.files.disk import Damaged
 from penstock.checkpoint.files.tensor_files import TensorFiles
 
 pytestmark = pytest.mark.slow

@@ -383,7 +383,8 @@ def test_the_last_step_is_one_object_and_keeps_no_pipeline_alive():
     with pytest.raises(ps.PenstockError, match="there is no timeline yet: run a step first"):
         pipe.last.timeline()
     pipe.step(torch.ones(2, 2), target=torch.ones(2, 2))
-    assert pipe.last.report is pipe.report and pipe.last.report.makespan > 0
+    assert pipe.last.report is pipe.report
+    assert pipe.last.report.makespan > 0
     assert pipe.last.timeline().rows == pipe.timeline().rows
     assert pipe.last.metrics() == pipe.metrics()
     assert (pipe.last.lines(), pipe.last.clock_error) == (pipe.lines(), pipe.clock_error) == ({}, 0.0)

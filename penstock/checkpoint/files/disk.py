@@ -1,9 +1,23 @@
-"""Whether files are on a disk or in memory, as those in `/dev/shm` are, and what they need to outlast a failure there."""
+"""Files on a disk, or in memory as those in `/dev/shm` are.
+
+What is written to a disk outlasts a failure, and has a checksum: SHA-256, in memory the quick CRC-32. What is read may be
+anything: only regular files are opened, and what is wrong is told in a sentence.
+"""
 
 import ctypes
+import errno
+import hashlib
+import io
 import os
+import stat
 import sys
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from penstock.errors import MismatchError
 
 IN_MEMORY = (0x01021994, 0x858458F6)  # what Linux's `statfs` calls tmpfs and ramfs
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -28,3 +42,72 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# -- checksums ------------------------------------------------------------------------------------------------------------
+
+
+class Crc32:
+    """A CRC-32 that is made as `hashlib` makes digests."""
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: Any) -> None:
+        """Add bytes."""
+        self._crc = zlib.crc32(data, self._crc)
+
+    def hexdigest(self) -> str:
+        """Eight digits."""
+        return f"{self._crc:08x}"
+
+
+CHECKSUMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256, "crc32": Crc32}
+NAMES = {"sha256": "SHA-256", "crc32": "CRC-32"}
+
+
+def checksum_for(folder: Path) -> str:
+    """Which of them files in `folder` get."""
+    return "crc32" if in_memory(folder) else "sha256"
+
+
+# -- reading --------------------------------------------------------------------------------------------------------------
+
+_KINDS = {
+    **{stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"},
+    **{stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"},
+}
+
+
+class Damaged(MismatchError):
+    """A file of a checkpoint is not what was written."""
+
+
+@contextmanager
+def reading(path: Path, damaged: str) -> Iterator[None]:
+    """While `path` is read: what goes wrong is raised as Damaged, which says that it cannot be read, or is `damaged`."""
+    try:
+        yield
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise Damaged(f"{path} {damaged}") from error
+
+
+@contextmanager
+def opened(path: Path, follow: bool = False) -> Iterator[io.BufferedReader]:
+    """The regular file `path`, to be read.
+
+    Raises OSError for anything else, which is not opened, or not waited for: a link too, unless `follow`.
+    """
+    _check_regular(os.stat(path, follow_symlinks=follow), path)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        _check_regular(os.fstat(file.fileno()), path)  # it may have been exchanged
+        yield file
+
+
+def _check_regular(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))

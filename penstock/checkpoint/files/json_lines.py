@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.files.disk import reading
 from penstock.checkpoint.files.manifest import replaced
-from penstock.checkpoint.files.reading import reading
 
 
 def read(path: Path) -> list[dict[str, Any]]:

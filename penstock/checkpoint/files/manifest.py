@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.files import schema
-from penstock.checkpoint.files.checksums import CHECKSUMS, NAMES
-from penstock.checkpoint.files.disk import in_memory, sync
-from penstock.checkpoint.files.reading import Damaged, opened, reading
+from penstock.checkpoint.files.disk import CHECKSUMS, NAMES, Damaged, in_memory, opened, reading, sync
 from penstock.errors import MismatchError
 
 NAME = "manifest.json"

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files.checksums import CHECKSUMS, checksum_for
-from penstock.checkpoint.files.disk import sync
-from penstock.checkpoint.files.reading import opened, reading
+from penstock.checkpoint.files.disk import CHECKSUMS, checksum_for, opened, reading, sync
 from penstock.errors import MismatchError
 
 MOST_BYTES = 2**30  # of tensors in one of the files that a rank writes, so that ranks can share the work of reading them

@@ -2,6 +2,9 @@
 
 It differs for certain where the change lies within 32 bits in a row, as one flipped bit does, and else but for one case in four
 billion. It is the fastest hash of the standard library of which all that is true (`benchmarks/watching.py` measures them).
+
+Copies of a tied parameter on several ranks are compared by it now and then: all owners get the same gradient, and the optimizer
+of each changes its own copy. Where that is not the same on all of them, the model is no longer the uncut one.
 """
 
 import ctypes
@@ -13,6 +16,17 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from penstock.comms.control import Control
+from penstock.engine.checks import is_power_of_two
+from penstock.errors import MismatchError
+from penstock.stage.tied import TiedParameters
+
+MOST_STEPS_BETWEEN = 64
+CAUSES = (
+    "usual causes are an optimizer whose groups are made by kinds of modules instead of names of pipe.named_parameters(), "
+    "clipping by the norm of a list of parameters instead of pipe.clip_grad_norm_, another learning rate or optimizer on one "
+    "rank, and weights loaded on one rank only; mend that, then load the weights on all ranks, as checkpoint.resume does"
+)
 BLOCK = 2**20  # words that become one
 
 
@@ -52,3 +66,19 @@ def ranks_by_digest(by_rank: Mapping[str, str]) -> str:
     for rank, digest in by_rank.items():
         ranks.setdefault(digest, []).append(rank)
     return ", ".join(f"rank{'s' * (len(those) > 1)} {'/'.join(those)} {digest}" for digest, those in ranks.items())
+
+
+def is_due(steps: int) -> bool:
+    """Whether copies are compared after so many `steps`: 0, 1, 2, 4, .., then every `MOST_STEPS_BETWEEN`."""
+    return steps % MOST_STEPS_BETWEEN == 0 or is_power_of_two(steps)
+
+
+def check_copies(control: Control, tied: TiedParameters, steps: int) -> None:
+    """Raises MismatchError, the same on every rank, where owners of a tied parameter have other values. All ranks call it."""
+    mine = {name: f"{crc_of(copy):08x}" for name, copy in tied.copies.items()}
+    everyone = control.gather_objects(mine, "to compare tied parameters")
+    for name in tied.owners:
+        by_rank = {str(rank): digests[name] for rank, digests in enumerate(everyone) if name in digests}
+        if len({*by_rank.values()}) > 1:
+            told = f"after {steps} steps {name} is not the same on the ranks that share it ({ranks_by_digest(by_rank)})"
+            raise MismatchError(f"{told}: {CAUSES}")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.checks.intervals import is_power_of_two
+from penstock.engine.checks import is_power_of_two
 from penstock.stage.dtensor import local
 from penstock.stage.parameters import Parameters
 from penstock.torch_private import version_of

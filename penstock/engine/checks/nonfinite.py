@@ -2,7 +2,8 @@
 
 A sum is one pass over a tensor, and finite unless something in it is not: so that is what is looked at, as the values come.
 Only where it is not finite more is asked. What is NaN once stays so in all that is made of it; therefore each rank notes the
-first place only, and of all ranks' notes the first one in time that was not received from another is where it began.
+first place only, and of all ranks' notes the first one in time that was not received from another is where it began: in the
+parameters, in the batch, or in the step's own computation.
 """
 
 import cmath
@@ -17,16 +18,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.actions import Acts
+from penstock.comms.control import Control
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local
+from penstock.stage.parameters import Parameters
 from penstock.stage.stage import Stage
 from penstock.torch_private import is_compiled, storage_key, uncompiled_name
 from penstock.trees import tensors
 
 OWN, SHARED, RECEIVED = range(3)  # made here; averaged with other ranks'; given by another rank. The first is the best to blame
+STATE, DATA, COMPUTED = "parameters", "data", "computed"
 LOSS = "the loss"
 SMALL = 2**14  # elements: gradients that are looked at after each backward, so that the microbatch is known; all are at the end
+
+Acts = Mapping[Kind, Callable[..., Any]]  # what the engine does for each kind of action
 
 
 class Finding(NamedTuple):
@@ -209,3 +214,44 @@ def _within(tensor: Tensor, output: Any) -> bool:
     """Whether it lies where a part of `output` does: a layer that works in place leaves nothing of its input."""
     memory = storage_key(tensor)
     return any(storage_key(tensor) == memory for tensor in tensors(output))
+
+
+# -- what all ranks know together -----------------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """Where the first value that was not finite came from, the same on every rank."""
+
+    cause: str  # STATE, DATA or COMPUTED
+    text: str
+    place: tuple[Any, ...]  # the same if it happens there again
+
+
+def verdict(control: Control, watch: Watch, parameters: Parameters, batch: Mapping[str, Sequence[Any]]) -> Verdict:
+    """What all ranks come to once one of them has found something; all call it, when all have ended the step.
+
+    `batch`: microbatches of inputs and of targets, as far as this rank reads them.
+    """
+    rank = control.topology.rank
+    state, data = ([f"rank {rank}: {each}" for each in told] for told in (_state(parameters), _data(batch)))
+    everyone = control.gather_objects((watch.found, state, data), "to tell what is not finite")
+    first = min((found for found, *_ in everyone if found), key=lambda each: each[:2])
+    for cause, told in ((STATE, [each for _, each, _ in everyone]), (DATA, [each for *_, each in everyone])):
+        if several := [each for mine in told for each in mine]:
+            more = f" (and {len(several) - 1} more)" if len(several) > 1 else ""
+            return Verdict(cause, f"{several[0]}{more}; first seen in {first}", first.place)
+    return Verdict(COMPUTED, str(first), first.place)
+
+
+def _state(parameters: Parameters) -> Iterator[str]:
+    """What cannot have come of this step, since no step changes a parameter."""
+    for name, parameter in parameters.named_parameters():
+        if value := value_of(parameter):
+            yield f"{name} has {value} since the last optimizer step, or was loaded so"
+
+
+def _data(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    for what, microbatches in batch.items():
+        for number, each in enumerate(microbatches):
+            if value := in_tree(each):
+                yield f"the batch's {what} in microbatch {number} have {value}"

@@ -23,9 +23,9 @@ from penstock.comms.control import waiting
 from penstock.comms.messages.channels import Channels, Specs
 from penstock.engine.actions import messages
 from penstock.engine.batch import Call, digest, split
+from penstock.engine.cache import Cache, context_of, takes_part
 from penstock.engine.clock import Clock
 from penstock.engine.step import Engine
-from penstock.engine.text.cache import Cache, context_of, takes_part
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.fsdp import begin
 from penstock.randomness import mix

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 
 from penstock.engine.batch import Call
-from penstock.engine.checks.causes import COMPUTED, DATA, STATE
+from penstock.engine.checks.nonfinite import COMPUTED, DATA, STATE
 from penstock.engine.report import Outcome
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, NonFiniteError

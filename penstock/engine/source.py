@@ -1,9 +1,11 @@
-"""What a rank was given, by names: every parameter, buffer and submodule, whichever rank runs it."""
+"""The model that a rank was given, and by names every parameter, buffer and submodule of it, whichever rank runs it."""
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from penstock.partition import Whole
 from penstock.torch_private import tensor_slots
 
 
@@ -41,3 +43,16 @@ class ModelTensors:
         pairs = [(prefix + name, each) for prefix, root in self._roots.items() for name, each in root.named_modules()]
         names = {id(each): name for name, each in reversed(pairs)}
         return {names[id(each)]: each for stage in stages.values() for each in stage.modules() if id(each) in names}
+
+
+class Source(NamedTuple):
+    """The model of a pipeline, or its stages, as the user has it."""
+
+    model: Any
+    whole: Whole | None  # the same, if it was cut
+    stages: Mapping[int, nn.Module]  # else: all stages that this rank has of it
+
+    @property
+    def tensors(self) -> ModelTensors:
+        """Their names, as they are now."""
+        return ModelTensors(None if self.whole is None else self.whole.model, self.stages)

@@ -22,10 +22,10 @@ from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_request, connect, placed
 from penstock.engine.checks import trained_elsewhere
 from penstock.engine.checks.factor import GradientFactor
+from penstock.engine.checks.nonfinite import OnNonfinite
 from penstock.engine.comparison import compare
 from penstock.engine.cut import agreed_cut
 from penstock.engine.generation import Request, generate
-from penstock.engine.guard import Guard, OnNonfinite
 from penstock.engine.instead import NoModule, learned_from
 from penstock.engine.last_step import LastStep
 from penstock.engine.loss import LossChecks, Reduction
@@ -182,16 +182,16 @@ class Pipeline(NoModule):
             if before:
                 modules, unset = before.move(self._control, self.topology, cut.modules), set[str]()
             else:
-                trained_elsewhere.check(self._source.tensors.of(cut.modules), compared.changed, world.rank)
+                trained_elsewhere.check(self._source.of(cut.modules), compared.changed, world.rank)
                 modules, unset = placed(cut, compared, self.topology.device, seed, init)
 
             self._engine = connect(self._control, self.position, request, cut, compared, modules, unset)
-            here, elsewhere = (tensors := self._source.tensors).of(modules), tensors.elsewhere(modules)
+            here, elsewhere = self._source.of(modules), self._source.elsewhere(modules)
             changed, ranks = compared.changed, self.topology.world_size
             self._engine.shared = trained_elsewhere.note(self._number, here, elsewhere, changed, ranks)
 
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
-        self._parameters, self._guard = self._engine.parameters, Guard(self._engine, on_nonfinite)
+        self._parameters = self._engine.parameters
         self._factor = GradientFactor(self._parameters, world.world_size)
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
@@ -389,7 +389,7 @@ class Pipeline(NoModule):
         name = "step()" if training else "eval()"
         with self.collective(name, announces=False), mode, doing.step(number, training), own_draws:
             self._check_mesh()
-            outcome = self._guard.step(call)
+            outcome = self._engine.step(call)
             self.step_count += training
         if training:
             self._factor.remember()

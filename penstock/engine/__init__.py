@@ -3,7 +3,6 @@
 build       from what the user gives to what this rank runs
 cut         the stages of this rank
 comparison  what the ranks compare before they build
-guard       a step that leaves no trace where it fails, or where something in it was not finite
 step        one step: split, vote, agree, run, average, conclude
 batch       the call, and this rank's share of the batch
 agreement   what all ranks agree on before data flows

@@ -16,10 +16,9 @@ from torch.nn.parameter import is_lazy
 from penstock import partition, torch_private
 from penstock.comms.control import Control
 from penstock.engine.checks.hidden_uses import Strays, check_loss_reads
-from penstock.engine.checks.nonfinite import Watch
+from penstock.engine.checks.nonfinite import Watch, check_choice
 from penstock.engine.comparison import Compared
 from penstock.engine.cut import Cut, check_bare
-from penstock.engine.guard import check_choice
 from penstock.engine.loss import check_reduction
 from penstock.engine.redistribute import PLANNED, Redistribution
 from penstock.engine.step import Engine
@@ -36,8 +35,8 @@ from penstock.schedule.schedule import read
 from penstock.schedule.table import Cell
 from penstock.schedule.transform import with_full_backwards
 from penstock.stage.copies import StageCopies
-from penstock.stage.exchange.neighbours import neighbours_of
 from penstock.stage.layers import Recompute, check_recompute
+from penstock.stage.neighbours import neighbours_of
 from penstock.stage.parameters import Parameters
 from penstock.stage.stage import Stage
 from penstock.stage.tied import TiedParameters
@@ -256,6 +255,7 @@ def connect(
         Strays(rank, modules, elsewhere),
         request.whole.attributes if request.whole else None,
         compared.machines,
+        given.on_nonfinite,
     )
 
 

@@ -15,7 +15,7 @@ from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Schedule
-from penstock.stage.exchange.arguments import takes
+from penstock.stage.exchange import takes
 
 
 class Description(NamedTuple):

@@ -18,7 +18,7 @@ from penstock.partition.graph_stage import skips_of
 from penstock.schedule import Schedule, Skip
 from penstock.stage import tied
 from penstock.stage.copies import StageCopies
-from penstock.stage.exchange.neighbours import Name, skips_of_tied
+from penstock.stage.neighbours import Name, skips_of_tied
 from penstock.torch_private import uncompiled, uncompiled_name
 
 

@@ -187,11 +187,11 @@ class Redistribution:
     """
 
     def __init__(self, source: Source, stages: Mapping[int, nn.Module], optimizers: Sequence[Any]) -> None:
-        self.model, self._whole, self._names = source.model, source.whole, source.tensors
+        self.model, self._whole, self._source = source.model, source.whole, source
         self._stages, self._optimizers = stages, optimizers
-        self._tensors, self._modules = self._names.of(stages), self._names.submodules(stages)
+        self._tensors, self._modules = self._source.of(stages), self._source.submodules(stages)
         self._places = [_places(each) for each in optimizers]
-        self._home = next((each.device for each in self._names.elsewhere(stages).values()), None)  # of what others run
+        self._home = next((each.device for each in self._source.elsewhere(stages).values()), None)  # of what others run
         self.has_begun = False  # to change what ranks have
 
     def recut(self, cuts: Sequence[str] | None) -> Whole | None:
@@ -224,8 +224,8 @@ class Redistribution:
         return Holding(
             layouts,
             {name: ModuleState(each.training, has_hooks(each), _extra(each)) for name, each in self._modules.items()},
-            {name: has_gradient_hooks(each) for name, each in self._names.of(stages).items()},
-            {name: has_hooks(each) for name, each in self._names.submodules(stages).items()},
+            {name: has_gradient_hooks(each) for name, each in self._source.of(stages).items()},
+            {name: has_hooks(each) for name, each in self._source.submodules(stages).items()},
             next(iter(self._stages.values())).training,
             [(type(each).__name__, [options_of(group) for group in each.param_groups]) for each in self._optimizers],
         )
@@ -236,7 +236,7 @@ class Redistribution:
 
         Raises MismatchError, the same on every rank and before anything changes, for what would be lost or cannot move.
         """
-        me, tensors = control.topology.rank, self._names.of(stages)
+        me, tensors = control.topology.rank, self._source.of(stages)
         everyone = control.gather_objects(self._holding(stages, me), WHAT)
         ranks = {rank: everyone[rank] for rank in map(topology.of_job, range(topology.world_size))}
         _check(ranks)
@@ -287,7 +287,7 @@ class Redistribution:
         """What submodules have besides tensors."""
         states = {name: state for holding in ranks.values() for name, state in holding.modules.items()}
         training = ranks[min(ranks)].training
-        for name, module in self._names.submodules(stages).items():
+        for name, module in self._source.submodules(stages).items():
             if name not in self._modules:
                 module.training = states[name].training if name in states else training
                 if name in states and states[name].extra is not None:

@@ -22,6 +22,7 @@ The first stage's first forward waits for nobody, so it runs while the votes tra
 agreed. When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control.py.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +35,13 @@ from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks.digest import check_copies, is_due
 from penstock.engine.checks.hidden_uses import Noted, Strays
-from penstock.engine.checks.nonfinite import Watch, verdict
+from penstock.engine.checks.nonfinite import CAUSES, DATA, STATE, OnNonfinite, Verdict, Watch, verdict
 from penstock.engine.checks.trained_elsewhere import SharedLayers
+from penstock.engine.checks.undo import Undo
 from penstock.engine.clock import Clock, clock_for, skew
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import BackgroundSave, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
-from penstock.errors import ResourceError
+from penstock.errors import NonFiniteError, ResourceError
 from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
 from penstock.mesh.position import MeshPosition
@@ -68,11 +70,13 @@ class Engine:
         strays: Strays,
         attributes: ReadAttributes | None,
         machines: Sequence[str],
+        on_nonfinite: OnNonfinite | None,
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
         self.parameters, self.tied, self.watch, self.strays = parameters, tied, watch, strays
         self.attributes = attributes  # those that the model was cut with
+        self.on_nonfinite = on_nonfinite
         self.shared: SharedLayers  # set when the pipeline is noted as built
         self.device, self.machines = position.pipeline.device, machines  # of every rank, as `clock.machine` says
         self.skew, self.clock_error = skew(control, machines), 0.0  # of this rank's clock; of all ranks', in seconds
@@ -84,11 +88,49 @@ class Engine:
         self.background_save: BackgroundSave | None = None  # a checkpoint's writing, the same on every rank
 
     def step(self, call: Call) -> Outcome:
-        """Run one step, the same on every rank. `forget` comes before.
+        """Run one step, the same on every rank; it leaves no trace where it fails.
 
-        Raises MismatchError for a batch that does not fit and as `check_model`, StageError when the model or the
-        loss raises, and WaitFailed when a peer is lost or silent.
+        Raises MismatchError for a batch that does not fit and as `check_model`, StageError when the model or the loss raises,
+        WaitFailed when a peer is lost or silent, and NonFiniteError, the same on every rank, once all have ended the step.
         """
+        self.channels  # noqa: B018 - open: from here on the others hear of an error on this rank
+        self.forget()
+        if not call.training:
+            return self._step(call)
+        with Undo(self.stages.values(), self.device, self.on_nonfinite is not None) as undo:
+            outcome = self._watched(call)
+            return outcome if outcome.verdict is None else self._after(outcome, outcome.verdict, call, undo)
+
+    def _watched(self, call: Call) -> Outcome:
+        if self.watch is None:
+            return self._step(call)
+        with self.watch.on(gradients=call.scaler is None or not call.scaler.is_enabled(), offset=self.skew.offset):
+            return self._step(call)
+
+    def _after(self, outcome: Outcome, found: Verdict, call: Call, undo: Undo) -> Outcome:
+        """What follows where something was not finite: the step is raised, skipped, or run once more."""
+        name = f"step {call.step}: something is not finite"
+        if self.on_nonfinite == "raise" or found.cause == STATE or (self.on_nonfinite == "retry" and found.cause == DATA):
+            raise NonFiniteError(f"{name}, {CAUSES[found.cause]}: {found.text}")
+        undo.put_back()
+        if self.on_nonfinite == "skip":
+            self._warn(f"{name}, and the step is skipped: {found.text}")
+            return outcome._replace(report=outcome.report._replace(skipped=True, nonfinite=found.text))
+        self.forget()
+        outcome = self._watched(call)
+        if (again := outcome.verdict) is None:
+            self._warn(f"{name}, and was transient: run once more, the step is finite. {found.text}")
+            return outcome._replace(report=outcome.report._replace(nonfinite=found.text))
+        if again.place == found.place:
+            raise NonFiniteError(f"{name}, and persistent: it is there again when the step is run once more: {found.text}")
+        told = f"and again, elsewhere, when the step is run once more: {found.text}; then {again.text}"
+        raise NonFiniteError(f"{name}, {told}")
+
+    def _warn(self, told: str) -> None:
+        if self.position.world.rank == 0:
+            warnings.warn(told, RuntimeWarning, stacklevel=6)
+
+    def _step(self, call: Call) -> Outcome:
         clock = clock_for(self.device, self.skew.offset, self._ended)
         forget_peak(self.device)
         channels = self.channels

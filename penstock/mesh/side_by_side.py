@@ -10,7 +10,7 @@ from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.position import MeshPosition
 from penstock.stage.copies import StageCopies
-from penstock.stage.exchange.neighbours import Name
+from penstock.stage.neighbours import Name
 
 
 @waiting("for the ranks beside it to build the pipeline")

@@ -25,7 +25,7 @@ from penstock.plan.layers import Layer, Layers, Sample
 from penstock.randomness import aside
 from penstock.schedule import Action, Kind, Size
 from penstock.stage import microbatch
-from penstock.stage.exchange.neighbours import Neighbours
+from penstock.stage.neighbours import Neighbours
 from penstock.stage.stage import Stage
 from penstock.torch_private import as_exported, gradient_hooks, tree_flatten, tree_unflatten
 

@@ -1,7 +1,7 @@
 """One stage of a model: its forward and its backward, a microbatch at a time, and all that they need of the stage's module.
 
 `stage`           the forward, the backward in one or in two, and what a microbatch in flight keeps alive
-`exchange/`       what it exchanges with other stages, and what its forward is called with
+`exchange`        what it exchanges with other stages, and what its forward is called with
 `layers`          the module run layer by layer: random numbers of their own, recomputation
 `auxiliary`       losses that arise in the middle of a model
 `backward/`       the backward in two: the input's gradient now, the weights' later

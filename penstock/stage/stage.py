@@ -14,12 +14,10 @@ from penstock.stage.auxiliary import Collected
 from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.split import Splitter
 from penstock.stage.copies import StageCopies
-from penstock.stage.exchange.arguments import Signature
-from penstock.stage.exchange.messages import Messages, Received
-from penstock.stage.exchange.neighbours import Neighbours
-from penstock.stage.exchange.sharing import PARAMETER, Versions, check_unchanged, opened, versions
+from penstock.stage.exchange import PARAMETER, Messages, Received, Signature, Versions, check_unchanged, opened, versions
 from penstock.stage.graph import Gradients, edge_of
 from penstock.stage.layers import LOSSES, Layers, Recompute
+from penstock.stage.neighbours import Neighbours
 from penstock.stage.parameter_slot import ParameterSlot, installed, slots_of
 from penstock.torch_private import buffer_slots, run_backward, shares_memory, storage_key
 from penstock.trees import map_tensors, tensors
@@ -41,7 +39,7 @@ class Stage:
     `index` is its number, `module` what it computes, on `device`; `loss_fn(output, target)` the loss, on the last stage.
     `numbers` are those of its layers, `recompute` says what is run again in the backward: see `layers.py`.
     `neighbours` are the stages it is connected to, by default those of a chain.
-    `later`: keywords that stages after this one take (`exchange/arguments.py`).
+    `later`: keywords that stages after this one take (`exchange.py`).
     `merge`: weights' gradients that were put off may be summed in another order (see `backward/split.py`).
     `copies`: what other ranks have of the stage (see `copies.py`).
     `in_order`: microbatches' W come in the order of their I.

@@ -1,4 +1,4 @@
-"""Parameters that several stages share: found by identity, kept equal over ranks. Their gradients: `exchange/neighbours.py`."""
+"""Parameters that several stages share: found by identity, kept equal over ranks. Their gradients: `neighbours.py`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from penstock.comms.point_to_point import recv_tensor, send_tensor
 from penstock.comms.topology import Topology
-from penstock.stage.exchange.neighbours import Name
+from penstock.stage.neighbours import Name
 
 
 def find(stages: Mapping[int, nn.Module]) -> list[list[Name]]:

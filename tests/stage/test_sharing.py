@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map_only
 
 import penstock as ps
 from penstock.errors import MismatchError
-from penstock.stage.exchange.sharing import Sharing, marked
+from penstock.stage.exchange import Sharing, marked
 from penstock.stage.graph import handed_over
 from penstock.stage.stage import Stage
 

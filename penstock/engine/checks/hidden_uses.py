@@ -31,7 +31,7 @@ class Noted(NamedTuple):
 class Strays:
     """Looks for them on `rank`, which runs `stages`. No step of its adds to the gradient of one of the `others`, by name.
 
-    These are the parameters of other ranks' stages, and its own that get their gradients there (`exchange/neighbours.py`).
+    These are the parameters of other ranks' stages, and its own that get their gradients there (`stage/neighbours.py`).
     They are not kept alive.
     """
 

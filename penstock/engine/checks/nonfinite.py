@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from penstock.comms.control import Control
+from penstock.errors import MismatchError
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local
 from penstock.stage.parameters import Parameters
@@ -28,10 +29,18 @@ from penstock.trees import tensors
 
 OWN, SHARED, RECEIVED = range(3)  # made here; averaged with other ranks'; given by another rank. The first is the best to blame
 STATE, DATA, COMPUTED = "parameters", "data", "computed"
+CAUSES = {STATE: "and was before the step began", DATA: "which came with the batch", COMPUTED: "and came up in the step"}
+OnNonfinite = Literal["raise", "skip", "retry"]
 LOSS = "the loss"
 SMALL = 2**14  # elements: gradients that are looked at after each backward, so that the microbatch is known; all are at the end
 
 Acts = Mapping[Kind, Callable[..., Any]]  # what the engine does for each kind of action
+
+
+def check_choice(on_nonfinite: OnNonfinite | None) -> None:
+    """Raises MismatchError for what is no choice."""
+    if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
+        raise MismatchError(f"on_nonfinite={on_nonfinite!r}: use 'raise', 'skip', 'retry' or None")
 
 
 class Finding(NamedTuple):

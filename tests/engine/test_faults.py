@@ -26,6 +26,7 @@ from torch import nn
 import penstock as ps
 from penstock.comms.messages import memory_line
 from penstock.comms.starting import ranks
+from penstock.stage.stage import Stage
 
 pytestmark = pytest.mark.ranks
 
@@ -417,3 +418,31 @@ def test_launch_refuses_what_does_not_pickle_in_words():
         ps.launch(make, 2, threading.Lock())
     with pytest.raises(ps.PenstockError, match="cannot launch 0 ranks"):
         ps.launch(make, 0)
+
+
+def rank_fails_before_its_lines_are_open():
+    """Rank 1 fails in the step after one that failed, before it does anything with the other ranks."""
+    pipe, faulty = build()
+    inputs, target = data("mlp", 16)
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        for fails in (lambda: setattr(faulty, "fault", "forward"), lambda: patch.setattr(Stage, "forget", no_memory)):
+            if pipe.topology.rank == 1:
+                fails()
+            with pytest.raises(ps.PenstockError) as raised:
+                pipe.step(inputs, target=target)
+            errors.append(str(raised.value))
+            faulty.fault = None
+    return errors, pipe.step(inputs, target=target)
+
+
+def no_memory(stage):
+    raise ps.ResourceError("rank 1 has no memory")
+
+
+def test_a_rank_that_fails_first_thing_after_a_failed_step_is_heard_by_the_others():
+    everyone = ps.launch(rank_fails_before_its_lines_are_open, RANKS)
+    expected = accumulate(model(), nn.functional.cross_entropy, data("mlp", 16), 8)
+    for (_, second), loss in everyone:
+        assert second == "rank 1 has no memory"
+        assert torch.equal(loss, expected)

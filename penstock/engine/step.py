@@ -101,35 +101,6 @@ class Engine:
             outcome = self._watched(call)
             return outcome if outcome.verdict is None else self._after(outcome, outcome.verdict, call, undo)
 
-    def _watched(self, call: Call) -> Outcome:
-        if self.watch is None:
-            return self._step(call)
-        with self.watch.on(gradients=call.scaler is None or not call.scaler.is_enabled(), offset=self.skew.offset):
-            return self._step(call)
-
-    def _after(self, outcome: Outcome, found: Verdict, call: Call, undo: Undo) -> Outcome:
-        """What follows where something was not finite: the step is raised, skipped, or run once more."""
-        name = f"step {call.step}: something is not finite"
-        if self.on_nonfinite == "raise" or found.cause == STATE or (self.on_nonfinite == "retry" and found.cause == DATA):
-            raise NonFiniteError(f"{name}, {CAUSES[found.cause]}: {found.text}")
-        undo.put_back()
-        if self.on_nonfinite == "skip":
-            self._warn(f"{name}, and the step is skipped: {found.text}")
-            return outcome._replace(report=outcome.report._replace(skipped=True, nonfinite=found.text))
-        self.forget()
-        outcome = self._watched(call)
-        if (again := outcome.verdict) is None:
-            self._warn(f"{name}, and was transient: run once more, the step is finite. {found.text}")
-            return outcome._replace(report=outcome.report._replace(nonfinite=found.text))
-        if again.place == found.place:
-            raise NonFiniteError(f"{name}, and persistent: it is there again when the step is run once more: {found.text}")
-        told = f"and again, elsewhere, when the step is run once more: {found.text}; then {again.text}"
-        raise NonFiniteError(f"{name}, {told}")
-
-    def _warn(self, told: str) -> None:
-        if self.position.world.rank == 0:
-            warnings.warn(told, RuntimeWarning, stacklevel=6)
-
     def _step(self, call: Call) -> Outcome:
         clock = clock_for(self.device, self.skew.offset, self._ended)
         forget_peak(self.device)
@@ -262,6 +233,35 @@ class Engine:
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
         sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
         return Outcome(loss, of_each, outputs, report, ran, clock, sizes, judged)
+
+    def _watched(self, call: Call) -> Outcome:
+        if self.watch is None:
+            return self._step(call)
+        with self.watch.on(gradients=call.scaler is None or not call.scaler.is_enabled(), offset=self.skew.offset):
+            return self._step(call)
+
+    def _after(self, outcome: Outcome, found: Verdict, call: Call, undo: Undo) -> Outcome:
+        """What follows where something was not finite: the step is raised, skipped, or run once more."""
+        name = f"step {call.step}: something is not finite"
+        if self.on_nonfinite == "raise" or found.cause == STATE or (self.on_nonfinite == "retry" and found.cause == DATA):
+            raise NonFiniteError(f"{name}, {CAUSES[found.cause]}: {found.text}")
+        undo.put_back()
+        if self.on_nonfinite == "skip":
+            self._warn(f"{name}, and the step is skipped: {found.text}")
+            return outcome._replace(report=outcome.report._replace(skipped=True, nonfinite=found.text))
+        self.forget()
+        outcome = self._watched(call)
+        if (again := outcome.verdict) is None:
+            self._warn(f"{name}, and was transient: run once more, the step is finite. {found.text}")
+            return outcome._replace(report=outcome.report._replace(nonfinite=found.text))
+        if again.place == found.place:
+            raise NonFiniteError(f"{name}, and persistent: it is there again when the step is run once more: {found.text}")
+        told = f"and again, elsewhere, when the step is run once more: {found.text}; then {again.text}"
+        raise NonFiniteError(f"{name}, {told}")
+
+    def _warn(self, told: str) -> None:
+        if self.position.world.rank == 0:
+            warnings.warn(told, RuntimeWarning, stacklevel=6)
 
     @property
     def channels(self) -> Channels:

@@ -19,7 +19,7 @@ from penstock.learn.puzzles.judge import Missed, fault, loaded
 from penstock.learn.written import FAULTS
 from penstock.plan import Layers, bytes_of, plan, robustness
 from penstock.plan import Plan as Planned
-from penstock.plan.of_run import FILE
+from penstock.plan.estimating import FILE
 from penstock.schedule.timing.explanation import bytes_told
 from penstock.view.files import writing
 

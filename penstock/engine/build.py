@@ -23,8 +23,8 @@ from penstock.engine.loss import check_reduction
 from penstock.engine.redistribute import PLANNED, Redistribution
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
+from penstock.mesh.parallelize import parallelize
 from penstock.mesh.position import MeshPosition
-from penstock.mesh.side_by_side import side_by_side
 from penstock.partition.graph_stage import on
 from penstock.partition.materialise import Init, is_meta, materialise
 from penstock.partition.rows import rows_dim_for
@@ -233,7 +233,7 @@ def connect(
         program = verify(runs, skips=cut.skips).program
 
     sharing = given.tensor_parallel, given.data_parallel
-    copies = side_by_side(position, modules, cut.copies, cut.tied, names, *sharing)
+    copies = parallelize(position, modules, cut.copies, cut.tied, names, *sharing)
     control.gather_objects(None, "to build the pipeline")
     stages = _stages(request, cut, compared, modules, copies, runs, position)
     tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, position.pipeline)

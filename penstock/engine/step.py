@@ -15,7 +15,7 @@ and 0F1, the gradients of 1B0 and 1B1.
                the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
     \  /       messages between stages, sent without waiting            comms/messages/channels.py
     measure    in the first step of a kind: what a microbatch keeps     engine/memory.py
-    average    gradients become those of the whole batch                mesh/averaging.py
+    average    gradients become those of the whole batch                mesh/parallelize.py
     conclude   loss and times, and what was found on watch              engine/report.py, engine/checks/
 
 The first stage's first forward waits for nobody, so it runs while the votes travel; what it made is sent once the ranks have
@@ -42,8 +42,8 @@ from penstock.engine.clock import Clock, clock_for, skew
 from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.report import BackgroundSave, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
 from penstock.errors import NonFiniteError, ResourceError
-from penstock.mesh.averaging import average
 from penstock.mesh.fsdp import begin
+from penstock.mesh.parallelize import average
 from penstock.mesh.position import MeshPosition
 from penstock.partition.attributes import ReadAttributes
 from penstock.schedule.program import Step, Transfer

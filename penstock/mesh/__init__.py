@@ -7,6 +7,5 @@ fsdp             a stage whose parameters `fully_shard` has spread over its repl
 vote             which gradients any replica has
 data_parallel    the stages along `dp`, made one of the two, or by a function of the user's
 tensor_parallel  the stages along `tp`, by a plan of torch's styles
-averaging        the end of a step: gradients become those of the whole batch
-side_by_side     what others of the mesh have of this rank's stages: both of these applied to them
+parallelize      both of these applied to this rank's stages; the end of a step: gradients become those of the whole batch
 """

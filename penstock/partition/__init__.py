@@ -1,6 +1,5 @@
 """A model cut into stages: an `nn.Sequential` between its layers, any other along a graph of its forward.
 
-`units`         the submodules a model can be cut between, each of which stays whole
 `inputs`        what a cut model's forward takes, and whether a batch is like the example
 `model_graph`   what a model does, as two graphs of its units: of training and of evaluation
 `trace`         such graphs, followed symbolically by torch.fx
@@ -12,7 +11,7 @@
 `attributes`    which plain attributes a followed forward read, and all of them put back afterwards
 `rows`          which dimension of a tensor is its rows
 `balance`       the cut whose dearest stage is the cheapest
-`cutting`       `split` and `run`: a model as a whole, and the stages it is cut into
+`cutting`       `split` and `run`: the units a model can be cut between, and the stages it is cut into
 """
 
 from typing import TYPE_CHECKING

@@ -3,16 +3,14 @@
 `layers`      what each layer of a model costs, for any number of rows; read from JSON and written
 `measuring`   the same measured, as the engine would run each layer alone
 `beside`      what a step takes beside its layers, measured
-`estimating`  the same estimated, by counting operations
-`of_run`      the same of a run's measured steps
+`estimating`  the same estimated, by counting operations; and of a run, from its measured steps
 `stages`      what stages of such layers cost a rank: time, activations, what is there all the time
 `timing`      a table as numbers, to be timed again and again
 `candidate`   one table with its cut, and the recomputation that makes it fit
 `bounds`      what no plan can be below, and what bounds this one
 `result`      a plan, as an object and as JSON
-`asked`       what it is asked for, checked
+`request`     what it is asked for, checked, and what is said where nothing fits
 `planning`    the search for it
-`advice`      what is told of memory, and where nothing fits
 """
 
 from typing import TYPE_CHECKING
@@ -20,12 +18,12 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
-    from penstock.plan.advice import bytes_of
     from penstock.plan.beside import Overheads, overheads
     from penstock.plan.estimating import estimate, of_transformers
     from penstock.plan.layers import Layer, Layers
     from penstock.plan.measuring import measure
     from penstock.plan.planning import plan
+    from penstock.plan.request import bytes_of
     from penstock.plan.result import Plan, is_plan, load, read, robustness, says_plan
 
 __all__ = [
@@ -53,7 +51,7 @@ __getattr__, __dir__ = face(
         **dict.fromkeys(("Plan", "is_plan", "load", "read", "robustness", "says_plan"), "result"),
         **dict.fromkeys(("Overheads", "overheads"), "beside"),
         **dict.fromkeys(("estimate", "of_transformers"), "estimating"),
-        "bytes_of": "advice",
+        "bytes_of": "request",
         "measure": "measuring",
         "plan": "planning",
     },

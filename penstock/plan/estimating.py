@@ -1,6 +1,10 @@
-"""Layers estimated: their operations counted, and the bytes they keep, without a device; for models that are not there yet."""
+"""Layers estimated: their operations counted, and the bytes they keep, for models that are not there yet.
+
+Or taken from a run: each takes of its stage's measured time the share that it took measured alone.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.errors import PenstockError
 from penstock.partition import Whole
 from penstock.partition.attributes import restored
+from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
 from penstock.partition.rows import all_bare
 from penstock.partition.unit_times import Unit, stand_ins
 from penstock.plan.layers import Layer, Layers
 from penstock.plan.measuring import Alone, in_order, recorded
+from penstock.schedule import Kind, Measurement
 from penstock.torch_private import storage_key
 
 
@@ -116,3 +122,24 @@ def of_transformers(path: Path, tokens: int, speed: float) -> Layers:
 def _token_loss(output: Any, target: Tensor) -> Tensor:
     logits: Tensor = output.logits
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.to(logits.device).flatten())
+
+
+FILE = "costs.json"  # its name in the folder of a run
+
+
+def of_run(measured: Measurement, balance: Balance, parameters: Sequence[float], rows: int) -> Layers:
+    """What the layers of `balance`, with so many bytes of `parameters` each, took in steps with microbatches of so many rows.
+
+    The engine's time for an action is in its layers'; what messages took is not: that is `measured.send`.
+    """
+    layers = []
+    times = measured.costs.table(measured.schedule.stages)
+    sizes = measured.sizes or ((0.0, 0.0),) * measured.schedule.stages
+    for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs)))):
+        for place in range(start, end):
+            share = balance.costs[place] / balance.stages[stage] if balance.stages[stage] else 1 / (end - start)
+            forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
+            activation, keep = (share * each for each in sizes[stage])
+            layer = Layer(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])
+            layers.append(layer._replace(split=max(0.0, inputs + weights - full)))
+    return Layers.of(layers, rows)

@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.partition.balance import starts as balanced
-from penstock.plan import asked
-from penstock.plan.advice import nothing_fits
+from penstock.plan import request
 from penstock.plan.bounds import least, why
 from penstock.plan.candidate import Candidate, Cutting, Starts, Terms
 from penstock.plan.layers import Layer, Layers, as_layers
+from penstock.plan.request import nothing_fits
 from penstock.plan.result import Plan
 from penstock.plan.stages import ADAM, Line
 from penstock.plan.timing import TimedTable
@@ -127,18 +127,18 @@ def plan(
         print(plans[0])
     """
     layers = as_layers(layers)
-    ranks, batch, seed = asked.check(layers, ranks, batch, seed, effort, TABLES)
-    beside = asked.terms(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+    ranks, batch, seed = request.check(layers, ranks, batch, seed, effort, TABLES)
+    beside = request.terms(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
     tasks = []
-    for replicas in asked.replicas(dp, ranks, batch):
+    for replicas in request.replicas(dp, ranks, batch):
         here, rows = ranks // replicas, batch // replicas
-        limits, own = asked.limits(memory, here), asked.speeds(speeds, here)
+        limits, own = request.limits(memory, here), request.speeds(speeds, here)
         terms = Terms(limits, speeds=own, dp=replicas, **{**beside, "cores": beside["cores"] / replicas})
-        if counts := asked.counts(microbatches, batch, rows, here, layers.largest):
+        if counts := request.counts(microbatches, batch, rows, here, layers.largest):
             tasks.append(Task(layers, rows, counts, terms))
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
-    names, random = asked.names(schedules), Random(seed)
+    names, random = request.names(schedules), Random(seed)
     ways = sorted((way for task in tasks for way in _families(task, names, random, fewer)), key=lambda way: way.rank)
     if ways[0].best.over:
         [task] = [task for task in tasks if task.terms.dp == ways[0].cutting.terms.dp]

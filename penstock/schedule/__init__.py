@@ -5,8 +5,7 @@ A table goes this way: family -> table -> verify -> program -> simulate, or the 
 `table`         actions, what each waits for, and the table of them
 `memory`        what activations take, and how many are in flight
 `program`       a table lowered: what each rank does, and which transfers it posts and waits for when
-`complete`      that a table has every action once, in its place
-`verify`        the proof that it cannot stop, or the circle in which it does
+`verify`        that a table has every action once, and the proof that it cannot stop, or the circle in which it does
 `schedule`      a schedule: a table from rows or a CSV file, and into one
 `pytorch_csv`   PyTorch's lowered tables, to be proved
 `rank_program`  what one rank does of a program, for each kind of batch and call
@@ -25,13 +24,12 @@ from penstock.schedule.pytorch_csv import from_lowered_csv, from_lowered_rows
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.searching.search import Found, search
 from penstock.schedule.table import Action, Kind, Skip, Table
-from penstock.schedule.timing.averaging import averaged
 from penstock.schedule.timing.causes import Cause, Idle
 from penstock.schedule.timing.events import Border, Event
 from penstock.schedule.timing.explain import MeasuredTimeline, explain
 from penstock.schedule.timing.explanation import Explanation
 from penstock.schedule.timing.measurement import Measurement
-from penstock.schedule.timing.simulate import Costs, simulate
+from penstock.schedule.timing.simulate import Costs, averaged, simulate
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.verify import Proof, prove, verify
 

@@ -14,10 +14,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.complete import check_table
 from penstock.schedule.program import Compute, Instruction, Script, Transfer, Transfers, travelling
 from penstock.schedule.schedule import Path, Schedule, from_rows, parsed, read
 from penstock.schedule.table import Action, Cell, actions_of
+from penstock.schedule.verify import check_table
 
 _POST = re.compile(r"([0-9]{1,9})(SEND|RECV|WAIT_SEND)_([FB])([0-9]{1,9})")
 

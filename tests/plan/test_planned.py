@@ -13,7 +13,7 @@ from torch import nn
 import penstock as ps
 from penstock.partition.balance import Balance
 from penstock.plan import Layer, estimate, load, measure, measuring, of_transformers, plan
-from penstock.plan.of_run import of_run
+from penstock.plan.estimating import of_run
 from penstock.plan.stages import Line
 from penstock.schedule import Kind, Measurement
 

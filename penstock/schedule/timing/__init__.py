@@ -3,8 +3,7 @@
 `events`       the events of a step, and what is read off them one by one
 `causes`       why a rank is idle, and the chain that makes the step as long as it is
 `timeline`     events with their causes and their memory: one record for planned and measured
-`simulate`     costs, and when every action runs at these
-`averaging`    when replicas have averaged their gradients
+`simulate`     costs, when every action runs at these, and when replicas have averaged their gradients
 `measurement`  what the actions of a measured step cost, and any other table at these costs
 `explanation`  what is said of a step, in numbers and in words
 `explain`      where a measured step's time went, and what would make it shorter

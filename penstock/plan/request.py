@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import SupportsFloat
 
 from penstock.errors import PenstockError, is_whole_number
-from penstock.plan.advice import bytes_of
+from penstock.plan.candidate import Candidate, Cutting
 from penstock.plan.layers import Layers
 from penstock.schedule.catalog import FAMILIES
+from penstock.schedule.timing.explanation import bytes_meant, bytes_told
 
 
 def check(layers: Layers, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]) -> tuple[int, int, int]:
@@ -91,3 +92,27 @@ def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, rank
     if wrong := [count for count in counts if not 1 <= count <= batch]:
         raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
     return [count for count in counts if count <= rows]
+
+
+def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> str:
+    """Which rank misses most with the candidate that misses least, and what would fit instead."""
+    rank = max(range(len(best.choices)), key=lambda rank: best.choices[rank].over)
+    choice, stages = best.choices[rank], cutting.stages(best.starts)
+    always, buffers = cutting.always(rank, [stages[stage] for stage in cutting.table.homes[rank]])
+    held = choice.bytes - always - buffers
+    needed = max(each.bytes for each in best.choices)
+    schedule, needs = cutting.table.schedule, f"{bytes_told(choice.over)} of {bytes_told(choice.bytes)}"
+    told = (
+        f"nothing fits: at best ({schedule.name}, {schedule.microbatches} microbatches) rank {rank} misses {needs}: "
+        f"{bytes_told(always)} for parameters, gradients and optimizer state, {bytes_told(buffers)} for messages, "
+        f"{bytes_told(held)} for activations"
+    )
+    return f"{told}. What fits: {'; '.join([*fitting, f'{bytes_told(needed)} for each rank'])}"
+
+
+def bytes_of(text: str) -> float:
+    """The bytes that `text` says, `2GB`, `2GiB` or `2e9` for instance. Raises PenstockError for anything else."""
+    size = bytes_meant(text)
+    if size is None or size < 1000:
+        raise PenstockError(f"{text!r} is no amount of memory that a rank can have: write it as 2GB, 500MB")
+    return size

@@ -1,6 +1,6 @@
-"""This rank's stages, wired to the ranks beside it: products shared along `tp`, replicas held equal along `dp`."""
+"""This rank's stages over the other axes of the mesh: products shared along `tp`, replicas held equal along `dp`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -8,13 +8,16 @@ from penstock import torch_private
 from penstock.comms.control import waiting
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
+from penstock.mesh.data_parallel import share_state
 from penstock.mesh.position import MeshPosition
 from penstock.stage.copies import StageCopies
 from penstock.stage.neighbours import Name
+from penstock.stage.parameters import Parameters
+from penstock.stage.stage import Stage
 
 
 @waiting("for the ranks beside it to build the pipeline")
-def side_by_side(
+def parallelize(
     position: MeshPosition,
     modules: Mapping[int, nn.Module],
     copies: Mapping[int, StageCopies],
@@ -53,3 +56,15 @@ def side_by_side(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
         )
     return found
+
+
+def average(stages: Iterable[Stage], parameters: Parameters, position: MeshPosition, training: bool) -> None:
+    """Wait until gradients are averaged over replicas; sum what ranks along `tp` have of them."""
+    with waiting("for the replicas to average the gradients"):
+        for stage in stages:
+            stage.copies.end(training)
+        if position.tp is not None and training:
+            tensor_parallel.complete(parameters.parameters())
+        if position.dp is not None and training:
+            for stage in stages:
+                share_state(stage.module, position.dp.get_group())

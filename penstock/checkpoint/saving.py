@@ -41,7 +41,7 @@ def save(
 
     `folder`: of all checkpoints of a run, made if it is not there; all ranks must see it. One in memory (`/dev/shm/run`) is
         quick enough for every step, and outlives ranks but not the machine: `resume([memory, disk], ..)`.
-    `pipe`: its model's parameters and buffers, its count of steps, and the states of Python's and torch's random generators.
+    `pipe`: its model's parameters and buffers, its count of steps, and the random states of Python, numpy and torch.
     `optimizer`: of this rank's `pipe.parameters()`; its state is kept under their names. Its options are the same on all ranks.
     `scheduler`: of the learning rate, the same on all ranks: anything with a `state_dict`.
     `extra`: what else the program needs to go on, rank 0's: numbers, texts, tensors, and lists, tuples and dicts of them. A

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from penstock.engine.optimizers import MEMBERS, check_known, check_same_options,
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import placed_as
 
+NUMPY_GENERATOR = "MT19937"  # of numpy's global state
 Names = Mapping[int, str]  # the id of each of this rank's parameters -> the name it is kept under
 
 
@@ -148,6 +150,9 @@ def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> 
     """The states of the generators that this rank's own code draws from."""
     version, numbers, gauss = random.getstate()  # 625 numbers, which JSON is slow with
     states: dict[str, Any] = {"python": (version, torch.tensor(numbers, device="cpu"), gauss), "torch": torch.get_rng_state()}
+    kind, keys, *rest = np.random.get_state()
+    if kind == NUMPY_GENERATOR:  # unless the program has put another one in its place
+        states["numpy"] = (torch.tensor(keys.astype(np.int64), device="cpu"), *rest)
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return pack(states, f"random.{rank}", tensors)
@@ -158,6 +163,8 @@ def check_random(path: Path, saved: Sequence[Any], rank: int, tensors: Mapping[s
     with reading(path, "has random numbers' states that no generator takes"):
         states = _states(saved, rank, tensors)
         random.Random().setstate(states["python"])
+        if "numpy" in states:
+            np.random.RandomState().set_state(states["numpy"])
         for name in ("torch", "cuda"):
             state = states.get(name, torch.empty(0, dtype=torch.uint8))
             if state.dtype != torch.uint8 or (name == "torch" and state.shape != torch.get_rng_state().shape):
@@ -168,6 +175,8 @@ def restore_random(saved: Sequence[Any], rank: int, device: torch.device, tensor
     """Put the generators into the states that `pack_random` found on this rank, or on rank 0."""
     states = _states(saved, rank, tensors)
     random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -178,4 +187,7 @@ def _states(saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> A
     version, numbers, gauss = states["python"]
     if isinstance(numbers, Tensor):  # else of an older checkpoint
         numbers = tuple(numbers.tolist())
+    if "numpy" in states:
+        keys, *rest = states["numpy"]
+        states["numpy"] = (NUMPY_GENERATOR, keys.numpy().astype(np.uint32), *rest)
     return {**states, "python": (version, numbers, gauss)}

@@ -8,6 +8,7 @@ import shutil
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from models import OPTIMIZERS, Oddities
@@ -32,6 +33,7 @@ UNTIL = 6
 def rank_train(folder, schedule, until, resumed=None, options=None):
     """Adam, a learning rate that changes, dropout, clipping; a checkpoint after every step, written beside the next one."""
     random.seed(7)
+    np.random.seed(7)
     model, loss_fn = make("gpt", dropout=0.2, depth=5)
     pipe = ps.Pipeline(model, loss_fn, schedule, microbatches=4, **(options or {}))
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
@@ -47,7 +49,7 @@ def rank_train(folder, schedule, until, resumed=None, options=None):
         optimizer.step()
         optimizer.zero_grad()
         rate.step()
-        drawn.append((random.random(), torch.rand(1).item()))
+        drawn.append((random.random(), torch.rand(1).item(), np.random.rand(), np.random.randn()))
         if folder:
             saving = checkpoint.save(folder, pipe, optimizer, rate, {"drawn": drawn}, keep=9, wait=False)
     if saving:

@@ -192,7 +192,7 @@ class Pipeline(NoModule):
 
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
         self._parameters = self._engine.parameters
-        self._factor = GradientFactor(self._parameters, world.world_size)
+        self._engine.factor = GradientFactor(self._parameters, world.world_size)
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         self._loss_checks: LossChecks | None = None  # on one rank that has the target
@@ -380,7 +380,7 @@ class Pipeline(NoModule):
         settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
         if training:
             by_rows = self._loss_checks and self._loss_checks.by_rows
-            options |= {"factor": self._factor.read(), "stepped": self._factor.stepped(), "by_rows": by_rows}
+            options |= {"factor": self._engine.factor.read(), "stepped": self._engine.factor.stepped(), "by_rows": by_rows}
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
@@ -392,7 +392,7 @@ class Pipeline(NoModule):
             outcome = self._engine.step(call)
             self.step_count += training
         if training:
-            self._factor.remember()
+            self._engine.factor.remember()
             step_done(self.step_count)
             if self._source.whole is not None and self.topology.world_size > 1:
                 trained_elsewhere.guard(self._source.whole.model)
@@ -538,7 +538,7 @@ class Pipeline(NoModule):
         """
         norms = self._gradient_norms(norm_type, max_norm)
         total = self._parameters.clip(norms, max_norm, float(norm_type))
-        self._factor.remember()
+        self._engine.factor.remember()
         return total
 
     def _gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:

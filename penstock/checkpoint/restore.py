@@ -13,7 +13,7 @@ from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import MODEL, as_one, differences, newest_whole, put, settled, under_all_names
-from penstock.checkpoint.training_state import check_optimizer, check_scheduler, restore_optimizer, restore_random
+from penstock.checkpoint.training_state import check_optimizer, check_scaler, check_scheduler, restore_optimizer, restore_random
 from penstock.comms.system import say
 from penstock.engine import optimizers
 from penstock.errors import MismatchError, PenstockError
@@ -32,8 +32,8 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     `folder`: of checkpoints, or one of them. To go on from an older one than the newest, give that, and save elsewhere. Of
         several folders, a list, the newest checkpoint of all is taken, of the same step that of the first folder: one in memory
         (`/dev/shm/run`) for each step, and one on a disk for what the machine does not survive. A folder may not be there yet.
-    `pipe`: gets the parameters and buffers, and the `step_count`. The random states of Python, numpy and torch are those of this
-        rank then, or on rank 0 if there were fewer.
+    `pipe`: gets the parameters and buffers, the `step_count` and the state of its `scaler`. Python's, numpy's and torch's random
+        generators go on as on this rank then, or on rank 0 if there were fewer.
     `optimizer`: of this rank's `pipe.parameters()`, of the saved one's class and groups; gets its state and options.
     `scheduler`: of the learning rate; gets its state.
 
@@ -60,6 +60,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
             check_optimizer(optimizer, content["optimizer"], names)
         if scheduler is not None:
             rate = check_scheduler(scheduler, content["scheduler"], files)
+        scale = check_scaler(chosen, pipe.scaler, content.get("scaler"), files)
         with _undone_on_failure(chosen, pipe, optimizer, scheduler):
             put(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
             if optimizer is not None:
@@ -68,6 +69,8 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
                 scheduler.load_state_dict(rate)
             control.gather((), f"to check {chosen}")  # from here on nothing can fail, on any rank
         put(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
+        if pipe.scaler is not None and scale:
+            pipe.scaler.load_state_dict(scale)
         pipe.step_count = content["step"]
         restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
     if len(folders) > 1 and control.topology.rank == 0:

@@ -1,6 +1,7 @@
 """Saving: all ranks write their parts beside, and the folder gets its name when it is whole."""
 
 import json
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,11 +42,12 @@ def save(
 
     `folder`: of all checkpoints of a run, made if it is not there; all ranks must see it. One in memory (`/dev/shm/run`) is
         quick enough for every step, and outlives ranks but not the machine: `resume([memory, disk], ..)`.
-    `pipe`: its model's parameters and buffers, its count of steps, and the random states of Python, numpy and torch.
+    `pipe`: its model's parameters and buffers, its count of steps, its `scaler`, and the random states of Python, numpy and
+        torch. Not its gradients: a save between `step` and `optimizer.step()` is a warning.
     `optimizer`: of this rank's `pipe.parameters()`; its state is kept under their names. Its options are the same on all ranks.
     `scheduler`: of the learning rate, the same on all ranks: anything with a `state_dict`.
     `extra`: what else the program needs to go on, rank 0's: numbers, texts, tensors, and lists, tuples and dicts of them. A
-        GradScaler's `state_dict()` goes here.
+        GradScaler's `state_dict()` goes here, unless the pipeline has it.
     `keep`: the last so many whole checkpoints up to this step stay, older ones are deleted.
     `wait`: False copies everything to host memory and leaves the writing to a thread, while training goes on. The next save
         or resume waits for that, and so does `wait()` of what this returns, which a program calls once before it ends.
@@ -78,6 +80,7 @@ def save(
         if len({checksum for _, checksum in rows}) > 1:
             check_given(control.gather_objects(given, "to save"))
         check_replicas(control, pipe, optimizer)
+        _warn_of_pending_gradients(pipe, optimizer)
         part, tensors = collected(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -114,6 +117,17 @@ def check_given(told: Sequence[Sequence[str]]) -> None:
                 raise MismatchError(f"the ranks do not save alike, by {name}: {given}; give all of them the same")
 
 
+def _warn_of_pending_gradients(pipe: Pipeline, optimizer: Any) -> None:
+    """A scaler that is enabled skips steps, whose gradients nobody needs."""
+    skips = pipe.scaler is not None and pipe.scaler.is_enabled()
+    if optimizer is not None and pipe.position.world.rank == 0 and not skips and pipe._engine.factor.is_pending():
+        warnings.warn(
+            "checkpoint.save() comes between pipe.step() and optimizer.step(): a checkpoint has no gradients, so a training "
+            "that is resumed from it lacks those that are added up here: save after optimizer.step()",
+            stacklevel=3,
+        )
+
+
 def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
     check_optimizer(optimizer, pipe.topology.world_size)
@@ -128,6 +142,7 @@ def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tup
         "model": {name: pack(value, f"state.{name}", tensors) for name, value in others.items()},
         "optimizer": None if optimizer is None else pack_optimizer(optimizer, names, state, tensors, rank),
         "scheduler": None if scheduler is None else pack(scheduler.state_dict(), f"scheduler.{rank}", tensors),
+        "scaler": None if pipe.scaler is None else pack(pipe.scaler.state_dict(), f"scaler.{rank}", tensors),
         "extra": pack(dict(extra or {}), "extra", tensors) if rank == 0 else None,
         "random": pack_random(rank, pipe.topology.device, tensors),
     }
@@ -160,6 +175,7 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         **{key: dict(item for part in parts for item in part[key].items()) for key in ("files", "aliases", "model")},
         "optimizer": merged_optimizer([part["optimizer"] for part in parts]),
         "scheduler": next((part["scheduler"] for part in parts if part["scheduler"] is not None), None),
+        "scaler": parts[0]["scaler"],
         "extra": parts[0]["extra"],
         "random": [part["random"] for part in parts],
     }

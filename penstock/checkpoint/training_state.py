@@ -146,11 +146,26 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
 
 
+def check_scaler(chosen: Path, scaler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state that a pipeline's `scaler` goes on with; empty if it has none, or is not enabled now or was not then.
+
+    Raises MismatchError for one that a scaler does not take.
+    """
+    if scaler is None or saved is None or not scaler.is_enabled():
+        return {}
+    state: dict[str, Any] = unpack(saved, tensors)
+    fits = state.keys() == scaler.state_dict().keys() and all(isinstance(each, int | float) for each in state.values())
+    if state and not fits:
+        raise MismatchError(f"{chosen} holds the state of another scaler than this {type(scaler).__name__}: give that one")
+    return state
+
+
 def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> Any:
     """The states of the generators that this rank's own code draws from."""
     version, numbers, gauss = random.getstate()  # 625 numbers, which JSON is slow with
     states: dict[str, Any] = {"python": (version, torch.tensor(numbers, device="cpu"), gauss), "torch": torch.get_rng_state()}
-    kind, keys, *rest = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
+    kind, keys, *rest = numpy_state
     if kind == NUMPY_GENERATOR:  # unless the program has put another one in its place
         states["numpy"] = (torch.tensor(keys.astype(np.int64), device="cpu"), *rest)
     if device.type == "cuda":

@@ -30,7 +30,7 @@ from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
 
 EXCHANGE_TAG, TRANSFER_TAG = 1, 2
-WIDEST = 13  # numbers of a row
+WIDEST = 14  # numbers of a row
 CALL = struct.Struct("6d")  # the name of a call, as the numbers in front of a row that have its bytes
 OF_PIPELINE = " of pipeline "  # behind the name, and before the number, where a pipeline's method is called
 

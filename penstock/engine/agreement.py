@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.comms.control import Control
 from penstock.comms.messages.channels import Specs
-from penstock.engine.batch import NOTHING, Batch, Vote
+from penstock.engine.batch import CASTS, NOTHING, Batch, Vote
 from penstock.engine.checks.factor import TOLERANCE
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
@@ -18,7 +18,13 @@ REMEMBERED = 64  # kinds of batch whose messages and memory are known
 ALIKE: Mapping[str, tuple[str, Callable[[float], str]]] = {  # what every vote must have the same
     "step": ("are apart", lambda step: f"is at step {step:.0f}"),
     "scale": ("do not scale their gradients alike", lambda scale: f"has scale={scale:.6g}"),
+    "autocast": ("are not all in the same torch.autocast", lambda cast: f"is in {_cast(cast)}"),
 }
+
+
+def _cast(cast: float) -> str:
+    dtype = CASTS[int(cast)]
+    return "none" if dtype is None else f"one of {str(dtype).removeprefix('torch.')}"
 
 
 class Known(NamedTuple):

@@ -23,6 +23,7 @@ from penstock.trees import leaves
 
 NOTHING = -1  # rows of a batch that this rank has no part of
 LOOKED_AT = 64  # values of a tensor that are compared between ranks
+CASTS = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what autocast may compute in
 
 
 class Call(NamedTuple):
@@ -63,6 +64,7 @@ class Vote(NamedTuple):
     target: float  # likewise
     factor: float  # of this rank's gradients since the last step; NaN: not known
     stepped: float  # whether its weights have changed since; NaN: not known
+    autocast: float  # the place of its dtype in CASTS
 
     @property
     def kind(self) -> tuple[float, ...]:
@@ -127,16 +129,21 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
     compares = rank in (first, last) and (first != last or position.tp is not None)
     values = (seen(given), seen(call.target)) if compares else (0, 0)
     kind = call.training, rows, target_rows, len(counts), signature, fingerprint(modes)
-    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor, call.stepped)
+    cast = CASTS.index(cast_of(position.pipeline.device))
+    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor, call.stepped, cast)
     seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged
 
 
+def cast_of(device: torch.device) -> torch.dtype | None:
+    """The dtype of an autocast that is on for `device`."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def modes(stages: Iterable[Stage], device: torch.device) -> bytes:
     """What decides, besides the batch, what stages send: which parameters are trained, and autocast."""
-    cast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
-    return cast.encode() + bytes(parameter.requires_grad for stage in stages for parameter in stage.parameters)
+    return str(cast_of(device)).encode() + bytes(parameter.requires_grad for stage in stages for parameter in stage.parameters)
 
 
 def seen(batch: Any) -> int:

@@ -34,6 +34,7 @@ from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks.digest import check_copies, is_due
+from penstock.engine.checks.factor import GradientFactor
 from penstock.engine.checks.hidden_uses import Noted, Strays
 from penstock.engine.checks.nonfinite import CAUSES, DATA, STATE, OnNonfinite, Verdict, Watch, verdict
 from penstock.engine.checks.trained_elsewhere import SharedLayers
@@ -78,6 +79,7 @@ class Engine:
         self.attributes = attributes  # those that the model was cut with
         self.on_nonfinite = on_nonfinite
         self.shared: SharedLayers  # set when the pipeline is noted as built
+        self.factor: GradientFactor  # likewise
         self.device, self.machines = position.pipeline.device, machines  # of every rank, as `clock.machine` says
         self.skew, self.clock_error = skew(control, machines), 0.0  # of this rank's clock; of all ranks', in seconds
         self.agreement = Agreement(control, position, programs)

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+import warnings
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,7 @@ from prompt import penstock
 from reference import assert_same, data, make, merged
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
 from penstock import checkpoint
@@ -81,7 +83,7 @@ def test_stopped_anywhere_and_resumed_on_any_ranks_ends_in_the_same_bits(never_s
     stopped = folder / f"step-{random.randrange(1, UNTIL):08d}"
     everyone = ps.launch(rank_train, ranks, None, schedule, UNTIL, stopped, options)
     assert_same(merged([state for state, _ in everyone]), expected)
-    assert everyone[0][1] == drawn, stopped  # Python's and torch's own generators go on too
+    assert everyone[0][1] == drawn, stopped  # Python's, numpy's and torch's own generators go on too
 
 
 def test_a_run_that_was_stopped_twice_ends_in_the_same_bits_too(never_stopped, tmp_path):
@@ -296,3 +298,73 @@ def test_penstock_train_goes_on_with_a_run_and_export_writes_its_weights(tmp_pat
     wider = here("train", "--resume", run, "--width", 32)
     assert re.search("--width 32: the run in .* has 16, and a resumed run keeps it: leave out --width", wider)
     assert f"is no run, it has no run.json (did you mean {run}?)" in here("train", "--resume", str(run)[:-1])
+
+
+def rank_train_in_float16(folder, until, resumed):
+    """A scaler whose scale begins too high: it skips steps at first, and then grows."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**40, growth_interval=2)
+    pipe = ps.Pipeline(model, torch.nn.functional.mse_loss, microbatches=2, scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    if resumed:
+        checkpoint.resume(folder, pipe, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(pipe.step_count, until):
+            optimizer.zero_grad()
+            rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.float16):
+                pipe.step(rows, target=rows[:, :4])
+            scaler.step(optimizer)
+            scaler.update()
+            checkpoint.save(folder, pipe, optimizer)
+    return pipe.state_dict(), scaler.state_dict()
+
+
+def test_the_scaler_of_a_pipeline_goes_on_with_its_scale(tmp_path):
+    for folder, runs in (("whole", [12]), ("stopped", [3, 7, 12])):
+        for number, until in enumerate(runs):
+            everyone = ps.launch(rank_train_in_float16, 2, tmp_path / folder, until, number > 0)
+        state, scale = merged([state for state, _ in everyone]), everyone[0][1]
+        if folder == "whole":
+            expected = state, scale
+    assert scale == expected[1]
+    assert scale["scale"] < 2.0**40
+    assert_same(state, expected[0])
+
+
+def rank_saves_between(folder):
+    """How often a save warned: in the middle of an accumulation, at its end, with gradients that have been used, in float16."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    pipe = ps.Pipeline(model, torch.nn.functional.mse_loss, microbatches=2)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    counts = []
+
+    def save(given):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint.save(folder, pipe, given)
+        counts.append([str(each.message) for each in caught])
+
+    save(optimizer)  # before the first step
+    for _ in range(2):
+        pipe.step(torch.ones(4, 4), target=torch.ones(4, 4), scale=0.5)
+        save(optimizer)
+    save(None)
+    for parameter in pipe.parameters():
+        parameter.data -= 0.1 * parameter.grad
+    save(optimizer)
+    optimizer.zero_grad()
+    pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    optimizer.step()
+    save(optimizer)
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_in_the_middle_of_an_accumulation_is_a_warning(tmp_path, ranks):
+    counts = ps.launch(rank_saves_between, ranks, tmp_path)
+    assert [len(each) for each in counts[0]] == [0, 1, 1, 0, 0, 0]
+    assert counts[0][1][0].startswith("checkpoint.save() comes between pipe.step() and optimizer.step()")
+    assert not any(map(any, counts[1:]))

@@ -88,6 +88,11 @@ def rank_data():
         pipe.step(batch[0], target=batch[1], scale=float("nan") if rank == 1 else 1.0)
     except ps.MismatchError as error:
         told["nan"] = str(error)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
+            pipe.step(batch[0], target=batch[1])
+    except ps.MismatchError as error:
+        told["autocast"] = str(error)
     return told, rank_accumulates(), rank_is_told(batch, rank)
 
 
@@ -131,6 +136,14 @@ def test_ranks_that_scale_gradients_differently_are_told_so(everyone):
     for told, *_ in everyone:
         assert told["scale"] == "the ranks do not scale their gradients alike: rank 0 has scale=1, rank 1 has scale=0.5"
         assert "step() cannot scale gradients by nan" in told["nan"]
+
+
+@pytest.mark.ranks
+def test_ranks_that_are_not_all_in_the_same_autocast_are_told_so(everyone):
+    for told, *_ in everyone:
+        assert told["autocast"] == (
+            "the ranks are not all in the same torch.autocast: rank 0 is in one of bfloat16, rank 1 is in none"
+        )
 
 
 @pytest.mark.ranks

@@ -44,7 +44,8 @@ _ENTRY = Is("a file's bytes and their SHA-256, or CRC-32", lambda value: isinsta
 _SETTING = Is(" or ".join(SETTINGS), lambda value: value in SETTINGS)
 _STATE = Packed(("dict", "items"))
 _GROUP = {"options": Packed(("dict",)), "names": [_TEXT]}
-_OPTIONAL = ("optimizer", "scheduler")
+_OPTIONAL = ("optimizer", "scheduler", "scaler")
+_NEWER = ("scaler",)  # which older checkpoints lack
 _MANIFEST = {
     "format": _TEXT,
     "step": _WHOLE,
@@ -54,6 +55,7 @@ _MANIFEST = {
     "model": {_TEXT: Packed()},
     "optimizer": {"kind": _TEXT, "groups": [_GROUP], "state": {_TEXT: _STATE}},
     "scheduler": _STATE,
+    "scaler": _STATE,
     "extra": _STATE,
     "random": [Packed(("dict",))],
 }
@@ -81,6 +83,8 @@ def _tensors_of(value: Any, expected: Any, at: str) -> Iterator[str]:
             for key, one in value.items():
                 yield from _tensors_of(key, name, f"a name in {at}")
                 yield from _tensors_of(one, each, f"{at}.{key}")
+        elif name not in value and name in _NEWER:
+            continue
         elif name not in value:
             raise ValueError(f"{at} has no {name!r}")
         elif value[name] is not None or name not in _OPTIONAL:

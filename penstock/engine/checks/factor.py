@@ -3,6 +3,8 @@
 A list of parameters is this rank's, and so is their norm: every rank would train with a learning rate of its own, and ranks
 that share a parameter with others of it. So some small gradients are remembered when a step ends. When the next one begins, a
 rank tells by what all of these were multiplied meanwhile; it must be the same number on all ranks.
+
+The first weight that has a gradient is remembered too: while it is what it was, the gradients wait for the optimizer.
 """
 
 import math
@@ -17,14 +19,15 @@ from penstock.stage.parameters import Parameters
 from penstock.torch_private import version_of
 
 COUNT, LARGEST = 4, 2**16  # how many gradients are remembered, of at most so many numbers
+SAMPLE = 64  # values of a weight that are remembered
 TOLERANCE = 0.02  # of a number in bfloat16, which has three digits
 UNKNOWN = math.nan
 
 
 class Remembered(NamedTuple):
-    """A gradient, and what it was."""
+    """A tensor, and what it was, or some of it."""
 
-    gradient: Tensor
+    tensor: Tensor
     version: int
     values: Tensor
 
@@ -41,9 +44,13 @@ class GradientFactor:
         self._changes = 0
         self._weights: list[tuple[nn.Parameter, int]] = []  # those that had a gradient, if they are looked at
         self._steps = 0
+        self._first: tuple[nn.Parameter, Remembered] | None = None  # the first weight that has a gradient
 
     def remember(self) -> None:
         """The gradients are all ranks' alike: a step has ended, or the pipeline has clipped them."""
+        weights = (each for each in self._parameters.parameters() if each.grad is not None and not each.is_inference())
+        first = next(weights, None)
+        self._first = None if first is None else (first, Remembered(first, version_of(first), _some(first).clone()))
         if self._ranks == 1:
             return
         self._steps += 1
@@ -62,6 +69,16 @@ class GradientFactor:
         self._changes += 1
         return self._measured() if is_power_of_two(self._changes) else UNKNOWN
 
+    def is_pending(self) -> bool:
+        """Whether gradients wait for the optimizer: the last step has left some, and no weight has changed since.
+
+        Values are compared as well: some optimizers change `.data`, of which autograd does not know.
+        """
+        if self._first is None:
+            return False
+        weight, (_, version, values) = self._first
+        return weight.grad is not None and version_of(weight) == version and torch.equal(_some(weight), values)
+
     def stepped(self) -> float:
         """1 if a weight that had a gradient has changed since, 0 if none has; UNKNOWN in steps that are not looked at."""
         if not self._weights:
@@ -79,6 +96,10 @@ class GradientFactor:
             for a, b in zip(now.split(parts), before.split(parts), strict=True)
         ]
         return factor.item() if all(alike) and factor > 0 and factor.isfinite() else UNKNOWN
+
+
+def _some(tensor: Tensor) -> Tensor:
+    return local(tensor.detach()).flatten()[:SAMPLE]
 
 
 def _is_small(gradient: Tensor | None) -> bool:

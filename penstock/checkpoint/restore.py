@@ -32,8 +32,8 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     `folder`: of checkpoints, or one of them. To go on from an older one than the newest, give that, and save elsewhere. Of
         several folders, a list, the newest checkpoint of all is taken, of the same step that of the first folder: one in memory
         (`/dev/shm/run`) for each step, and one on a disk for what the machine does not survive. A folder may not be there yet.
-    `pipe`: gets the parameters and buffers, the `step_count` and the state of its `scaler`. Python's, numpy's and torch's random
-        generators go on as on this rank then, or on rank 0 if there were fewer.
+    `pipe`: gets the parameters and buffers, the `step_count` and the state of its `scaler`. Python's, numpy's and
+        torch's random generators go on as on this rank then, or on rank 0 if there were fewer.
     `optimizer`: of this rank's `pipe.parameters()`, of the saved one's class and groups; gets its state and options.
     `scheduler`: of the learning rate; gets its state.
 

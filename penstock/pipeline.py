@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from penstock import comms
 from penstock.comms.control import Control, control_of
 from penstock.comms.health.doing import doing
-from penstock.comms.starting.progress import step_done
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_request, connect, placed
@@ -393,7 +392,6 @@ class Pipeline(NoModule):
             self.step_count += training
         if training:
             self._engine.factor.remember()
-            step_done(self.step_count)
             if self._source.whole is not None and self.topology.world_size > 1:
                 trained_elsewhere.guard(self._source.whole.model)
         if self._loss_checks is not None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from penstock import torch_private
 from penstock.comms.breaking import break_off, break_off_backend
 from penstock.comms.health.doing import STEP, WITHIN, doing
-from penstock.comms.health.heartbeat import LOOK
+from penstock.comms.health.heartbeat import HEARTBEAT_SECONDS
 from penstock.comms.starting.meeting import all_come, departed, looks
 from penstock.comms.system import batch_threads, need_descriptors, words
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
@@ -94,7 +94,7 @@ class Groups:
             return
         self._looks = self._looks + 1 if position == self._position else 0
         self._position = position
-        if self._looks and (self._looks * LOOK > self.topology.timeout.total_seconds() or self.is_over(store)):
+        if self._looks and (self._looks * HEARTBEAT_SECONDS > self.topology.timeout.total_seconds() or self.is_over(store)):
             self.wake()
 
     def wake(self) -> None:

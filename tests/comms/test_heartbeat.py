@@ -1,5 +1,7 @@
 """A rank that is stopped ends the step everywhere by name; one whose launcher is gone ends itself; nobody is blamed wrongly."""
 
+import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -20,7 +22,7 @@ from torch import nn
 import penstock as ps
 from penstock.comms.health import heartbeat
 from penstock.comms.health.doing import doing, told
-from penstock.comms.health.heartbeat import Pace, Ring, Watched, watched_by
+from penstock.comms.health.heartbeat import MISSED, MISSED_ELSEWHERE, Watched, watched_by
 from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, machine, this_process
 from penstock.comms.health.reports import Report, publish, read, verdict
 from penstock.comms.starting.meeting import CURRENT, FINISHED, depart, departed, name_of_start
@@ -68,7 +70,7 @@ def test_a_process_is_seen_alive_stopped_and_ended_from_outside_and_no_other_is_
 
 
 def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monkeypatch):
-    monkeypatch.setattr(heartbeat, "LOOK", 0.01)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.01)
     errors, asked = iter([RuntimeError("once"), torch.distributed.DistNetworkError("gone")]), threading.Event()
 
     class Ring:
@@ -83,34 +85,6 @@ def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monk
     assert next(errors, None) is None
     assert beat._thread.is_alive()
     beat.stop()
-
-
-def test_an_action_that_takes_ten_times_what_it_took_is_named_once_while_others_wait():
-    pace, heard = Pace(), []
-    for step, looks in [(1, 50), (2, 2), (3, 30)]:
-        with doing.step(step, True):
-            doing.enter(Action(Kind.F, 0, 0) if step == 1 else Action(Kind.B, 0, 0))
-            heard += [(step, look, each) for look in range(1, looks + 1) if (each := pace.look(others_wait=look != 20))]
-            doing.leave()
-        assert not pace.look(others_wait=True)
-    ((step, look, words),) = heard
-    assert (step, look) == (3, 21)
-    assert words == "in 0B0 of step 3 for 10.5 s, where such an action took 1 s at most"
-
-
-def test_a_rank_is_busy_that_was_in_an_action_when_it_beat_last():
-    store = torch.distributed.HashStore()
-    ring, seen = Ring(store, 1, 2, lambda: None, lambda store: None), Watched(store, 1, 2)
-    assert not seen.is_busy
-    with doing.step(1, True):
-        doing.enter(Action(Kind.F, 0, 0))
-        ring.look()
-        seen.look()
-        assert seen.is_busy
-        doing.leave()
-        ring.look()
-        seen.look()
-        assert not seen.is_busy
 
 
 def test_a_rank_that_did_not_answer_in_time_is_not_told_as_gone_whatever_was_waited_for():
@@ -161,22 +135,33 @@ def test_a_start_of_which_a_rank_has_left_as_soon_as_all_were_ready_is_a_start()
     assert name_of_start(StandsStill(job, "here/ready", start_and_leave), 1, 2, timedelta(seconds=60)) == "here"
 
 
-class Stopped:
-    """A process that is seen stopped so many times."""
+class InState:
+    """A process that is seen in these states, one a look, and then in the last one."""
 
-    def __init__(self, times: int) -> None:
-        self._times = times
+    def __init__(self, *states: str) -> None:
+        self._states = list(states)
 
     def state(self) -> str:
-        self._times -= 1
-        return STOPPED if self._times >= 0 else ALIVE
+        return self._states.pop(0) if len(self._states) > 1 else self._states[0]
+
+
+def beat(store, number):
+    store.set("beat-1", str(number))
+
+
+def watched(monkeypatch, store, *states):
+    """Rank 1 of two, in these states, which has beaten once."""
+    monkeypatch.setattr(heartbeat, "life", lambda *_: InState(*states))
+    monkeypatch.setattr(heartbeat, "gone", lambda *_: departed(store, [1]))
+    beat(store, 1)
+    found = Watched(store, 1, 2)
+    found.look()
+    return found
 
 
 def test_a_rank_that_goes_on_at_the_moment_of_proof_is_not_lost_and_one_whose_proof_could_not_be_told_is(monkeypatch):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(heartbeat, "life", lambda *_: None)
-    watched = Watched(store, 1, 2)
-    watched.process = Stopped(heartbeat.PROOF)
+    seen = watched(monkeypatch, store, STOPPED)
     found = iter([{}, RuntimeError("the store"), {1: "is stopped"}])
 
     def stopped(*_: object) -> dict[int, str]:
@@ -185,15 +170,82 @@ def test_a_rank_that_goes_on_at_the_moment_of_proof_is_not_lost_and_one_whose_pr
         return now
 
     monkeypatch.setattr(heartbeat, "stopped", stopped)
-    for _ in range(heartbeat.PROOF + 1):
-        watched.look()
+    for _ in range(MISSED):
+        seen.look()
     assert not store.check([heartbeat.LOST])
-    watched.process = Stopped(heartbeat.PROOF + 1)
-    for number in range(heartbeat.PROOF + 1):
-        with pytest.raises(RuntimeError) if number == heartbeat.PROOF - 1 else nullcontext():
-            watched.look()
+    beat(store, 2)
+    seen.look()
+    for number in range(MISSED + 1):
+        with pytest.raises(RuntimeError) if number == MISSED - 1 else nullcontext():
+            seen.look()
     assert store.check([heartbeat.LOST])
     assert departed(store, [1]) == {1: "is stopped"}
+
+
+def test_a_rank_that_beats_no_more_but_is_not_stopped_is_not_lost(monkeypatch):
+    store = torch.distributed.HashStore()
+    seen = watched(monkeypatch, store, ALIVE)
+    for _ in range(10 * MISSED_ELSEWHERE):
+        seen.look()
+    assert not store.check([heartbeat.LOST])
+    assert departed(store, [1]) == {}
+
+
+def test_a_rank_of_another_machine_is_lost_once_it_has_missed_many_looks_in_a_row(monkeypatch):
+    store = torch.distributed.HashStore()
+    seen = watched(monkeypatch, store, "")
+    for number in (2, 3):
+        for _ in range(MISSED_ELSEWHERE - 1):
+            seen.look()
+        assert not store.check([heartbeat.LOST])
+        beat(store, number)
+        seen.look()
+    for _ in range(MISSED_ELSEWHERE):
+        seen.look()
+    assert store.check([heartbeat.LOST])
+    assert departed(store, [1]) == {1: "has given no heartbeat for 120 s"}
+
+
+def test_a_rank_of_another_machine_that_has_left_is_silent_by_right(monkeypatch):
+    store = torch.distributed.HashStore()
+    seen = watched(monkeypatch, store, "")
+    depart(store, 1, FINISHED)
+    for _ in range(2 * MISSED_ELSEWHERE):
+        seen.look()
+    assert not store.check([heartbeat.LOST])
+
+
+def rank_holds_its_interpreter(folder):
+    """Rank 1 computes in one call of C that lets no other thread run, until rank 0 has looked at it often enough."""
+    topology = ps.comms.init_distributed()
+    pipe = ps.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.functional.mse_loss, microbatches=1)
+    inputs = torch.ones(2, 4)
+    pipe.step(inputs, target=inputs)
+    with (Path(folder) / "lock").open("w") as lock:
+        if topology.rank == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        pipe.step(inputs, target=inputs)  # rank 0 has the lock
+        if topology.rank == 0:
+            missed, look = threading.Semaphore(0), Watched.look
+
+            def counted(watched):
+                look(watched)
+                if watched._missed:
+                    missed.release()
+
+            Watched.look = counted
+            for _ in range(2 * MISSED):
+                missed.acquire()
+        else:
+            ctypes.PyDLL(None).flock(lock.fileno(), fcntl.LOCK_EX)
+    pipe.step(inputs, target=inputs)
+    return pipe.step_count
+
+
+@linux
+@pytest.mark.ranks
+def test_a_rank_that_lets_no_thread_of_its_own_run_for_longer_than_a_stopped_one_may_is_not_lost(tmp_path):
+    assert ps.launch(rank_holds_its_interpreter, 2, str(tmp_path)) == [3, 3]
 
 
 def write(path: Path, text: str) -> None:
@@ -282,9 +334,9 @@ def is_running(process):
 def test_nobody_is_blamed_when_the_whole_job_was_stopped_and_goes_on(tmp_path):
     with training(tmp_path) as (process, _):
         os.killpg(process.pid, signal.SIGSTOP)
-        time.sleep(heartbeat.LOOK * (heartbeat.PROOF + 2))
+        time.sleep(heartbeat.HEARTBEAT_SECONDS * (heartbeat.MISSED + 2))
         os.killpg(process.pid, signal.SIGCONT)
-        time.sleep(heartbeat.LOOK * 3)
+        time.sleep(heartbeat.HEARTBEAT_SECONDS * 3)
         (tmp_path / "end").touch()
         output, _ = process.communicate()
         assert "penstock: " not in output

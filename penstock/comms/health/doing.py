@@ -41,10 +41,17 @@ class Doing:
         """Around a step, or an evaluation after so many."""
         self.words[ACTION] = 0
         self.words[STEP] = number << 2 | (TRAINING if training else EVALUATING)
+        done = number - training
         try:
             yield
+            done = number
         finally:
-            self.words[STEP] = number << 2
+            self.words[STEP] = done << 2
+
+    def steps_done(self) -> int | None:
+        """How many steps are done; None: none has begun."""
+        step = self.words[STEP]
+        return (step >> 2) - (step & WITHIN == TRAINING) if step else None
 
     def enter(self, action: Action) -> None:
         """The action begins."""
@@ -53,12 +60,6 @@ class Doing:
     def leave(self) -> None:
         """It is done."""
         self.words[ACTION] &= ~RUNNING
-
-
-def running(words: Words) -> tuple[int, Action] | None:
-    """The step, and its action that runs, if one does."""
-    step, action = words
-    return (step >> 2, _action(action)) if step & TRAINING and action & RUNNING else None
 
 
 def told(words: Words) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from penstock.comms.health.process import ALIVE, ENDED, STOPPED, UNKNOWN, Process, this_process
 from penstock.comms.starting.meeting import depart, departed, said
 
-GONE, STANDS = "is gone", "is stopped (SIGSTOP)"
+GONE, STANDS, SILENT = "is gone", "is stopped (SIGSTOP)", "has given no heartbeat for"
 
 
 def tell_life(store: Any, rank: int) -> None:
@@ -38,7 +38,7 @@ def gone(store: Any, ranks: Collection[int]) -> dict[int, str]:
 
 def lost(gone: Mapping[int, str]) -> dict[int, str]:
     """Those of the `gone` that did not leave by themselves."""
-    return {rank: how for rank, how in gone.items() if how.startswith((GONE, STANDS))}
+    return {rank: how for rank, how in gone.items() if how.startswith((GONE, STANDS, SILENT))}
 
 
 def alive(store: Any, ranks: Collection[int]) -> set[int]:

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from penstock.comms.health.doing import BYTES, NAME, doing, told
 
-STOPPED, TRACED, ENDED = "stopped", "held by a debugger", "ended"
-STATES = {"T": STOPPED, "t": TRACED, "Z": ENDED, "X": ENDED}  # Linux's, in /proc/PID/stat; any other is alive
-ALIVE = "alive"
+STOPPED, ENDED, ALIVE = "stopped", "ended", "alive"
+STATES = {"T": STOPPED, "Z": ENDED, "X": ENDED}  # Linux's, in /proc/PID/stat; any other is alive
 
 
 class Process(NamedTuple):
@@ -22,7 +21,7 @@ class Process(NamedTuple):
     file: int  # of what it is doing
 
     def state(self) -> str:
-        """STOPPED, TRACED, ENDED or ALIVE; empty if it cannot be seen from here."""
+        """STOPPED, ENDED or ALIVE; empty if it cannot be seen from here."""
         if not self.machine or self.machine != machine():
             return ""
         try:

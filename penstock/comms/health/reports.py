@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from penstock import errors
 from penstock.comms.groups import FAILED, Groups
-from penstock.comms.health.lives import STANDS, alive, gone, lost, stopped
+from penstock.comms.health.lives import SILENT, STANDS, alive, gone, lost, stopped
 from penstock.comms.starting.meeting import left, looks, said
 from penstock.comms.topology import MOMENT
 from penstock.errors import LostRankError, PenstockError
@@ -103,7 +103,7 @@ def verdict(groups: Groups, reports: Sequence[Report], left_here: Mapping[int, s
         return left(told, waited)
     verb = "is gone" if in_time else "does not answer"
     names = ", ".join(f"rank {rank} {known.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
-    end = "" if STANDS in names else f": {witness.end}"  # this rank has closed the connection itself
+    end = "" if STANDS in names or SILENT in names else f": {witness.end}"  # this rank has closed the connection itself
     return LostRankError(f"{names}: {waited}{end}", absent)
 
 

@@ -7,9 +7,7 @@ rank_main  what each of those runs
 server     the process that ranks are forked from
 gpus       which of the ranks have a GPU of their own
 in_server  how that ends with its program
-blame      why an attempt failed, and because of which ranks
-restarts   what became of each attempt, and the report
-progress   how far the ranks are, in memory that the launching process reads
+attempt    what became of one start of all ranks, and because of which
 store      the store that launched ranks meet at, where nobody else comes to
 meeting    what ranks write in the store that they meet at: the name of a start, who has left
 interface  which network leads to the other ranks

@@ -8,18 +8,14 @@ restarts left the ranks that remain begin again, from the same server with a new
 import inspect
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Any, NoReturn, TypeVar
 
 from penstock.comms.health.signals import catches_preemption, preempted
-from penstock.comms.starting.blame import UNGUARDED, Failure, blamed
-from penstock.comms.starting.progress import Page
-from penstock.comms.starting.rank_main import Job, Outcome
+from penstock.comms.starting.attempt import UNGUARDED, Attempt, Results, attempt_of, is_final, repeated
+from penstock.comms.starting.rank_main import Job
 from penstock.comms.starting.ranks import outcomes_of, part, started
-from penstock.comms.starting.restarts import Attempt, Results, furthest, is_final, repeated, said, told
 from penstock.comms.starting.server import ServerEndedError, server_context
 from penstock.comms.starting.work import pickled
 from penstock.comms.system import named, say
@@ -54,7 +50,8 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
 
     Ranks have the environment and working directory that this process has now, and TORCHELASTIC_RESTART_COUNT. Each computes on
     one thread unless OMP_NUM_THREADS says otherwise, so that bits do not depend on the number of ranks. The result's `attempts`
-    tell what became of each start, and where there were several a report goes to stderr.
+    tell what became of each start: `ranks`, `culprits` (the ranks that failed), `error`, `steps_done`; a line of each that
+    failed goes to stderr.
 
     The error of the rank that failed first is raised here, its own traceback as the cause; LostRankError if the rank died, or
     waits for one that has returned. With restarts, that is the last attempt's, with the `attempts`; the program's own error
@@ -62,20 +59,17 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
     """
     _end_if_imported_by_a_rank()
     _check(function, ranks, restarts, least)
-    work = pickled(function, args)
-    attempts, failures, running = list[Attempt](), list[Failure](), ranks
+    work, attempts, running = pickled(function, args), list[Attempt](), ranks
     while True:
-        outcomes, failure, this = _attempt(work, running, attempts, may_restart=len(attempts) < restarts)
-        attempts.append(this)
-        if failure is None:
-            _tell_all(attempts)
-            return Results([outcomes[rank].value for rank in range(running)], attempts)
-        failures.append(failure)
-        if len(attempts) > restarts or preempted() or is_final(attempts, failures):
-            _raise(failure, attempts, failures)
-        running = ranks if least is None else max(least, running - len(failure.culprits))
+        values, attempt = _attempt(work, running, len(attempts), may_restart=len(attempts) < restarts)
+        attempts.append(attempt)
+        if attempt.error is None:
+            return Results(values, attempts)
+        if len(attempts) > restarts or preempted() or is_final(attempts):
+            _raise(attempts)
+        running = ranks if least is None else max(least, running - len(attempt.culprits))
         begin = "1 rank begins" if running == 1 else f"{running} ranks begin"
-        say(f"attempt {len(attempts)} of {restarts + 1} has ended: {said(this)}; {begin} again")
+        say(f"attempt {len(attempts)} of {restarts + 1} has ended: {attempt.end()}; {begin} again")
 
 
 def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
@@ -92,43 +86,33 @@ def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
 
 
 @named("ranks cannot be started")
-def _attempt(
-    work: bytes, ranks: int, before: Sequence[Attempt], may_restart: bool
-) -> tuple[dict[int, Outcome], Failure | None, Attempt]:
-    """All ranks run once: what each came to, why they failed if they did, and what is told of it."""
+def _attempt(work: bytes, ranks: int, number: int, may_restart: bool) -> tuple[list[Any], Attempt]:
+    """All ranks run once: what the function returned on each, if none has failed, and what became of them."""
     from torch.distributed import HashStore
 
-    began, store = time.monotonic(), HashStore()
     context = multiprocessing.get_context("spawn") if _sees_gpu() else server_context()
-    environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(len(before))}
-    with closing(Page(ranks, furthest(before))) as page:
-        try:
-            job = Job(work, ranks, environment, page.address, catches_preemption())
-            with started(job, context, store) as (processes, results):
-                outcomes, ended = outcomes_of(processes, results, may_restart)
-                part([processes[rank] for rank in outcomes])
-            failure = blamed(outcomes)
-        except ServerEndedError as error:
-            outcomes, ended, failure = {}, time.monotonic(), Failure(error, ())
-        why, culprits = (failure.error, failure.culprits) if failure else (None, ())
-        return outcomes, failure, Attempt(ranks, began, ended, why, culprits, *page.read())
+    job = Job(work, ranks, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}, catches_preemption())
+    try:
+        with started(job, context, HashStore()) as (processes, results):
+            outcomes = outcomes_of(processes, results, may_restart)
+            part([processes[rank] for rank in outcomes])
+    except ServerEndedError as error:
+        return [], Attempt(ranks, error)
+    attempt = attempt_of(ranks, outcomes)
+    return [outcomes[rank].value for rank in range(ranks)] if attempt.error is None else [], attempt
 
 
-def _raise(failure: Failure, attempts: Sequence[Attempt], failures: Sequence[Failure]) -> NoReturn:
-    _tell_all(attempts)
-    if times := repeated(attempts, failures):
-        steps = attempts[-1].steps_done
-        where = "before the first step" if steps is None else f"after {steps} steps"
+def _raise(attempts: Sequence[Attempt]) -> NoReturn:
+    """Raise what ended the last of the `attempts`, and say so if it is not tried again since it came before."""
+    last = attempts[-1]
+    assert last.error is not None
+    if times := repeated(attempts):
+        where = "before the first step" if last.steps_done is None else f"after {last.steps_done} steps"
         note = f"the same error ended {times} attempts {where}: not tried again"
-        failure.error.add_note(note)
+        last.error.add_note(note)
         say(note)
-    failure.error.attempts = tuple(attempts)  # type: ignore[attr-defined]
-    raise failure.error from (RankTraceback(failure.traceback) if failure.traceback else None)
-
-
-def _tell_all(attempts: Sequence[Attempt]) -> None:
-    if len(attempts) > 1:
-        say(told(attempts))
+    last.error.attempts = tuple(attempts)  # type: ignore[attr-defined]
+    raise last.error from (RankTraceback(last.traceback) if last.traceback else None)
 
 
 def _end_if_imported_by_a_rank() -> None:

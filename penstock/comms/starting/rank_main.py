@@ -14,8 +14,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from penstock.comms.health.doing import doing
 from penstock.comms.health.signals import catch_preemption
-from penstock.comms.starting import progress
 from penstock.comms.starting.meeting import FINISHED, depart
 from penstock.comms.starting.server import HELD
 from penstock.comms.starting.work import dumps, unpickled
@@ -31,8 +31,9 @@ class Outcome(NamedTuple):
     well: bool
     value: Any  # the function's result, or the error
     traceback: str = ""
-    hearsay: bool = False  # it failed only because it lost others
+    lost_others: bool = False  # it failed only because of that
     ranks: tuple[int, ...] = ()  # those that its error says it comes from
+    steps_done: int | None = None  # by its pipelines
 
 
 class LeftError(PenstockError):
@@ -45,7 +46,6 @@ class Job(NamedTuple):
     work: bytes  # the function and its arguments, see work.py
     ranks: int
     environment: dict[str, str]  # of the launching process, at that moment; its working directory comes by itself
-    page: progress.Address | None = None
     preemptible: bool = False  # the launching process catches what asks it to save and leave
 
 
@@ -73,8 +73,6 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
     os.register_at_fork(after_in_child=sender.close)  # a process that the rank forks would hide the rank's death
     gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
     torch.set_num_threads(_threads())
-    if job.page is not None:
-        progress.tell_into(job.page, rank)
     by_value = False
     try:
         function, args, by_value = unpickled(job.work)
@@ -99,7 +97,7 @@ def _threads() -> int:
 
 def _pickled_result(value: Any, rank: int, by_value: bool) -> bytes:
     try:
-        return dumps(by_value)(Outcome(True, value))
+        return dumps(by_value)(Outcome(True, value, steps_done=doing.steps_done()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
 
@@ -111,15 +109,15 @@ def _pickled_error(error: BaseException, rank: int, by_value: bool) -> bytes:
         error = LeftError(f"rank {rank} called sys.exit() before its function was done")
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
     causes = list(_causes(error))
-    hearsay = any(isinstance(each, LostRankError) or is_of_transport(each) for each in causes)
+    lost_others = any(isinstance(each, LostRankError) or is_of_transport(each) for each in causes)
     ranks = next((each.ranks for each in causes if isinstance(each, PenstockError) and each.ranks), ())
     try:
-        data = dumps(by_value)(Outcome(False, error, text, hearsay, ranks))
+        data = dumps(by_value)(Outcome(False, error, text, lost_others, ranks, doing.steps_done()))
         str(pickle.loads(data).value)
         return data
     except Exception:
         told = PenstockError(f"rank {rank}: {reason(error)}")
-        return pickle.dumps(Outcome(False, told, text, hearsay, ranks))
+        return pickle.dumps(Outcome(False, told, text, lost_others, ranks, doing.steps_done()))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

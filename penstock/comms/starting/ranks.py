@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from penstock.comms.health.heartbeat import HEARTBEAT_SECONDS
 from penstock.comms.health.process import ALIVE, STOPPED, Process, parent_of, process_of
 from penstock.comms.health.signals import tell_no_more, tell_too
-from penstock.comms.starting.blame import Died, death
+from penstock.comms.starting.attempt import DiedError, death
 from penstock.comms.starting.rank_main import Job, Outcome, rank_main
 from penstock.comms.starting.server import NOT_KNOWN, ServerEndedError, held
 from penstock.comms.starting.work import missing_program_hidden
@@ -23,7 +24,6 @@ from penstock.errors import PenstockError
 PARTING = 0.2  # seconds in which ranks may let go of what the system keeps for them: semaphores, files in /tmp
 LAST_WORDS = 2.0  # seconds the other ranks have to tell what they know once one has failed
 HURRY = 0.5  # the same where it is known which, and they are about to begin again
-LOOK = 0.5  # seconds between looks at whether a rank is stopped
 PATIENCE = 6  # looks in a row that see a rank stopped, then it is ended: no time, for the whole job may have been stopped
 
 
@@ -73,20 +73,19 @@ def part(processes: Sequence[Any]) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def outcomes_of(processes: Sequence[Any], results: Sequence[Connection], hurry: bool) -> tuple[dict[int, Outcome], float]:
-    """What each rank came to, in the order in which that happened, and the moment of the first failure, or of the end.
-
-    A rank that never ended is absent.
+def outcomes_of(processes: Sequence[Any], results: Sequence[Connection], hurry: bool) -> dict[int, Outcome]:
+    """What each rank came to, in the order in which that happened; a rank that never ended is absent.
 
     Once one rank has failed or died, the others have a short while to say why they did, shorter in a `hurry`. A rank that a
     signal has stopped is ended.
     """
     outcomes: dict[int, Outcome] = {}
-    server, failed, deadline = parent_of(processes[0].pid), float("inf"), float("inf")
-    with _Stops(processes) as stops, selectors.DefaultSelector() as pending:  # epoll tells in the order in which it happened
+    server, deadline = parent_of(processes[0].pid), float("inf")
+    with _Stops(processes) as stops, selectors.DefaultSelector() as pending:
         for rank, receiver in enumerate(results):
             pending.register(receiver, selectors.EVENT_READ, rank)
         while pending.get_map() and time.monotonic() < deadline:
+            # epoll tells in the order in which it happened
             for key, _ in pending.select(None if deadline == float("inf") else deadline - time.monotonic()):
                 rank = key.data
                 pending.unregister(key.fileobj)
@@ -99,10 +98,9 @@ def outcomes_of(processes: Sequence[Any], results: Sequence[Connection], hurry: 
                     outcomes[rank] = _unpickled(data, rank)
                 tell_no_more(processes[rank].pid)
                 if not outcomes[rank].well:
-                    words = HURRY if hurry and not outcomes[rank].hearsay else LAST_WORDS
+                    words = HURRY if hurry and not outcomes[rank].lost_others else LAST_WORDS
                     deadline = min(deadline, time.monotonic() + words)
-                    failed = min(failed, stops.since.get(rank, time.monotonic()))
-    return outcomes, min(failed, time.monotonic())
+    return outcomes
 
 
 def _unpickled(data: bytes, rank: int) -> Outcome:
@@ -120,12 +118,11 @@ def _death(rank: int, exitcode: int | None, server: Process) -> PenstockError:
 
 
 class _Stops:
-    """Which ranks are stopped, and since when: a thread that looks, as a rank may be stopped while it sends its outcome."""
+    """A thread that ends ranks which are stopped, as one may be while it sends its outcome."""
 
     def __init__(self, processes: Sequence[Any]) -> None:
         self.seen = [process_of(each.pid) for each in processes]
-        self.since: dict[int, float] = {}
-        self.ended: dict[int, Died] = {}
+        self.ended: dict[int, DiedError] = {}
         self._looks, self._over = [0] * len(processes), threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-stops", daemon=True)
 
@@ -138,16 +135,15 @@ class _Stops:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(LOOK):
+        while not self._over.wait(HEARTBEAT_SECONDS):
             self.look()
 
     def look(self) -> None:
         """End those that have been stopped for many looks in a row."""
         for rank, process in enumerate(self.seen):
             self._looks[rank] = self._looks[rank] + 1 if process.state() == STOPPED else 0
-            if self._looks[rank] == 1:
-                self.since[rank] = time.monotonic()
-            elif self._looks[rank] == PATIENCE:
-                self.ended[rank] = Died(f"rank {rank} was stopped by a signal for {PATIENCE * LOOK:g} s, and was ended")
+            if self._looks[rank] == PATIENCE:
+                seconds = PATIENCE * HEARTBEAT_SECONDS
+                self.ended[rank] = DiedError(f"rank {rank} was stopped by a signal for {seconds:g} s, and was ended")
                 with suppress(ProcessLookupError):
                     os.kill(process.number, signal.SIGKILL)

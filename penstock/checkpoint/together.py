@@ -99,7 +99,7 @@ def under_all_names(stored: Mapping[str, T], aliases: Mapping[str, str]) -> dict
 
 
 def differences(control: Control, pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What `pipe._engine.parameters.unfit` says of a state of these names and shapes, over all ranks and the same on each."""
+    """What `Parameters.unfit` says of a state of these names and shapes, over all ranks and the same on each."""
     everyone = control.gather_objects(pipe._engine.parameters.unfit(shapes), "to compare names and shapes")
     return {kind: list(dict.fromkeys(name for each in everyone for name in each[kind])) for kind in everyone[0]}
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
 from penstock.comms.control import Control
-from penstock.engine.checks.hidden_uses import Strays, check_loss_reads
+from penstock.engine.checks.hidden_uses import UnregisteredParameters, check_loss_reads
 from penstock.engine.checks.nonfinite import Watch, check_choice
 from penstock.engine.comparison import Compared
 from penstock.engine.cut import Cut, check_bare
@@ -252,7 +252,7 @@ def connect(
         parameters,
         tied,
         Watch(rank, stages, names) if given.on_nonfinite else None,
-        Strays(rank, modules, elsewhere),
+        UnregisteredParameters(rank, modules, elsewhere),
         request.whole.attributes if request.whole else None,
         compared.machines,
         given.on_nonfinite,

@@ -17,6 +17,7 @@ and 0F1, the gradients of 1B0 and 1B1.
     measure    in the first step of a kind: what a microbatch keeps     engine/memory.py
     average    gradients become those of the whole batch                mesh/parallelize.py
     conclude   loss and times, and what was found on watch              engine/report.py, engine/checks/
+    undo       where it failed, or something was not finite: as before  engine/checks/undo.py
 
 The first stage's first forward waits for nobody, so it runs while the votes travel; what it made is sent once the ranks have
 agreed. When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control.py.
@@ -35,7 +36,7 @@ from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
 from penstock.engine.checks.digest import check_copies, is_due
 from penstock.engine.checks.factor import GradientFactor
-from penstock.engine.checks.hidden_uses import Noted, Strays
+from penstock.engine.checks.hidden_uses import GradientBefore, UnregisteredParameters
 from penstock.engine.checks.nonfinite import CAUSES, DATA, STATE, OnNonfinite, Verdict, Watch, verdict
 from penstock.engine.checks.trained_elsewhere import SharedLayers
 from penstock.engine.checks.undo import Undo
@@ -68,14 +69,14 @@ class Engine:
         parameters: Parameters,
         tied: TiedParameters,
         watch: Watch | None,
-        strays: Strays,
+        unregistered: UnregisteredParameters,
         attributes: ReadAttributes | None,
         machines: Sequence[str],
         on_nonfinite: OnNonfinite | None,
     ) -> None:
         self.control, self.position, self.stages = control, position, stages
         self.programs, self.schedule = programs, programs.program.schedule
-        self.parameters, self.tied, self.watch, self.strays = parameters, tied, watch, strays
+        self.parameters, self.tied, self.watch, self.unregistered = parameters, tied, watch, unregistered
         self.attributes = attributes  # those that the model was cut with
         self.on_nonfinite = on_nonfinite
         self.shared: SharedLayers  # set when the pipeline is noted as built
@@ -122,16 +123,16 @@ class Engine:
         agreed = self.agreement.reach(batch, why)
         if batch.training and self.tied.owners and is_due(call.step):
             check_copies(self.control, self.tied, call.step)
-        before: list[Noted] = []
+        before: list[GradientBefore] = []
         if batch.training and agreed.known is None:  # new to this rank, or to another
-            before = self.strays.begin()
+            before = self.unregistered.begin()
             measurement = measurement or MemoryMeasurement(self.stages)
             measurement.skip(agreed.without_backward)
 
         channels.begin(agreed.known.specs if agreed.known else None)
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
         self.run(agreed.program.steps, self._observed(actions.acts, measurement), channels, clock, ahead)
-        self.strays.check(before)
+        self.unregistered.check(before)
         average(list(self.stages.values()), self.parameters, self.position, batch.training)
         clock.averaged()
 

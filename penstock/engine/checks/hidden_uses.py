@@ -19,7 +19,7 @@ from penstock.errors import MismatchError
 from penstock.torch_private import version_of
 
 
-class Noted(NamedTuple):
+class GradientBefore(NamedTuple):
     """What a parameter's gradient was."""
 
     name: str
@@ -28,7 +28,7 @@ class Noted(NamedTuple):
     version: int
 
 
-class Strays:
+class UnregisteredParameters:
     """Looks for them on `rank`, which runs `stages`. No step of its adds to the gradient of one of the `others`, by name.
 
     These are the parameters of other ranks' stages, and its own that get their gradients there (`stage/neighbours.py`).
@@ -39,12 +39,12 @@ class Strays:
         self._who = f"rank {rank}: stage {' or '.join(map(str, sorted(stages)))}"
         self._others = [(name, weakref.ref(parameter)) for name, parameter in others]
 
-    def begin(self) -> list[Noted]:
+    def begin(self) -> list[GradientBefore]:
         """Before a step's first backward: how it is with those that are there."""
         there = [(name, parameter) for name, reference in self._others if (parameter := reference()) is not None]
-        return [Noted(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in there]
+        return [GradientBefore(name, parameter, parameter.grad, _version(parameter.grad)) for name, parameter in there]
 
-    def check(self, before: Sequence[Noted]) -> None:
+    def check(self, before: Sequence[GradientBefore]) -> None:
         """Raises MismatchError if one of their gradients has been added to."""
         for name, parameter, grad, version in before:
             if parameter.grad is not grad or _version(grad) != version:

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from prompt import penstock, python
@@ -350,7 +349,3 @@ def test_doctor_says_when_torch_is_newer_than_what_was_tested(capsys, version, t
     said = capsys.readouterr().out
     assert said.startswith(told)
     assert bool(said) == bool(told)
-
-
-def test_the_package_ships_its_types():
-    assert (Path(__file__).parents[2] / "penstock" / "py.typed").exists()

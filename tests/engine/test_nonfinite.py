@@ -179,9 +179,13 @@ def retried(schedule):
     return alike, told
 
 
+UNDONE = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")  # whole and split backwards, loop and V, pairs
+
+
 def every_schedule():
     warnings.simplefilter("ignore", RuntimeWarning)
-    return {name: (raised(name), skipped(name), retried(name)) for name in ps.schedule.names()}
+    faults = {name: raised(name) for name in ps.schedule.names()}
+    return faults, {name: skipped(name) for name in UNDONE}, {name: retried(name) for name in UNDONE}
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +195,7 @@ def results():
 
 @pytest.mark.parametrize("schedule", ps.schedule.names())
 def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(results, schedule):
-    (told, *first), (others, *second) = (result[schedule][0] for result in results)
+    (told, *first), (others, *second) = (faults[schedule] for faults, *_ in results)
     (stage,), placement = {first[0], second[0]} - {-1}, first[1]
     for kind, pattern in BLAME.items():
         text, clean = told[kind]
@@ -202,16 +206,16 @@ def test_each_kind_of_fault_is_named_on_all_ranks_and_the_step_leaves_nothing(re
         assert (text, True) == (text, clean) == others[kind]
 
 
-@pytest.mark.parametrize("schedule", ps.schedule.names())
+@pytest.mark.parametrize("schedule", UNDONE)
 def test_a_skipped_step_is_as_if_its_batch_had_not_been(results, schedule):
-    for result in results:
-        assert result[schedule][1] == ([True] * 2, [True, False])
+    for _, skips, _ in results:
+        assert skips[schedule] == ([True] * 2, [True, False])
 
 
-@pytest.mark.parametrize("schedule", ps.schedule.names())
+@pytest.mark.parametrize("schedule", UNDONE)
 def test_a_step_that_is_run_again_has_the_bits_of_one_that_was_not(results, schedule):
-    for rank, result in enumerate(results):
-        alike, told = result[schedule][2]
+    for rank, (_, _, retries) in enumerate(results):
+        alike, told = retries[schedule]
         assert alike == [True] * 2
         assert sum("was transient: run once more, the step is finite" in text for text in told) == (0 if rank else 2)
         persistent, batch = told[-2:]

@@ -41,7 +41,7 @@ def backwards_ascending(row: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_tables_are_equal_wherever_both_exist(name: str) -> None:
     compared = 0
-    for ranks in range(1, 9):
+    for ranks in (1, 2, 3, 4, 5, 8):
         for stages_per_rank in (2, 3) if name in ("interleaved-1f1b", "looped-bfs", "interleaved-zb") else (2,):
             for microbatches in range(1, 25):
                 if name.startswith("interleaved") and microbatches % max(1, microbatches // ranks):

@@ -15,7 +15,7 @@ NEEDS_CHROMIUM = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium with its driver"),
 ]
 QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1300,1000"]
+QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1300,1100"]
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,12 @@ def browser(tmp_path_factory):
     options.binary_location = CHROMIUM
     for argument in [*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
         options.add_argument(argument)
+    downloads = tmp_path_factory.mktemp("downloads")
+    options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
     driver.set_script_timeout(1000)
+    driver.downloads = downloads
     driver.get("about:blank")  # the page Chromium begins with asks for files of its own
     yield driver
     driver.quit()

@@ -1,47 +1,28 @@
 """The studio in a browser, used by mouse and keyboard. Needs Chromium and its driver; skipped where there are none."""
 
+# ruff: noqa: F811 (fixtures are imported, and are parameters)
+
 import json
-import shutil
 import time
 from functools import partial
 
 import pytest
+from browsing import NEEDS_CHROMIUM, browser  # noqa: F401
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
 from studios import run_of, served
 
 from penstock.commands.source import question_of
 from penstock.schedule import Costs, build, simulate
 from penstock.view.studio.opened import Opened
 
-pytestmark = pytest.mark.ranks
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-QUIET = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-QUIET += ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1300,1100"]
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")
 def port():
     with served() as number:
         yield number
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    webdriver = pytest.importorskip("selenium.webdriver")
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("no Chromium with its driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in [*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(argument)
-    downloads = tmp_path_factory.mktemp("downloads")
-    options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(1000)
-    driver.downloads = downloads
-    yield driver
-    driver.quit()
 
 
 @pytest.fixture
@@ -146,8 +127,6 @@ def test_one_stage_may_have_its_own_cost(studio):
 
 
 def test_dragging_an_action_makes_a_deadlock_that_is_told_and_marked_and_undone(studio):
-    from selenium.webdriver.common.action_chains import ActionChains
-
     before = row(studio, 0)
     source, target = cell(studio, "0F2"), cell(studio, "0B0")
     ActionChains(studio, duration=40).click_and_hold(source).move_to_element_with_offset(target, 12, 0).release().perform()
@@ -176,8 +155,6 @@ def in_picture(browser, name, side=0.5):
 
 
 def drag_in_picture(browser, source, target, side, keys=""):
-    from selenium.webdriver.common.action_chains import ActionChains
-
     chart = browser.find_element("css selector", ".chart")
     begin, end = in_picture(browser, source), in_picture(browser, target, side)
     chain = ActionChains(browser, duration=40).move_to_element_with_offset(chart, *begin).click_and_hold()
@@ -213,9 +190,6 @@ def test_dragging_in_the_picture_makes_the_same_deadlock_and_its_circle_is_drawn
 
 
 def test_a_drag_in_the_picture_can_be_given_up_and_beside_the_actions_it_pans(studio):
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
     before = row(studio, 0)
     drag_in_picture(studio, "0F2", "0B0", 0.8, Keys.ESCAPE)
     drag_in_picture(studio, "0F2", "0F2", 0.9)
@@ -246,9 +220,6 @@ def test_over_a_measured_run_the_planned_row_is_dragged(studio, tmp_path):
 
 
 def test_the_keyboard_selects_moves_and_undoes(studio):
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
     studio.execute_script("studio.table.current.focus()")
     ActionChains(studio).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT).perform()
     ActionChains(studio).key_down(Keys.ALT).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT).key_up(Keys.ALT).perform()
@@ -310,9 +281,6 @@ def test_a_run_of_other_sizes_is_not_drawn_beside_and_its_stages_are_priced_toge
 
 
 def undone(browser, key, shift=False):
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
     chain = ActionChains(browser).key_down(Keys.CONTROL)
     (chain.key_down(Keys.SHIFT).send_keys(key).key_up(Keys.SHIFT) if shift else chain.send_keys(key)).key_up(
         Keys.CONTROL
@@ -360,8 +328,6 @@ def test_two_schedules_of_the_same_model_are_held_against_each_other(studio):
 
 def typed(browser, name, value):
     """Write a number into the field beside a slider."""
-    from selenium.webdriver.common.keys import Keys
-
     field = browser.find_element("css selector", f"#{name} + input")
     field.send_keys(Keys.CONTROL, "a")
     field.send_keys(value)
@@ -373,9 +339,6 @@ def shown(browser, name):
 
 
 def test_sixty_four_ranks_are_typed_and_only_the_cells_in_sight_are_there(studio):
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
     typed(studio, "ranks", "64")
     typed(studio, "microbatches", "80")
     until(lambda: studio.find_element("id", "subtitle").text.endswith("80 microbatches · 10240 actions"))
@@ -442,9 +405,6 @@ def tap(browser, element):
 
 
 def test_the_wheel_is_the_pages_again_after_escape(studio):
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
     chart = studio.find_element("css selector", ".chart")
     x, y = in_picture(studio, "0F1")
     ActionChains(studio, duration=20).move_to_element_with_offset(chart, x, y).click().perform()

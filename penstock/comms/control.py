@@ -119,6 +119,7 @@ class Control:
         self._sending: list[Any] = []
         self._receiving: list[Any] = []
         self._call, self._in_call = "", threading.RLock()
+        self._has_begun = False  # the call, on all ranks: they have met in it
 
     @contextmanager
     def collective(self, call: str, pipeline: int | None = None, announces: bool = True) -> Iterator[None]:
@@ -129,6 +130,7 @@ class Control:
         if not self._in_call.acquire(blocking=False):
             raise PenstockError("these ranks are in a call of another thread: make one call at a time")
         outer, self._call = self._call, call if pipeline is None else f"{call}{OF_PIPELINE}{pipeline}"
+        self._has_begun = bool(outer)
         waits_in = dict(self._waits_in)
         self._enter_meshes([pipeline])
         try:
@@ -204,13 +206,19 @@ class Control:
         rows, receiving = self._heard
         try:
             for peer, work in zip(self._peers, receiving, strict=True):
+                if self.groups is not None and not self._has_begun:
+                    self.groups.awaited = peer, what
                 with failing(f"for rank {peer} {what}", peer):
                     if isinstance(work, RuntimeError):
                         raise work
                     work.wait()
+            self._has_begun = True
         except WaitFailed:
             self._enter_meshes(map(_pipeline_of, rows.tolist()))  # of the ranks that have come so far
             raise
+        finally:
+            if self.groups is not None:
+                self.groups.awaited = None
         heard = rows[:, : len(self._told)].tolist()
         heard[self.topology.rank] = self._told  # not into `rows`: it may be of an inference mode before
         if any(row[:NAME] != self._told[:NAME] for row in heard):

@@ -23,11 +23,12 @@ from penstock.comms.breaking import break_off, break_off_backend
 from penstock.comms.health.doing import STEP, WITHIN, doing
 from penstock.comms.health.heartbeat import HEARTBEAT_SECONDS
 from penstock.comms.starting.meeting import all_come, departed, looks
-from penstock.comms.system import batch_threads, need_descriptors, words
+from penstock.comms.system import batch_threads, need_descriptors, say, words
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
 LAST = 1.0  # seconds in which what a rank that has left did at its end arrives
+LOOKS_AT_LONG_WAIT = 60  # of the heartbeat: a wait of 30 s
 FAILED = "failed"  # a key of the store of groups that a rank which gives up leaves there
 
 
@@ -49,6 +50,9 @@ class Groups:
         self.woken = False  # no wait that has ended since means anything
         self._position: tuple[int, ...] = ()  # of this rank in its step, when the heartbeat looked last
         self._looks = 0  # in a row that saw it there
+        self.awaited: tuple[int, str] | None = None  # a rank that this one waits for before a call begins, and what for
+        self._awaited_before: tuple[int, str] | None = None  # when the heartbeat looked last
+        self._looks_at_wait = 0
         closed_on_leaving[self] = None
 
     @cached_property
@@ -89,6 +93,7 @@ class Groups:
 
     def look(self, store: Any) -> None:
         """The heartbeat calls it: end what is waited for by NCCL once that is in vain, or this rank stands still in a step."""
+        self._say_what_is_awaited()
         position = tuple(doing.words)
         if self.topology.backend != "nccl" or self.woken or not self._open or not position[STEP] & WITHIN:
             return
@@ -96,6 +101,20 @@ class Groups:
         self._position = position
         if self._looks and (self._looks * HEARTBEAT_SECONDS > self.topology.timeout.total_seconds() or self.is_over(store)):
             self.wake()
+
+    def _say_what_is_awaited(self) -> None:
+        """A line, once a call, where another rank has not begun it for long: it may work, but also wait elsewhere itself."""
+        awaited = self.awaited
+        self._looks_at_wait = self._looks_at_wait + 1 if awaited is self._awaited_before else 0
+        self._awaited_before = awaited
+        if awaited is not None and self._looks_at_wait == LOOKS_AT_LONG_WAIT:
+            rank, most, waited = (
+                self.topology.rank,
+                self.topology.timeout.total_seconds(),
+                self._looks_at_wait * HEARTBEAT_SECONDS,
+            )
+            told = f"rank {rank} has waited for {waited:g} s for rank {awaited[0]} {awaited[1]}, and waits {most:g} s at most"
+            say(f"{told}: is that rank at other work, or in a dist.barrier() of the script's?")
 
     def wake(self) -> None:
         """End whatever another thread of this rank waits for here; it closes the groups then."""

@@ -4,6 +4,7 @@ No rank waits for a timeout, which is ten minutes here and would be told in othe
 """
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from together import together
 from torch import nn
 
 import penstock as ps
+from penstock.comms import groups
 from penstock.comms.messages import memory_line
 from penstock.comms.starting import ranks
 from penstock.stage.stage import Stage
@@ -445,4 +447,38 @@ def test_a_rank_that_fails_first_thing_after_a_failed_step_is_heard_by_the_other
     expected = accumulate(model(), nn.functional.cross_entropy, data("mlp", 16), 8)
     for (_, second), loss in everyone:
         assert second == "rank 1 has no memory"
+        assert torch.equal(loss, expected)
+
+
+class Said(io.StringIO):
+    """What is written, which the ranks that meet at `store` can wait for."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def write(self, text):
+        self.store.set("said", text)
+        return len(text)
+
+
+def rank_is_at_other_work():
+    """Rank 1 is, until rank 0 has said that it waits for it; then both go on."""
+    pipe, _ = build()
+    rank, store, (inputs, target) = pipe.topology.rank, pipe.topology.store, data("mlp", 16)
+    pipe.step(inputs, target=target)
+    if rank == 1:
+        store.wait(["said"])
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(Said(store)) if rank == 0 else nullcontext():
+        if rank == 0:
+            patch.setattr(groups, "LOOKS_AT_LONG_WAIT", 2)
+        loss = pipe.step(inputs, target=target)
+    return store.get("said").decode(), loss
+
+
+def test_a_long_wait_for_a_rank_that_has_not_begun_a_call_is_said_and_goes_on():
+    expected = accumulate(model(), nn.functional.cross_entropy, data("mlp", 16), 8)
+    for said, loss in ps.launch(rank_is_at_other_work, RANKS):
+        waited = "penstock: rank 0 has waited for 1 s for rank 1 to begin step(), before 0F0, and waits 600 s at most: "
+        assert said.startswith(waited)
         assert torch.equal(loss, expected)

@@ -27,9 +27,9 @@ from two_hosts import results_of, run
 import penstock as ps
 from penstock.commands.bench.steps import action_costs
 from penstock.comms.groups import DESTINATION
-from penstock.comms.messages import wire
-from penstock.comms.messages.group_line import GroupSender, Outbox
-from penstock.comms.messages.wire import TensorSpec
+from penstock.comms.lines import wire
+from penstock.comms.lines.group_line import GroupSender, Outbox
+from penstock.comms.lines.wire import TensorSpec
 from penstock.schedule import Costs, Measurement, Schedule
 
 RANKS = 4

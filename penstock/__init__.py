@@ -9,7 +9,7 @@ from penstock.lazy import face
 
 if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, plan, schedule
-    from penstock.comms.starting.launcher import launch
+    from penstock.comms.launch.launcher import launch
     from penstock.comms.topology import Topology
     from penstock.engine import cache
     from penstock.engine.loss import tokens
@@ -68,7 +68,7 @@ __getattr__, __dir__ = face(
         "Topology": "comms.topology",
         "auxiliary_loss": "stage.auxiliary",
         "cache": "engine.cache",
-        "launch": "comms.starting.launcher",
+        "launch": "comms.launch.launcher",
         "microbatch": "stage.microbatch",
         "tokens": "engine.loss",
     },

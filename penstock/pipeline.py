@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from penstock import comms
 from penstock.comms.control import Control, control_of
-from penstock.comms.health.doing import doing
+from penstock.comms.process import doing
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_request, connect, placed

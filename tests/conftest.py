@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from penstock.comms.starting import server
+from penstock.comms.launch import server
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of ranks, and of interpreters that tests start

@@ -44,7 +44,7 @@ from torch import Tensor
 from penstock import torch_private
 from penstock.comms import groups, topology
 from penstock.comms.breaking import break_off_backend
-from penstock.comms.starting.gpus import settle_nccl
+from penstock.comms.devices import settle_nccl
 
 MANNERS = ("lazy", "eager", "ahead")  # connected at first use, or from the start; the first, and the host ahead of its device
 KNOWN = (

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.comms.starting import ranks
-from penstock.comms.starting.rank_main import rank_main
-from penstock.comms.starting.server import HELD, server_context
+from penstock.comms.launch import ranks
+from penstock.comms.launch.rank_main import rank_main
+from penstock.comms.launch.server import HELD, server_context
 
 WAIT = 500  # seconds
 Ended = subprocess.CompletedProcess[str]

@@ -103,7 +103,7 @@ class Doctor:
 
     def run(self) -> None:
         """Look and measure."""
-        from penstock.comms.starting.server import start_ahead
+        from penstock.comms.launch.server import start_ahead
 
         start_ahead()
         from penstock.commands.doctor import examine

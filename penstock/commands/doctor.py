@@ -15,11 +15,11 @@ from torch import Tensor
 import penstock
 from penstock import comms
 from penstock.comms.groups import Groups
-from penstock.comms.messages.channels import receiving_line, sending_line
-from penstock.comms.messages.group_line import Outbox
-from penstock.comms.messages.wire import describe_tensor
-from penstock.comms.messages.worker import SendFailure
-from penstock.comms.starting.launcher import launch
+from penstock.comms.launch.launcher import launch
+from penstock.comms.lines.channels import receiving_line, sending_line
+from penstock.comms.lines.group_line import Outbox
+from penstock.comms.lines.wire import describe_tensor
+from penstock.comms.lines.worker import SendFailure
 from penstock.comms.system import cores
 from penstock.torch_private import NEWEST, release
 

@@ -10,8 +10,8 @@ import tyro
 
 from penstock.commands.source import nearest_path
 from penstock.commands.train.config import SETTINGS, TrainConfig, saved_options
-from penstock.comms.starting.launcher import launch
-from penstock.comms.starting.server import start_ahead
+from penstock.comms.launch.launcher import launch
+from penstock.comms.launch.server import start_ahead
 from penstock.errors import PenstockError
 
 T = TypeVar("T")

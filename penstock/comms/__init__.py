@@ -1,18 +1,21 @@
 """The glue: ranks, tensors between them, and how they agree and fail as one.
 
-topology        which rank this is, among how many, on which device
-allocator       has a process keep the memory it frees
+topology        which rank this is, among how many, on which device: joined, and left
+rendezvous      what ranks write in the store that they meet at: the name of a start, who has left
+devices         a GPU of its own or not, and the network interface
+heartbeat       a thread of each rank that beats, and watches another rank
+process         what a rank's process does, and how it is, as others of its machine see it
+reports         what ranks tell each other when a step fails, and who is to blame
+control         all ranks as one: they make the same calls, agree, and fail together
+groups          process groups that can be closed while somebody waits on them
+breaking        how everybody is woken who waits in a process group
 encoding        values as bytes and back, without pickle
 point_to_point  a tensor from one rank to another
-system          what a rank's own system tells it, or refuses it
-groups          process groups that can be closed while somebody waits on them
-shared_memory   memory that processes of one machine see
-breaking        how everybody is woken who waits in a process group
-control         all ranks as one: they make the same calls, agree, and fail together
 device_mesh     the mesh of all ranks
-starting/       how ranks come to be: started, brought together at a store, begun again when one has failed
-health/         what became of a rank, and how the others hear of it
-messages/       what passes between stages
+preemption      signals that ask the program to save and leave
+system          what a rank's own system tells it, or refuses it
+launch/         ranks started on this machine, and begun again when one has failed
+lines/          what passes between stages
 """
 
 from typing import TYPE_CHECKING
@@ -21,8 +24,8 @@ from penstock.lazy import face
 
 if TYPE_CHECKING:
     from penstock.comms.device_mesh import init_mesh
-    from penstock.comms.health.signals import catch_preemption
     from penstock.comms.point_to_point import recv_tensor, send_tensor
+    from penstock.comms.preemption import catch_preemption
     from penstock.comms.topology import (
         Topology,
         current_topology,
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "topology": ("Topology", "current_topology", "get_next_rank", "get_prev_rank", "init_distributed", "shutdown"),
     "device_mesh": ("init_mesh",),
-    "health.signals": ("catch_preemption",),
+    "preemption": ("catch_preemption",),
     "point_to_point": ("recv_tensor", "send_tensor"),
 }
 

@@ -4,7 +4,7 @@ All pipelines of the ranks share one control group. Each row of numbers that the
 belongs to. So a rank that saves while others step, or steps another pipeline than they do, is told by the next row.
 
 The failure protocol: a rank that cannot go on writes a report to the store and closes its groups. That wakes every rank
-that waits on it, which does the same, and so on; then each reads the reports (health/reports.py) and raises the same error.
+that waits on it, which does the same, and so on; then each reads the reports (reports.py) and raises the same error.
 A rank that is blamed by another and leaves no report is lost.
 """
 
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from penstock import torch_private
+from penstock.comms import reports
 from penstock.comms.breaking import break_off
 from penstock.comms.encoding import encoded, exchanged
 from penstock.comms.groups import Groups, is_of_transport
-from penstock.comms.health import reports
-from penstock.comms.health.reports import Report
+from penstock.comms.reports import Report
 from penstock.comms.system import named, reason
 from penstock.comms.topology import Topology, lost_or_silent
 from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from penstock import torch_private
 from penstock.comms.breaking import break_off, break_off_backend
-from penstock.comms.health.doing import STEP, WITHIN, doing
-from penstock.comms.health.heartbeat import HEARTBEAT_SECONDS
-from penstock.comms.starting.meeting import all_come, departed, looks
+from penstock.comms.heartbeat import HEARTBEAT_SECONDS
+from penstock.comms.process import STEP, WITHIN, doing
+from penstock.comms.rendezvous import all_come, departed, looks
 from penstock.comms.system import batch_threads, need_descriptors, say, words
 from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from penstock import torch_private
 from penstock.comms.encoding import as_bytes
 from penstock.comms.groups import finish
-from penstock.comms.health.lives import lost
-from penstock.comms.starting.meeting import departed
+from penstock.comms.heartbeat import lost
+from penstock.comms.rendezvous import departed
 from penstock.comms.topology import Topology, current_topology, waiting_for_ranks
 from penstock.errors import MismatchError, PenstockError
 

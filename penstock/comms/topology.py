@@ -15,14 +15,11 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock import torch_private
-from penstock.comms.allocator import keep_freed_memory
 from penstock.comms.breaking import break_off
-from penstock.comms.health.heartbeat import Heartbeat
-from penstock.comms.health.lives import gone, lost
-from penstock.comms.starting.gpus import backend_for, common_backend, gpu_of, settle_nccl
-from penstock.comms.starting.interface import check_interfaces, interface_to
-from penstock.comms.starting.meeting import FINISHED, all_come, depart, left, looks, name_of_start
-from penstock.comms.system import batch_threads, from_torchrun, reason
+from penstock.comms.devices import backend_for, check_interfaces, common_backend, gpu_of, interface_to, settle_nccl
+from penstock.comms.heartbeat import Heartbeat, gone, lost
+from penstock.comms.rendezvous import FINISHED, all_come, depart, left, looks, name_of_start
+from penstock.comms.system import batch_threads, from_torchrun, keep_freed_memory, reason
 from penstock.errors import LostRankError, PenstockError
 from penstock.randomness import repeat_bits
 
@@ -87,7 +84,7 @@ def init_distributed(
         print(f"rank {topology.rank} of {topology.world_size}, on {topology.device}")
 
     A second call returns the first one's topology, whatever its other arguments. From here on the process keeps the memory it
-    frees (`allocator.py`). Raises PenstockError for a backend that is not known and for a GPU that is not there, LostRankError
+    frees. Raises PenstockError for a backend that is not known and for a GPU that is not there, LostRankError
     if the other ranks do not start.
     """
     global _current, _heartbeat, _process

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.comms.control import Control
-from penstock.comms.messages.channels import Specs
+from penstock.comms.lines.channels import Specs
 from penstock.engine.batch import CASTS, NOTHING, Batch, Vote
 from penstock.engine.checks.factor import TOLERANCE
 from penstock.errors import MismatchError

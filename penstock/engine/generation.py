@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.comms.control import waiting
-from penstock.comms.messages.channels import Channels, Specs
+from penstock.comms.lines.channels import Channels, Specs
 from penstock.engine.actions import messages
 from penstock.engine.batch import Call, digest, split
 from penstock.engine.cache import Cache, context_of, takes_part

@@ -31,7 +31,7 @@ class StepReport(NamedTuple):
     between: tuple[float, ...] = ()  # seconds since each rank's step before: optimizer, next batch; 0 before the first
     averaging: tuple[float, ...] = ()  # seconds after each rank's last action until its gradients were the replicas' mean
     failed_beside: tuple[float, ...] = ()  # 1 for a rank that knows that what went on beside the steps has failed, else 0
-    preempted: tuple[float, ...] = ()  # 1 for a rank that was asked to save and leave (comms/health/signals.py), else 0
+    preempted: tuple[float, ...] = ()  # 1 for a rank that was asked to save and leave (comms/preemption.py), else 0
     found: tuple[float, ...] = ()  # 1 for a rank that found something that was not finite, if the step was watched, else 0
     skipped: bool = False  # it left no trace, since something in it was not finite
     nonfinite: str = ""  # what, and where, if the step was skipped or run once more

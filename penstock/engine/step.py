@@ -13,7 +13,7 @@ and 0F1, the gradients of 1B0 and 1B1.
     agree      and reads from all votes what the step is like           engine/agreement.py
     0F0 ..     actions, in the order of the rank's program              engine/actions.py, stage/stage.py
                the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
-    \  /       messages between stages, sent without waiting            comms/messages/channels.py
+    \  /       messages between stages, sent without waiting            comms/lines/channels.py
     measure    in the first step of a kind: what a microbatch keeps     engine/memory.py
     average    gradients become those of the whole batch                mesh/parallelize.py
     conclude   loss and times, and what was found on watch              engine/report.py, engine/checks/
@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.comms.control import Control, WaitFailed, waiting
-from penstock.comms.health.doing import doing
-from penstock.comms.health.signals import preempted
-from penstock.comms.messages.channels import Channels
+from penstock.comms.lines.channels import Channels
+from penstock.comms.preemption import preempted
+from penstock.comms.process import doing
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split

@@ -4,7 +4,7 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.comms.starting.server import start_ahead
+from penstock.comms.launch.server import start_ahead
 from penstock.errors import PenstockError
 
 

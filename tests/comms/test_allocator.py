@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.comms.allocator import keep_freed_memory
+from penstock.comms.system import keep_freed_memory
 
 
 def rank_faults() -> int:

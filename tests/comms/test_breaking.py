@@ -9,7 +9,7 @@ import torch.distributed as dist
 import penstock as ps
 from penstock.comms.breaking import break_off_backend
 from penstock.comms.groups import Groups
-from penstock.comms.starting.meeting import all_come
+from penstock.comms.rendezvous import all_come
 from penstock.comms.topology import Topology
 
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.comms import encoding
 from penstock.comms.encoding import LENGTH, decode, encode
-from penstock.comms.messages import wire
-from penstock.comms.messages.wire import TensorSpec
+from penstock.comms.lines import wire
+from penstock.comms.lines.wire import TensorSpec
 from penstock.schedule import Action, Event, Kind
 from penstock.trees import flatten
 
@@ -245,7 +245,7 @@ def test_a_mutated_message_is_read_or_refused(changes):
 # ---- nothing is unpickled
 
 
-LAUNCHER = "penstock/comms/starting"  # unpickles what its own pipes to the ranks it started bring: docs/explanation/security.md
+LAUNCHER = "penstock/comms/launch"  # unpickles what its own pipes to the ranks it started bring: docs/explanation/security.md
 UNPICKLES = {f"{LAUNCHER}/ranks.py", f"{LAUNCHER}/rank_main.py", f"{LAUNCHER}/work.py"}
 MODULES = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
 CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list")

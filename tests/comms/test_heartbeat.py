@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.comms.health import heartbeat
-from penstock.comms.health.doing import doing, told
-from penstock.comms.health.heartbeat import MISSED, MISSED_ELSEWHERE, Watched, watched_by
-from penstock.comms.health.process import ALIVE, ENDED, STOPPED, Process, machine, this_process
-from penstock.comms.health.reports import Report, publish, read, verdict
-from penstock.comms.starting.meeting import CURRENT, FINISHED, depart, departed, name_of_start
+from penstock.comms import heartbeat
+from penstock.comms.heartbeat import MISSED, MISSED_ELSEWHERE, Watched, watched_by
+from penstock.comms.process import ALIVE, ENDED, STOPPED, Process, doing, machine, this_process, told
+from penstock.comms.rendezvous import CURRENT, FINISHED, depart, departed, name_of_start
+from penstock.comms.reports import Report, publish, read, verdict
 from penstock.schedule.table import Action, Kind
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")

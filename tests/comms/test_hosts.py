@@ -25,9 +25,9 @@ from reference import accumulate, assert_same, data, gradients, merged
 from reference import make as make_model
 
 import penstock as ps
-from penstock.comms.shared_memory import SECRET, make, open_of
-from penstock.comms.starting.interface import interface_to
-from penstock.comms.starting.meeting import name_of_start
+from penstock.comms.devices import interface_to
+from penstock.comms.lines.shared_memory import SECRET, make, open_of
+from penstock.comms.rendezvous import name_of_start
 from penstock.schedule.table import dependencies
 
 pytestmark = pytest.mark.ranks

@@ -22,8 +22,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms import topology
-from penstock.comms.starting import launcher, ranks
-from penstock.comms.starting.rank_main import Job
+from penstock.comms.launch import launcher, ranks
+from penstock.comms.launch.rank_main import Job
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
 

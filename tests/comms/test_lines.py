@@ -22,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import penstock as ps
 from penstock.comms import shared_memory
 from penstock.comms.groups import Groups
-from penstock.comms.messages import blocks, memory_line, wire
-from penstock.comms.messages.blocks import FREE, SPARE, Blocks
-from penstock.comms.messages.channels import Incoming, Outgoing, receiving_line, sending_line
-from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
-from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender
-from penstock.comms.messages.wire import describe_tensor
-from penstock.comms.messages.worker import SendFailure
+from penstock.comms.lines import blocks, memory_line, wire
+from penstock.comms.lines.channels import Incoming, Outgoing, receiving_line, sending_line
+from penstock.comms.lines.group_line import GroupReceiver, GroupSender, Outbox
+from penstock.comms.lines.memory_line import MemoryReceiver, MemorySender
+from penstock.comms.lines.shared_memory import FREE, SPARE, Blocks
+from penstock.comms.lines.wire import describe_tensor
+from penstock.comms.lines.worker import SendFailure
 from penstock.comms.topology import CPU
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind

@@ -27,11 +27,11 @@ from penstock.commands.train.again import for_world
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
 from penstock.commands.train.memory import memory_of_launch
-from penstock.comms.health.process import STOPPED, process_of
-from penstock.comms.health.reports import own_error, own_report
-from penstock.comms.starting import ranks
-from penstock.comms.starting.attempt import attempt_of, death, repeated
-from penstock.comms.starting.rank_main import Outcome
+from penstock.comms.launch import ranks
+from penstock.comms.launch.attempt import attempt_of, death, repeated
+from penstock.comms.launch.rank_main import Outcome
+from penstock.comms.process import STOPPED, process_of
+from penstock.comms.reports import own_error, own_report
 
 STEPS = 12
 
@@ -219,7 +219,7 @@ def test_a_server_that_is_exiting_already_when_its_program_is_gone_says_nothing(
     script = """
 import atexit, os, time
 program, os.getppid = os.getppid, lambda: -1  # as while the program was there
-from penstock.comms.starting import in_server
+from penstock.comms.launch import in_server
 os.getppid = program
 atexit.register(time.sleep, 3 * in_server.LOOK)  # as torch's, which come first
 """

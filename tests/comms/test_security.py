@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
 from penstock.comms.encoding import encode, told_by_all
-from penstock.comms.shared_memory import make
-from penstock.comms.starting.store import PipeStore, serve
+from penstock.comms.launch.store import PipeStore, serve
+from penstock.comms.lines.shared_memory import make
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who listens")
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

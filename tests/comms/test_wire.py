@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.comms.messages import wire
+from penstock.comms.lines import wire
 from penstock.trees import flatten
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -12,8 +12,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms.control import Control
-from penstock.comms.messages import wire
-from penstock.comms.messages.channels import Outgoing
+from penstock.comms.lines import wire
+from penstock.comms.lines.channels import Outgoing
 from penstock.engine import memory
 from penstock.engine.agreement import REMEMBERED
 from penstock.engine.batch import fingerprint

@@ -26,8 +26,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms import groups
-from penstock.comms.messages import memory_line
-from penstock.comms.starting import ranks
+from penstock.comms.launch import ranks
+from penstock.comms.lines import memory_line
 from penstock.stage.stage import Stage
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.comms.messages import channels
+from penstock.comms.lines import channels
 from penstock.schedule.program import RECEIVES_AHEAD
 
 pytestmark = pytest.mark.ranks

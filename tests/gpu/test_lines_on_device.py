@@ -7,9 +7,9 @@ import torch
 
 import penstock as ps
 from penstock.comms.groups import Groups
-from penstock.comms.messages.channels import Incoming, Outgoing, receiving_line, sending_line
-from penstock.comms.messages.group_line import Outbox
-from penstock.comms.messages.worker import SendFailure
+from penstock.comms.lines.channels import Incoming, Outgoing, receiving_line, sending_line
+from penstock.comms.lines.group_line import Outbox
+from penstock.comms.lines.worker import SendFailure
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 

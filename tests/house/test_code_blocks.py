@@ -84,10 +84,10 @@ pipe, tokens, targets = ps.Pipeline(Model(), loss_fn, cuts=[]), torch.randint(25
 RANKS = {"init_mesh": 4}
 LEFT_OUT = {  # and why
     "penstock.checkpoint.weights.export": "needs a model of transformers; its tests do the same",
-    "penstock.comms.health.signals.catch_preemption": "catches signals for good",
+    "penstock.comms.preemption.catch_preemption": "catches signals for good",
     "penstock.comms.point_to_point.send_tensor": "one half of what docs/learn/processes.md runs",
     "penstock.comms.point_to_point.recv_tensor": "the other half",
-    "penstock.comms.starting.launcher.launch": "as every program of docs/ does",
+    "penstock.comms.launch.launcher.launch": "as every program of docs/ does",
 }
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.comms.starting import ranks
+from penstock.comms.launch import ranks
 from penstock.stage.auxiliary import auxiliary_loss
 from penstock.stage.dtensor import full
 

@@ -20,9 +20,9 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms import topology
-from penstock.comms.messages import channels
-from penstock.comms.messages.channels import Channels, in_rounds
-from penstock.comms.starting import gpus, ranks
+from penstock.comms.launch import gpus, ranks
+from penstock.comms.lines import channels
+from penstock.comms.lines.channels import Channels, in_rounds
 from penstock.comms.topology import Topology
 
 # Where a host that runs ahead waits, on the last stage's rank: at the end of a step, and behind the first one of a pipeline.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock import comms
-from penstock.comms.starting.launcher import launch
+from penstock.comms.launch.launcher import launch
 from penstock.view.files import writing
 
 WARM_UP, FEWEST_SAMPLES, MOST_SAMPLES = 3, 5, 400

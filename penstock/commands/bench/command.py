@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from penstock.commands.source import table_of
-from penstock.comms.starting.server import start_ahead
+from penstock.comms.launch.server import start_ahead
 from penstock.errors import PenstockError
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}

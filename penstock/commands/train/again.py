@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from penstock.commands.train.config import TrainConfig
-from penstock.comms.health.process import process_of
+from penstock.comms.process import process_of
 from penstock.errors import PenstockError
 
 ANY = "1f1b"  # the schedule for any number of ranks

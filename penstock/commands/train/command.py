@@ -12,8 +12,8 @@ import tyro
 
 from penstock.commands.train.again import for_world, may_begin_again
 from penstock.commands.train.config import PLAN, TrainConfig, saved_options
-from penstock.comms.health.signals import catch_preemption
-from penstock.comms.starting.server import start_ahead
+from penstock.comms.launch.server import start_ahead
+from penstock.comms.preemption import catch_preemption
 from penstock.comms.system import from_torchrun
 from penstock.errors import PenstockError
 from penstock.view.files import writing

@@ -24,7 +24,7 @@ from penstock.commands.train.planned import advice, against_plan, kept, with_pla
 from penstock.commands.train.progress import Progress, closing
 from penstock.commands.train.result import TrainResult
 from penstock.commands.train.setup import Setup, prepared
-from penstock.comms.starting.launcher import launch
+from penstock.comms.launch.launcher import launch
 from penstock.comms.system import cores
 from penstock.errors import PenstockError
 from penstock.plan import load

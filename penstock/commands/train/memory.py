@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.comms.health.process import process_of
+from penstock.comms.process import process_of
 
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 3 * 1.1  # of what parameters take: two checkpoints, each of weights and Adam's two averages, and some more

@@ -17,7 +17,7 @@ import torch
 from penstock.checkpoint.files import manifest
 from penstock.commands.train.config import PLAN, TrainConfig
 from penstock.commands.train.setup import prepared, task
-from penstock.comms.starting.launcher import launch
+from penstock.comms.launch.launcher import launch
 from penstock.comms.system import cores
 from penstock.comms.topology import init_distributed
 from penstock.errors import PenstockError

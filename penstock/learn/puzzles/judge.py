@@ -106,7 +106,7 @@ def meets(what: str, steps: float, in_flight: float, made: Schedule) -> Timeline
 
 def on_ranks(work: Callable[..., Any], ranks: int, mine: Any, *args: Any) -> list[Any]:
     """The results of `work(the learner's module, *args)` on every rank. Raises Missed for what went wrong there."""
-    from penstock.comms.starting.launcher import launch
+    from penstock.comms.launch.launcher import launch
 
     path = Path(mine.__file__)
     try:

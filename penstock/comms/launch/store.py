@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.comms.encoding import decode, encode
-from penstock.comms.starting.meeting import looks
+from penstock.comms.rendezvous import looks
 
 # What a rank may ask for. Nothing of it waits (a value is asked for once it is there), so several threads can share a pipe.
 ANSWERS = {

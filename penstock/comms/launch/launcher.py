@@ -12,12 +12,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from penstock.comms.health.signals import catches_preemption, preempted
-from penstock.comms.starting.attempt import UNGUARDED, Attempt, Results, attempt_of, is_final, repeated
-from penstock.comms.starting.rank_main import Job
-from penstock.comms.starting.ranks import outcomes_of, part, started
-from penstock.comms.starting.server import ServerEndedError, server_context
-from penstock.comms.starting.work import pickled
+from penstock.comms.launch.attempt import UNGUARDED, Attempt, Results, attempt_of, is_final, repeated
+from penstock.comms.launch.rank_main import Job
+from penstock.comms.launch.ranks import outcomes_of, part, started
+from penstock.comms.launch.server import ServerEndedError, server_context
+from penstock.comms.launch.work import pickled
+from penstock.comms.preemption import catches_preemption, preempted
 from penstock.comms.system import named, say
 from penstock.errors import PenstockError
 

@@ -14,11 +14,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from penstock.comms.health.doing import doing
-from penstock.comms.health.signals import catch_preemption
-from penstock.comms.starting.meeting import FINISHED, depart
-from penstock.comms.starting.server import HELD
-from penstock.comms.starting.work import dumps, unpickled
+from penstock.comms.launch.server import HELD
+from penstock.comms.launch.work import dumps, unpickled
+from penstock.comms.preemption import catch_preemption
+from penstock.comms.process import doing
+from penstock.comms.rendezvous import FINISHED, depart
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, PenstockError
 
@@ -65,7 +65,7 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
     import torch
 
     from penstock import torch_private
-    from penstock.comms.starting.store import PipeStore
+    from penstock.comms.launch.store import PipeStore
     from penstock.comms.topology import shutdown, tell_departure
 
     meeting_place = PipeStore(store)

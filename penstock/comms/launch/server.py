@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.comms.health.signals import ASKING, catches_preemption
+from penstock.comms.preemption import ASKING, catches_preemption
 from penstock.comms.system import FULL
 from penstock.errors import LostRankError, PenstockError
 
 # The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
 PRELOAD = [
-    *("penstock.comms.starting.in_server", "penstock.pipeline", "penstock.checkpoint"),
+    *("penstock.comms.launch.in_server", "penstock.pipeline", "penstock.checkpoint"),
     *("torch.fx.experimental.symbolic_shapes", "torch._dynamo"),
 ]
 NOT_KNOWN = 255  # Python's exit code for a process whose server has ended

@@ -24,11 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comms.groups import Groups
-from penstock.comms.messages import wire
-from penstock.comms.messages.blocks import FREE, HEADER, Blocks, addresses
-from penstock.comms.messages.wire import TensorSpec
-from penstock.comms.messages.worker import SendFailure, Worker
-from penstock.comms.shared_memory import SECRET, make, open_of
+from penstock.comms.lines import wire
+from penstock.comms.lines.shared_memory import FREE, HEADER, SECRET, Blocks, addresses, make, open_of
+from penstock.comms.lines.wire import TensorSpec
+from penstock.comms.lines.worker import SendFailure, Worker
 from penstock.comms.topology import CPU
 
 SMALL = 2**16  # bytes; a larger message is not copied out of its block

@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from penstock.comms.health.heartbeat import HEARTBEAT_SECONDS
-from penstock.comms.health.process import ALIVE, STOPPED, Process, parent_of, process_of
-from penstock.comms.health.signals import tell_no_more, tell_too
-from penstock.comms.starting.attempt import DiedError, death
-from penstock.comms.starting.rank_main import Job, Outcome, rank_main
-from penstock.comms.starting.server import NOT_KNOWN, ServerEndedError, held
-from penstock.comms.starting.work import missing_program_hidden
+from penstock.comms.heartbeat import HEARTBEAT_SECONDS
+from penstock.comms.launch.attempt import DiedError, death
+from penstock.comms.launch.rank_main import Job, Outcome, rank_main
+from penstock.comms.launch.server import NOT_KNOWN, ServerEndedError, held
+from penstock.comms.launch.work import missing_program_hidden
+from penstock.comms.preemption import tell_no_more, tell_too
+from penstock.comms.process import ALIVE, STOPPED, Process, parent_of, process_of
 from penstock.comms.system import reason
 from penstock.errors import PenstockError
 
@@ -33,7 +33,7 @@ def started(job: Job, context: Any, store: Any) -> Iterator[tuple[list[Any], lis
 
     They meet at `store`, a HashStore of this process.
     """
-    from penstock.comms.starting.store import serve  # imports torch
+    from penstock.comms.launch.store import serve  # imports torch
 
     processes, results = [], []
     try:

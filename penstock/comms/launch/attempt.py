@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from textwrap import shorten
 from typing import NamedTuple, TypeVar
 
-from penstock.comms.starting.rank_main import LeftError, Outcome
+from penstock.comms.launch.rank_main import LeftError, Outcome
 from penstock.errors import LostRankError, PenstockError
 
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from penstock.comms.control import WaitFailed, waiting
 from penstock.comms.groups import DESTINATION, SOURCE, Groups, is_of_transport
-from penstock.comms.messages import wire
-from penstock.comms.messages.group_line import GroupReceiver, GroupSender, Outbox
-from penstock.comms.messages.memory_line import MemoryReceiver, MemorySender, open_receiver, open_sender
-from penstock.comms.messages.wire import MessageSpec
-from penstock.comms.messages.worker import SendFailure
+from penstock.comms.lines import wire
+from penstock.comms.lines.group_line import GroupReceiver, GroupSender, Outbox
+from penstock.comms.lines.memory_line import MemoryReceiver, MemorySender, open_receiver, open_sender
+from penstock.comms.lines.wire import MessageSpec
+from penstock.comms.lines.worker import SendFailure
 from penstock.comms.system import is_refusal, named, reason
 from penstock.comms.topology import CPU, Topology
 from penstock.errors import MismatchError, PenstockError, ResourceError

@@ -9,9 +9,9 @@ from torch import Tensor
 from penstock.comms.breaking import break_off_backend
 from penstock.comms.encoding import as_bytes, checked_size
 from penstock.comms.groups import DESTINATION, SOURCE, is_of_transport
-from penstock.comms.messages import wire
-from penstock.comms.messages.wire import TensorSpec
-from penstock.comms.messages.worker import SendFailure, Worker
+from penstock.comms.lines import wire
+from penstock.comms.lines.wire import TensorSpec
+from penstock.comms.lines.worker import SendFailure, Worker
 
 SMALL = 2**16  # bytes; a larger message is not copied
 MOST_COPIED = 2**22  # bytes of small messages kept until the end of the step

@@ -9,23 +9,66 @@ The thread also ends the process once what started it is gone: a rank whose torc
 checkpoints, for ever.
 """
 
+import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from penstock.comms.health.lives import SILENT, gone, have_told, life, stopped, tell_life
-from penstock.comms.health.process import ENDED
-from penstock.comms.starting.meeting import depart, said
+from penstock.comms.process import ALIVE, ENDED, STOPPED, UNKNOWN, Process, this_process
+from penstock.comms.rendezvous import depart, departed, said
 from penstock.comms.system import say
 
 HEARTBEAT_SECONDS = 0.5
 MISSED = 4  # looks in a row without a new beat, then a stopped rank is lost: the whole job would have been stopped with it
 MISSED_ELSEWHERE = 240  # the same for a rank of which this machine does not see whether it is stopped
 LOST = "lost"  # a key of the store: a rank is lost, and what became of it is told
+GONE, STANDS, SILENT = "is gone", "is stopped (SIGSTOP)", "has given no heartbeat for"
+
+
+def tell_life(store: Any, rank: int) -> None:
+    """Say which process `rank`, this one, is."""
+    store.set(f"life-{rank}", json.dumps(this_process()))
+
+
+def have_told(store: Any, ranks: Collection[int]) -> bool:
+    """Whether all of these have."""
+    return bool(store.check([f"life-{rank}" for rank in ranks]))
+
+
+def life(store: Any, rank: int) -> Process:
+    """The process of `rank`; one that nobody can see, if it has not told."""
+    told = said(store, f"life-{rank}")
+    return Process(*json.loads(told)) if told else UNKNOWN
+
+
+def gone(store: Any, ranks: Collection[int]) -> dict[int, str]:
+    """What became of those of `ranks` that have left. One whose process has ended without a word is told to all."""
+    if store is None:
+        return {}
+    for rank in set(ranks) - departed(store, ranks).keys():
+        if life(store, rank).state() == ENDED:
+            depart(store, rank, GONE)
+    return departed(store, ranks)
+
+
+def lost(gone: Mapping[int, str]) -> dict[int, str]:
+    """Those of the `gone` that did not leave by themselves."""
+    return {rank: how for rank, how in gone.items() if how.startswith((GONE, STANDS, SILENT))}
+
+
+def alive(store: Any, ranks: Collection[int]) -> set[int]:
+    """Those of `ranks` that certainly live: their processes run on this machine."""
+    return {rank for rank in ranks if life(store, rank).state() == ALIVE}
+
+
+def stopped(store: Any, ranks: Collection[int]) -> dict[int, str]:
+    """Those of `ranks` whose processes are stopped, in words."""
+    lives = {rank: life(store, rank) for rank in ranks}
+    return {rank: f"{STANDS} {each.doing()}".strip() for rank, each in lives.items() if each.state() == STOPPED}
 
 
 class Heartbeat:

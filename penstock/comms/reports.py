@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 from penstock import errors
 from penstock.comms.groups import FAILED, Groups
-from penstock.comms.health.lives import SILENT, STANDS, alive, gone, lost, stopped
-from penstock.comms.starting.meeting import left, looks, said
+from penstock.comms.heartbeat import SILENT, STANDS, alive, gone, lost, stopped
+from penstock.comms.rendezvous import left, looks, said
 from penstock.comms.topology import MOMENT
 from penstock.errors import LostRankError, PenstockError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.comms.groups import Groups
-from penstock.comms.health.reports import own_report, publish
+from penstock.comms.reports import own_report, publish
 from penstock.comms.system import reason
 from penstock.errors import ResourceError
 

@@ -20,9 +20,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock as ps
-from penstock.comms import shared_memory
 from penstock.comms.groups import Groups
-from penstock.comms.lines import blocks, memory_line, wire
+from penstock.comms.lines import memory_line, shared_memory, wire
 from penstock.comms.lines.channels import Incoming, Outgoing, receiving_line, sending_line
 from penstock.comms.lines.group_line import GroupReceiver, GroupSender, Outbox
 from penstock.comms.lines.memory_line import MemoryReceiver, MemorySender
@@ -85,7 +84,7 @@ def test_numbers_do_not_depend_on_what_messages_travel_over(shared):
 
 @pytest.fixture
 def ends():
-    memory, file = shared_memory.make(blocks.addresses())
+    memory, file = shared_memory.make(shared_memory.addresses())
     os.close(file)
     reader, writer = os.pipe()
     sender, receiver = MemorySender(memory, writer, Unfailing()), MemoryReceiver(memory, reader, timedelta(seconds=0.2))

@@ -19,8 +19,8 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
 import penstock as ps
-from penstock.comms import topology
-from penstock.comms.launch import gpus, ranks
+from penstock.comms import devices, topology
+from penstock.comms.launch import ranks
 from penstock.comms.lines import channels
 from penstock.comms.lines.channels import Channels, in_rounds
 from penstock.comms.topology import Topology
@@ -38,17 +38,17 @@ DEPTH = 15  # layers enough for 8 ranks with 2 stages each
         (["GPU-a", "GPU-b", "GPU-c"], "nccl"),
         (["GPU-a"], "nccl"),
         (["GPU-a", "GPU-b", "GPU-a"], "gloo"),  # NCCL refuses two ranks on one GPU
-        (["GPU-a", gpus.NO_GPU], "gloo"),
+        (["GPU-a", devices.NO_GPU], "gloo"),
     ],
 )
 def test_nccl_carries_where_every_rank_has_a_gpu_of_its_own(told, backend):
-    assert gpus.backend_for(told) == backend
+    assert devices.backend_for(told) == backend
 
 
 def rank_of_gpus(told):
     """On which backend ranks agree that see the GPUs `told`, each as the only one of its process."""
     chosen, init = [], dist.init_process_group
-    gpus.gpu_of = lambda device: told[int(os.environ["RANK"])]
+    devices.gpu_of = lambda device: told[int(os.environ["RANK"])]
     dist.init_process_group = lambda carriers, **how: (chosen.append(carriers), init("gloo", **how))
     return ps.comms.init_distributed(device="cpu").backend, chosen
 
@@ -64,7 +64,7 @@ def test_all_ranks_choose_the_same_backend_by_what_they_tell_each_other(told, ba
 
 @pytest.mark.parametrize("told", [None, "2"])
 def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_has_not(told, monkeypatch):
-    for name in gpus.NCCL_SETTINGS:
+    for name in devices.NCCL_SETTINGS:
         monkeypatch.delenv(name, raising=False) if told is None else monkeypatch.setenv(name, told)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -77,9 +77,9 @@ def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_ha
     for name, answer in driver.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     joined = topology._join(None, None, None)
-    assert (joined.backend, joined.device, gpus.gpu_of(joined.device)) == ("nccl", torch.device("cuda", 0), "GPU-a")
-    assert {name: os.environ[name] for name in gpus.NCCL_SETTINGS} == {
-        name: told or value for name, value in gpus.NCCL_SETTINGS.items()
+    assert (joined.backend, joined.device, devices.gpu_of(joined.device)) == ("nccl", torch.device("cuda", 0), "GPU-a")
+    assert {name: os.environ[name] for name in devices.NCCL_SETTINGS} == {
+        name: told or value for name, value in devices.NCCL_SETTINGS.items()
     }
 
 
@@ -103,7 +103,7 @@ def test_what_this_machine_does_not_have_is_refused_in_a_sentence(available, ask
 
 def test_what_is_told_to_nccl_is_on_its_page():
     page = (Path(__file__).parents[2] / "docs/howto/gpu.md").read_text()
-    for name, value in gpus.NCCL_SETTINGS.items():
+    for name, value in devices.NCCL_SETTINGS.items():
         assert f"| `{name}` | `{value}` |" in page
 
 

@@ -360,6 +360,7 @@ def test_a_size_of_one_is_told_that_the_example_must_have_it():
         partition.run(stages, torch.ones(5, 1))
 
 
+@pytest.mark.slow
 def test_an_example_of_one_row_speaks_for_any_number():
     model = UNet().eval()
     stages = split(model, 3, cuts=["middle", "up1"], example_args=(torch.randn(1, 1, 8, 8),))

@@ -34,6 +34,7 @@ def quick(memory=1e9, ranks=4, batch=16, head=1.0, **options):
     return plan(layers(head=head), ranks, memory, batch=batch, **{"effort": "quick", **options})
 
 
+@pytest.mark.slow
 def test_a_plan_is_proved_and_takes_what_the_simulator_says_it_takes():
     for found in quick(memory=120 * MB, send=0.0001, bandwidth=1e9):
         verify(found.schedule)
@@ -64,6 +65,7 @@ class Alike(Line):
         return stage._replace(ways=(next((way for way in stage.ways if way.recompute == self.recompute), stage.ways[-1]),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [100 * MB, 130 * MB, 250 * MB])
 def test_no_family_on_an_even_cut_that_fits_is_faster_than_the_plan(memory):
     best, line = quick(memory, head=3.0, microbatches=8)[0], Line(Layers.of(layers(head=3.0)).at(2))
@@ -237,6 +239,7 @@ def test_memory_is_that_of_the_largest_microbatch():
     assert uneven.seconds < even.seconds
 
 
+@pytest.mark.slow
 def test_replicas_asked_for_twice_are_tried_once_and_batches_nobody_divides_are_planned_for():
     few = {"schedules": ["1f1b", "zb-v"], "microbatches": [4, 8]}
     assert quick(dp=[2, 2], **few) == quick(dp=2, **few)
@@ -262,6 +265,7 @@ def test_schedules_that_need_more_stages_than_there_are_layers_are_told():
         plan(layers(1), 1, 1e9, batch=1, schedules=["zb-v"], effort="quick")
 
 
+@pytest.mark.slow
 def test_no_plan_is_below_the_bound():
     line = layers(head=5.0)
     for ranks in (1, 3, 5):
@@ -301,6 +305,7 @@ def test_the_fullest_that_a_table_makes_its_ranks_is_what_the_simulator_says(nam
     assert [max(sum(map(float.__mul__, sizes, map(float, row))) for row in rows) for rows in counts] == list(peaks)
 
 
+@pytest.mark.slow
 def test_a_plan_is_read_as_it_was_written(tmp_path):
     found = quick(memory="100MB", ranks=8, dp=2, send=0.001)[0]
     found.save(tmp_path / "plan.json")

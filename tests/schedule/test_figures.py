@@ -123,6 +123,7 @@ def sizes(where: str, stages_per_rank: tuple[int, ...] = (2,), **letters: int) -
             yield {"P": P, "M": M, "V": V}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages_per_rank", "where", "time", "bubble"), BUBBLES, ids=[row[0] for row in BUBBLES])
 def test_the_bubble_is_what_the_rule_says(name, stages_per_rank, where, time, bubble):
     compared = 0

@@ -158,6 +158,7 @@ def wider(stages: int, **more) -> Costs:
     return Costs(*times, **({"act": 0.5} | more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("costs", "placement"),
     [
@@ -217,6 +218,7 @@ def test_without_or_tools_one_sentence_says_what_to_install(monkeypatch):
         search(COSTS, V, 4, effort="optimal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "progress"), [(4, None), (4, soon), (8, None)])
 def test_forwards_and_backwards_that_overlap_become_pairs(limit, progress):
     costs, placement = Costs(3, 4, 3, overlap=0.2), (0, 1, 1, 0)

@@ -315,6 +315,7 @@ def timed_tables(draw: st.DrawFn, stopping: bool = False) -> tuple[Schedule, Cos
     return schedule, Costs(draw(prices), draw(prices), draw(prices), send, size, bandwidth, overlap=overlap, skips=skips)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(timed_tables() | timed_tables(stopping=True))
 def test_every_action_starts_and_ends_where_the_longest_path_to_it_does(timed):
@@ -330,6 +331,7 @@ def test_every_action_starts_and_ends_where_the_longest_path_to_it_does(timed):
     assert {event.action: (event.start, event.end) for event in timeline.events} == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(timed_tables())
 def test_whatever_is_late_on_the_critical_path_makes_the_step_as_much_longer(timed):

@@ -80,6 +80,7 @@ SMALL = [(1, 2), (2, 1), (2, 2), (3, 2), (2, 3)]  # P, M
 OURS_QUICKLY = [MODELS[0], *[pytest.param(model, marks=pytest.mark.slow) for model in MODELS[1:]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", OURS_QUICKLY, ids="-".join)
 @pytest.mark.parametrize("name", names())
 def test_every_table_one_change_away_is_judged_as_its_execution(name, model):

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from penstock import comms
 from penstock.comms.control import Control, control_of
-from penstock.comms.process import doing
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_request, connect, placed
@@ -303,7 +302,7 @@ class Pipeline(NoModule):
         with (
             self.collective("generate()", announces=False),
             evaluating(list(self.stages.values())),
-            doing.step(self.step_count, False),
+            self.topology.world.activity.step(self.step_count, False),
         ):
             self._check_mesh()
             return generate(self._engine, tokens, kwargs, request, on_token, self.rows_dim)
@@ -386,7 +385,7 @@ class Pipeline(NoModule):
         mode = nullcontext() if training else evaluating(list(self.stages.values()))
         own_draws = aside(self.topology.device) if draws else nullcontext()
         name = "step()" if training else "eval()"
-        with self.collective(name, announces=False), mode, doing.step(number, training), own_draws:
+        with self.collective(name, announces=False), mode, self.topology.world.activity.step(number, training), own_draws:
             self._check_mesh()
             outcome = self._engine.step(call)
             self.step_count += training

@@ -81,20 +81,19 @@ def waiting(what: str) -> Iterator[None]:
         raise WaitFailed(what, None, error) from error
 
 
-_count = itertools.count()  # of control groups of all ranks in this process, the same on every rank
-_shared: "Control | None" = None
+_count = itertools.count()  # of control groups of all ranks in this process, the same on every rank: their names
 
 
 def control_of(topology: Topology) -> "Control":
     """The control group of all ranks, the same for all pipelines until a rank is lost."""
-    global _shared
     if not isinstance(topology, Topology):
         raise MismatchError(f"topology= takes what ps.comms.init_distributed() returns, got {topology!r}")
     if topology.world_size == 1:
         return Control(topology, "alone")
-    if _shared is None or _shared.lost or _shared.topology != topology or _shared.topology.store is not topology.store:
-        _shared = Control(topology, f"penstock/{next(_count)}")
-    return _shared
+    shared: Control | None = topology.world.control
+    if shared is None or shared.lost or shared.topology != topology or shared.topology.store is not topology.store:
+        topology.world.control = shared = Control(topology, f"penstock/{next(_count)}")
+    return shared
 
 
 class Control:

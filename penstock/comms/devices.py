@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.comms.system import batch_threads
 from penstock.errors import PenstockError
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 NO_GPU = "none"
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # Penstock ends waits in vain: torch's watchdog ends the process
 
@@ -74,6 +76,16 @@ def check_interfaces(given: str) -> None:
         if name.partition(":")[0] not in there:  # behind a colon: one of its addresses
             told = f"GLOO_SOCKET_IFNAME is {given}, and the networks of this machine are {', '.join(there)}"
             raise PenstockError(f"{told}: set it to one of these, or leave it unset")
+
+
+def gloo_device() -> Any:
+    """What Gloo's groups connect through: a network interface, and an event loop thread."""
+    with batch_threads():
+        if os.environ.get("MASTER_ADDR") in LOOPBACK:
+            return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+            return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        return dist.ProcessGroupGloo.create_default_device()
 
 
 def _own_address(target: str) -> str | None:

@@ -6,11 +6,10 @@ only, know no lost rank and no timeout: so the heartbeat's thread looks, and end
 """
 
 import itertools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -21,10 +20,10 @@ import torch.distributed as dist
 from penstock import torch_private
 from penstock.comms.breaking import break_off, break_off_backend
 from penstock.comms.heartbeat import HEARTBEAT_SECONDS
-from penstock.comms.process import STEP, WITHIN, doing
+from penstock.comms.process import STEP, WITHIN
 from penstock.comms.rendezvous import all_come, departed, looks
-from penstock.comms.system import batch_threads, need_descriptors, say, words
-from penstock.comms.topology import LOOPBACK, Topology, closed_on_leaving
+from penstock.comms.system import need_descriptors, say, words
+from penstock.comms.topology import Topology
 
 SOURCE, DESTINATION = 0, 1  # the two ranks of a line's group
 LAST = 1.0  # seconds in which what a rank that has left did at its end arrives
@@ -53,7 +52,7 @@ class Groups:
         self.awaited: tuple[int, str] | None = None  # a rank that this one waits for before a call begins, and what for
         self._awaited_before: tuple[int, str] | None = None  # when the heartbeat looked last
         self._looks_at_wait = 0
-        closed_on_leaving[self] = None
+        topology.world.groups[self] = None
 
     @cached_property
     def everyone(self) -> Any:
@@ -68,7 +67,9 @@ class Groups:
         need_descriptors(size)
         store = dist.PrefixStore(name, self.store)
         all_come(store, size, self.topology.timeout, self.is_over)
-        group = dist.ProcessGroupGloo(store, rank, size, torch_private.gloo_options([_gloo_device()], self.topology.timeout))
+        group = dist.ProcessGroupGloo(
+            store, rank, size, torch_private.gloo_options([self.topology.world.gloo], self.topology.timeout)
+        )
         self._open[id(group)] = group
         if self.woken:  # while it connected, when there was nothing to break off
             raise dist.DistError("another rank has failed")
@@ -94,7 +95,7 @@ class Groups:
     def look(self, store: Any) -> None:
         """The heartbeat calls it: end what is waited for by NCCL once that is in vain, or this rank stands still in a step."""
         self._say_what_is_awaited()
-        position = tuple(doing.words)
+        position = tuple(self.topology.world.activity.words)
         if self.topology.backend != "nccl" or self.woken or not self._open or not position[STEP] & WITHIN:
             return
         self._looks = self._looks + 1 if position == self._position else 0
@@ -174,14 +175,3 @@ def is_of_transport(error: BaseException) -> bool:
     """Whether an operation of a group ended with `error` because of another rank."""
     told = words(error)
     return isinstance(error, dist.DistError) or "gloo/transport" in told or "pair closure" in told
-
-
-@cache
-def _gloo_device() -> Any:
-    """The Gloo device, one event loop thread for all groups of this process."""
-    with batch_threads():
-        if os.environ.get("MASTER_ADDR") in LOOPBACK:
-            return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
-            return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
-        return dist.ProcessGroupGloo.create_default_device()

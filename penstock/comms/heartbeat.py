@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from penstock.comms.process import ALIVE, ENDED, STOPPED, UNKNOWN, Process, this_process
+from penstock.comms.process import ALIVE, ENDED, STOPPED, UNKNOWN, Activity, Process, this_process
 from penstock.comms.rendezvous import depart, departed, said
 from penstock.comms.system import say
 
@@ -29,9 +29,9 @@ LOST = "lost"  # a key of the store: a rank is lost, and what became of it is to
 GONE, STANDS, SILENT = "is gone", "is stopped (SIGSTOP)", "has given no heartbeat for"
 
 
-def tell_life(store: Any, rank: int) -> None:
+def tell_life(store: Any, rank: int, process: Process) -> None:
     """Say which process `rank`, this one, is."""
-    store.set(f"life-{rank}", json.dumps(this_process()))
+    store.set(f"life-{rank}", json.dumps(process))
 
 
 def have_told(store: Any, ranks: Collection[int]) -> bool:
@@ -68,7 +68,7 @@ def alive(store: Any, ranks: Collection[int]) -> set[int]:
 def stopped(store: Any, ranks: Collection[int]) -> dict[int, str]:
     """Those of `ranks` whose processes are stopped, in words."""
     lives = {rank: life(store, rank) for rank in ranks}
-    return {rank: f"{STANDS} {each.doing()}".strip() for rank, each in lives.items() if each.state() == STOPPED}
+    return {rank: f"{STANDS} {each.activity()}".strip() for rank, each in lives.items() if each.state() == STOPPED}
 
 
 class Heartbeat:
@@ -80,12 +80,9 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="penstock-heartbeat", daemon=True)
         self._thread.start()
 
-    def watch(self, store: Any, rank: int, ranks: int, wake: Callable[[], None], at_each_look: Callable[[Any], None]) -> None:
-        """From now on beat as `rank` of `ranks`, which have met at `store`; once one of them is lost, `wake` this one.
-
-        `at_each_look` is called at each look, with a connection to the store.
-        """
-        self._ring = Ring(store.clone(), rank, ranks, wake, at_each_look)  # others may block the connection
+    def watch(self, ring: "Ring") -> None:
+        """From now on beat as one of its ranks."""
+        self._ring = ring
 
     def stop(self) -> None:
         """Beat no more."""
@@ -117,16 +114,25 @@ def _orphaned() -> Callable[[], bool]:
 
 
 class Ring:
-    """A rank among those that watch each other."""
+    """`rank` among `ranks` that have met at `store` and watch each other: once one of them is lost, `wake` this one.
+
+    `at_each_look` is called at each look, with the store.
+    """
 
     def __init__(
-        self, store: Any, rank: int, ranks: int, wake: Callable[[], None], at_each_look: Callable[[Any], None]
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        activity: Activity,
+        wake: Callable[[], None],
+        at_each_look: Callable[[Any], None],
     ) -> None:
         self.store, self.rank, self.ranks, self._wake, self._at_each_look = store, rank, ranks, wake, at_each_look
         self._beats = 0
         self._watched: list[Watched] = []
         self._woken = False
-        tell_life(store, rank)
+        tell_life(store, rank, this_process(activity))
 
     def look(self) -> None:
         """Beat, and see how the others are."""

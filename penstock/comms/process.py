@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
 
-NAME = "penstock-doing"
+NAME = "penstock-activity"
 KINDS = tuple(Kind)
 BITS = {kind: number << 1 for number, kind in enumerate(KINDS)}
 STEP, ACTION = 0, 1  # the words of the memory, each written at once: a reader never sees half of one
@@ -22,8 +22,8 @@ STATES = {"T": STOPPED, "Z": ENDED, "X": ENDED}  # Linux's, in /proc/PID/stat; a
 RUNNING = 1  # the last bit of ACTION, above it the kind, the microbatch, and the stage from 1; 0: none yet
 
 
-class Doing:
-    """What the process is doing."""
+class Activity:
+    """What this process does now."""
 
     def __init__(self) -> None:
         self.words = memoryview(bytearray(BYTES)).cast("q")
@@ -66,7 +66,7 @@ class Doing:
         self.words[ACTION] &= ~RUNNING
 
 
-def told(words: Words) -> str:
+def in_words(words: Words) -> str:
     """What a rank is doing by its `words`, in ours: `in 2F3 of step 17`."""
     step, action = words
     number, phase = step >> 2, step & WITHIN
@@ -86,9 +86,6 @@ def _word(action: Action) -> int:
 
 def _action(word: int) -> Action:
     return Action(KINDS[word >> 1 & 3], (word >> 32) - 1, word >> 3 & 2**29 - 1)
-
-
-doing = Doing()
 
 
 class Process(NamedTuple):
@@ -111,12 +108,12 @@ class Process(NamedTuple):
             return ""
         return STATES.get(state, ALIVE) if started == self.started else ENDED
 
-    def doing(self) -> str:
+    def activity(self) -> str:
         """What it is doing, or was when it stopped; empty if it cannot be seen from here."""
         path = f"/proc/{self.number}/fd/{self.file}"
         with suppress(OSError):
             if self.state() and os.readlink(path).startswith(f"/memfd:{NAME}"):
-                return told(memoryview(Path(path).read_bytes()[:BYTES]).cast("q"))
+                return in_words(memoryview(Path(path).read_bytes()[:BYTES]).cast("q"))
         return ""
 
 
@@ -137,10 +134,10 @@ def parent_of(number: int) -> Process:
     return UNKNOWN
 
 
-def this_process() -> Process:
-    """The process that asks. What it is doing can be read from now on."""
-    doing.share()
-    return process_of(os.getpid(), doing.file)
+def this_process(activity: Activity) -> Process:
+    """The process that asks. Its `activity` can be read from now on."""
+    activity.share()
+    return process_of(os.getpid(), activity.file)
 
 
 def _stat(number: int) -> tuple[str, str, str]:

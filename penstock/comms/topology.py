@@ -6,8 +6,9 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +17,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock import torch_private
 from penstock.comms.breaking import break_off
-from penstock.comms.devices import backend_for, check_interfaces, common_backend, gpu_of, interface_to, settle_nccl
-from penstock.comms.heartbeat import Heartbeat, gone, lost
+from penstock.comms.devices import (
+    LOOPBACK,
+    backend_for,
+    check_interfaces,
+    common_backend,
+    gloo_device,
+    gpu_of,
+    interface_to,
+    settle_nccl,
+)
+from penstock.comms.heartbeat import Heartbeat, Ring, gone, lost
+from penstock.comms.process import Activity
 from penstock.comms.rendezvous import FINISHED, all_come, depart, left, looks, name_of_start
 from penstock.comms.system import batch_threads, from_torchrun, keep_freed_memory, reason
 from penstock.errors import LostRankError, PenstockError
@@ -25,8 +36,60 @@ from penstock.randomness import repeat_bits
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's own 30 minutes are long to look at a stopped job
 MOMENT = 0.2  # seconds between the end of a rank's connections and what it tells of its own
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CPU = torch.device("cpu")
+
+
+class World:
+    """What this process has joined: its heartbeat, the groups that are open, and the control group that pipelines share."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()  # which is the rank: not one that it has forked
+        self.activity = Activity()
+        self.heartbeat: Heartbeat | None = None
+        self.topology: Topology | None = None  # once joined
+        self.groups: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # that are open, as they came
+        self.control: Any = None  # of all ranks, for all pipelines: see `control_of`
+
+    @cached_property
+    def gloo(self) -> Any:
+        """The Gloo device, one event loop thread for all groups."""
+        return gloo_device()
+
+    def join(self, backend: str | None, timeout: float | timedelta | None, device: str | torch.device | None) -> "Topology":
+        """Meet the other ranks, and beat from then on. What fails can be tried again."""
+        if self.heartbeat is None and ("RANK" in os.environ or dist.is_initialized()):
+            self.heartbeat = Heartbeat()
+        self.topology = joined = replace(_join(backend, timeout, device), world=self)
+        if self.heartbeat is not None and joined.world_size > 1:
+            peers = Ring(joined.store.clone(), joined.rank, joined.world_size, self.activity, self.wake, self.look)
+            self.heartbeat.watch(peers)  # a connection of its own, as others may block the store's
+        return joined
+
+    def wake(self) -> None:
+        """A rank is lost that does not end its connections: this one waits for no other any more."""
+        for groups in list(self.groups):
+            groups.wake()
+        if dist.group.WORLD is not None:
+            break_off(dist.group.WORLD)
+
+    def look(self, store: Any) -> None:
+        """The heartbeat calls it at each look: see `Groups.look`."""
+        for groups in list(self.groups):
+            groups.look(store)
+
+    def depart(self, how: str) -> None:
+        """Tell the other ranks what became of this one."""
+        if self.topology is not None and self.topology.store is not None:
+            depart(self.topology.store, self.topology.rank, how)
+
+    def close(self) -> None:
+        """End the heartbeat and all process groups."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        for groups in list(self.groups):
+            groups.close(failed=False)
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -40,6 +103,7 @@ class Topology:
     timeout: timedelta = DEFAULT_TIMEOUT
     store: Any = field(default=None, repr=False, compare=False)  # torch.distributed's key-value store, None when alone
     ranks: tuple[int, ...] = ()  # where the pipeline is one of several: its ranks, in order, as the job numbers them
+    world: World = field(default_factory=World, repr=False, compare=False)  # what this process has joined
 
     @property
     def carrier(self) -> torch.device:
@@ -59,10 +123,7 @@ class Topology:
         return self.ranks[rank] if self.ranks else rank
 
 
-_current: Topology | None = None
-_heartbeat: Heartbeat | None = None
-_process: int | None = None  # which of them is the rank: not one that it has forked
-closed_on_leaving: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()  # groups of this process, as they came
+_world: World | None = None  # this process' own
 
 
 def init_distributed(
@@ -87,33 +148,16 @@ def init_distributed(
     frees. Raises PenstockError for a backend that is not known and for a GPU that is not there, LostRankError
     if the other ranks do not start.
     """
-    global _current, _heartbeat, _process
+    global _world
     if deterministic:
         repeat_bits()
-    if _current is None:
-        _process = os.getpid()
-        keep_freed_memory()
-        if _heartbeat is None and ("RANK" in os.environ or dist.is_initialized()):
-            _heartbeat = Heartbeat()
-        _current = _join(backend, timeout, device)
-        if _heartbeat is not None and _current.world_size > 1:
-            _heartbeat.watch(_current.store, _current.rank, _current.world_size, _wake, _look)
-        atexit.register(shutdown)  # a process that ends with its groups open may abort
-    return _current
-
-
-def _wake() -> None:
-    """A rank is lost that does not end its connections: this one waits for no other any more."""
-    for groups in list(closed_on_leaving):
-        groups.wake()
-    if dist.group.WORLD is not None:
-        break_off(dist.group.WORLD)
-
-
-def _look(store: Any) -> None:
-    """What the heartbeat does beside: see `Groups.look`."""
-    for groups in list(closed_on_leaving):
-        groups.look(store)
+    if _world is not None and _world.topology is not None:
+        return _world.topology
+    keep_freed_memory()
+    _world = _world or World()
+    topology = _world.join(backend, timeout, device)
+    atexit.register(shutdown)  # a process that ends with its groups open may abort
+    return topology
 
 
 def current_topology() -> Topology:
@@ -123,25 +167,18 @@ def current_topology() -> Topology:
 
 def shutdown() -> None:
     """Leave the ranks: end the process groups, forget the topology. Whoever waits for this rank, now or later, is told."""
-    global _current, _heartbeat
-    if _process != os.getpid():
+    global _world
+    if _world is None or _world.process != os.getpid():
         return
     error = getattr(sys, "last_value", None)  # what ended the program, if something has
-    tell_departure(FINISHED if error is None else f"ended with {reason(error)}")
-    if _heartbeat is not None:
-        _heartbeat.stop()
-        _heartbeat = None
-    for groups in list(closed_on_leaving):
-        groups.close(failed=False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _current = None
+    _world.depart(FINISHED if error is None else f"ended with {reason(error)}")
+    _world.close()
+    _world = None
 
 
-def tell_departure(how: str) -> None:
-    """Tell the other ranks what became of this one."""
-    if _current is not None and _current.store is not None:
-        depart(_current.store, _current.rank, how)
+def current_world() -> World | None:
+    """What this process has joined, if it has."""
+    return _world
 
 
 def get_next_rank() -> int | None:

@@ -30,7 +30,6 @@ from typing import Any
 from penstock.comms.control import Control, WaitFailed, waiting
 from penstock.comms.lines.channels import Channels
 from penstock.comms.preemption import preempted
-from penstock.comms.process import doing
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, modes, split
@@ -81,6 +80,7 @@ class Engine:
         self.on_nonfinite = on_nonfinite
         self.shared: SharedLayers  # set when the pipeline is noted as built
         self.factor: GradientFactor  # likewise
+        self.activity = control.topology.world.activity
         self.device, self.machines = position.pipeline.device, machines  # of every rank, as `clock.machine` says
         self.skew, self.clock_error = skew(control, machines), 0.0  # of this rank's clock; of all ranks', in seconds
         self.agreement = Agreement(control, position, programs)
@@ -171,11 +171,11 @@ class Engine:
 
         try:
             stage.get_ready()
-            doing.enter(action)
+            self.activity.enter(action)
             clock.start()
             made = self._observed({Kind.F: act}, measurement)[Kind.F](action, ())
             clock.stop()
-            doing.leave()
+            self.activity.leave()
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
         clock.ahead = 1
@@ -202,11 +202,11 @@ class Engine:
                     ]
                     if elsewhere:
                         self.stages[action.stage].get_ready()
-                    doing.enter(action)
+                    self.activity.enter(action)
                     clock.start()
                     made = acts[action.kind](action, values)
                     clock.stop()
-                    doing.leave()
+                    self.activity.leave()
                     del values
                 for transfer, value in zip(gives, made, strict=True):
                     if transfer.travels:

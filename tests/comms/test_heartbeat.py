@@ -22,7 +22,7 @@ from torch import nn
 import penstock as ps
 from penstock.comms import heartbeat
 from penstock.comms.heartbeat import MISSED, MISSED_ELSEWHERE, Watched, watched_by
-from penstock.comms.process import ALIVE, ENDED, STOPPED, Process, doing, machine, this_process, told
+from penstock.comms.process import ALIVE, ENDED, STOPPED, Activity, Process, in_words, machine, this_process
 from penstock.comms.rendezvous import CURRENT, FINISHED, depart, departed, name_of_start
 from penstock.comms.reports import Report, publish, read, verdict
 from penstock.schedule.table import Action, Kind
@@ -37,21 +37,22 @@ def test_each_rank_of_a_machine_is_watched_by_one_other_and_each_machine_by_anot
 
 
 def test_what_a_rank_is_doing_is_told_in_words():
+    doing = Activity()
     with doing.step(17, True):
-        assert told(doing.words) == "at the beginning of step 17"
+        assert in_words(doing.words) == "at the beginning of step 17"
         doing.enter(Action(Kind.W, 2, 3))
-        assert told(doing.words) == "in 2W3 of step 17"
+        assert in_words(doing.words) == "in 2W3 of step 17"
         doing.leave()
-        assert told(doing.words) == "after 2W3 of step 17"
-    assert told(doing.words) == "after step 17"
+        assert in_words(doing.words) == "after 2W3 of step 17"
+    assert in_words(doing.words) == "after step 17"
     with doing.step(17, False):
         doing.enter(Action(Kind.F, 0, 0))
-        assert told(doing.words) == "in 0F0 of an evaluation"
+        assert in_words(doing.words) == "in 0F0 of an evaluation"
 
 
 @linux
 def test_a_process_is_seen_alive_stopped_and_ended_from_outside_and_no_other_is_taken_for_it():
-    assert this_process().state() == ALIVE
+    assert this_process(Activity()).state() == ALIVE
     with subprocess.Popen(["sleep", "60"]) as child:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
         seen = Process(machine(), child.pid, started, -1)

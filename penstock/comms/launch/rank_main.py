@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from penstock.comms.launch.server import HELD
 from penstock.comms.launch.work import dumps, unpickled
 from penstock.comms.preemption import catch_preemption
-from penstock.comms.process import doing
 from penstock.comms.rendezvous import FINISHED, depart
 from penstock.comms.system import reason
 from penstock.errors import LostRankError, PenstockError
@@ -66,7 +65,7 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
 
     from penstock import torch_private
     from penstock.comms.launch.store import PipeStore
-    from penstock.comms.topology import shutdown, tell_departure
+    from penstock.comms.topology import current_world, shutdown
 
     meeting_place = PipeStore(store)
     torch_private.meet_at(meeting_place)
@@ -80,7 +79,8 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
         data, how = _pickled_result(value, rank, by_value), FINISHED
     except BaseException as error:
         data, how = _pickled_error(error, rank, by_value), f"ended with {reason(error)}"
-    tell_departure(how)
+    if world := current_world():
+        world.depart(how)
     depart(meeting_place, rank, how)  # and those that it has not joined
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
@@ -97,7 +97,7 @@ def _threads() -> int:
 
 def _pickled_result(value: Any, rank: int, by_value: bool) -> bytes:
     try:
-        return dumps(by_value)(Outcome(True, value, steps_done=doing.steps_done()))
+        return dumps(by_value)(Outcome(True, value, steps_done=_steps_done()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
 
@@ -112,12 +112,19 @@ def _pickled_error(error: BaseException, rank: int, by_value: bool) -> bytes:
     lost_others = any(isinstance(each, LostRankError) or is_of_transport(each) for each in causes)
     ranks = next((each.ranks for each in causes if isinstance(each, PenstockError) and each.ranks), ())
     try:
-        data = dumps(by_value)(Outcome(False, error, text, lost_others, ranks, doing.steps_done()))
+        data = dumps(by_value)(Outcome(False, error, text, lost_others, ranks, _steps_done()))
         str(pickle.loads(data).value)
         return data
     except Exception:
         told = PenstockError(f"rank {rank}: {reason(error)}")
-        return pickle.dumps(Outcome(False, told, text, lost_others, ranks, doing.steps_done()))
+        return pickle.dumps(Outcome(False, told, text, lost_others, ranks, _steps_done()))
+
+
+def _steps_done() -> int | None:
+    from penstock.comms.topology import current_world
+
+    world = current_world()
+    return world.activity.steps_done() if world else None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,11 +1,11 @@
 """What is trained besides the model, so that any cut can take it up again: the optimizer by names, random numbers."""
 
 import random
+import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -164,10 +164,10 @@ def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> 
     """The states of the generators that this rank's own code draws from."""
     version, numbers, gauss = random.getstate()  # 625 numbers, which JSON is slow with
     states: dict[str, Any] = {"python": (version, torch.tensor(numbers, device="cpu"), gauss), "torch": torch.get_rng_state()}
-    numpy_state: Any = np.random.get_state()
-    kind, keys, *rest = numpy_state
-    if kind == NUMPY_GENERATOR:  # unless the program has put another one in its place
-        states["numpy"] = (torch.tensor(keys.astype(np.int64), device="cpu"), *rest)
+    if "numpy" in sys.modules:  # else nobody has drawn from it
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        if kind == NUMPY_GENERATOR:  # unless the program has put another one in its place
+            states["numpy"] = (torch.tensor(keys.tolist(), device="cpu"), *rest)
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return pack(states, f"random.{rank}", tensors)
@@ -179,7 +179,7 @@ def check_random(path: Path, saved: Sequence[Any], rank: int, tensors: Mapping[s
         states = _states(saved, rank, tensors)
         random.Random().setstate(states["python"])
         if "numpy" in states:
-            np.random.RandomState().set_state(states["numpy"])
+            _numpy_random().RandomState().set_state(states["numpy"])
         for name in ("torch", "cuda"):
             state = states.get(name, torch.empty(0, dtype=torch.uint8))
             if state.dtype != torch.uint8 or (name == "torch" and state.shape != torch.get_rng_state().shape):
@@ -191,10 +191,17 @@ def restore_random(saved: Sequence[Any], rank: int, device: torch.device, tensor
     states = _states(saved, rank, tensors)
     random.setstate(states["python"])
     if "numpy" in states:
-        np.random.set_state(states["numpy"])
+        _numpy_random().set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _numpy_random() -> Any:
+    """numpy's generators, imported where a checkpoint has their state: what needs no numpy does not wait for it."""
+    import numpy
+
+    return numpy.random
 
 
 def _states(saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> Any:
@@ -204,5 +211,5 @@ def _states(saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> A
         numbers = tuple(numbers.tolist())
     if "numpy" in states:
         keys, *rest = states["numpy"]
-        states["numpy"] = (NUMPY_GENERATOR, keys.numpy().astype(np.uint32), *rest)
+        states["numpy"] = (NUMPY_GENERATOR, keys.tolist(), *rest)
     return {**states, "python": (version, numbers, gauss)}

@@ -19,7 +19,6 @@ from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_request, connect, placed
 from penstock.engine.checks import trained_elsewhere
-from penstock.engine.checks.factor import GradientFactor
 from penstock.engine.checks.nonfinite import OnNonfinite
 from penstock.engine.comparison import compare
 from penstock.engine.cut import agreed_cut
@@ -155,7 +154,7 @@ class Pipeline(NoModule):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "model")}
         before = model if isinstance(model, Redistribution) else None  # of `rebuild`
         model = before.model if before else model
-        self.loss_fn, self.loss_weight, self.reduction, self.seed, self.scaler = loss_fn, loss_weight, reduction, seed, scaler
+        self.loss_fn, self.loss_weight, self.reduction, self.scaler = loss_fn, loss_weight, reduction, scaler
         self.merge_weight_gradients = merge_weight_gradients
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         world = topology or comms.init_distributed()
@@ -170,7 +169,7 @@ class Pipeline(NoModule):
             self._control.add_mesh(self._number, self.position.beside)
 
             request = check_request(model, arguments, self.topology.world_size, before)
-            self.schedule, self.rows_dim = request.schedule, request.rows_dim
+            self.schedule, self.rows_dim, self.seed = request.schedule, request.rows_dim, request.given.seed
 
             cut = agreed_cut(self._control, self.position, self.schedule, request.whole or model, request.planned)
             self._source = Source(model, request.whole, {} if request.whole else cut.every)
@@ -181,7 +180,7 @@ class Pipeline(NoModule):
                 modules, unset = before.move(self._control, self.topology, cut.modules), set[str]()
             else:
                 trained_elsewhere.check(self._source.of(cut.modules), compared.changed, world.rank)
-                modules, unset = placed(cut, compared, self.topology.device, seed, init)
+                modules, unset = placed(cut, compared, self.topology.device, self.seed, init)
 
             self._engine = connect(self._control, self.position, request, cut, compared, modules, unset)
             here, elsewhere = self._source.of(modules), self._source.elsewhere(modules)
@@ -190,7 +189,6 @@ class Pipeline(NoModule):
 
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
         self._parameters = self._engine.parameters
-        self._engine.factor = GradientFactor(self._parameters, world.world_size)
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         self._loss_checks: LossChecks | None = None  # on one rank that has the target

@@ -118,7 +118,7 @@ def check_given(told: Sequence[Sequence[str]]) -> None:
 
 
 def _warn_of_pending_gradients(pipe: Pipeline, optimizer: Any) -> None:
-    """A scaler that is enabled skips steps, whose gradients nobody needs."""
+    """Not with a scaler that is enabled: it skips steps, whose gradients nobody needs."""
     skips = pipe.scaler is not None and pipe.scaler.is_enabled()
     if optimizer is not None and pipe.position.world.rank == 0 and not skips and pipe._engine.factor.is_pending():
         warnings.warn(

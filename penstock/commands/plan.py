@@ -19,7 +19,7 @@ from penstock.learn.puzzles.judge import Missed, fault, loaded
 from penstock.learn.written import FAULTS
 from penstock.plan import Layers, bytes_of, plan, robustness
 from penstock.plan import Plan as Planned
-from penstock.plan.estimating import FILE
+from penstock.plan.estimating import COSTS
 from penstock.schedule.timing.explanation import bytes_told
 from penstock.view.files import writing
 
@@ -103,9 +103,9 @@ class Plan:
         if (self.costs is None) == (self.model is None):
             raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
         if self.costs is not None:
-            costs = self.costs / FILE if self.costs.is_dir() else self.costs
+            costs = self.costs / COSTS if self.costs.is_dir() else self.costs
             if costs != self.costs and not costs.is_file():
-                raise PenstockError(f"{self.costs} has no {FILE}: a run of `penstock train` without --plan leaves it there")
+                raise PenstockError(f"{self.costs} has no {COSTS}: a run of `penstock train` without --plan leaves it there")
             return Layers.load(costs)
         from penstock.plan import measure, of_transformers
 

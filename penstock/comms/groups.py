@@ -109,12 +109,9 @@ class Groups:
         self._looks_at_wait = self._looks_at_wait + 1 if awaited is self._awaited_before else 0
         self._awaited_before = awaited
         if awaited is not None and self._looks_at_wait == LOOKS_AT_LONG_WAIT:
-            rank, most, waited = (
-                self.topology.rank,
-                self.topology.timeout.total_seconds(),
-                self._looks_at_wait * HEARTBEAT_SECONDS,
-            )
-            told = f"rank {rank} has waited for {waited:g} s for rank {awaited[0]} {awaited[1]}, and waits {most:g} s at most"
+            peer, what = awaited
+            waited, most = self._looks_at_wait * HEARTBEAT_SECONDS, self.topology.timeout.total_seconds()
+            told = f"rank {self.topology.rank} has waited for {waited:g} s for rank {peer} {what}, and waits {most:g} s at most"
             say(f"{told}: is that rank at other work, or in a dist.barrier() of the script's?")
 
     def wake(self) -> None:

@@ -177,9 +177,9 @@ def check_kind(votes: Sequence[Vote], position: MeshPosition) -> None:
     for replica, pipelines in enumerate(position.pipelines):
         _check_batch(votes, pipelines, _where(position, replica))
     for copies in position.stages:
-        if len({votes[rank].modes for rank in copies}) > 1:
+        if len({votes[rank].trained for rank in copies}) > 1:
             told = f"ranks {', '.join(map(str, copies))} have the same stages, but not the same parameters"
-            raise MismatchError(f"{told} frozen, or not the same autocast: they must be alike")
+            raise MismatchError(f"{told} frozen: they must be alike")
     if len({_said(votes, ranks, "counts") > 0 for ranks in position.counted}) > 1:
         raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
     if len({_said(votes, ranks, "target_rows") == NOTHING for ranks in position.counted}) > 1:

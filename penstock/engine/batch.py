@@ -56,7 +56,8 @@ class Vote(NamedTuple):
     target_rows: float
     counts: float  # how many it has
     signature: float  # of the inputs: a fingerprint
-    modes: float  # of what else on this rank decides what its stages send: a fingerprint
+    trained: float  # which of this rank's parameters are: a fingerprint
+    autocast: float  # the place of its dtype in CASTS
     step: float
     scale: float  # of the gradients, as the user gave it
     wants_losses: float  # of each microbatch
@@ -64,12 +65,11 @@ class Vote(NamedTuple):
     target: float  # likewise
     factor: float  # of this rank's gradients since the last step; NaN: not known
     stepped: float  # whether its weights have changed since; NaN: not known
-    autocast: float  # the place of its dtype in CASTS
 
     @property
     def kind(self) -> tuple[float, ...]:
         """What is the same in every step of the same kind."""
-        return self[:6]
+        return self[:7]
 
 
 class Batch(NamedTuple):
@@ -100,8 +100,8 @@ class Batch(NamedTuple):
         return values if action.stage else self.inputs[action.microbatch]
 
 
-def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"") -> Batch:
-    """This rank's share of the batch; `modes` is what else on it decides what its stages send.
+def split(call: Call, position: MeshPosition, schedule: Table, trained: bytes = b"") -> Batch:
+    """This rank's share of the batch; `trained` says which of its parameters are, which decides what its stages send.
 
     Raises MismatchError for inputs or a target that do not fit.
     """
@@ -128,22 +128,21 @@ def split(call: Call, position: MeshPosition, schedule: Table, modes: bytes = b"
         targets, target_rows = microbatch.split(call.target, sizes, device, call.rows_dim), sum(sizes)
     compares = rank in (first, last) and (first != last or position.tp is not None)
     values = (seen(given), seen(call.target)) if compares else (0, 0)
-    kind = call.training, rows, target_rows, len(counts), signature, fingerprint(modes)
-    cast = CASTS.index(cast_of(position.pipeline.device))
-    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor, call.stepped, cast)
+    kind = call.training, rows, target_rows, len(counts), signature, fingerprint(trained), CASTS.index(_cast(device))
+    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor, call.stepped)
     seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged
 
 
-def cast_of(device: torch.device) -> torch.dtype | None:
+def _cast(device: torch.device) -> torch.dtype | None:
     """The dtype of an autocast that is on for `device`."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def modes(stages: Iterable[Stage], device: torch.device) -> bytes:
-    """What decides, besides the batch, what stages send: which parameters are trained, and autocast."""
-    return str(cast_of(device)).encode() + bytes(parameter.requires_grad for stage in stages for parameter in stage.parameters)
+def trained(stages: Iterable[Stage]) -> bytes:
+    """Which parameters of `stages` are trained."""
+    return bytes(parameter.requires_grad for stage in stages for parameter in stage.parameters)
 
 
 def seen(batch: Any) -> int:

@@ -70,6 +70,7 @@ def check_request(model: Any, arguments: Mapping[str, Any], ranks: int, before: 
     """
     given = SimpleNamespace(**arguments)
     _check_kinds(model, given)
+    given.seed = None if given.seed is None else int(given.seed)  # numpy's too, which no file and no message takes
     check_reduction(given.loss_fn, given.reduction, given.loss_weight)
     if given.options:
         check_options(given.options, given.schedule, ["model", *arguments])

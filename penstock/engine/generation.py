@@ -42,11 +42,15 @@ class Request(NamedTuple):
     eos: int | None = None
     seed: int = 0
 
-    def check(self) -> None:
-        """Raises MismatchError for a value that cannot be."""
+    def checked(self) -> "Request":
+        """The same, its whole numbers as Python's. Raises MismatchError for a value that cannot be."""
+        whole = dict[str, int]()
         for name, least, optional in (("max_new_tokens", 1, False), ("top_k", 1, True), ("eos", 0, True), ("seed", 0, False)):
             value = getattr(self, name)
-            if (value is None and optional) or (is_whole_number(value, least)):
+            if value is None and optional:
+                continue
+            if is_whole_number(value, least):
+                whole[name] = int(value)
                 continue
             allowed = f"a whole number of {least} or more{' or None' if optional else ''}"
             raise MismatchError(f"generate() takes {allowed} as {name}, got {value!r}")
@@ -54,6 +58,7 @@ class Request(NamedTuple):
             raise MismatchError(
                 f"generate() takes a number of 0 (always the likeliest token) or more as temperature, got {self.temperature!r}"
             )
+        return self._replace(**whole)
 
 
 class Told(NamedTuple):
@@ -77,7 +82,7 @@ def generate(
     """The text, prompt and all: see `Pipeline.generate`."""
     channels = engine.channels  # open, so that a mistake made on this rank only reaches the others
     engine.check_model()
-    request.check()
+    request = request.checked()
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise MismatchError(f"generate() takes tokens as (batch, time) int64, one or more of each, got {got}")

@@ -32,7 +32,7 @@ from penstock.comms.lines.channels import Channels
 from penstock.comms.preemption import preempted
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
-from penstock.engine.batch import Batch, Call, modes, split
+from penstock.engine.batch import Batch, Call, split, trained
 from penstock.engine.checks.digest import check_copies, is_due
 from penstock.engine.checks.factor import GradientFactor
 from penstock.engine.checks.hidden_uses import GradientBefore, UnregisteredParameters
@@ -77,9 +77,9 @@ class Engine:
         self.programs, self.schedule = programs, programs.program.schedule
         self.parameters, self.tied, self.watch, self.unregistered = parameters, tied, watch, unregistered
         self.attributes = attributes  # those that the model was cut with
+        self.factor = GradientFactor(parameters, position.world.world_size)
         self.on_nonfinite = on_nonfinite
         self.shared: SharedLayers  # set when the pipeline is noted as built
-        self.factor: GradientFactor  # likewise
         self.activity = control.topology.world.activity
         self.device, self.machines = position.pipeline.device, machines  # of every rank, as `clock.machine` says
         self.skew, self.clock_error = skew(control, machines), 0.0  # of this rank's clock; of all ranks', in seconds
@@ -111,7 +111,7 @@ class Engine:
         self.check_model()
         if call.training:
             self.shared.check()
-        batch = split(call, self.position, self.schedule, modes(self.stages.values(), self.device))
+        batch = split(call, self.position, self.schedule, trained(self.stages.values()))
 
         first = self._whole.steps[0].action if self._whole.steps else "the others end it"
         why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"

@@ -124,7 +124,7 @@ def _token_loss(output: Any, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.to(logits.device).flatten())
 
 
-FILE = "costs.json"  # its name in the folder of a run
+COSTS = "costs.json"  # its name in the folder of a run
 
 
 def of_run(measured: Measurement, balance: Balance, parameters: Sequence[float], rows: int) -> Layers:

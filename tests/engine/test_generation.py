@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from penstock import checkpoint
 from penstock.commands.train.setup import token_loss
 from penstock.model import GPT, GPTConfig
 
@@ -278,3 +280,19 @@ def test_the_prompts_mask_grows_with_the_text():
         whole = torch.cat([mask, torch.ones(5, text.shape[1] - PROMPT, dtype=torch.int64)], 1)
         text = torch.cat([text, model(text, whole)[:, -1].argmax(-1, keepdim=True)], 1)
     assert torch.equal(made, text)
+
+
+def rank_asks_in_numpys_numbers(folder):
+    torch.manual_seed(0)
+    pipe = ps.Pipeline(GPT(GPTConfig()), token_loss, microbatches=2, seed=numpy.int64(5))
+    checkpoint.Trail(folder, pipe, every=numpy.int64(2))
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    drawn = [
+        pipe.generate(tokens, max_new_tokens=number(4), temperature=1.0, top_k=number(3), seed=number(7))
+        for number in (int, numpy.int64)
+    ]
+    return type(pipe.seed), torch.equal(*drawn)
+
+
+def test_numbers_of_numpy_are_taken_as_whole_numbers(tmp_path):
+    assert ps.launch(rank_asks_in_numpys_numbers, 2, tmp_path) == [(int, True)] * 2

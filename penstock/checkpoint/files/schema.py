@@ -83,9 +83,8 @@ def _tensors_of(value: Any, expected: Any, at: str) -> Iterator[str]:
             for key, one in value.items():
                 yield from _tensors_of(key, name, f"a name in {at}")
                 yield from _tensors_of(one, each, f"{at}.{key}")
-        elif name not in value and name in _NEWER:
-            continue
         elif name not in value:
-            raise ValueError(f"{at} has no {name!r}")
+            if name not in _NEWER:
+                raise ValueError(f"{at} has no {name!r}")
         elif value[name] is not None or name not in _OPTIONAL:
             yield from _tensors_of(value[name], each, f"{at}.{name}")

@@ -23,8 +23,7 @@ from penstock.comms.topology import init_distributed
 from penstock.errors import PenstockError
 from penstock.partition.balance import Balance
 from penstock.plan import Layers, Overheads, Plan, bytes_of, load, measure, overheads, plan
-from penstock.plan.estimating import FILE as COSTS
-from penstock.plan.estimating import of_run
+from penstock.plan.estimating import COSTS, of_run
 from penstock.schedule import Measurement, Timeline
 from penstock.schedule.timing.explanation import NOTABLE, bytes_told
 

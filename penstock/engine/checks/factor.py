@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.checks import is_power_of_two
+from penstock.engine.checks.trained_elsewhere import sample
 from penstock.stage.dtensor import local
 from penstock.stage.parameters import Parameters
 from penstock.torch_private import version_of
 
 COUNT, LARGEST = 4, 2**16  # how many gradients are remembered, of at most so many numbers
-SAMPLE = 64  # values of a weight that are remembered
 TOLERANCE = 0.02  # of a number in bfloat16, which has three digits
 UNKNOWN = math.nan
 
@@ -44,13 +44,13 @@ class GradientFactor:
         self._changes = 0
         self._weights: list[tuple[nn.Parameter, int]] = []  # those that had a gradient, if they are looked at
         self._steps = 0
-        self._first: tuple[nn.Parameter, Remembered] | None = None  # the first weight that has a gradient
+        self._first: Remembered | None = None  # the first weight that has a gradient
 
     def remember(self) -> None:
         """The gradients are all ranks' alike: a step has ended, or the pipeline has clipped them."""
         weights = (each for each in self._parameters.parameters() if each.grad is not None and not each.is_inference())
         first = next(weights, None)
-        self._first = None if first is None else (first, Remembered(first, version_of(first), _some(first).clone()))
+        self._first = None if first is None else Remembered(first, version_of(first), sample(first))
         if self._ranks == 1:
             return
         self._steps += 1
@@ -76,8 +76,8 @@ class GradientFactor:
         """
         if self._first is None:
             return False
-        weight, (_, version, values) = self._first
-        return weight.grad is not None and version_of(weight) == version and torch.equal(_some(weight), values)
+        weight, version, values = self._first
+        return weight.grad is not None and version_of(weight) == version and torch.equal(sample(weight), values)
 
     def stepped(self) -> float:
         """1 if a weight that had a gradient has changed since, 0 if none has; UNKNOWN in steps that are not looked at."""
@@ -96,10 +96,6 @@ class GradientFactor:
             for a, b in zip(now.split(parts), before.split(parts), strict=True)
         ]
         return factor.item() if all(alike) and factor > 0 and factor.isfinite() else UNKNOWN
-
-
-def _some(tensor: Tensor) -> Tensor:
-    return local(tensor.detach()).flatten()[:SAMPLE]
 
 
 def _is_small(gradient: Tensor | None) -> bool:

@@ -247,6 +247,11 @@ def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def profiler_is_active() -> bool:
+    """Return whether torch.profiler or `emit_nvtx` records here; the public `record_function` costs without one too."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def in_functional_transform() -> bool:
     """Whether `torch.func.grad`, `vmap` and the like are at work around this operation."""
     return torch._C._functorch.peek_interpreter_stack() is not None

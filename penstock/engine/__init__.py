@@ -10,6 +10,7 @@ loss        what a loss is, a mean or a sum, and what each microbatch counts in 
 optimizers  an optimizer on each rank, as one over all of them; and who goes through `pipe.parameters()`
 actions     what F, B, I and W do in a step
 memory      what a microbatch keeps alive, in bytes
+profiling   actions and messages as ranges in torch.profiler's traces
 clock       when every action ran, on a clock that all ranks share
 report      what a step came to
 last_step   what a user reads of the last step

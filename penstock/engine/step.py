@@ -24,11 +24,11 @@ agreed. When anything raises on one rank, all ranks raise the same error: `Pipel
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.comms.control import Control, WaitFailed, waiting
-from penstock.comms.lines.channels import Channels
+from penstock.comms.lines.channels import Channels, Incoming, Outgoing
 from penstock.comms.preemption import preempted
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
@@ -41,6 +41,7 @@ from penstock.engine.checks.trained_elsewhere import SharedLayers
 from penstock.engine.checks.undo import Undo
 from penstock.engine.clock import Clock, clock_for, skew
 from penstock.engine.memory import MemoryMeasurement
+from penstock.engine.profiling import ReceiveRanges, SendRanges, action_ranges, message_ranges
 from penstock.engine.report import BackgroundSave, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
 from penstock.errors import NonFiniteError, ResourceError
 from penstock.mesh.fsdp import begin
@@ -54,6 +55,7 @@ from penstock.stage.graph import handed_over
 from penstock.stage.parameters import Parameters
 from penstock.stage.stage import Stage
 from penstock.stage.tied import TiedParameters
+from penstock.torch_private import profiler_is_active
 
 
 class Engine:
@@ -185,11 +187,15 @@ class Engine:
         """What runs for each kind of action, with what looks at it around it."""
         for observer in (self.watch, measurement):
             acts = acts if observer is None else observer.around(acts)
-        return acts
+        return action_ranges(acts) if profiler_is_active() else acts
 
     def run(self, steps: Sequence[Step], acts: Acts, channels: Channels, clock: Clock, ahead: Ahead | None = None) -> None:
         """The clock cycle: for each line of the program post, take, act, send."""
-        incoming, outgoing, handed = channels.incoming, channels.outgoing, dict[Transfer, Any]()
+        incoming: Mapping[int, Incoming | ReceiveRanges] = channels.incoming
+        outgoing: Mapping[int, Outgoing | SendRanges] = channels.outgoing
+        if profiler_is_active():
+            incoming, outgoing = message_ranges(channels.incoming, channels.outgoing)
+        handed = dict[Transfer, Any]()
         elsewhere = not all(stage.copies.ready for stage in self.stages.values())  # parameters, before a stage's first action
         made: Any = ahead.made.pop() if ahead else None
         try:

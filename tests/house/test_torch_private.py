@@ -413,6 +413,13 @@ def test_fully_shard_averages_when_it_is_told_to_though_no_root_forward_is_calle
     assert ps.launch(rank_fsdp, 1, torch_private.replicate) == [True]
 
 
+def test_an_active_profiler_is_noticed():
+    assert not torch_private.profiler_is_active()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_private.profiler_is_active()
+    assert not torch_private.profiler_is_active()
+
+
 # ---- process groups
 
 

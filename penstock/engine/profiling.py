@@ -1,0 +1,66 @@
+"""Ranges in torch.profiler's traces: each action under its cell, `2F3`, each message under PyTorch's name, `2RECV_F3`.
+
+Whether a profiler runs is asked once a step. While none does, nothing of this is called.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from penstock.comms.lines.channels import Incoming, Outgoing
+from penstock.engine.actions import Acts
+from penstock.schedule.program import Transfer
+from penstock.schedule.table import Action, Kind
+
+
+def action_ranges(acts: Acts) -> Acts:
+    """Return `acts` with a range around every action."""
+    return {kind: partial(_act, act) for kind, act in acts.items()}
+
+
+def _act(act: Callable[..., Any], action: Action, values: Sequence[Any]) -> Any:
+    with record_function(str(action)):
+        return act(action, values)
+
+
+class ReceiveRanges:
+    """The receiving end of a channel, with a range around every wait for a message."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        self._incoming, self.post = incoming, incoming.post
+
+    def take(self, transfer: Transfer, device: torch.device) -> Any:
+        """As `Incoming.take`."""
+        kind, stage, microbatch = transfer.action
+        receiver = transfer.taker if transfer.taker is not None else stage + 1 if kind is Kind.F else stage - 1
+        with record_function(f"{receiver}RECV_{_direction(kind)}{microbatch}"):
+            return self._incoming.take(transfer, device)
+
+
+class SendRanges:
+    """The sending end of a channel, with a range around every hand-over of a message."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
+
+    def send(self, transfer: Transfer, value: Any) -> None:
+        """As `Outgoing.send`."""
+        kind, stage, microbatch = transfer.action
+        with record_function(f"{stage}SEND_{_direction(kind)}{microbatch}"):
+            self._outgoing.send(transfer, value)
+
+
+def message_ranges(
+    incoming: Mapping[int, Incoming], outgoing: Mapping[int, Outgoing]
+) -> tuple[dict[int, ReceiveRanges], dict[int, SendRanges]]:
+    """Return both with a range around every message."""
+    receives = {rank: ReceiveRanges(end) for rank, end in incoming.items()}
+    return receives, {rank: SendRanges(end) for rank, end in outgoing.items()}
+
+
+def _direction(kind: Kind) -> str:
+    """PyTorch's letter for what an action gives: F for an output, B for a gradient."""
+    return "F" if kind is Kind.F else "B"

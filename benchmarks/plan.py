@@ -36,7 +36,7 @@ from penstock.comms.system import cores
 from penstock.engine.build import Planned
 from penstock.learn.devices import DIM
 from penstock.learn.emulated_device import EmulatedDevice
-from penstock.partition.balance import starts
+from penstock.partition.balance import balanced_starts
 from penstock.plan import Layer, Layers, Plan
 from penstock.plan.candidate import Cutting, Terms
 from penstock.plan.planning import Effort
@@ -112,7 +112,7 @@ def default_of(layers: Layers, ranks: int, batch: int, terms: Terms) -> Fixed:
     table = ps.schedule.build("1f1b", ranks, MICROBATCHES)
     for way in (None, "stage"):
         line = Alike(layers.at(batch / MICROBATCHES), way)
-        begins = tuple(starts(line.seconds, ranks))
+        begins = tuple(balanced_starts(line.seconds, ranks))
         found = Cutting(line, TimedTable(table), terms).at(begins)
         if not found.over:
             break

@@ -11,7 +11,7 @@ from statistics import median
 
 from tables import Row, show
 
-from penstock.partition.balance import starts as balanced
+from penstock.partition.balance import balanced_starts as balanced
 from penstock.plan import Layer, Layers, plan
 from penstock.plan.candidate import Cutting, Terms
 from penstock.plan.planning import Effort, tables

@@ -52,11 +52,11 @@ class Ours:
 
     def __init__(self, module: nn.Module, divided: bool, device: torch.device = CPU) -> None:
         self.stage, self.divided = Stage(1, module, device, in_order=True), divided
-        self.stage.forget()  # as before a step
+        self.stage.begin_step()  # as before a step
 
     def forward(self, value: Tensor) -> None:
         """With what the backward needs."""
-        self.stage.forward(0, [value], split=self.divided)
+        self.stage.forward(0, [value], split_backward=self.divided)
 
     def backward(self, gradient: Tensor) -> None:
         """Full, or I and W."""
@@ -66,7 +66,7 @@ class Ours:
 
     def end(self) -> None:
         """Of a step."""
-        self.stage.forget()
+        self.stage.begin_step()
 
 
 class Theirs:

@@ -18,7 +18,7 @@ from penstock.comms.topology import CPU
 from penstock.engine import cache
 from penstock.errors import MismatchError
 from penstock.randomness import aside, mix
-from penstock.stage.microbatch import sizes
+from penstock.stage.microbatch import split_sizes
 
 
 class _Seeded:
@@ -84,7 +84,7 @@ class ShardedMLP(nn.Module):
         if not 0 <= rank < world_size or world_size > total_layers:
             ranks = f"ranks are 0 to {world_size - 1}, at most one for each of {total_layers} layers"
             raise MismatchError(f"no slice {rank} of {world_size}: {ranks}")
-        shares = sizes(total_layers, world_size)
+        shares = split_sizes(total_layers, world_size)
         start = sum(shares[:rank])
         for name, layer in _mlp_layers(dim, total_layers, classes, start, start + shares[rank]).items():
             self.add_module(name, layer)

@@ -39,7 +39,7 @@ from penstock.partition.materialise import Init
 from penstock.randomness import aside
 from penstock.schedule import MeasuredTimeline, Schedule
 from penstock.schedule.catalog import all_options
-from penstock.stage.layers import Recompute, evaluating
+from penstock.stage.module_runner import Recompute, evaluation_mode
 
 LossFn = Callable[[Any, Any], Tensor]
 _count = itertools.count(1)  # of pipelines in this process, the same on every rank
@@ -299,7 +299,7 @@ class Pipeline(NoModule):
         request = Request(max_new_tokens, temperature, top_k, eos, seed)
         with (
             self.collective("generate()", announces=False),
-            evaluating(list(self.stages.values())),
+            evaluation_mode(list(self.stages.values())),
             self.topology.world.activity.step(self.step_count, False),
         ):
             self._check_mesh()
@@ -346,7 +346,7 @@ class Pipeline(NoModule):
         try:
             with self.collective("rebuild()"):
                 self._check_mesh()
-                self._parameters.check_values()
+                self._parameters.check_initialised()
                 arguments = change_arguments(
                     self._arguments, options | {key: each for key, each in changes.items() if each is not None}
                 )
@@ -380,7 +380,7 @@ class Pipeline(NoModule):
         call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
-        mode = nullcontext() if training else evaluating(list(self.stages.values()))
+        mode = nullcontext() if training else evaluation_mode(list(self.stages.values()))
         own_draws = aside(self.topology.device) if draws else nullcontext()
         name = "step()" if training else "eval()"
         with self.collective(name, announces=False), mode, self.topology.world.activity.step(number, training), own_draws:
@@ -490,7 +490,7 @@ class Pipeline(NoModule):
         frame = inspect.currentframe()
         norm_type = norm_type_of(frame)
         if norm_type is not None and self.position.world.world_size > 1:
-            yield from self._parameters.with_others(self._gradient_norms(norm_type))
+            yield from self._parameters.with_remote_gradient_norms(self._gradient_norms(norm_type))
         else:
             check_optimizer(optimizer_of(frame), self.topology.world_size)
             yield from mine
@@ -502,7 +502,7 @@ class Pipeline(NoModule):
         piece call, is the whole of one. Raises MismatchError while something has no value yet, unless `strict` is False.
         """
         if strict:
-            self._parameters.check_values()
+            self._parameters.check_initialised()
         return self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -532,7 +532,7 @@ class Pipeline(NoModule):
         parameter counts once. All ranks call it. Raises MismatchError for a `max_norm` that is no number of 0 or more.
         """
         norms = self._gradient_norms(norm_type, max_norm)
-        total = self._parameters.clip(norms, max_norm, float(norm_type))
+        total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
         self._engine.factor.remember()
         return total
 
@@ -541,7 +541,7 @@ class Pipeline(NoModule):
         with self.collective("clip_grad_norm_()", announces=self.position.copies > 1):  # DTensors' norms wait for others
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
-            norms = self._parameters.gradient_norms(float(norm_type))  # "inf" too, as torch's
+            norms = self._parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's
             return self._control.gather_objects(norms, "to clip their gradients")
 
     def metrics(self) -> dict[str, float]:

@@ -33,7 +33,7 @@ from penstock.engine import step
 from penstock.engine.clock import DeviceClock
 from penstock.mesh import fsdp
 from penstock.pipeline import Pipeline
-from penstock.stage.dtensor import local
+from penstock.stage.dtensor import local_shard
 
 POISON = 0xFF  # every byte: NaN as a float, -1 as a whole number
 LAG = 0.01  # seconds that an operation is done after it was told, at most
@@ -115,8 +115,8 @@ def ahead(stream: Stream, modules: Iterable[nn.Module]) -> Iterator[None]:
         del _there[key]
     for module in modules:
         for each in (*module.parameters(), *module.buffers()):
-            put(local(each))
-            put(local(each.grad))
+            put(local_shard(each))
+            put(local_shard(each.grad))
     _here.stream = stream
     try:
         with _Ahead():

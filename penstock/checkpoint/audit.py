@@ -22,7 +22,7 @@ from penstock.engine.checks.digest import CAUSES, crc_of, ranks_by_digest
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
 from penstock.schedule.table import Kind
-from penstock.stage.dtensor import local, shard_of
+from penstock.stage.dtensor import local_shard, shard_coordinates
 from penstock.torch_private import tree_map_only
 
 Settings = Mapping[str, Any]
@@ -74,8 +74,8 @@ def check_replicas(control: Control, pipe: Pipeline, optimizer: Any = None) -> N
     mine: dict[str, dict[str, str]] = {}
     for kind, name, parameter, value in _values(pipe, optimizer, among):
         if kind != "gradients":
-            shard = "".join(f", shard {each}" for each in shard_of(parameter))
-            mine.setdefault(kind, {})[name + shard] = digest(tree_map_only(Tensor, local, value))
+            shard = "".join(f", shard {each}" for each in shard_coordinates(parameter))
+            mine.setdefault(kind, {})[name + shard] = digest(tree_map_only(Tensor, local_shard, value))
     for kind, named in _merged(control.gather_objects(mine, "to compare replicas"), ()).items():
         for name, each in named.items():
             if isinstance(each, dict):

@@ -19,7 +19,7 @@ from penstock.checkpoint.together import as_one, differences, put, settled, unde
 from penstock.engine.cut import Origin
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
-from penstock.stage.parameters import MISSING, SHAPE, UNKNOWN, told
+from penstock.stage.rank_parameters import MISSING, UNEXPECTED, WRONG_SHAPE, describe_mismatches
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # either is in a folder that `save_pretrained` wrote
 
@@ -95,7 +95,10 @@ def _homes(path: Path) -> dict[str, Path]:
 def _sources(pipe: Pipeline, names: Mapping[str, str]) -> dict[str, Source]:
     """What each of the model's tensors is made of; `names`: those of the files' tensors as they are here -> in the files."""
     found = None
-    if pipe._engine.parameters.origin is not None and pipe._engine.parameters.unfit(dict.fromkeys(names))[UNKNOWN]:
+    if (
+        pipe._engine.parameters.origin is not None
+        and pipe._engine.parameters.state_mismatches(dict.fromkeys(names))[UNEXPECTED]
+    ):
         found = _transformers_sources(pipe._engine.parameters.origin, names)
     if found is None:
         found = {name: Source([name], _same) for name in names}
@@ -114,10 +117,15 @@ def _opened(homes: Mapping[str, Path], places: Sequence[str]) -> TensorFiles:
 
 def _check(unfit: Mapping[str, Sequence[str]], path: str | Path, strict: bool, tell: bool) -> None:
     """Raises MismatchError for what does not fit, or has rank 0 `tell` of it."""
-    if unfit[SHAPE] or (strict and any(unfit.values())):
-        raise MismatchError(f"{path} does not fit this model: {told(unfit)}{_prefix(unfit[MISSING], unfit[UNKNOWN])}")
+    if unfit[WRONG_SHAPE] or (strict and any(unfit.values())):
+        raise MismatchError(
+            f"{path} does not fit this model: {describe_mismatches(unfit)}{_prefix(unfit[MISSING], unfit[UNEXPECTED])}"
+        )
     if any(unfit.values()) and tell:
-        warnings.warn(f"{path}: {told(unfit)}; what is missing stays as it was, what is unknown is left aside", stacklevel=4)
+        warnings.warn(
+            f"{path}: {describe_mismatches(unfit)}; what is missing stays as it was, what is unknown is left aside",
+            stacklevel=4,
+        )
 
 
 def _prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from penstock.comms.system import say
 from penstock.engine import optimizers
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
-from penstock.stage.parameters import told
+from penstock.stage.rank_parameters import describe_mismatches
 
 Folder = str | Path
 
@@ -50,7 +50,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
         kept = _kept(content, files, pipe._engine.parameters.aliases)
         unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})
         if any(unfit.values()):
-            raise MismatchError(f"{chosen} does not fit this model: {told(unfit)}")
+            raise MismatchError(f"{chosen} does not fit this model: {describe_mismatches(unfit)}")
         own = pipe.state_dict(strict=False)
         state = {name: _value(kept[name], content, files) for name in own}
         _check_types(state, own)

@@ -20,7 +20,7 @@ from penstock.checkpoint.training_state import check_random
 from penstock.comms.control import Control
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
-from penstock.stage.dtensor import full, placed_as
+from penstock.stage.dtensor import gather_full_tensor, shard_like
 
 T = TypeVar("T")
 MODEL = "model."  # what the names of the model's tensors begin with in a checkpoint
@@ -80,7 +80,7 @@ def own_state(pipe: Pipeline) -> dict[str, Any]:
     aliases, position = pipe._engine.parameters.aliases, pipe.position
     state: dict[str, Any] = {}
     for number, (name, value) in enumerate(pipe.state_dict().items()):
-        whole = full(value)  # all who have a piece of it ask for it
+        whole = gather_full_tensor(value)  # all who have a piece of it ask for it
         if number % position.copies == position.copy and name not in aliases:
             state[name] = whole
     return state
@@ -100,7 +100,7 @@ def under_all_names(stored: Mapping[str, T], aliases: Mapping[str, str]) -> dict
 
 def differences(control: Control, pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
     """What `Parameters.unfit` says of a state of these names and shapes, over all ranks and the same on each."""
-    everyone = control.gather_objects(pipe._engine.parameters.unfit(shapes), "to compare names and shapes")
+    everyone = control.gather_objects(pipe._engine.parameters.state_mismatches(shapes), "to compare names and shapes")
     return {kind: list(dict.fromkeys(name for each in everyone for name in each[kind])) for kind in everyone[0]}
 
 
@@ -109,7 +109,7 @@ def put(pipe: Pipeline, state: Iterable[tuple[str, Any]]) -> None:
     """Put values into this rank's part of the model, one after the other and straight into place."""
     own, new = pipe.state_dict(strict=False), {}
     for name, value in state:
-        new[name] = own[name].copy_(placed_as(value, own[name])) if isinstance(own[name], Tensor) else value
+        new[name] = own[name].copy_(shard_like(value, own[name])) if isinstance(own[name], Tensor) else value
     pipe.load_state_dict(new, strict=False)  # from itself: for modules that keep a state of another form, or have hooks
 
 

@@ -13,7 +13,7 @@ from penstock.checkpoint.files.disk import reading
 from penstock.checkpoint.files.packing import pack, unpack
 from penstock.engine.optimizers import MEMBERS, check_known, check_same_options, options_of
 from penstock.errors import MismatchError
-from penstock.stage.dtensor import placed_as
+from penstock.stage.dtensor import shard_like
 
 NUMPY_GENERATOR = "MT19937"  # of numpy's global state
 Names = Mapping[int, str]  # the id of each of this rank's parameters -> the name it is kept under
@@ -142,7 +142,7 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     if hasattr(parameter, "placements"):
-        return placed_as(value, parameter)
+        return shard_like(value, parameter)
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
 
 

@@ -13,7 +13,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.report import Losses
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.table import Action, Kind
-from penstock.stage.microbatch import check_output, numbers
+from penstock.stage.microbatch import check_output_rows, scalars_to_floats
 from penstock.stage.stage import Stage
 from penstock.trees import map_tensors
 
@@ -38,9 +38,9 @@ class Actions:
         self.outputs: dict[int, Any] = {}  # by microbatch, if they are wanted
         self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
         for stage in stages.values():
-            stage.copies.alike = agreed.alike
+            stage.replication.backwards_match = agreed.alike
         if ahead is not None and ahead.microbatch in self.skipped:
-            stages[0].kept.pop(ahead.microbatch, None)
+            stages[0].in_flight.pop(ahead.microbatch, None)
         elif ahead is not None:
             self.auxiliary += [(ahead.microbatch, value) for value in ahead.auxiliary]
 
@@ -56,12 +56,12 @@ class Actions:
         keep = batch.training and microbatch not in self.skipped
         split = (index, microbatch) in self.program.split
         output = stage.forward(microbatch, batch.given(action, values), batch.seed, keep, split)
-        if stage.auxiliary and microbatch not in self.skipped:
-            self.auxiliary += [(microbatch, value) for value in stage.auxiliary]
+        if stage.auxiliary_losses and microbatch not in self.skipped:
+            self.auxiliary += [(microbatch, value) for value in stage.auxiliary_losses]
         if index < self.last:
             return messages(stage, output)
         if batch.call.wants_outputs:
-            check_output(output, self.agreed.rows[microbatch], batch.call.rows_dim)
+            check_output_rows(output, self.agreed.rows[microbatch], batch.call.rows_dim)
             self.outputs[microbatch] = map_tensors(Tensor.detach, output)
         if batch.targets and microbatch not in self.skipped:
             self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
@@ -75,7 +75,9 @@ class Actions:
         stage, weight = self.stages[index], self.weights[microbatch] * self.batch.scale
         if index == self.last:
             seed = torch.full_like(self.losses[microbatch], weight)
-            gradients: Sequence[Tensor | None] = [seed for _ in stage.kept[microbatch].edges]  # none if everything is frozen
+            gradients: Sequence[Tensor | None] = [
+                seed for _ in stage.in_flight[microbatch].edges
+            ]  # none if everything is frozen
         else:
             gradients = unpacked(values)
         return [
@@ -91,9 +93,11 @@ class Actions:
 
     def told(self) -> Losses:
         """What the others are told of the losses when the step ends; each microbatch's own only if a rank wants it."""
-        own = dict(zip(self.losses, numbers([*self.losses.values()]), strict=True)) if self.agreed.wants_losses else {}
+        own = (
+            dict(zip(self.losses, scalars_to_floats([*self.losses.values()]), strict=True)) if self.agreed.wants_losses else {}
+        )
         auxiliary = self.auxiliary if self.weights else []
-        values = numbers([loss for _, loss in auxiliary])
+        values = scalars_to_floats([loss for _, loss in auxiliary])
         return Losses(own, [(each, value, self.weights[each]) for (each, _), value in zip(auxiliary, values, strict=True)])
 
 

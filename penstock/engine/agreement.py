@@ -12,7 +12,7 @@ from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Size
 from penstock.schedule.rank_program import RankProgram, RankPrograms
-from penstock.stage.microbatch import layout_hint, shares, sizes
+from penstock.stage.microbatch import loss_shares, rows_dim_hint, split_sizes
 
 REMEMBERED = 64  # kinds of batch whose messages and memory are known
 ALIKE: Mapping[str, tuple[str, Callable[[float], str]]] = {  # what every vote must have the same
@@ -87,7 +87,7 @@ class Agreement:
         rows, target_rows = counts[apart[0]]
         read = ", ".join([text for rank in self.position.counted[apart[0]] for text in shapes[rank]])
         told = f"{_where(self.position, apart[0])}the batch has {rows:.0f} rows but the target has {target_rows:.0f} ({read})"
-        raise MismatchError(f"{told}; {layout_hint(batch.call.rows_dim)}")
+        raise MismatchError(f"{told}; {rows_dim_hint(batch.call.rows_dim)}")
 
     def _check_factors(self, factors: Sequence[float]) -> None:
         """Warn of ranks that multiplied their gradients by other numbers."""
@@ -120,7 +120,7 @@ class Agreement:
         """What the votes come to, but for what is known of their kind."""
         rows = [int(_said(votes, ranks, "rows")) for ranks in self.position.counted]
         most = self.programs.program.schedule.microbatches
-        microbatches = [sizes(each, min(each, most)) for each in rows]
+        microbatches = [split_sizes(each, min(each, most)) for each in rows]
         weights = self._weights(votes, microbatches, batch, what)
         skipped = [frozenset(number for number, weight in enumerate(each) if not weight) for each in weights]
         mine = self.position.replica
@@ -160,7 +160,7 @@ class Agreement:
             told = self.control.gather_objects(batch.counts, what)
             counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.counted]
         total = sum(map(sum, counts))
-        return [shares(each, total) for each in counts]
+        return [loss_shares(each, total) for each in counts]
 
 
 def check_alike(votes: Sequence[Vote]) -> None:

@@ -14,7 +14,7 @@ from penstock.comms.topology import Topology
 from penstock.engine.loss import LossByRows, Reduction
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
-from penstock.partition.rows import bare
+from penstock.partition.rows import unwrap
 from penstock.randomness import mix
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
@@ -93,7 +93,7 @@ class Batch(NamedTuple):
         args, kwargs = self.call.args, self.call.kwargs
         inputs = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
         read = (("the batch", inputs, self.inputs), ("the target", self.call.target, self.targets))
-        return [microbatch.shapes(tree, what, self.call.rows_dim) for what, tree, pieces in read if pieces]
+        return [microbatch.describe_shapes(tree, what, self.call.rows_dim) for what, tree, pieces in read if pieces]
 
     def given(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """What a forward works on: the batch's own inputs on the first stage, on others the `values` that other stages gave."""
@@ -116,15 +116,15 @@ def split(call: Call, position: MeshPosition, schedule: Table, trained: bytes = 
     given = call.args[0] if bare else (call.args, call.kwargs)
     if rank == first:
         _check_inputs(call, rank)
-        sizes = microbatch.sizes_of(given, "the batch", most, call.rows_dim)
+        sizes = microbatch.nonempty_split_sizes(given, "the batch", most, call.rows_dim)
         parts, rows = microbatch.split(given, sizes, device, call.rows_dim), sum(sizes)
         inputs = [((part,), {}) for part in parts] if bare else parts
-        signature = fingerprint(microbatch.signature(given).encode())
+        signature = fingerprint(microbatch.batch_signature(given).encode())
     if rank == last and (call.training or call.target is not None):
         _check_target(call, rank)
-        sizes = microbatch.sizes_of(call.target, "the target", most, call.rows_dim)
+        sizes = microbatch.nonempty_split_sizes(call.target, "the target", most, call.rows_dim)
         if call.loss_weight is not None:  # of the target where it is: nothing waits for a device
-            counts = microbatch.counts(microbatch.split(call.target, sizes, None, call.rows_dim), call.loss_weight)
+            counts = microbatch.microbatch_weights(microbatch.split(call.target, sizes, None, call.rows_dim), call.loss_weight)
         targets, target_rows = microbatch.split(call.target, sizes, device, call.rows_dim), sum(sizes)
     compares = rank in (first, last) and (first != last or position.tp is not None)
     values = (seen(given), seen(call.target)) if compares else (0, 0)
@@ -150,7 +150,7 @@ def seen(batch: Any) -> int:
 
     Nothing waits for a device: of a batch that is not on the CPU nothing is seen.
     """
-    found = [leaf for leaf in map(bare, leaves(batch)) if isinstance(leaf, Tensor)]
+    found = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
     if not found or any(type(each) is not Tensor or each.layout != torch.strided or not each.is_cpu for each in found):
         return 0
     return digest(b"".join(map(_some_values, found)))

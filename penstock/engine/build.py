@@ -25,21 +25,21 @@ from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.parallelize import parallelize
 from penstock.mesh.position import MeshPosition
-from penstock.partition.graph_stage import on
-from penstock.partition.materialise import Init, is_meta, materialise
-from penstock.partition.rows import rows_dim_for
+from penstock.partition.graph_stage import move_to
+from penstock.partition.materialise import Init, has_meta_tensors, materialise
+from penstock.partition.rows import resolve_rows_dim
 from penstock.schedule import Program, Schedule, build, from_rows, verify
 from penstock.schedule.catalog import did_you_mean, family_options
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import read
 from penstock.schedule.table import Cell
 from penstock.schedule.transform import with_full_backwards
-from penstock.stage.copies import StageCopies
-from penstock.stage.layers import Recompute, check_recompute
-from penstock.stage.neighbours import neighbours_of
-from penstock.stage.parameters import Parameters
+from penstock.stage.module_runner import Recompute, check_recompute
+from penstock.stage.neighbours import stage_neighbours
+from penstock.stage.rank_parameters import RankParameters
+from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
-from penstock.stage.tied import TiedParameters
+from penstock.stage.tied_parameters import TiedParameters
 
 Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
 Modules = dict[int, nn.Module]  # by stage
@@ -53,7 +53,7 @@ class Request(NamedTuple):
     program: Program  # of that
     rows_dim: int
     recompute: Sequence[Recompute | None]  # of every stage
-    whole: partition.Whole | None  # the model, if it is to be cut
+    whole: partition.CuttableModel | None  # the model, if it is to be cut
     planned: Sequence[str]  # the layers that a plan was made for
 
     @property
@@ -82,9 +82,9 @@ def check_request(model: Any, arguments: Mapping[str, Any], ranks: int, before: 
     schedule, program = table(given.schedule, ranks, given.microbatches, given.options)
     cutting = given.cuts, given.example_args, given.example_kwargs
     check_bare(model, schedule, *cutting)
-    rows_dim = rows_dim_for(model, given.rows_dim)
+    rows_dim = resolve_rows_dim(model, given.rows_dim)
     recompute = recompute_of_stages(given.recompute, schedule)
-    whole = before.recut(given.cuts) if before else partition.whole(model, *cutting, rows_dim)
+    whole = before.recut(given.cuts) if before else partition.as_cuttable(model, *cutting, rows_dim)
     return Request(given, schedule, program, rows_dim, recompute, whole, () if plan is None else plan.layers)
 
 
@@ -194,13 +194,13 @@ def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None,
     """
     unset: set[str] = set()
     for index, module in cut.modules.items():
-        if is_meta(module) and cut.whole is not None:
+        if has_meta_tensors(module) and cut.whole is not None:
             mine = {id(slot.tensor) for slot in torch_private.tensor_slots(module)}  # a module may have two names
             only = {slot.name for slot in torch_private.tensor_slots(cut.whole) if id(slot.tensor) in mine}
             unset |= materialise(cut.whole, None, device, seed, init, only)
-        elif is_meta(module):
+        elif has_meta_tensors(module):
             unset |= materialise(module, compared.names[index], device, seed, init)
-    return {index: on(module, device) for index, module in cut.modules.items()}, unset
+    return {index: move_to(module, device) for index, module in cut.modules.items()}, unset
 
 
 def recompute_of_stages(recompute: Recompute | Sequence[Recompute | None] | None, table: Schedule) -> list[Recompute | None]:
@@ -234,15 +234,15 @@ def connect(
         program = verify(runs, skips=cut.skips).program
 
     sharing = given.tensor_parallel, given.data_parallel
-    copies = parallelize(position, modules, cut.copies, cut.tied, names, *sharing)
+    replications = parallelize(position, modules, cut.replications, cut.tied, names, *sharing)
     control.gather_objects(None, "to build the pipeline")
-    stages = _stages(request, cut, compared, modules, copies, runs, position)
+    stages = _stages(request, cut, compared, modules, replications, runs, position)
     tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, position.pipeline)
-    tied.share_values()
-    parameters = Parameters(modules, names, aliases, cut.order, unset, cut.origin)
+    tied.broadcast_values()
+    parameters = RankParameters(modules, names, aliases, cut.order, unset, cut.origin)
 
-    if all(type(each) is StageCopies for each in cut.copies.values()):  # the user's own may give them zeros
-        elsewhere += tied.borrowed()
+    if all(isinstance(each, NoReplication) for each in cut.replications.values()):  # the user's own may give them zeros
+        elsewhere += tied.parameters_owned_elsewhere()
     if given.loss_fn is not None and cut.whole is not None and (last := runs.stages - 1) in modules:
         check_loss_reads(given.loss_fn, cut.whole, set(modules[last].modules()))
     return Engine(
@@ -254,7 +254,7 @@ def connect(
         tied,
         Watch(rank, stages, names) if given.on_nonfinite else None,
         UnregisteredParameters(rank, modules, elsewhere),
-        request.whole.attributes if request.whole else None,
+        request.whole.read_attributes if request.whole else None,
         compared.machines,
         given.on_nonfinite,
     )
@@ -265,25 +265,25 @@ def _stages(
     cut: Cut,
     compared: Compared,
     modules: Modules,
-    copies: Mapping[int, StageCopies],
+    replications: Mapping[int, Replication],
     table: Schedule,
     position: MeshPosition,
 ) -> dict[int, Stage]:
     """This rank's stages, ready to run `table`."""
-    neighbours = neighbours_of(table.stages, cut.skips, cut.tied)
+    neighbours = stage_neighbours(table.stages, cut.skips, cut.tied)
     return {
         index: Stage(
             index,
             module,
             position.pipeline.device,
             request.given.loss_fn if index == table.stages - 1 else None,
-            numbers=cut.numbers.get(index),
+            layer_numbers=cut.numbers.get(index),
             neighbours=neighbours[index],
-            later=frozenset().union(*compared.takes[index + 1 :]),
-            first=position.replica * table.microbatches,
-            merge=request.given.merge_weight_gradients,
+            later_keywords=frozenset().union(*compared.takes[index + 1 :]),
+            first_microbatch=position.replica * table.microbatches,
+            merge_weight_gradients=request.given.merge_weight_gradients,
             recompute=request.recompute[index],
-            copies=copies[index],
+            replication=replications[index],
             in_order=table.weights_in_order(index),
         )
         for index, module in modules.items()

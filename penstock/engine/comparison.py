@@ -15,7 +15,7 @@ from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Schedule
-from penstock.stage.exchange import takes
+from penstock.stage.exchange import keyword_names
 
 
 class Description(NamedTuple):
@@ -46,8 +46,8 @@ def describe(position: MeshPosition, table: Schedule, cut: Cut, options: Mapping
     return Description(
         alike,
         {stage: _tensors(module) for stage, module in modules},
-        {stage: partition.plain(module) for stage, module in modules},
-        {stage: takes(module) for stage, module in modules},
+        {stage: partition.uncompiled_names(module) for stage, module in modules},
+        {stage: keyword_names(module) for stage, module in modules},
         machine(),
         trained_elsewhere.changed(),
         _values(cut.whole if position.world.world_size > 1 else None),
@@ -128,5 +128,5 @@ def compare(control: Control, position: MeshPosition, table: Schedule, cut: Cut,
     own = {stage: names for each in everyone for stage, names in each.names.items()}
     takes = {stage: takes for each in everyone for stage, takes in each.takes.items()}
     plain, taken = ([found[stage] for stage in sorted(found)] for found in (own, takes))
-    names = partition.names_of(plain, cut.whole is not None)
+    names = partition.model_names_of_stages(plain, cut.whole is not None)
     return Compared(names, taken, [each.machine for each in everyone], set().union(*[each.changed for each in everyone]))

@@ -14,11 +14,11 @@ from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh import data_parallel
 from penstock.mesh.position import MeshPosition
 from penstock.partition.balance import Balance
-from penstock.partition.graph_stage import skips_of
+from penstock.partition.graph_stage import skip_routes
 from penstock.schedule import Schedule, Skip
-from penstock.stage import tied
-from penstock.stage.copies import StageCopies
-from penstock.stage.neighbours import Name, skips_of_tied
+from penstock.stage import tied_parameters
+from penstock.stage.neighbours import StageParameter, tied_parameter_skips
+from penstock.stage.replication import Replication
 from penstock.torch_private import uncompiled, uncompiled_name
 
 
@@ -34,10 +34,10 @@ class Cut(NamedTuple):
     """The stages of this rank, as modules, and how they hang together with the others."""
 
     modules: dict[int, nn.Module]  # stage -> module, bare of DistributedDataParallel
-    copies: dict[int, StageCopies]  # stage -> what the user's own data parallelism has made of it
+    replications: dict[int, Replication]  # stage -> what the user's own data parallelism has made of it
     every: Mapping[int, nn.Module]  # stage -> module, bare: of all stages that this rank was given
     numbers: Mapping[int, range] = {}  # stage -> numbers of its layers in the uncut model, where it is a Sequential
-    tied: Sequence[Sequence[Name]] = ()  # parameters that several stages share
+    tied: Sequence[Sequence[StageParameter]] = ()  # parameters that several stages share
     skips: frozenset[Skip] = frozenset()  # between which stages values, or gradients of shared parameters, go past others
     whole: nn.Module | None = None  # the uncut model, if that is what was cut
     balance: Balance | None = None  # how even the cut is, on the rank that chose it
@@ -83,20 +83,24 @@ def agreed_cut(
     control: Control,
     position: MeshPosition,
     table: Schedule,
-    model: partition.Whole | nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
+    model: partition.CuttableModel | nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
     planned: Sequence[str],
 ) -> Cut:
     """This rank's share of `model`; where the cut depends on measured times, rank 0 chooses for all.
 
     Raises MismatchError if there are not the stages that the table has, or other layers than a plan is made for (`planned`).
     """
-    whole = model if isinstance(model, partition.Whole) else None
+    whole = model if isinstance(model, partition.CuttableModel) else None
     own = _by_number(model, table) if isinstance(model, Mapping) else None
     listed = _all_stages(model, table) if whole is None and own is None else ()
     starts: list[str] = []
     if whole is not None:
-        _check_planned(planned, whole.order)
-        starts = [] if whole.measures and position.world.rank else whole.starts(table.stages, position.pipeline.device)
+        _check_planned(planned, whole.unit_order)
+        starts = (
+            []
+            if whole.depends_on_measurement and position.world.rank
+            else whole.choose_starts(table.stages, position.pipeline.device)
+        )
     given = GivenModel(_form(model), starts, None if own is None else _structure(own))
     everyone = control.gather_objects(given, "to agree on the cut")
     _check_forms(everyone)
@@ -113,11 +117,11 @@ def agreed_cut(
     mine = table.stages_of(position.pipeline.rank)
     cut = Cut(
         modules={stage: bare[stage] for stage in mine},
-        copies={stage: data_parallel.kind_of(bare[stage], stages[stage]) for stage in mine},
+        replications={stage: data_parallel.kind_of(bare[stage], stages[stage]) for stage in mine},
         every=bare,
         numbers=_layer_numbers(bare, structure.layers),
         tied=structure.tied,
-        skips=frozenset(structure.skips) | skips_of_tied(structure.tied),
+        skips=frozenset(structure.skips) | tied_parameter_skips(structure.tied),
     )
     return cut if whole is None else cut._replace(whole=whole.model, balance=whole.balance)
 
@@ -126,7 +130,7 @@ class Structure(NamedTuple):
     """How stages hang together, as far as a rank knows them."""
 
     layers: Mapping[int, int]  # stage -> how many it has; 1 where it is no Sequential
-    tied: Sequence[Sequence[Name]]
+    tied: Sequence[Sequence[StageParameter]]
     skips: Sequence[Skip]
     shared: Sequence[tuple[int, str, list[int]]] = ()  # stage, parameter, its stages, as `split` made them
 
@@ -142,7 +146,7 @@ class GivenModel(NamedTuple):
 def _form(model: Any) -> str:
     if isinstance(model, Mapping):
         return "stages of its own, {stage: module}"
-    return "a model to be cut" if isinstance(model, partition.Whole) else "a list of all stages"
+    return "a model to be cut" if isinstance(model, partition.CuttableModel) else "a list of all stages"
 
 
 def _by_number(model: Mapping[Any, nn.Module], table: Schedule) -> dict[int, nn.Module]:
@@ -188,7 +192,7 @@ def _structure(stages: Mapping[Any, nn.Module]) -> Structure:
     bare = {stage: _bare(module) for stage, module in stages.items()}
     layers = {stage: len(module) if isinstance(module, nn.Sequential) else 1 for stage, module in bare.items()}
     shared = [(stage, name, owners) for stage in bare for name, owners in partition.shared_parameters(bare[stage]).items()]
-    return Structure(layers, tied.find(bare), sorted(skips_of(bare)), shared)
+    return Structure(layers, tied_parameters.find_tied_groups(bare), sorted(skip_routes(bare)), shared)
 
 
 def _merged(parts: Sequence[Structure]) -> Structure:

@@ -30,7 +30,7 @@ from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.fsdp import begin
 from penstock.randomness import mix
 from penstock.schedule.table import Action, Kind
-from penstock.stage.microbatch import sizes
+from penstock.stage.microbatch import split_sizes
 
 
 class Request(NamedTuple):
@@ -91,7 +91,7 @@ def generate(
     generation = Generation(engine, tokens, kwargs, request, rows_dim)
     engine.forget()
     with waiting("for the replicas to begin to generate"):
-        begin([engine.stages[index].copies for index in generation.program.stages])
+        begin([engine.stages[index].replication for index in generation.program.stages])
     for _ in range(request.max_new_tokens):
         column = generation.add_token(channels)
         if on_token is not None:
@@ -100,7 +100,7 @@ def generate(
             break
     with waiting("for the replicas to generate"):
         for stage in engine.stages.values():
-            stage.copies.end(training=False)
+            stage.replication.finish_step(training=False)
     return generation.text
 
 
@@ -113,7 +113,7 @@ class Generation:
         told = _agreed(engine, tokens, request)
         rows = [told[ranks[0]].rows for ranks in engine.position.counted]
         self.first_row = sum(rows[: engine.position.replica])  # rows of all replicas are numbered
-        self.sizes = sizes(len(tokens), min(len(tokens), engine.schedule.microbatches))
+        self.sizes = split_sizes(len(tokens), min(len(tokens), engine.schedule.microbatches))
         self.program = engine.programs.of(training=False, microbatches=len(self.sizes))
         self.context = min((each.context for each in told if each.context is not None), default=None)
         self.ended = False  # all rows of all replicas have
@@ -156,7 +156,7 @@ class Generation:
         _, index, microbatch = action
         stage, first = self.engine.stages[index], self.text.shape[1] - self._given
         with self._caches[index, microbatch].at(first) if self._cached else nullcontext():
-            output = stage.forward(microbatch, self._batch.given(action, values), keep=False)
+            output = stage.forward(microbatch, self._batch.given(action, values), with_backward=False)
         if index < self.engine.schedule.stages - 1:
             return messages(stage, output)
         logits = last_logits(output, self.sizes[microbatch], self._given, self.rows_dim)

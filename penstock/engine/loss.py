@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from penstock.engine.checks import is_power_of_two
 from penstock.errors import MismatchError, is_whole_number
-from penstock.partition.rows import bare, dim_of
+from penstock.partition.rows import rows_dim_of, unwrap
 from penstock.randomness import aside
-from penstock.stage.microbatch import counts, rows, sizes_of, split
+from penstock.stage.microbatch import count_rows, microbatch_weights, nonempty_split_sizes, split
 from penstock.trees import leaves, map_tensors, tensors
 
 Reduction = Literal["mean", "sum"]
@@ -149,13 +149,13 @@ class UnequalCounts:
         self._steps += 1
         if self._warned or not is_power_of_two(self._steps):
             return self._warned
-        sizes = sizes_of(target, "the target", self._microbatches, self._rows_dim)
+        sizes = nonempty_split_sizes(target, "the target", self._microbatches, self._rows_dim)
         for leaf in leaves(target):
-            values = bare(leaf)
-            if dim_of(leaf, self._rows_dim) is not None and not (values.is_floating_point() or values.is_complex()):
+            values = unwrap(leaf)
+            if rows_dim_of(leaf, self._rows_dim) is not None and not (values.is_floating_point() or values.is_complex()):
                 self._weight = self._weight if self._are_classes(values) else None
                 parts = split(leaf, sizes, rows_dim=self._rows_dim)
-                found = counts(parts, tokens(self._index, self._weight))
+                found = microbatch_weights(parts, tokens(self._index, self._weight))
                 if any(not math.isclose(each * sizes[0], found[0] * size) for each, size in zip(found, sizes, strict=True)):
                     self._warned = True
                     self._warn(found)
@@ -226,8 +226,8 @@ class LossByRows:
         if self.has_looked:
             return
         with suppress(Exception), torch.no_grad():  # whatever a loss does with another number of rows
-            count = rows(target, rows_dim=self._rows_dim)
-            if count is None or count < 2 or rows(output, rows_dim=self._rows_dim) != count:
+            count = count_rows(target, rows_dim=self._rows_dim)
+            if count is None or count < 2 or count_rows(output, rows_dim=self._rows_dim) != count:
                 return
             self.has_looked = True
             half = 2 if count > 3 else 1
@@ -251,7 +251,7 @@ class LossByRows:
             return ""
         total, mean = first + second, (first + second) / 2
         if self._loss_weight is not None:
-            (weight, its), total = counts(targets, self._loss_weight), math.nan
+            (weight, its), total = microbatch_weights(targets, self._loss_weight), math.nan
             mean = (first * weight + second * its) / (weight + its)
         is_near = partial(math.isclose, whole, rel_tol=0.05 if is_half else 1e-3, abs_tol=1e-6)
         if is_near(total if self._reduction == "sum" else mean):

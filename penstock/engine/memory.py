@@ -115,7 +115,7 @@ class MemoryMeasurement:
         made = act(action, values)
         if action.kind is Kind.I:
             after = before.alive()
-            after.note(self._stages[action.stage].owed(action.microbatch))
+            after.note(self._stages[action.stage].saved_for_weight_backward(action.microbatch))
             self._owed[action.stage] = before, after
         else:
             self.sizes[action.stage] = Size(gone := before.gone(), gone)
@@ -123,7 +123,7 @@ class MemoryMeasurement:
 
     def _backward_weight(self, act: Act, action: Action, values: Any) -> Any:
         made = act(action, values)
-        if action.stage in self._owed and not self._stages[action.stage].owed(self._chosen[action.stage]):
+        if action.stage in self._owed and not self._stages[action.stage].saved_for_weight_backward(self._chosen[action.stage]):
             before, after = self._owed.pop(action.stage)
             self.sizes[action.stage] = Size(before.gone(), after.gone())
         return made

@@ -20,9 +20,9 @@ from penstock.comms.topology import CPU, Topology
 from penstock.engine.optimizers import check_known, check_optimizer, check_same_options, options_of
 from penstock.engine.source import Source
 from penstock.errors import MismatchError
-from penstock.partition import Whole
-from penstock.partition.graph_stage import on
-from penstock.partition.materialise import META, move
+from penstock.partition import CuttableModel
+from penstock.partition.graph_stage import move_to
+from penstock.partition.materialise import META, reallocate
 from penstock.schedule import Schedule
 from penstock.torch_private import has_gradient_hooks, has_hooks, tree_leaves, tree_map_only
 
@@ -194,11 +194,11 @@ class Redistribution:
         self._home = next((each.device for each in self._source.elsewhere(stages).values()), None)  # of what others run
         self.has_begun = False  # to change what ranks have
 
-    def recut(self, cuts: Sequence[str] | None) -> Whole | None:
+    def recut(self, cuts: Sequence[str] | None) -> CuttableModel | None:
         """The model that the next pipeline cuts, and where; None if its stages stay as they are."""
         if self._whole is None and cuts is not None:
             raise MismatchError("cuts= are for a model that was cut, but this pipeline was given its stages")
-        return None if self._whole is None else self._whole.recut(cuts)
+        return None if self._whole is None else self._whole.with_cuts(cuts)
 
     def _record(self, tensor: Tensor) -> dict[str, Any]:
         """A tensor of this rank's and all that goes with it."""
@@ -260,12 +260,12 @@ class Redistribution:
         for number, optimizer in enumerate(self._optimizers):
             _regroup(optimizer, [(tensor, places[name][number]) for name, tensor in tensors.items() if places[name][number]])
         self._put_modules(stages, ranks)
-        return {stage: on(module, topology.device) for stage, module in stages.items()}
+        return {stage: move_to(module, topology.device) for stage, module in stages.items()}
 
     def _take(self, tensor: Tensor, record: Mapping[str, Any], device: torch.device) -> None:
         """Make `tensor` what was received."""
         if tensor.is_meta:
-            move(tensor, device)
+            reallocate(tensor, device)
         tensor.data = record["tensor"]
         tensor.requires_grad_(record["requires_grad"])
         tensor.grad = record["gradient"]
@@ -279,7 +279,7 @@ class Redistribution:
         for optimizer in self._optimizers:
             optimizer.state.pop(tensor, None)
         if self._home == META:
-            move(tensor, META)
+            reallocate(tensor, META)
         elif self._home is not None:
             tensor.data = tensor.data.to(self._home)
 

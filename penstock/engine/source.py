@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.partition import Whole
+from penstock.partition import CuttableModel
 from penstock.torch_private import TensorSlot, tensor_slots
 
 
@@ -17,7 +17,7 @@ class Source(NamedTuple):
     """
 
     model: Any
-    whole: Whole | None  # the same, if it was cut
+    whole: CuttableModel | None  # the same, if it was cut
     stages: Mapping[int, nn.Module]  # else: all stages that this rank has of it
 
     def _roots(self) -> dict[str, nn.Module]:

@@ -47,14 +47,14 @@ from penstock.errors import NonFiniteError, ResourceError
 from penstock.mesh.fsdp import begin
 from penstock.mesh.parallelize import average
 from penstock.mesh.position import MeshPosition
-from penstock.partition.attributes import ReadAttributes
+from penstock.partition.attributes import AttributeSnapshot
 from penstock.schedule.program import Step, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
-from penstock.stage.graph import handed_over
-from penstock.stage.parameters import Parameters
+from penstock.stage.autograd_edges import detach_for_next_stage
+from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.stage import Stage
-from penstock.stage.tied import TiedParameters
+from penstock.stage.tied_parameters import TiedParameters
 from penstock.torch_private import profiler_is_active
 
 
@@ -67,11 +67,11 @@ class Engine:
         position: MeshPosition,
         programs: RankPrograms,
         stages: dict[int, Stage],
-        parameters: Parameters,
+        parameters: RankParameters,
         tied: TiedParameters,
         watch: Watch | None,
         unregistered: UnregisteredParameters,
-        attributes: ReadAttributes | None,
+        attributes: AttributeSnapshot | None,
         machines: Sequence[str],
         on_nonfinite: OnNonfinite | None,
     ) -> None:
@@ -119,7 +119,7 @@ class Engine:
         why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
         self.control.tell(batch.vote, why)  # before any wait, so that a rank in another call does not wait for this one
         with waiting("for the replicas to begin the step"):
-            begin([self.stages[index].copies for index in self._whole.stages])
+            begin([self.stages[index].replication for index in self._whole.stages])
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
@@ -140,7 +140,7 @@ class Engine:
 
         outcome = self._conclude(actions, clock, measurement)
         if batch.training and agreed.counts:
-            self.tied.share_gradients()  # now, where no rank can fail any more
+            self.tied.broadcast_gradients()  # now, where no rank can fail any more
         channels.end()
         self.agreement.keep(agreed, agreed.known or Known(channels.learned(), outcome.sizes))
         self.shared.steps += batch.training
@@ -155,9 +155,9 @@ class Engine:
 
     def check_model(self) -> None:
         """Raises MismatchError for parameters without values, and for an attribute that was another when the model was cut."""
-        self.parameters.check_values()
+        self.parameters.check_initialised()
         if self.attributes is not None:
-            self.attributes.check()
+            self.attributes.check_unchanged()
 
     def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
         """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
@@ -172,7 +172,7 @@ class Engine:
             return messages(stage, stage.forward(microbatch, batch.given(action, values), batch.seed, batch.training, splits))
 
         try:
-            stage.get_ready()
+            stage.wait_parameters()
             self.activity.enter(action)
             clock.start()
             made = self._observed({Kind.F: act}, measurement)[Kind.F](action, ())
@@ -181,7 +181,7 @@ class Engine:
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
         clock.ahead = 1
-        return Ahead(microbatch, [made], stage.auxiliary)
+        return Ahead(microbatch, [made], stage.auxiliary_losses)
 
     def _observed(self, acts: Acts, measurement: MemoryMeasurement | None) -> Acts:
         """What runs for each kind of action, with what looks at it around it."""
@@ -196,7 +196,8 @@ class Engine:
         if profiler_is_active():
             incoming, outgoing = message_ranges(channels.incoming, channels.outgoing)
         handed = dict[Transfer, Any]()
-        elsewhere = not all(stage.copies.ready for stage in self.stages.values())  # parameters, before a stage's first action
+        # parameters that are on other ranks, before a stage's first action
+        elsewhere = not all(stage.replication.parameters_ready for stage in self.stages.values())
         made: Any = ahead.made.pop() if ahead else None
         try:
             for action, receives, needs, gives in steps:
@@ -207,7 +208,7 @@ class Engine:
                         incoming[need.source].take(need, self.device) if need.travels else handed.pop(need) for need in needs
                     ]
                     if elsewhere:
-                        self.stages[action.stage].get_ready()
+                        self.stages[action.stage].wait_parameters()
                     self.activity.enter(action)
                     clock.start()
                     made = acts[action.kind](action, values)
@@ -218,7 +219,7 @@ class Engine:
                     if transfer.travels:
                         outgoing[transfer.destination].send(transfer, value)
                     else:
-                        handed[transfer] = handed_over(value)
+                        handed[transfer] = detach_for_next_stage(value)
                 clock.sent()
                 made = value = None  # they are on their way
         except (WaitFailed, ResourceError):
@@ -285,4 +286,4 @@ class Engine:
     def forget(self) -> None:
         """Before a step: let go of whatever one that failed has left, and look at the modules anew."""
         for stage in self.stages.values():
-            stage.forget()
+            stage.begin_step()

@@ -11,11 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import torch_private
 from penstock.errors import MismatchError
-from penstock.mesh.ddp import DDPCopies
-from penstock.mesh.fsdp import FSDPCopies, sharded_in
+from penstock.mesh.ddp import DDPReplication
+from penstock.mesh.fsdp import FSDPReplication, sharded_in
 from penstock.mesh.position import MeshPosition
-from penstock.stage.copies import StageCopies
-from penstock.stage.dtensor import local
+from penstock.stage.dtensor import local_shard
+from penstock.stage.replication import NoReplication, Replication
 
 BROADCAST_BYTES = 1 << 25  # of one message
 ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # a stage, the axis `dp` -> the stage, held equal along it
@@ -36,7 +36,7 @@ def fsdp(module: nn.Module, mesh: DeviceMesh) -> Any:
 WAYS: dict[str, ApplyDataParallel] = {"ddp": ddp, "fsdp": fsdp}
 
 
-def over(module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, borrowed: Sequence[str]) -> StageCopies:
+def over(module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, borrowed: Sequence[str]) -> Replication:
     """`module` in a copy on every rank along `dp`, all with the first one's values, and from now on held equal by `apply`.
 
     `borrowed`: names of parameters whose gradients go to another stage. Raises MismatchError if `apply` holds nothing equal.
@@ -46,31 +46,31 @@ def over(module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, bo
     group = mesh.get_group()
     share((*module.parameters(), *module.buffers()), group)
     if not any(True for _ in module.parameters()):
-        return StageCopies()
+        return NoReplication()
     torch_private.leave_out_of_ddp(module, borrowed)
     if apply is ddp and position.tp is not None:
         apply = torch_private.replicate  # DistributedDataParallel does not take parameters that are shared along `tp`
     wrap = partial(apply, module, mesh)
     if apply is ddp and not any(each.requires_grad and name not in borrowed for name, each in module.named_parameters()):
-        return DDPCopies(module, None, group, wrap)
+        return DDPReplication(module, None, group, wrap)
     made = wrap()
-    copies = kind_of(module, made, group, wrap)
-    if type(copies) is StageCopies:
+    replication = kind_of(module, made, group, wrap)
+    if isinstance(replication, NoReplication):
         told = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(made).__name__}"
         raise MismatchError(f"{told}, no DistributedDataParallel and not sharded: return what it makes")
-    return copies
+    return replication
 
 
 def kind_of(
     module: nn.Module, made: Any, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
-) -> StageCopies:
+) -> Replication:
     """What `made` says others have of `module`: DistributedDataParallel or `fully_shard` has made it, or perhaps nobody.
 
     `group` has the replicas, and `wrap` makes it again; None where they are pipelines that know nothing of each other.
     """
     if isinstance(made, DistributedDataParallel):
-        return DDPCopies(module, made, group, wrap)
-    return FSDPCopies(made, group) if isinstance(made, nn.Module) and sharded_in(made) else StageCopies()
+        return DDPReplication(module, made, group, wrap)
+    return FSDPReplication(made, group) if isinstance(made, nn.Module) and sharded_in(made) else NoReplication()
 
 
 def share_state(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -81,6 +81,6 @@ def share_state(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 def share(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Give all of `group` the values that its first rank has."""
-    mine = [local(tensor.detach()) for tensor in tensors]
+    mine = [local_shard(tensor.detach()) for tensor in tensors]
     if mine:
         torch_private.broadcast_coalesced(group, mine, BROADCAST_BYTES)

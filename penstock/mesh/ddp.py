@@ -11,19 +11,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock import torch_private
 from penstock.mesh.vote import Vote
-from penstock.stage.copies import StageCopies
+from penstock.stage.replication import Replication
 from penstock.torch_private import run_backward
 
 
-class DDPCopies(StageCopies):
+class DDPReplication(Replication):
     """A stage that DistributedDataParallel holds equal; `parallel` is None as long as there is nothing to be averaged.
 
     Its forward is not called, since it would take the backward of each for the last of the step: this tells it which one is.
-    With `wrap`, which makes it, sums travel while the rank goes on, until `end`; unless it has a hook of its own for them, or
+    With `wrap`, which makes it, sums travel while the rank goes on, until `finish_step`; unless it has its own hook, or
     copies them into the gradients. Without, the replicas are pipelines that know nothing of each other.
     """
 
-    hooked = True
+    hooks_gradients = True
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class DDPCopies(StageCopies):
         return [each for name, each in self._module.named_parameters() if each.requires_grad and name not in left_out]
 
     def _sum(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average `bucket`, of which the gradients are views; says that it is done, which `end` makes true."""
+        """Begin to average `bucket`, of which the gradients are views; says that it is done, which `finish_step` makes true."""
         assert self._parallel is not None
         assert self._last is not None
         buffer, group = bucket.buffer(), self._parallel.process_group
@@ -58,42 +58,42 @@ class DDPCopies(StageCopies):
         done.set_result(buffer)
         return done
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Look whether other parameters are frozen now: DistributedDataParallel asks that only when it is made."""
         if self._wrap is not None and list(map(id, self._found())) != list(map(id, self._trainable)):
             self._take(self._wrap() if self._found() else None)
 
-    def expect(self, ends: Sequence[Tensor] = ()) -> None:
+    def before_last_backward(self, ends: Sequence[Tensor] = ()) -> None:
         """The next backward makes the gradients complete, sum them.
 
         With `find_unused_parameters`, those that the graph's `ends` do not depend on are not waited for.
         """
-        if self.alike:
+        if self.backwards_match:
             self._expect(ends)
 
     def _expect(self, ends: Sequence[Tensor]) -> "_LastBackward":
         if self._parallel is not None:
-            torch_private.expect_last_backward(self._parallel, self.ends_of(ends))
+            torch_private.expect_last_backward(self._parallel, self.graph_ends(ends))
         unused = self._parallel is not None and self._parallel.find_unused_parameters
         self._last = _LastBackward(() if unused else self._trainable)
         return self._last
 
-    def complete(self) -> None:
+    def after_last_backward(self) -> None:
         """What the last backward did not reach gets zeros, since DistributedDataParallel waits for all of it."""
         if self._last is not None:
             self._last.complete(self._group)
 
-    def end(self, training: bool) -> None:
+    def finish_step(self, training: bool) -> None:
         """Wait for the sums; where the last backwards were not alike, sum only now."""
-        if training and self._last is None and not (self._wrap is not None and self.alike):
+        if training and self._last is None and not (self._wrap is not None and self.backwards_match):
             if not self._expect(self._trainable).parameters:
                 _add_zeros(self._trainable)
-            self.complete()
+            self.after_last_backward()
         if self._last is not None:
             self._last.end()
         self._last = None
 
-    def ends_of(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def graph_ends(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """An empty tensor that depends on all of `outputs`, if that is needed."""
         wanted = self._parallel is not None and self._parallel.find_unused_parameters and len(outputs) > 0
         with torch.enable_grad():

@@ -19,18 +19,18 @@ from torch import nn
 
 from penstock import torch_private
 from penstock.mesh.vote import Vote
-from penstock.stage.copies import StageCopies
+from penstock.stage.replication import NoReplication, Replication
 
 _beside = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives keep who calls them
 
 
-class FSDPCopies(StageCopies):
+class FSDPReplication(Replication):
     """A stage that `fully_shard` was applied to, or to submodules of; or torch's `replicate`, which is made of the same.
 
     `group` has its replicas. Without, they are pipelines that know nothing of each other, and must use the same parameters.
     """
 
-    ready = False
+    parameters_ready = False
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._modules = sharded_in(module)
@@ -39,7 +39,7 @@ class FSDPCopies(StageCopies):
         self._fetching: list[Any] = []
         self._averaging: Future[None] | None = None
 
-    def gather(self) -> None:
+    def prefetch_parameters(self) -> None:
         """Begin to fetch the parameters."""
         if self._fetching:
             return
@@ -57,20 +57,20 @@ class FSDPCopies(StageCopies):
             module.set_requires_gradient_sync(last)
             module.set_reshard_after_backward(last)
 
-    def get_ready(self) -> None:
+    def wait_parameters(self) -> None:
         """Wait for them; those of the next stage come meanwhile."""
-        self.gather()
+        self.prefetch_parameters()
         for handle in self._fetching:
             handle.wait()
-        self.ready = True
-        if self.next is not None:
-            self.next.gather()
+        self.parameters_ready = True
+        if self.next_stage is not None:
+            self.next_stage.prefetch_parameters()
 
-    def complete(self) -> None:
+    def after_last_backward(self) -> None:
         """Begin to average the gradients; each rank keeps its share of them and of the parameters."""
-        if self.alike and self._device.type == "cpu":
+        if self.backwards_match and self._device.type == "cpu":
             self._averaging = _beside.submit(self._average)
-        elif self.alike:
+        elif self.backwards_match:
             self._average()
 
     def _average(self) -> None:
@@ -88,15 +88,15 @@ class FSDPCopies(StageCopies):
             if anywhere and not here:
                 torch_private.put_zero_gradient(parameter)
 
-    def end(self, training: bool) -> None:
+    def finish_step(self, training: bool) -> None:
         """Wait until that is done; where the last backwards were not alike, do it only now."""
         if self._averaging is not None:
             self._averaging.result()
-        if training and not self.alike:
+        if training and not self.backwards_match:
             self._average()
         for module in self._modules:
             module.reshard()
-        self._fetching, self._averaging, self.ready = [], None, False
+        self._fetching, self._averaging, self.parameters_ready = [], None, False
 
 
 def sharded_in(module: nn.Module) -> list[Any]:
@@ -105,10 +105,10 @@ def sharded_in(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, fsdp.FSDPModule)] if fsdp is not None else []
 
 
-def begin(stages: list[StageCopies]) -> None:
+def begin(stages: list[Replication]) -> None:
     """Before a step: tell each of a rank's stages which comes into use after it, and fetch the first one's parameters."""
-    for stage, after in pairwise([*stages, StageCopies()]):
-        stage.begin()
-        stage.next = after
+    for stage, after in pairwise([*stages, NoReplication()]):
+        stage.begin_step()
+        stage.next_stage = after
     for stage in stages[:1]:
-        stage.gather()
+        stage.prefetch_parameters()

@@ -10,9 +10,9 @@ from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.data_parallel import share_state
 from penstock.mesh.position import MeshPosition
-from penstock.stage.copies import StageCopies
-from penstock.stage.neighbours import Name
-from penstock.stage.parameters import Parameters
+from penstock.stage.neighbours import StageParameter
+from penstock.stage.rank_parameters import RankParameters
+from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
 
 
@@ -20,15 +20,15 @@ from penstock.stage.stage import Stage
 def parallelize(
     position: MeshPosition,
     modules: Mapping[int, nn.Module],
-    copies: Mapping[int, StageCopies],
-    tied: Sequence[Sequence[Name]],
+    replications: Mapping[int, Replication],
+    tied: Sequence[Sequence[StageParameter]],
     names: Sequence[Mapping[str, str]],
     plan: tensor_parallel.Plan | None,
     way: str | data_parallel.ApplyDataParallel,
-) -> dict[int, StageCopies]:
+) -> dict[int, Replication]:
     """What other pipelines of the mesh have of this rank's stages.
 
-    `modules`, `copies`: by stage. `tied`: the parameters that several stages share. `names`: for every stage, its own name of
+    `modules`, `replications`: by stage. `tied`: parameters that several stages share. `names`: for every stage, its own name of
     each entry -> the name in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or one that does not fit,
     and for tied parameters that would be cut.
     """
@@ -41,28 +41,28 @@ def parallelize(
     if tied and (position.tp is not None or (position.dp is not None and apply is not data_parallel.ddp)):
         told = ", ".join(names[stage][name] for stage, name in tied[0])
         raise MismatchError(f"parameters of several stages ({told}) can be neither sharded nor split over tp")
-    found = dict(copies)
+    found = dict(replications)
     for stage, module in modules.items():
         if position.tp is not None and plan is not None:
             data_parallel.share((*module.parameters(), *module.buffers()), position.tp.get_group())
             tensor_parallel.apply(plan, module, names[stage], position.tp)
         if position.dp is not None:
-            if type(found[stage]) is not StageCopies:
+            if not isinstance(found[stage], NoReplication):
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             borrowed = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
             found[stage] = data_parallel.over(module, position, apply, borrowed)
-    if len({type(each) for each in found.values() if type(each) is not StageCopies}) > 1:
+    if len({type(each) for each in found.values() if not isinstance(each, NoReplication)}) > 1:
         raise MismatchError(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
         )
     return found
 
 
-def average(stages: Iterable[Stage], parameters: Parameters, position: MeshPosition, training: bool) -> None:
+def average(stages: Iterable[Stage], parameters: RankParameters, position: MeshPosition, training: bool) -> None:
     """Wait until gradients are averaged over replicas; sum what ranks along `tp` have of them."""
     with waiting("for the replicas to average the gradients"):
         for stage in stages:
-            stage.copies.end(training)
+            stage.replication.finish_step(training)
         if position.tp is not None and training:
             tensor_parallel.complete(parameters.parameters())
         if position.dp is not None and training:

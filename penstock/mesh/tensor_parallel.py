@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
-from penstock.stage import tied
+from penstock.stage import tied_parameters
 
 # Names of submodules in the uncut model, with * for any part between two dots -> ColwiseParallel(), RowwiseParallel(), ..
 Plan = Mapping[str, Any]
@@ -57,9 +57,9 @@ def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceM
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel) and style.use_local_output:
             _check_heads(module, name, wholes.get(name, name), mesh.size())
-    together = tied.names_of({0: module})
+    together = tied_parameters.names_by_parameter({0: module})
     parallelize_module(module, mesh, styles)
-    now = tied.names_of({0: module})
+    now = tied_parameters.names_by_parameter({0: module})
     if lost := [group for group in together if group not in now]:
         apart = ", ".join(names[name] for _, name in lost[0])
         raise MismatchError(

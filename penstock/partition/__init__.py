@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
-    from penstock.partition.cutting import Whole, names_of, plain, run, shared_parameters, split, whole
+    from penstock.partition.cutting import (
+        CuttableModel,
+        as_cuttable,
+        model_names_of_stages,
+        run,
+        shared_parameters,
+        split,
+        uncompiled_names,
+    )
 
-__all__ = ["Whole", "names_of", "plain", "run", "shared_parameters", "split", "whole"]
+__all__ = ["CuttableModel", "as_cuttable", "model_names_of_stages", "run", "shared_parameters", "split", "uncompiled_names"]
 
 __getattr__, __dir__ = face(__name__, dict.fromkeys(__all__, "cutting"))  # `balance` needs no torch

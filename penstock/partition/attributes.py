@@ -24,7 +24,7 @@ _MISSING = object()
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[set[Attribute]]:
+def restore_attributes(model: nn.Module) -> Iterator[set[Attribute]]:
     """Put back at the end what forwards have changed in the attributes of the model's modules: counters, lists, caches.
 
     Lists, dicts, sets and deques keep their elements. Yields a set, which is then filled with what had changed.
@@ -73,7 +73,7 @@ def _refill(container: Any, elements: list[Any]) -> None:
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[set[Attribute]]:
+def record_attribute_reads(model: nn.Module) -> Iterator[set[Attribute]]:
     """Meanwhile which attributes of the model's modules are read goes into the set that this yields."""
     read = set[Attribute]()
     modules = frozenset(map(id, model.modules()))
@@ -101,7 +101,7 @@ def _recording(get: Any, modules: Collection[int], read: set[Attribute]) -> Any:
     return getattribute
 
 
-class ReadAttributes:
+class AttributeSnapshot:
     """The attributes whose values a model's graph has, as they are now: of those `read`, the ones around its units."""
 
     def __init__(self, model: nn.Module, units: Collection[str], read: Collection[Attribute]) -> None:
@@ -117,7 +117,7 @@ class ReadAttributes:
 
         self._layouts = [(weakref.ref(each), name, _layout(each)) for name, each in modules.values()]
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raises MismatchError if one has changed, which the pipeline's steps would not see, or the layers around the units."""
         for found, name, layout in self._layouts:
             if (module := found()) is not None and _layout(module) != layout:

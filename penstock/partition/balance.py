@@ -13,7 +13,7 @@ from penstock.errors import MismatchError
 SECONDS, PARAMETERS = "seconds", "parameters"
 
 
-def starts(costs: Sequence[float], parts: int) -> list[int]:
+def balanced_starts(costs: Sequence[float], parts: int) -> list[int]:
     """Where each of `parts` consecutive, non-empty parts of `costs` starts, so that the dearest is as cheap as possible.
 
     Exactly: computed in whole numbers, of which every cost is a multiple. Among the cuts with that bottleneck, one with
@@ -99,40 +99,40 @@ class Balance:
     names: tuple[str, ...]  # of the units, in order
     costs: tuple[float, ...]  # of the units
     starts: tuple[int, ...]  # the first unit of every stage
-    what: str = SECONDS  # what the costs count: SECONDS of forward and backward for a microbatch, or PARAMETERS
+    cost_kind: str = SECONDS  # what the costs count: SECONDS of forward and backward for a microbatch, or PARAMETERS
 
     @classmethod
     def best(cls, names: Sequence[str], costs: Sequence[float], stages: int, what: str = SECONDS) -> "Balance":
         """The cut into `stages` stages whose dearest stage is the cheapest. Raises MismatchError as `starts`."""
-        return cls(tuple(names), tuple(costs), tuple(starts(costs, stages)), what)
+        return cls(tuple(names), tuple(costs), tuple(balanced_starts(costs, stages)), what)
 
     @cached_property
-    def stages(self) -> tuple[float, ...]:
+    def stage_costs(self) -> tuple[float, ...]:
         """What every stage costs."""
         return tuple(math.fsum(self.costs[start:end]) for start, end in self._ranges())
 
     @property
     def bottleneck(self) -> float:
         """What the dearest stage costs."""
-        return max(self.stages)
+        return max(self.stage_costs)
 
     @property
-    def bound(self) -> float:
+    def lower_bound(self) -> float:
         """What no cut into as many stages can be below: an even share of all, and the dearest unit."""
         return max(math.fsum(self.costs) / len(self.starts), *self.costs)
 
     def __str__(self) -> str:
         """A line for each stage, what the slowest costs, and what no cut can be below."""
         spans = ["..".join(dict.fromkeys((self.names[start], self.names[end - 1]))) for start, end in self._ranges()]
-        told = [self._told(cost) for cost in self.stages]
+        told = [self._told(cost) for cost in self.stage_costs]
         wide, right = max(map(len, spans)), max(map(len, told))
         lines = [f"stage {stage:<3}{spans[stage]:<{wide}}  {told[stage]:>{right}}" for stage in range(len(spans))]
-        share = self.bound / self.bottleneck if self.bottleneck else 1.0
-        slowest = f"{'slowest' if self.what == SECONDS else 'largest'} stage {self._told(self.bottleneck)}"
-        return "\n".join([*lines, f"{slowest}, no cut can be below {self._told(self.bound)} ({share:.1%} of it)"])
+        share = self.lower_bound / self.bottleneck if self.bottleneck else 1.0
+        slowest = f"{'slowest' if self.cost_kind == SECONDS else 'largest'} stage {self._told(self.bottleneck)}"
+        return "\n".join([*lines, f"{slowest}, no cut can be below {self._told(self.lower_bound)} ({share:.1%} of it)"])
 
     def _ranges(self) -> list[tuple[int, int]]:
         return list(pairwise((*self.starts, len(self.costs))))
 
     def _told(self, cost: float) -> str:
-        return f"{1000 * cost:.3f} ms" if self.what == SECONDS else f"{cost:,.0f} {self.what}"
+        return f"{1000 * cost:.3f} ms" if self.cost_kind == SECONDS else f"{cost:,.0f} {self.cost_kind}"

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.partition import graph_stage
-from penstock.partition.attributes import ReadAttributes, recorded, restored
+from penstock.partition.attributes import AttributeSnapshot, record_attribute_reads, restore_attributes
 from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
-from penstock.partition.rows import all_bare
-from penstock.partition.unit_times import measure, record
+from penstock.partition.rows import unwrap_tree
+from penstock.partition.unit_times import measure_unit_seconds, record_unit_inputs
 from penstock.torch_private import has_hooks, layers_of, uncompiled_name
 
 _SHARED = "_penstock_shared"  # an attribute of a stage
@@ -52,8 +52,8 @@ def split(
     either, and its parameters with a default keep that.
     Raises MismatchError for more stages than units, unknown or unordered cuts, and a forward that cannot be traced.
     """
-    whole = Whole(model, cuts, example_args, example_kwargs)
-    return whole.cut(whole.starts(stages))
+    whole = CuttableModel(model, cuts, example_args, example_kwargs)
+    return whole.cut(whole.choose_starts(stages))
 
 
 def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -72,24 +72,24 @@ def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def whole(
+def as_cuttable(
     model: nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
     cuts: Sequence[str] | None,
     example_args: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
     rows_dim: int = 0,
-) -> "Whole | None":
+) -> "CuttableModel | None":
     """`model` if it is one to be cut: an `nn.Sequential`, or one with cuts or an example. None if it is stages already."""
     asked = any(each is not None for each in (cuts, example_args, example_kwargs))
     if isinstance(model, nn.Sequential) or (asked and isinstance(model, nn.Module) and type(model) is not nn.ModuleList):
-        return Whole(model, cuts, example_args, example_kwargs, rows_dim)
+        return CuttableModel(model, cuts, example_args, example_kwargs, rows_dim)
     if asked:
         given = "by number" if isinstance(model, Mapping) else "as a list"
         raise MismatchError(f"cuts= and example_args= are for a whole model, but the stages were given {given}")
     return None
 
 
-class Whole:
+class CuttableModel:
     """A model that is to be cut; the arguments are those of `split`.
 
     `order`: the names of the layers or units it can be cut before, in the order in which they run.
@@ -123,31 +123,31 @@ class Whole:
         if chain or not self._has_example:  # an export calls them
             _check_whole(model)
         self._times: dict[nn.Module, float] = {}  # of the units, once they are measured
-        with restored(model) as changed, recorded(model) as read:
+        with restore_attributes(model) as changed, record_attribute_reads(model) as read:
             self._graph = None if chain else self._followed()
-        self.order = list(layers_of(model)) if self._graph is None else self._graph.order()
-        self.attributes = ReadAttributes(model, self.order, () if chain else read - changed)
+        self.unit_order = list(layers_of(model)) if self._graph is None else self._graph.unit_order()
+        self.read_attributes = AttributeSnapshot(model, self.unit_order, () if chain else read - changed)
 
     @property
-    def measures(self) -> bool:
+    def depends_on_measurement(self) -> bool:
         """Whether the cut depends on measured times, which differ from one process to the next."""
         return self.cuts is None and self._has_example
 
     def _followed(self) -> ModelGraph:
         from penstock.partition import export, trace  # torch.export takes a second to import
 
-        units = units_of(self.model, self.cuts or ())
+        units = find_units(self.model, self.cuts or ())
         if not self._has_example:
-            return trace.symbolic(self.model, units)
+            return trace.trace_graph(self.model, units)
         try:
-            return export.exported(self.model, units, *self.example, self.rows_dim)
+            return export.export_graph(self.model, units, *self.example, self.rows_dim)
         except MismatchError:  # perhaps for what hooks inside units have taken out of them, as transformers' router logits
-            opened = units_of(self.model, [*(self.cuts or ()), *hooked(self.model)])
+            opened = find_units(self.model, [*(self.cuts or ()), *hooked(self.model)])
             if opened.keys() == units.keys():
                 raise
-        return export.exported(self.model, opened, *self.example, self.rows_dim)
+        return export.export_graph(self.model, opened, *self.example, self.rows_dim)
 
-    def starts(self, stages: int, device: torch.device | None = None) -> list[str]:
+    def choose_starts(self, stages: int, device: torch.device | None = None) -> list[str]:
         """The unit that each of `stages` stages but the first begins with: of the cuts, or of the best balance.
 
         Times are measured on `device`, where the stages will run; by default where the model is.
@@ -156,57 +156,57 @@ class Whole:
             raise MismatchError(f"a model is cut into a whole number of stages, not {stages!r}")
         if self.cuts is not None:
             return self._named(self.cuts, stages)
-        if not 1 <= stages <= len(self.order):
-            count = len(self.order)
+        if not 1 <= stages <= len(self.unit_order):
+            count = len(self.unit_order)
             raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
-        with restored(self.model):
+        with restore_attributes(self.model):
             self.balance = self._best(stages, device)
-        return [self.order[start] for start in self.balance.starts[1:]]
+        return [self.unit_order[start] for start in self.balance.starts[1:]]
 
-    def recut(self, cuts: Sequence[str] | None) -> "Whole":
+    def with_cuts(self, cuts: Sequence[str] | None) -> "CuttableModel":
         """The same model with other cuts; its forward is followed again only if they make other units of it."""
         cuts = _checked_cuts(self.model, cuts)
         if self._graph is None:
-            is_alike = set(cuts or ()) <= set(self.order)
+            is_alike = set(cuts or ()) <= set(self.unit_order)
         else:
-            is_alike = units_of(self.model, cuts or ()).keys() == units_of(self.model, self.cuts or ()).keys()
+            is_alike = find_units(self.model, cuts or ()).keys() == find_units(self.model, self.cuts or ()).keys()
         if not is_alike:
             args, kwargs = self.example if self._has_example else (None, None)
-            return Whole(self.model, cuts, args, kwargs, self.rows_dim)
+            return CuttableModel(self.model, cuts, args, kwargs, self.rows_dim)
         other = copy(self)
         other.cuts, other.balance = cuts, None
         return other
 
     def _named(self, cuts: Sequence[str], stages: int) -> list[str]:
-        starts = [next((unit for unit in self.order if unit == cut or unit.startswith(f"{cut}.")), cut) for cut in cuts]
+        starts = [next((unit for unit in self.unit_order if unit == cut or unit.startswith(f"{cut}.")), cut) for cut in cuts]
         for cut, start in zip(cuts, starts, strict=True):
-            if start not in self.order:
+            if start not in self.unit_order:
                 raise MismatchError(f"cannot cut before {cut!r}: the forward of {type(self.model).__name__} does not call it")
-        places = [0, *map(self.order.index, starts)]
+        places = [0, *map(self.unit_order.index, starts)]
         if places != sorted(set(places)) or len(places) != stages:
             wanted = f"name {stages - 1} layers after the first, in the order in which they run"
             raise MismatchError(f"cuts {list(cuts)} do not make {stages} stages: {wanted}")
         return starts
 
     def _best(self, stages: int, device: torch.device | None) -> Balance:
-        modules = {name: self.model.get_submodule(name) for name in self.order}
+        modules = {name: self.model.get_submodule(name) for name in self.unit_order}
         if not self._has_example:
             sizes = [1 + sum(parameter.numel() for parameter in module.parameters()) for module in modules.values()]
-            return Balance.best(self.order, sizes, stages, PARAMETERS)
+            return Balance.best(self.unit_order, sizes, stages, PARAMETERS)
         if not self._times:
             self._times = self._measured(modules, device)
-        return Balance.best(self.order, [self._times[module] for module in modules.values()], stages)
+        return Balance.best(self.unit_order, [self._times[module] for module in modules.values()], stages)
 
     def _measured(self, modules: dict[str, nn.Module], device: torch.device | None) -> dict[nn.Module, float]:
         first = {module: name for name, module in reversed(modules.items())}  # a layer may stand in several places
         try:
-            units = record(self.model, {name: module for module, name in first.items()}, *all_bare(self.example))
+            units = record_unit_inputs(self.model, {name: module for module, name in first.items()}, *unwrap_tree(self.example))
         except PenstockError:
             raise
         except Exception as error:
             told = f"the forward of {type(self.model).__name__} fails on the example ({first_line(error)})"
             raise MismatchError(f"{told}: give a microbatch that it takes") from error
-        return dict(zip([unit.module for unit in units], measure(units, device), strict=True))
+        return dict(zip([unit.module for unit in units], measure_unit_seconds(units, device), strict=True))
 
     def cut(self, starts: Sequence[str]) -> list[nn.Module]:
         """The stages that begin so. Raises MismatchError if a parameter or buffer of the model is in none of them, and for
@@ -214,10 +214,10 @@ class Whole:
         """
         if self._graph is None:
             layers = list(layers_of(self.model).items())
-            places = [0, *map(self.order.index, starts), len(layers)]
+            places = [0, *map(self.unit_order.index, starts), len(layers)]
             stages: list[nn.Module] = [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(places)]
         else:
-            stages = list(graph_stage.cut(self._graph, starts))
+            stages = list(graph_stage.cut_graph(self._graph, starts))
         for stage in stages:
             stage.training = self.model.training
         lost = self.model.state_dict().keys() - {name for stage in stages for name in stage.state_dict()}
@@ -276,7 +276,7 @@ def _checked_cuts(model: nn.Module, cuts: Sequence[str] | None) -> list[str] | N
     return None if cuts is None else list(cuts)
 
 
-def names_of(stages: Sequence[Mapping[str, str]], whole: bool = False) -> list[dict[str, str]]:
+def model_names_of_stages(stages: Sequence[Mapping[str, str]], whole: bool = False) -> list[dict[str, str]]:
     """For every stage, its own name of each entry -> the name in the uncut model, from the plain names (see `plain`).
 
     Stages cut from one model (`whole`) keep its names. So do others, unless the same name stands in two stages: then they are
@@ -287,7 +287,7 @@ def names_of(stages: Sequence[Mapping[str, str]], whole: bool = False) -> list[d
     return [{own: name if keep else f"{stage}.{name}" for own, name in names.items()} for stage, names in enumerate(stages)]
 
 
-def plain(module: nn.Module) -> dict[str, str]:
+def uncompiled_names(module: nn.Module) -> dict[str, str]:
     """The names of a stage's state -> the same without what torch.compile adds to them."""
     return {name: uncompiled_name(name) for name in module.state_dict()}
 
@@ -296,7 +296,7 @@ UNCALLED = (nn.ModuleList, nn.ModuleDict)  # containers without a forward
 CONTAINERS = (*UNCALLED, nn.Sequential)
 
 
-def units_of(model: nn.Module, cuts: Collection[str] = ()) -> dict[str, nn.Module]:
+def find_units(model: nn.Module, cuts: Collection[str] = ()) -> dict[str, nn.Module]:
     """Names -> units, in the order of their definition.
 
     The elements of the outermost `ModuleList`, `ModuleDict` and `Sequential` modules are units (of a list in a list, its

@@ -21,12 +21,12 @@ from torch.export.graph_signature import InputKind
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.partition.inputs import Input, Inputs, Like, named
+from penstock.partition.graph_inputs import GraphInputs, InputParameter, TensorSpec, bind_arguments
 from penstock.partition.materialise import META
-from penstock.partition.model_graph import DEVICE, NO_GRAD, ModelGraph, both_modes, first_line
-from penstock.partition.opaque_units import UNIT, Call, opaque
-from penstock.partition.rows import all_bare, dim_of
-from penstock.partition.unit_times import stand_ins
+from penstock.partition.model_graph import DEVICE, NO_GRAD, ModelGraph, first_line, train_then_eval
+from penstock.partition.opaque_units import UNIT, UnitCall, opaque_units
+from penstock.partition.rows import rows_dim_of, unwrap_tree
+from penstock.partition.unit_times import replace_tensors
 from penstock.torch_private import (
     guards_of,
     sets_grad_mode,
@@ -40,7 +40,7 @@ from penstock.torch_private import (
 NOT_ONE = "!= 1"  # of sizes that are broadcast: a batch of one row is as good as any
 
 
-def exported(
+def export_graph(
     model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], rows_dim: int = 0
 ) -> ModelGraph:
     """Follow the forward on an example, by `torch.export`; sizes of tensors stay open, that of their rows for 1 too.
@@ -48,17 +48,19 @@ def exported(
     Raises MismatchError with what `torch.export` says of a forward it cannot export.
     """
     signature = inspect.signature(model.forward)
-    example = named(signature, args, kwargs)
-    dims = tree_map(lambda leaf: dim_of(leaf, rows_dim), example)
-    values = _several_rows(all_bare(example), dims)
+    example = bind_arguments(signature, args, kwargs)
+    dims = tree_map(lambda leaf: rows_dim_of(leaf, rows_dim), example)
+    values = _several_rows(unwrap_tree(example), dims)
     device = _device_of(model)
     values = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, values)
     with _outlines(model, device) if device in (CPU, META) else nullcontext():
-        exports = [_exported(model, units, values) for _ in both_modes(model)]
+        exports = [_exported(model, units, values) for _ in train_then_eval(model)]
     extras: dict[str, Any] = {}
-    graphs = [_Rewriting(program, calls, device, extras).graph() for program, calls in exports]
+    graphs = [_Unflattener(program, calls, device, extras).graph() for program, calls in exports]
     guards = dict.fromkeys(guard for program, _ in exports for guard in _guards(program))
-    return ModelGraph.of(model, graphs, Inputs(signature, _inputs(exports[0][0], values, dims), list(guards)), extras)
+    return ModelGraph.from_graphs(
+        model, graphs, GraphInputs(signature, _inputs(exports[0][0], values, dims), list(guards)), extras
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -81,7 +83,7 @@ def _outlines(model: nn.Module, device: torch.device) -> Iterator[None]:
     deterministic: Any = torch.utils.deterministic
     before, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
-        with stand_ins(model, partial(_outline, device)):
+        with replace_tensors(model, partial(_outline, device)):
             yield
     finally:
         deterministic.fill_uninitialized_memory = before
@@ -116,7 +118,7 @@ def _doubled(leaf: Any, dim: int | None) -> Any:
     return leaf if dim is None or dim >= leaf.dim() else torch.cat([leaf, leaf], dim)
 
 
-def _inputs(program: ExportedProgram, values: Mapping[str, Any], dims: Mapping[str, Any]) -> list[Input]:
+def _inputs(program: ExportedProgram, values: Mapping[str, Any], dims: Mapping[str, Any]) -> list[InputParameter]:
     """What the graph takes for the `values` of the example, whose rows are in `dims`."""
     count = len(program.graph_signature.user_inputs)
     nodes = iter([node for node in program.graph.nodes if node.op == "placeholder"][-count:] if count else [])
@@ -124,7 +126,7 @@ def _inputs(program: ExportedProgram, values: Mapping[str, Any], dims: Mapping[s
     for name, value in values.items():
         leaves, spec = tree_flatten(value)
         likes = [_like(leaf, next(nodes), dim) for leaf, dim in zip(leaves, tree_leaves(dims[name]), strict=True)]
-        inputs.append(Input(name, spec, tuple(likes)))
+        inputs.append(InputParameter(name, spec, tuple(likes)))
     return inputs
 
 
@@ -132,13 +134,15 @@ def _like(leaf: Any, node: fx.Node, rows_dim: int | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     sizes = tuple(size if isinstance(size, int) else None for size in node.meta["val"].shape)
-    return Like(leaf.dtype, sizes, rows_dim)
+    return TensorSpec(leaf.dtype, sizes, rows_dim)
 
 
-def _exported(model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]) -> tuple[ExportedProgram, list[Call]]:
+def _exported(
+    model: nn.Module, units: Mapping[str, nn.Module], values: dict[str, Any]
+) -> tuple[ExportedProgram, list[UnitCall]]:
     """The model as a program in which units are operations, and what these stand for."""
     sizes = tree_map(_open_sizes, values)
-    with torch.enable_grad(), opaque(units) as calls, _quiet():
+    with torch.enable_grad(), opaque_units(units) as calls, _quiet():
         try:
             return torch.export.export(_ByName(model), (values,), dynamic_shapes=(sizes,), strict=False), calls
         except Exception as error:
@@ -173,11 +177,11 @@ def _guards(program: ExportedProgram) -> list[str]:
 
 
 @dataclass
-class _Rewriting:
+class _Unflattener:
     """The graph of an exported program, with its units called as modules again."""
 
     program: ExportedProgram
-    calls: Sequence[Call]
+    calls: Sequence[UnitCall]
     device: torch.device
     extras: dict[str, Any]
     made: fx.Graph = field(default_factory=fx.Graph)

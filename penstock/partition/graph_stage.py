@@ -16,15 +16,15 @@ from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import map_arg
 
-from penstock.partition.model_graph import DEVICE, NO_GRAD, NUMBER, ModelGraph, two_ways
+from penstock.partition.model_graph import DEVICE, NO_GRAD, NUMBER, ModelGraph, train_eval_mismatch_error
 from penstock.torch_private import fsdp_input_dtype, is_saved
 
-Call = Callable[..., Any]  # how what may draw random numbers is called: its number, it, args, kwargs
+CallLayer = Callable[..., Any]  # how what may draw random numbers is called: its number, it, args, kwargs
 Route = tuple[int, int]  # from one stage to another
 DONE = "done"  # in a node's meta: the nodes whose values nobody needs after it
 
 
-class Part(NamedTuple):
+class StageGraphs(NamedTuple):
     """What one stage does, in training (True) and in evaluation, and whom it takes values from and gives values to."""
 
     graphs: Mapping[bool, fx.Graph]
@@ -40,30 +40,30 @@ class GraphStage(nn.Module):
     What it has besides the model's parts is all in `penstock`, so that it stands in the way of none of their names.
     """
 
-    def __init__(self, whole: ModelGraph, part: Part) -> None:
+    def __init__(self, whole: ModelGraph, part: StageGraphs) -> None:
         super().__init__()
         nodes = [node for graph in part.graphs.values() for node in graph.nodes]
         for op in ("call_module", "get_attr"):  # units first: they bring their parameters
             for name in dict.fromkeys(str(node.target) for node in nodes if node.op == op):
                 if name != DEVICE:
-                    adopt(self, whole, name)
-        self.penstock = StageGraph(self, whole, part)
+                    add_model_part(self, whole, name)
+        self.penstock = GraphInterpreter(self, whole, part)
 
     def forward(self, *messages: Any, **kwargs: Any) -> Any:
         """What goes to the takers: a message for one, a tuple of messages for several; on the last stage the output."""
         return self.penstock(messages, kwargs, lambda number, unit, args, kwargs: unit(*args, **kwargs))
 
 
-class StageGraph:
+class GraphInterpreter:
     """Runs what a stage does, and lets go of each value after its last use."""
 
-    def __init__(self, stage: GraphStage, whole: ModelGraph, part: Part) -> None:
+    def __init__(self, stage: GraphStage, whole: ModelGraph, part: StageGraphs) -> None:
         self.sources, self.takers = part.sources, part.takers
         self.device = next((each.device for each in whole.model.parameters()), torch.device("cpu"))
         self.stage, self._inputs = stage, whole.inputs
         self._nodes = {training: tuple(graph.nodes) for training, graph in part.graphs.items()}
 
-    def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call: Call) -> Any:
+    def __call__(self, messages: Sequence[Any], kwargs: Mapping[str, Any], call: CallLayer) -> Any:
         """As the stage's forward, with every unit and everything random between them called by `call`."""
         cast = fsdp_input_dtype(self.stage)
         given = iter(self._received(messages) if self.sources else self._inputs.values(messages, kwargs, cast))
@@ -92,7 +92,7 @@ class StageGraph:
     def _part(self, node: fx.Node) -> Any:
         return reduce(getattr, str(node.target).split("."), self.stage)
 
-    def _called(self, call: Call, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _called(self, call: CallLayer, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         function: Any = node.target
         if node.op == "call_module":
             function = self._part(node)
@@ -116,7 +116,7 @@ def _thawed(value: Any) -> Any:
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
 
-def cut(whole: ModelGraph, starts: Sequence[str]) -> list[GraphStage]:
+def cut_graph(whole: ModelGraph, starts: Sequence[str]) -> list[GraphStage]:
     """The stages: one begins where each of the units `starts`, in this order, is called first.
 
     What stands between two units belongs to the stage of the first. Parameters and constants are where they are used, further
@@ -126,13 +126,13 @@ def cut(whole: ModelGraph, starts: Sequence[str]) -> list[GraphStage]:
     cuts = {training: _Cut(graph, starts) for training, graph in whole.graphs.items()}
     counts, others = ({route: len(nodes) for route, nodes in each.routes.items()} for each in cuts.values())
     if counts != others:
-        raise two_ways(whole.model)
+        raise train_eval_mismatch_error(whole.model)
     stages = []
     for stage in range(len(starts) + 1):
         sources = {start: count for (start, end), count in counts.items() if end == stage}
         takers = tuple(end for start, end in counts if start == stage)
         graphs = {training: each.graph_of(stage) for training, each in cuts.items()}
-        stages.append(GraphStage(whole, Part(graphs, sources, takers)))
+        stages.append(GraphStage(whole, StageGraphs(graphs, sources, takers)))
     _adopt_rest(stages, whole)
     return stages
 
@@ -201,7 +201,7 @@ def _one_or_all(values: list[Any]) -> Any:
 # -- whose parts are whose --------------------------------------------------------------------------------------------
 
 
-def adopt(stage: nn.Module, whole: ModelGraph, name: str) -> None:
+def add_model_part(stage: nn.Module, whole: ModelGraph, name: str) -> None:
     """Make the model's module, parameter or buffer `name`, or an extra, a part of `stage` under the same name."""
     if name in whole.extras:
         _add(stage, name, whole.extras[name], saved=False)
@@ -230,7 +230,7 @@ def _adopt_rest(stages: Sequence[GraphStage], whole: ModelGraph) -> None:
     used = {name for stage in stages for name, _ in _entries(stage)}
     for name, value in _entries(whole.model):
         if name not in used:
-            adopt(owners.get(id(value), stages[-1]), whole, name)
+            add_model_part(owners.get(id(value), stages[-1]), whole, name)
 
 
 def _entries(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -240,13 +240,13 @@ def _entries(module: nn.Module) -> list[tuple[str, Tensor]]:
 # -- of stages --------------------------------------------------------------------------------------------------------
 
 
-def skips_of(stages: Mapping[int, nn.Module]) -> frozenset[Route]:
+def skip_routes(stages: Mapping[int, nn.Module]) -> frozenset[Route]:
     """The pairs of stages between which values go past others, as far as `stages` give them."""
     graphs = [(stage, module.penstock) for stage, module in stages.items() if isinstance(module, GraphStage)]
     return frozenset((stage, taker) for stage, graph in graphs for taker in graph.takers if taker > stage + 1)
 
 
-def on(module: nn.Module, device: torch.device) -> nn.Module:
+def move_to(module: nn.Module, device: torch.device) -> nn.Module:
     """`module`, moved to `device`."""
     if isinstance(module, GraphStage):
         module.penstock.device = device

@@ -33,7 +33,7 @@ META = torch.device("meta")
 Init = Callable[[nn.Module], Any]
 
 
-def is_meta(module: nn.Module) -> bool:
+def has_meta_tensors(module: nn.Module) -> bool:
     """Whether a parameter or buffer of `module` is on the meta device."""
     return any(slot.tensor.is_meta for slot in tensor_slots(module))
 
@@ -64,7 +64,7 @@ def materialise(
     made = _wanted(slots, only)
     try:
         for slot in made.values():
-            move(slot.tensor, device)
+            reallocate(slot.tensor, device)
         watch, models = _Watch(slots, made, device), _models(module)
         for name, submodule in _children_first(module):
             if not any(_is_inside(slot.name, name) for slot in made.values()):
@@ -77,7 +77,7 @@ def materialise(
     except BaseException:
         for slot in made.values():
             if not slot.tensor.is_meta:
-                move(slot.tensor, META)
+                reallocate(slot.tensor, META)
         raise
     return {(names or {}).get(slot.name, slot.name) for slot in slots if id(slot.tensor) in left}
 
@@ -92,7 +92,7 @@ def _wanted(slots: Sequence[TensorSlot], only: Container[str] | None) -> dict[in
     return first
 
 
-def move(tensor: Tensor, device: torch.device) -> None:
+def reallocate(tensor: Tensor, device: torch.device) -> None:
     """Give `tensor` new memory of the same layout on `device`, its values undefined; it stays the object it is."""
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     swap_memory(tensor, new.requires_grad_(tensor.requires_grad))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from penstock.errors import MismatchError
-from penstock.partition.inputs import Inputs
+from penstock.partition.graph_inputs import GraphInputs
 from penstock.torch_private import OpOverload, written_arguments
 
 DEVICE = "penstock.device"  # what a graph reads of the stage that runs it
@@ -25,26 +25,28 @@ class ModelGraph(NamedTuple):
 
     model: nn.Module
     graphs: Mapping[bool, fx.Graph]  # of training (True) and of evaluation
-    inputs: Inputs
+    inputs: GraphInputs
     extras: Mapping[str, Any]  # what the graphs read that is no part of the model: constants
 
     @classmethod
-    def of(cls, model: nn.Module, graphs: Sequence[fx.Graph], inputs: Inputs, extras: Mapping[str, Any]) -> "ModelGraph":
+    def from_graphs(
+        cls, model: nn.Module, graphs: Sequence[fx.Graph], inputs: GraphInputs, extras: Mapping[str, Any]
+    ) -> "ModelGraph":
         """From the graphs of training and evaluation. Raises MismatchError unless both call the same units, in one order."""
         for graph in graphs:
             graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _acts(node))
             _number(model, graph)
         training, evaluation = graphs
         if _calls(training) != _calls(evaluation):
-            raise two_ways(model)
+            raise train_eval_mismatch_error(model)
         return cls(model, {True: training, False: evaluation}, inputs, extras)
 
-    def order(self) -> list[str]:
+    def unit_order(self) -> list[str]:
         """The units in the order in which they are called first."""
         return list(dict.fromkeys(_calls(self.graphs[True])))
 
 
-def both_modes(model: nn.Module) -> Iterator[bool]:
+def train_then_eval(model: nn.Module) -> Iterator[bool]:
     """The model in training, then in evaluation; then as it was."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -56,7 +58,7 @@ def both_modes(model: nn.Module) -> Iterator[bool]:
             module.training = mode
 
 
-def two_ways(model: nn.Module) -> MismatchError:
+def train_eval_mismatch_error(model: nn.Module) -> MismatchError:
     """For a forward whose two graphs cannot be cut alike."""
     does = f"the forward of {type(model).__name__} does one thing in training and another in evaluation"
     return MismatchError(f"{does}: give a list with one module for each stage")

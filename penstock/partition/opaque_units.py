@@ -14,7 +14,7 @@ _LEAF = tree_flatten(None)[1]
 
 
 @dataclass
-class Call:
+class UnitCall:
     """One call of a unit during the export: how its arguments are put together, and what it gives."""
 
     name: str
@@ -42,7 +42,7 @@ def _kind(leaf: Any) -> Any:
     return Tensor if isinstance(leaf, Tensor) else torch.SymInt if isinstance(leaf, torch.SymInt) else None
 
 
-_calls: list[list[Call]] = []  # of the export that goes on
+_calls: list[list[UnitCall]] = []  # of the export that goes on
 
 
 @torch.library.custom_op("penstock::unit", mutates_args=())
@@ -60,9 +60,9 @@ def _(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
 
 
 @contextmanager
-def opaque(units: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
+def opaque_units(units: Mapping[str, nn.Module]) -> Iterator[list[UnitCall]]:
     """Every unit's forward replaced by one operation that `torch.export` does not look into."""
-    calls: list[Call] = []
+    calls: list[UnitCall] = []
     _calls.append(calls)
     for name, unit in units.items():
         unit.forward = _stub(name, unit.forward, calls)
@@ -74,11 +74,11 @@ def opaque(units: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
             del unit.forward
 
 
-def _stub(name: str, forward: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
+def _stub(name: str, forward: Callable[..., Any], calls: list[UnitCall]) -> Callable[..., Any]:
     def stub(*args: Any, **kwargs: Any) -> Any:
         """The unit, as one operation."""
         leaves, spec = tree_flatten((args, kwargs))
-        call = Call(name, forward, leaves, spec)
+        call = UnitCall(name, forward, leaves, spec)
         calls.append(call)
         given = {kind: [leaf for leaf in leaves if _kind(leaf) is kind] for kind in (Tensor, torch.SymInt)}
         made = iter(torch.ops.penstock.unit(len(calls) - 1, given[Tensor], given[torch.SymInt]))

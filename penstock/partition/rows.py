@@ -58,29 +58,29 @@ def _check_tensor(name: str, tensor: object) -> None:
         raise MismatchError(f"{name} takes a tensor, not a {type(tensor).__name__}: wrap the tensors inside")
 
 
-def bare(leaf: Any) -> Any:
+def unwrap(leaf: Any) -> Any:
     """The tensor inside a wrapper; anything else as it is."""
     return leaf.tensor if isinstance(leaf, Rows | Replicated) else leaf
 
 
-def all_bare(tree: Any) -> Any:
+def unwrap_tree(tree: Any) -> Any:
     """`tree` without wrappers."""
-    return tree_map(bare, tree)
+    return tree_map(unwrap, tree)
 
 
-def dim_of(leaf: Any, rows_dim: int) -> int | None:
+def rows_dim_of(leaf: Any, rows_dim: int) -> int | None:
     """The dimension of the leaf's rows; None for what goes to every microbatch whole."""
     if isinstance(leaf, Rows):
         return leaf.dim
     return rows_dim if isinstance(leaf, Tensor) and leaf.dim() else None
 
 
-def in_words(rows_dim: int) -> str:
+def describe_rows_dim(rows_dim: int) -> str:
     """Where rows are."""
     return f"dimension {rows_dim} (rows_dim={rows_dim})" if rows_dim else "the first dimension"
 
 
-def rows_dim_for(model: nn.Module | Iterable[nn.Module] | Mapping[int, nn.Module], rows_dim: int | None) -> int:
+def resolve_rows_dim(model: nn.Module | Iterable[nn.Module] | Mapping[int, nn.Module], rows_dim: int | None) -> int:
     """`rows_dim`; 0 if it is None.
 
     Raises MismatchError for what is no dimension, and, where None was given, for a module that says `batch_first=False`: it

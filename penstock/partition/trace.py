@@ -14,21 +14,21 @@ import torch
 from torch import fx, nn
 
 from penstock.errors import MismatchError
-from penstock.partition.inputs import Input, Inputs, refused
-from penstock.partition.model_graph import ASSIGNING, NO_GRAD, ModelGraph, both_modes, first_line
+from penstock.partition.graph_inputs import GraphInputs, InputParameter, varargs_error
+from penstock.partition.model_graph import ASSIGNING, NO_GRAD, ModelGraph, first_line, train_then_eval
 from penstock.torch_private import version_of
 
 INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
 
 
-def symbolic(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
+def trace_graph(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
     """Follow the forward without any data. Its parameters with a default keep that.
 
     Raises MismatchError for a forward that looks at values or shapes to decide what to do.
     """
-    graphs = [_followed(model, units) for _ in both_modes(model)]
-    inputs = [Input(str(node.target)) for node in graphs[0].find_nodes(op="placeholder")]
-    return ModelGraph.of(model, graphs, Inputs(inspect.signature(model.forward), inputs), {})
+    graphs = [_followed(model, units) for _ in train_then_eval(model)]
+    inputs = [InputParameter(str(node.target)) for node in graphs[0].find_nodes(op="placeholder")]
+    return ModelGraph.from_graphs(model, graphs, GraphInputs(inspect.signature(model.forward), inputs), {})
 
 
 class _Value(fx.Proxy):
@@ -70,7 +70,7 @@ class _Tracer(fx.Tracer):
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         for each in parameters:
             if each.kind is each.VAR_POSITIONAL:
-                raise refused(each.name)
+                raise varargs_error(each.name)
         names = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
         values = [self.create_proxy("placeholder", name, (), {}) for name in names]
         return lambda model, *given: forward(model, **dict(zip(names, given, strict=True))), [self.root, *values]

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.partition.materialise import META, is_meta
+from penstock.partition.materialise import META, has_meta_tensors
 from penstock.randomness import aside
 from penstock.torch_private import as_exported, tensor_slots, tree_leaves
 from penstock.trees import map_tensors, tensors
@@ -27,7 +27,7 @@ _STEADY, _FASTER = 20, 0.98  # or until in so many rounds no unit took less than
 
 
 @dataclass(frozen=True)
-class Unit:
+class RecordedUnit:
     """A module and what it is called with; those of the tensors that require a gradient are given one."""
 
     name: str
@@ -36,38 +36,40 @@ class Unit:
     kwargs: Mapping[str, Any] | None = None
 
 
-def record(
+def record_unit_inputs(
     model: nn.Module, units: Mapping[str, nn.Module], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> list[Unit]:
+) -> list[RecordedUnit]:
     """`units`, submodules of `model` by name, in the order and with the inputs of their first call in `model(*args, **kwargs)`.
 
     The forward keeps no activations but these inputs. They are outside the graph, and require a gradient exactly if they do
     in training. A model on the meta device is run there: its units' inputs are meta tensors, except the model's own.
     Raises MismatchError for units that were not called, and for a forward that cannot run on the meta device.
     """
-    meta = is_meta(model)
+    meta = has_meta_tensors(model)
     given = (tuple(args), dict(kwargs or {}))
     inputs = map_tensors(lambda tensor: tensor.to(META), given) if meta else given
-    originals: dict[int, Tensor] = {id(run): real for run, real in zip(tree_leaves(inputs), tree_leaves(given), strict=True)}
-    found: dict[str, Unit] = {}
+    originals: dict[int, Tensor] = {
+        id(run): original for run, original in zip(tree_leaves(inputs), tree_leaves(given), strict=True)
+    }
+    found: dict[str, RecordedUnit] = {}
 
     def input_of(tensor: Tensor) -> Tensor:
         return _leaf(originals.get(id(tensor), tensor))
 
     def keep(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = map_tensors(input_of, (args, kwargs))
-        found.setdefault(name, Unit(name, module, args, kwargs))
+        found.setdefault(name, RecordedUnit(name, module, args, kwargs))
 
     with ExitStack() as stack:
         for name, module in units.items():
             handle = module.register_forward_pre_hook(partial(keep, name), prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
-        stack.enter_context(stand_ins(model, lambda tensor: tensor.to(META) if meta else tensor))
+        stack.enter_context(replace_tensors(model, lambda tensor: tensor.to(META) if meta else tensor))
         stack.enter_context(META if meta else nullcontext())
         stack.enter_context(as_exported() if meta else nullcontext())  # where no value is looked at
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # the graph, without activations
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(aside(device_of(model)))
+        stack.enter_context(aside(module_device(model)))
         _forward(model, inputs, meta)
     missing = [name for name in units if name not in found]
     if missing:
@@ -88,8 +90,8 @@ def _forward(model: nn.Module, inputs: tuple[Any, Any], meta: bool) -> None:
         ) from error
 
 
-def measure(
-    units: Sequence[Unit], device: torch.device | None = None, rounds: int = _ROUNDS, seconds: float = _SECONDS
+def measure_unit_seconds(
+    units: Sequence[RecordedUnit], device: torch.device | None = None, rounds: int = _ROUNDS, seconds: float = _SECONDS
 ) -> list[float]:
     """Seconds that forward and backward of every unit take, in their order: the fastest of several runs each.
 
@@ -108,11 +110,11 @@ def measure(
     return fastest
 
 
-def _time_of(unit: Unit, device: torch.device | None) -> float:
+def _time_of(unit: RecordedUnit, device: torch.device | None) -> float:
     """Seconds of one run, after one to warm up."""
-    device = device or device_of(unit.module, (unit.args, unit.kwargs))
-    make = partial(real, device=device)
-    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device), torch.enable_grad():
+    device = device or module_device(unit.module, (unit.args, unit.kwargs))
+    make = partial(with_memory, device=device)
+    with replace_tensors(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device), torch.enable_grad():
         inputs = map_tensors(make, (unit.args, dict(unit.kwargs or {})))
         gradients: list[Tensor] = []
         _run(unit.module, inputs, device, gradients)
@@ -136,7 +138,7 @@ def _run(module: nn.Module, inputs: tuple[Any, Any], device: torch.device, gradi
 
 
 @contextmanager
-def stand_ins(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """In the place of every parameter what `make` makes of it, and of every buffer a copy of that; tied ones stay one."""
     slots = tensor_slots(module)
     made = {key: _stand_in(tensor, make) for key, tensor in {id(slot.tensor): slot.tensor for slot in slots}.items()}
@@ -159,7 +161,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def real(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
+def with_memory(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
     """`tensor` on `device`; if it is on the meta device, one of the same layout there, random or, of whole numbers, 0."""
     if not tensor.is_meta:
         return tensor.to(device)
@@ -170,7 +172,7 @@ def real(tensor: Tensor, device: torch.device, spread: float = 1.0) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
-def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
+def module_device(module: nn.Module, inputs: Any = ()) -> torch.device:
     """Where `module` is: its parameters or buffers, or else the `inputs` it is called with; on the meta device, the CPU."""
     tensors = [*module.parameters(), *module.buffers(), *tree_leaves(inputs)]
     return next((each.device for each in tensors if isinstance(each, Tensor) and not each.is_meta), CPU)

@@ -14,12 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PenstockError
-from penstock.partition import Whole
-from penstock.partition.attributes import restored
+from penstock.partition import CuttableModel
+from penstock.partition.attributes import restore_attributes
 from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
-from penstock.partition.rows import all_bare
-from penstock.partition.unit_times import Unit, stand_ins
+from penstock.partition.rows import unwrap_tree
+from penstock.partition.unit_times import RecordedUnit, replace_tensors
 from penstock.plan.layers import Layer, Layers
 from penstock.plan.measuring import Alone, in_order, recorded
 from penstock.schedule import Kind, Measurement
@@ -49,19 +49,19 @@ def estimate(
     """
     if not speed > 0:
         raise PenstockError(f"speed={speed}: give the operations a second that a rank reaches, more than 0")
-    whole = Whole(model, None, example_args, example_kwargs)
-    example = all_bare((*whole.example, target))
-    with restored(model):
+    whole = CuttableModel(model, None, example_args, example_kwargs)
+    example = unwrap_tree((*whole.example, target))
+    with restore_attributes(model):
         units = recorded(whole, example, loss_fn, rows=1)
         return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units], example))
 
 
-def _estimated(unit: Unit, speed: float) -> Layer:
-    with stand_ins(unit.module, _on_meta):
+def _estimated(unit: RecordedUnit, speed: float) -> Layer:
+    with replace_tensors(unit.module, _on_meta):
         return _counted(unit, speed)
 
 
-def _counted(unit: Unit, speed: float) -> Layer:
+def _counted(unit: RecordedUnit, speed: float) -> Layer:
     module = Alone(unit)
     parameters, given = list(unit.module.parameters()), list(map(_on_meta, module.tensors()))
     held = set(map(storage_key, parameters))
@@ -137,7 +137,7 @@ def of_run(measured: Measurement, balance: Balance, parameters: Sequence[float],
     sizes = measured.sizes or ((0.0, 0.0),) * measured.schedule.stages
     for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs)))):
         for place in range(start, end):
-            share = balance.costs[place] / balance.stages[stage] if balance.stages[stage] else 1 / (end - start)
+            share = balance.costs[place] / balance.stage_costs[stage] if balance.stage_costs[stage] else 1 / (end - start)
             forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
             activation, keep = (share * each for each in sizes[stage])
             layer = Layer(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])

@@ -15,12 +15,12 @@ from penstock import trees
 from penstock.comms.topology import CPU
 from penstock.engine.memory import Memory, MemoryMeasurement
 from penstock.errors import MismatchError, PenstockError
-from penstock.partition import Whole, run
-from penstock.partition.attributes import restored
+from penstock.partition import CuttableModel, run
+from penstock.partition.attributes import restore_attributes
 from penstock.partition.graph_stage import GraphStage
-from penstock.partition.materialise import is_meta
+from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.model_graph import first_line
-from penstock.partition.unit_times import Unit, device_of, real, record, stand_ins
+from penstock.partition.unit_times import RecordedUnit, module_device, record_unit_inputs, replace_tensors, with_memory
 from penstock.plan.layers import Layer, Layers, Sample
 from penstock.randomness import aside
 from penstock.schedule import Action, Kind, Size
@@ -64,11 +64,11 @@ def measure(
 
         layers = measure(model, (tokens,), loss_fn=loss_fn, target=target)  # with (8, 1024) tokens: for 8 rows, and for 2
     """
-    whole = Whole(model, None, example_args, example_kwargs)
+    whole = CuttableModel(model, None, example_args, example_kwargs)
     example = *whole.example, target
-    [rows] = microbatch.sizes_of(example, "the example", 1)
+    [rows] = microbatch.nonempty_split_sizes(example, "the example", 1)
     samples = []
-    with restored(model):
+    with restore_attributes(model):
         for count in sorted({max(1, rows // FEWER), rows}):
             sizes = [count, rows - count] if count < rows else [rows]
             part = microbatch.split(example, sizes)[0]
@@ -99,17 +99,21 @@ class _Loss(nn.Module):
         return output if self.loss_fn is None else self.loss_fn(output, target)
 
 
-def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None, rows: int) -> list[Unit]:
+def recorded(
+    whole: CuttableModel, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None, rows: int
+) -> list[RecordedUnit]:
     """Every layer, the loss last, with what it is called with on an example of so many `rows`."""
-    if not whole.order:
+    if not whole.unit_order:
         raise MismatchError(
             f"{type(whole.model).__name__} has no layers to plan with: give an nn.Sequential or a model of several"
         )
     model = _WithLoss(whole.model, loss_fn)
     model.training = whole.model.training
-    first = {whole.model.get_submodule(name): name for name in reversed(whole.order)}  # a layer may stand in several places
+    first = {
+        whole.model.get_submodule(name): name for name in reversed(whole.unit_order)
+    }  # a layer may stand in several places
     try:
-        return record(model, {**{name: module for module, name in first.items()}, "": model.loss}, example)
+        return record_unit_inputs(model, {**{name: module for module, name in first.items()}, "": model.loss}, example)
     except PenstockError:
         raise
     except Exception as error:
@@ -117,7 +121,7 @@ def recorded(whole: Whole, example: tuple[Any, ...], loss_fn: Callable[[Any, Any
         raise MismatchError(f"{told}, of which all and a quarter are measured: {first_line(error)}") from error
 
 
-def _layers(units: Sequence[Unit], device: torch.device | None, rounds: int, seconds: float) -> list[Layer]:
+def _layers(units: Sequence[RecordedUnit], device: torch.device | None, rounds: int, seconds: float) -> list[Layer]:
     times: list[list[Times]] = [[] for _ in units]
     until = perf_counter() + seconds
     while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < ENOUGH):
@@ -133,10 +137,12 @@ def _layers(units: Sequence[Unit], device: torch.device | None, rounds: int, sec
     return found
 
 
-def in_order(whole: Whole, units: Sequence[Unit], found: Sequence[Layer], example: tuple[Any, ...]) -> list[Layer]:
+def in_order(
+    whole: CuttableModel, units: Sequence[RecordedUnit], found: Sequence[Layer], example: tuple[Any, ...]
+) -> list[Layer]:
     """What was `found` of the units as the layers of the model, the last one with the loss. A unit may be several of them."""
     of_unit = {unit.module: layer for unit, layer in zip(units, found, strict=True)}
-    *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.order), units[-1].module]]
+    *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.unit_order), units[-1].module]]
     sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
     both = Layer._make((last.name, *sums))._replace(output=last.output)
     layers += [both._replace(activation=last.activation, ends=loss.activation + loss.ends)]
@@ -145,9 +151,9 @@ def in_order(whole: Whole, units: Sequence[Unit], found: Sequence[Layer], exampl
     return layers
 
 
-def _carried(whole: Whole, example: tuple[Any, ...]) -> dict[int, float]:
+def _carried(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]:
     """Bytes over the border behind each layer, with what flies past it to a later one; none where layers are a chain."""
-    stages, carried = whole.cut(whole.order[1:]), defaultdict[int, float](float)
+    stages, carried = whole.cut(whole.unit_order[1:]), defaultdict[int, float](float)
     if not all(isinstance(stage, GraphStage) for stage in stages):
         return carried
 
@@ -159,12 +165,12 @@ def _carried(whole: Whole, example: tuple[Any, ...]) -> dict[int, float]:
 
     for number, stage in enumerate(stages):
         stage.register_forward_hook(partial(count, number))
-    meta = is_meta(whole.model)
+    meta = has_meta_tensors(whole.model)
     args, kwargs, _ = trees.map_tensors(lambda tensor: tensor.to("meta") if meta else tensor, example)
     with (
-        stand_ins(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
+        replace_tensors(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
         as_exported() if meta else nullcontext(),
-        aside(device_of(whole.model)),
+        aside(module_device(whole.model)),
         torch.no_grad(),
     ):
         run(stages, *args, **kwargs)
@@ -174,7 +180,7 @@ def _carried(whole: Whole, example: tuple[Any, ...]) -> dict[int, float]:
 class Alone(nn.Module):
     """A unit as a module that takes the tensors of its arguments, and gives the tensors of its output that have a gradient."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: RecordedUnit) -> None:
         super().__init__()
         self.unit = unit.module
         self.leaves, self.tree = tree_flatten((unit.args, dict(unit.kwargs or {})))
@@ -191,12 +197,12 @@ class Alone(nn.Module):
         return trees.tensors(self.unit(*args, **kwargs))
 
 
-def _alone(unit: Unit, device: torch.device | None, run: Callable[[Stage, list[Tensor]], T]) -> T:
+def _alone(unit: RecordedUnit, device: torch.device | None, run: Callable[[Stage, list[Tensor]], T]) -> T:
     """What `run` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
-    where = device or device_of(unit.module, (unit.args, unit.kwargs))
-    make = partial(real, device=where)
+    where = device or module_device(unit.module, (unit.args, unit.kwargs))
+    make = partial(with_memory, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
-    with stand_ins(unit.module, partial(make, spread=0.02)), aside(CPU), aside(where), torch.enable_grad():
+    with replace_tensors(unit.module, partial(make, spread=0.02)), aside(CPU), aside(where), torch.enable_grad():
         for parameter, hook in [
             (each, hook) for each, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
         ]:
@@ -204,7 +210,7 @@ def _alone(unit: Unit, device: torch.device | None, run: Callable[[Stage, list[T
         module = Alone(unit)
         inputs = trees.map_tensors(make, module.tensors())
         stage = Stage(MIDDLE, module, where, neighbours=Neighbours((MIDDLE - 1,), ()))
-        stage.forget()  # as before any step: it learns which parameters there are
+        stage.begin_step()  # as before any step: it learns which parameters there are
         return run(stage, inputs)
 
 
@@ -229,7 +235,7 @@ def _times(stage: Stage, inputs: list[Tensor]) -> Times:
 
     times = []
     for split in (False, False, True, True):
-        forward, output = took(stage.forward, 0, _message(inputs), split=split)
+        forward, output = took(stage.forward, 0, _message(inputs), split_backward=split)
         gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
         backward, _ = took(stage.backward, 0, gradients)
         weights, _ = took(stage.backward_weight, [0])
@@ -242,7 +248,7 @@ def _bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, flo
     measured = MemoryMeasurement({MIDDLE: stage})
     acts = measured.around(
         {
-            Kind.F: lambda action, values: stage.forward(0, values, split=True),
+            Kind.F: lambda action, values: stage.forward(0, values, split_backward=True),
             Kind.I: lambda action, values: stage.backward(0, values),
             Kind.W: lambda action, values: stage.backward_weight([0]),
         }

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 from penstock.errors import PenstockError
-from penstock.partition.balance import starts as balanced
+from penstock.partition.balance import balanced_starts as balanced
 from penstock.plan import request
 from penstock.plan.bounds import least, why
 from penstock.plan.candidate import Candidate, Cutting, Starts, Terms

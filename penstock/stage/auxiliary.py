@@ -20,7 +20,7 @@ def auxiliary_loss(value: Tensor) -> None:
         _collecting.append(value)
 
 
-class Collected:
+class CollectAuxiliaryLosses:
     """Around a stage's forward: the auxiliary losses that arise inside."""
 
     def __enter__(self) -> list[Tensor]:

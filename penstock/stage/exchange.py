@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.partition.graph_stage import GraphStage
-from penstock.stage.graph import StageInput
+from penstock.stage.autograd_edges import StageInput
 from penstock.stage.neighbours import Neighbours
 from penstock.stage.parameter_slot import slots_of
 from penstock.torch_private import TensorSlot, storage_key, tree_leaves, uncompiled, version_of
@@ -47,7 +47,7 @@ Versions = Sequence[tuple[Tensor, int]]  # what is shared, and how often it had 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-class WithKeywords(NamedTuple):
+class ValueWithKeywords(NamedTuple):
     """What a stage hands on, and the keywords that ride along."""
 
     value: Any
@@ -62,7 +62,7 @@ class Arguments(NamedTuple):
     keywords: Mapping[str, Any] = {}  # that came; those that later stages take ride along
 
 
-class Signature:
+class ForwardSignature:
     """What the forward of `module` takes; `later` are the keywords that some stage after it takes."""
 
     def __init__(self, module: nn.Module, later: Collection[str] = ()) -> None:
@@ -94,9 +94,9 @@ class Signature:
 
         A forward of several parameters gets a tuple or list spread over them, a dict by name; else the value is one.
         """
-        if self._of_graph or (not self._several and type(values[0]) is not WithKeywords):
+        if self._of_graph or (not self._several and type(values[0]) is not ValueWithKeywords):
             return Arguments(values, {})
-        value, keywords = values[0] if type(values[0]) is WithKeywords else (values[0], {})
+        value, keywords = values[0] if type(values[0]) is ValueWithKeywords else (values[0], {})
         args, kwargs = self._spread(value)
         if keywords:
             kwargs = kwargs | self._own(keywords, args, kwargs)
@@ -105,7 +105,7 @@ class Signature:
     def hand_on(self, output: Any, keywords: Mapping[str, Any]) -> Any:
         """What goes to the next stage: the output, and those of the keywords that came which a later one takes."""
         onward = {name: value for name, value in keywords.items() if name in self._later}
-        return WithKeywords(output, onward) if onward else output
+        return ValueWithKeywords(output, onward) if onward else output
 
     def _spread(self, value: Any) -> tuple[Sequence[Any], dict[str, Any]]:
         if self._several and isinstance(value, tuple | list):
@@ -120,9 +120,9 @@ class Signature:
         return {name: each for name, each in keywords.items() if (self._any or name in self.keywords) and name not in given}
 
 
-def takes(module: nn.Module) -> list[str]:
+def keyword_names(module: nn.Module) -> list[str]:
     """The keywords that a stage's forward takes; a stage of a graph gets its own straight from where they are."""
-    return [] if isinstance(module, GraphStage) else Signature(module).keywords
+    return [] if isinstance(module, GraphStage) else ForwardSignature(module).keywords
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -156,12 +156,12 @@ class Messages:
         """The values for the module, as part of the graph, and what else came with them."""
         inputs, borrowed = tuple([StageInput() for _ in messages]), list[tuple[TensorSlot, Tensor]]()
         if not self._slots:
-            values = [each.admit(message) for each, message in zip(inputs, messages, strict=True)]
+            values = [each.attach(message) for each, message in zip(inputs, messages, strict=True)]
         else:
             values = []
             for each, slots, message in zip(inputs, self._borrowed, messages, strict=True):
                 lent = [slot.parameter.detach().requires_grad_(slot.parameter.requires_grad) for slot in slots]
-                value, entered = each.admit((message, lent))  # as if it had come from there
+                value, entered = each.attach((message, lent))  # as if it had come from there
                 values.append(value)
                 borrowed += [(place, each) for slot, each in zip(slots, entered, strict=True) for place in slot.places]
         if len(values) > len(self._with_values):

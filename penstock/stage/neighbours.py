@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock.schedule import Kind, Skip
 from penstock.schedule.table import takers
 
-Name = tuple[int, str]  # a stage, and a parameter's name in it
+StageParameter = tuple[int, str]  # a stage, and a parameter's name in it
 
 
 class Neighbours(NamedTuple):
@@ -25,7 +25,7 @@ class Neighbours(NamedTuple):
     lent: Mapping[int, list[str]] = {}  # taker -> own names
 
 
-def neighbours_of(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[Name]]) -> list[Neighbours]:
+def stage_neighbours(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[StageParameter]]) -> list[Neighbours]:
     """The neighbours of every stage: the next ones, those at the other end of `skips`, and who shares a group of `tied`."""
     goes = takers(stages, skips)
     hops = [hop for group in tied for hop in _hops(group)]
@@ -40,20 +40,20 @@ def neighbours_of(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[
     ]
 
 
-def _by_stage(names: Iterable[Name]) -> Mapping[int, list[str]]:
+def _by_stage(names: Iterable[StageParameter]) -> Mapping[int, list[str]]:
     found = defaultdict[int, list[str]](list)
     for stage, name in names:
         found[stage].append(name)
     return dict(found)
 
 
-def skips_of_tied(tied: Sequence[Sequence[Name]]) -> frozenset[Skip]:
+def tied_parameter_skips(tied: Sequence[Sequence[StageParameter]]) -> frozenset[Skip]:
     """The pairs of stages between which gradients of shared parameters go past others."""
     hops = [(start, end) for group in tied for (start, _), (end, _) in _hops(group)]
     return frozenset((start, end) for start, end in hops if end > start + 1)
 
 
-def _hops(group: Sequence[Name]) -> list[tuple[Name, Name]]:
+def _hops(group: Sequence[StageParameter]) -> list[tuple[StageParameter, StageParameter]]:
     """From each stage that has the parameter to the next, by its first name there."""
     first = list({stage: (stage, name) for stage, name in reversed(group)}.values())[::-1]
     return list(pairwise(first))

@@ -10,20 +10,20 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import MismatchError
 from penstock.randomness import advance
-from penstock.stage.auxiliary import Collected
+from penstock.stage.autograd_edges import Gradients, gradient_edge
+from penstock.stage.auxiliary import CollectAuxiliaryLosses
 from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.split import Splitter
-from penstock.stage.copies import StageCopies
-from penstock.stage.exchange import PARAMETER, Messages, Received, Signature, Versions, check_unchanged, opened, versions
-from penstock.stage.graph import Gradients, edge_of
-from penstock.stage.layers import LOSSES, Layers, Recompute
+from penstock.stage.exchange import PARAMETER, ForwardSignature, Messages, Received, Versions, check_unchanged, opened, versions
+from penstock.stage.module_runner import DETERMINISTIC_LOSSES, ModuleRunner, Recompute
 from penstock.stage.neighbours import Neighbours
 from penstock.stage.parameter_slot import ParameterSlot, installed, slots_of
+from penstock.stage.replication import NoReplication, Replication
 from penstock.torch_private import buffer_slots, run_backward, shares_memory, storage_key
 from penstock.trees import map_tensors, tensors
 
 
-class Kept(NamedTuple):
+class InFlightMicrobatch(NamedTuple):
     """What a microbatch in flight keeps alive on a stage, besides what its graph saved."""
 
     received: Received
@@ -53,41 +53,48 @@ class Stage:
         device: torch.device,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         *,
-        numbers: Sequence[int] | None = None,
+        layer_numbers: Sequence[int] | None = None,
         recompute: Recompute | None = None,
         neighbours: Neighbours | None = None,
-        later: frozenset[str] = frozenset(),
-        merge: bool = False,
-        copies: StageCopies | None = None,
+        later_keywords: frozenset[str] = frozenset(),
+        merge_weight_gradients: bool = False,
+        replication: Replication | None = None,
         in_order: bool = False,
-        first: int = 0,
+        first_microbatch: int = 0,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
-        self._loss_may_draw = not any(loss_fn is each for each in (None, *LOSSES))
-        self.copies, self._first, self._device = copies or StageCopies(), first, device.type
+        self._loss_may_draw = not any(loss_fn is each for each in (None, *DETERMINISTIC_LOSSES))
+        self.replication, self._first, self._device = replication or NoReplication(), first_microbatch, device.type
         self.neighbours = neighbours or Neighbours((index - 1,), (index + 1,))
-        self.kept: dict[int, Kept] = {}
-        self.auxiliary: list[Tensor] = []  # losses of the last forward
+        self.in_flight: dict[int, InFlightMicrobatch] = {}
+        self.auxiliary_losses: list[Tensor] = []  # losses of the last forward
         self.parameters: list[nn.Parameter] = []  # the module's, each once, when the step began
         self._without_sum: list[nn.Parameter] = []  # those of them that had no gradient then, and still have none
         self._buffers: frozenset[int] | None = None  # the memory of the module's in this step, once it was asked for
-        self._signature = Signature(module, later)
+        self._signature = ForwardSignature(module, later_keywords)
         self._messages = Messages(index, module, self.neighbours)
-        self._layers = Layers(index, module, device, numbers, recompute)
-        self._splitter = Splitter(module, merge, self._messages.shared, in_order, self.copies.hooked)
+        self._layers = ModuleRunner(index, module, device, layer_numbers, recompute)
+        self._splitter = Splitter(
+            module, merge_weight_gradients, self._messages.shared, in_order, self.replication.hooks_gradients
+        )
         self._deferred: dict[int, DeferredGradients] = {}  # microbatch -> what its W will do
         # Around a backward: what autocast did to the forward is in the graph, no more is done to it. So it is in plain PyTorch,
         # whose users leave autocast before they call `backward()`.
         self._outside_autocast: AbstractContextManager[Any] = _NOTHING
 
-    def get_ready(self) -> None:
+    def wait_parameters(self) -> None:
         """Before the step's first action: wait for parameters that are elsewhere."""
-        if not self.copies.ready:
-            self.copies.get_ready()
+        if not self.replication.parameters_ready:
+            self.replication.wait_parameters()
             self._begin_with(slots_of(self.module))
 
     def forward(
-        self, microbatch: int, given: Sequence[Any], seed: int | None = None, keep: bool = True, split: bool = False
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        seed: int | None = None,
+        with_backward: bool = True,
+        split_backward: bool = False,
     ) -> Any:
         """The output for what is `given`: the batch's (args, kwargs) on the first stage, on others what other stages gave.
 
@@ -97,18 +104,18 @@ class Stage:
 
         Raises MismatchError for a keyword of the batch's that no stage takes, and for a change in place of what shares memory.
         """
-        deferred = self._splitter.begin() if split and keep else None
+        deferred = self._splitter.begin() if split_backward and with_backward else None
         seed = None if seed is None else advance(seed, self._first + microbatch)
         if self._splitter.tied:
             self._fresh_casts()
         arrived: Versions = ()
         shared = versions(self._messages.shared)
-        with _grad_mode(keep), Collected() as auxiliary:
+        with _grad_mode(with_backward), CollectAuxiliaryLosses() as auxiliary:
             if self.index == 0:
-                (args, kwargs, keywords), received = self._signature.of_batch(*given), _NOTHING_RECEIVED
+                (args, kwargs, keywords), received = self._signature.of_batch(*inputs), _NOTHING_RECEIVED
             else:
-                given, arrived = opened(given)
-                values, received = self._messages.receive(given)
+                inputs, arrived = opened(inputs)
+                values, received = self._messages.receive(inputs)
                 args, kwargs, keywords = self._signature.of_values(values)
             with _standing_in(deferred, received):
                 output = self._layers.run(seed, args, kwargs)
@@ -120,11 +127,11 @@ class Stage:
             self._layers.seed_loss(seed)
         output = self._apart(output)
         output = self._messages.to_takers(self._signature.hand_on(output, keywords) if keywords else output, arrived)
-        self.auxiliary = [value.detach() for value in auxiliary]
-        if keep:
+        self.auxiliary_losses = [value.detach() for value in auxiliary]
+        if with_backward:
             edges, ends = self._ends(self._messages.leaves(output, received)) if self.loss_fn is None else _LOSS_FOLLOWS
-            wanted = [(edge_of(value), value.detach()) for value in auxiliary if value.requires_grad] if auxiliary else ()
-            self.kept[microbatch] = Kept(received, edges, ends, wanted, deferred)
+            wanted = [(gradient_edge(value), value.detach()) for value in auxiliary if value.requires_grad] if auxiliary else ()
+            self.in_flight[microbatch] = InFlightMicrobatch(received, edges, ends, wanted, deferred)
         return output
 
     def _apart(self, output: Any) -> Any:
@@ -144,26 +151,26 @@ class Stage:
     def _ends(self, leaves: Sequence[Any]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
         """Where a backward from `leaves` starts, and what copies of the stage must know of its graph."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        return tuple(map(edge_of, tensors)), self.copies.ends_of(tensors)
+        return tuple(map(gradient_edge, tensors)), self.replication.graph_ends(tensors)
 
-    def loss(self, microbatch: int, output: Any, target: Any, keep: bool = True) -> Tensor:
+    def loss(self, microbatch: int, output: Any, target: Any, with_backward: bool = True) -> Tensor:
         """The loss of `output`; if kept, the backward of `microbatch` now starts there. Raises ValueError if not a scalar."""
         assert self.loss_fn is not None
-        with _grad_mode(keep):
+        with _grad_mode(with_backward):
             loss = self.loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn must return a floating-point scalar tensor, got {got}")
-        if keep:
+        if with_backward:
             if not loss.requires_grad and any(tensor.requires_grad for tensor in tensors(output)):
                 told = "loss_fn returned a loss without a graph (detached, made of numbers, or under no_grad)"
                 raise ValueError(f"{told}: compute it from the output, or nothing is learned")
-            received, _, _, auxiliary, deferred = self.kept[microbatch]
-            self.kept[microbatch] = Kept(received, *self._ends([loss]), auxiliary, deferred)
+            received, _, _, auxiliary, deferred = self.in_flight[microbatch]
+            self.in_flight[microbatch] = InFlightMicrobatch(received, *self._ends([loss]), auxiliary, deferred)
         return loss.detach()
 
     def backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None], last: bool = False, weight: float = 1.0
+        self, microbatch: int, gradients: Sequence[Tensor | None], is_last: bool = False, auxiliary_weight: float = 1.0
     ) -> list[Gradients]:
         """Backward from the `gradients` of the outputs that require one; returns those of the inputs that do, by message.
 
@@ -171,7 +178,7 @@ class Stage:
         `backward_weight`. On the last stage the one output is the loss, if anything below it requires a gradient at all.
         `last`: the weights' gradients of this step are complete with it. `weight`: of the microbatch's auxiliary losses.
         """
-        received, edges, ends, auxiliary, deferred = self.kept.pop(microbatch)
+        received, edges, ends, auxiliary, deferred = self.in_flight.pop(microbatch)
         if deferred is not None:
             deferred.check_untouched()
             self._deferred[microbatch] = deferred
@@ -180,27 +187,27 @@ class Stage:
             raise MismatchError(f"{told}: freeze or train a parameter that stages share on all ranks that have it")
         if auxiliary or len(gradients) != 1 or gradients[0] is None:  # else a short way
             pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
-            pairs += [(edge, torch.full_like(value, weight)) for edge, value in auxiliary]
+            pairs += [(edge, torch.full_like(value, auxiliary_weight)) for edge, value in auxiliary]
             edges, gradients = tuple(edge for edge, _ in pairs), [gradient for _, gradient in pairs]
         with self._outside_autocast:
-            if last:
-                self.copies.expect(ends)
+            if is_last:
+                self.replication.before_last_backward(ends)
             if edges:
                 with _standing_in(deferred, received):
                     run_backward(edges, gradients)
-            self._part_sums(last)
-            if last:
+            self._part_sums(is_last)
+            if is_last:
                 self._complete()
         return [each.gradients for each in received.inputs]
 
-    def backward_weight(self, microbatches: Sequence[int], last: bool = False) -> None:
+    def backward_weight(self, microbatches: Sequence[int], is_last: bool = False) -> None:
         """Add the weights' gradients that `backward` left, those of several microbatches as one; `last` as there."""
         deferred = [self._deferred.pop(microbatch) for microbatch in microbatches if microbatch in self._deferred]
-        expect = self.copies.expect if last and self.copies.hooked else None
+        expect = self.replication.before_last_backward if is_last and self.replication.hooks_gradients else None
         with self._outside_autocast:
-            self._splitter.end(deferred, last, expect)
-            self._part_sums(last)
-            if last:
+            self._splitter.end(deferred, is_last, expect)
+            self._part_sums(is_last)
+            if is_last:
                 self._complete()
 
     def _part_sums(self, last: bool) -> None:
@@ -208,7 +215,7 @@ class Stage:
 
         What comes next is added to it in place. At the `last`, DistributedDataParallel has put it where it wants it.
         """
-        if self._without_sum and not (last and self.copies.hooked):
+        if self._without_sum and not (last and self.replication.hooks_gradients):
             begun = [each for each in self._without_sum if each.grad is not None]
             for parameter in begun:
                 if parameter.grad is not None and shares_memory(parameter.grad):
@@ -219,9 +226,9 @@ class Stage:
     def _complete(self) -> None:
         """The gradients of this step are complete."""
         self._splitter.casts.clear()
-        self.copies.complete()
+        self.replication.after_last_backward()
 
-    def owed(self, microbatch: int) -> list[Tensor | None]:
+    def saved_for_weight_backward(self, microbatch: int) -> list[Tensor | None]:
         """What `backward_weight` still needs of `microbatch`, besides parameters."""
         return self._deferred[microbatch].held() if microbatch in self._deferred else []
 
@@ -231,9 +238,9 @@ class Stage:
         parameters = [slot.parameter for slot in slots]
         self._without_sum = [each for each in parameters if each.grad is None and each.requires_grad]
 
-    def forget(self) -> None:
+    def begin_step(self) -> None:
         """Before a step: let go of microbatches that one which did not end left in flight, and look at the module anew."""
-        self.kept.clear()
+        self.in_flight.clear()
         self._deferred.clear()
         self._layers.forget()
         slots = slots_of(self.module)

@@ -18,7 +18,7 @@ from penstock.checkpoint.audit import NotComparable, compare, digest
 from penstock.commands.audit import Audit
 from penstock.commands.train.setup import token_loss
 from penstock.engine.checks.digest import condensed
-from penstock.stage.dtensor import full
+from penstock.stage.dtensor import gather_full_tensor
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import flips
@@ -153,7 +153,7 @@ def rank_sharded():
     before = checkpoint.digests(pipe, optimizer)
     pipe.step(inputs, target=target)
     optimizer.step()
-    whole = {name: digest(full(value)) for name, value in pipe.state_dict().items()}
+    whole = {name: digest(gather_full_tensor(value)) for name, value in pipe.state_dict().items()}
     return before, checkpoint.digests(pipe, optimizer), whole
 
 

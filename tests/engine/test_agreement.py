@@ -17,7 +17,7 @@ from penstock.comms.lines.channels import Outgoing
 from penstock.engine import memory
 from penstock.engine.agreement import REMEMBERED
 from penstock.engine.batch import fingerprint
-from penstock.stage.microbatch import signature
+from penstock.stage.microbatch import batch_signature
 
 BATCHES = """
 import torch
@@ -49,8 +49,8 @@ def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
 def test_a_signature_tells_structures_shapes_and_dtypes_apart_but_not_values():
     x = torch.zeros(2, 3)
     batches = [x, x[:1], x.double(), (x,), [x], {"a": x}, {"b": x}, (x, 1), (x, None), (x, "1"), ()]
-    assert len({fingerprint(signature(batch).encode()) for batch in batches}) == len(batches)
-    assert signature({"a": x, "n": 1}) == signature({"a": x + 1, "n": 2})
+    assert len({fingerprint(batch_signature(batch).encode()) for batch in batches}) == len(batches)
+    assert batch_signature({"a": x, "n": 1}) == batch_signature({"a": x + 1, "n": 2})
 
 
 def model():

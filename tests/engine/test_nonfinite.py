@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import penstock as ps
-from penstock.stage.dtensor import full
+from penstock.stage.dtensor import gather_full_tensor
 
 pytestmark = pytest.mark.ranks
 
@@ -252,7 +252,7 @@ def on_a_mesh(data_parallel, tensor_parallel):
         else:
             undisturbed.pipe.step_count = run.pipe.step_count
         losses = [each.step(2) for each in runs]
-        states = [{name: full(value) for name, value in each.state().items()} for each in runs]
+        states = [{name: gather_full_tensor(value) for name, value in each.state().items()} for each in runs]
         told.append(same(*losses) and all(same(value, states[1][name]) for name, value in states[0].items()))
     return told
 

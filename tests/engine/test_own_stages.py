@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.stage.dtensor import local
+from penstock.stage.dtensor import local_shard
 
 pytestmark = pytest.mark.ranks
 
@@ -105,7 +105,7 @@ def stepped(model, schedule, **options):
     pipe = ps.Pipeline(model, mse, schedule, M, **options)
     inputs, target = batch()
     loss = pipe.step(inputs, target=target)
-    return loss, {name: local(each.grad) for name, each in pipe.named_parameters()}, list(pipe.state_dict())
+    return loss, {name: local_shard(each.grad) for name, each in pipe.named_parameters()}, list(pipe.state_dict())
 
 
 def rank_gives_its_own():

@@ -121,7 +121,7 @@ def test_from_every_family_of_schedules_to_another_a_training_keeps_its_bits(ran
 
 def cuts(case: str, stages: int) -> tuple[str, ...]:
     """Where that model is cut into so many stages, one unit as long as another."""
-    order = ps.partition.Whole(CASES[case].model(), []).order
+    order = ps.partition.CuttableModel(CASES[case].model(), []).unit_order
     return tuple(order[len(order) * stage // stages] for stage in range(1, stages))
 
 
@@ -182,12 +182,12 @@ def rank_measured() -> tuple[int, Result]:
     """How often layers were measured here."""
     from penstock.partition import cutting
 
-    measure, calls = cutting.measure, []
-    cutting.measure = lambda *args: calls.append(args) or measure(*args)
+    measure, calls = cutting.measure_unit_seconds, []
+    cutting.measure_unit_seconds = lambda *args: calls.append(args) or measure(*args)
     try:
         ran = rank_case("wide", (Setting("1f1b"), Setting("zb-v"), Setting("gpipe")), "example")
     finally:
-        cutting.measure = measure
+        cutting.measure_unit_seconds = measure
     return len(calls), ran
 
 
@@ -486,7 +486,7 @@ def test_stages_that_a_rank_was_given_alone_go_on_where_they_are_and_are_refused
 def rank_planned(by_plan: bool) -> Result:
     """A plan in the place of schedule, cuts and recomputation; it, and what is said beside it, may be left again."""
     model, loss_fn = make("mlp", depth=6)
-    table, order = ps.schedule.build("zb-v", ranks=2, microbatches=M), ps.partition.Whole(model).order
+    table, order = ps.schedule.build("zb-v", ranks=2, microbatches=M), ps.partition.CuttableModel(model).unit_order
     chosen: Any = {"cuts": order[1:4], "recompute": [None, "stage", None, "block"]}
     if by_plan:
         chosen = {"plan": SimpleNamespace(schedule=table, microbatches=M, layers=order, **chosen)}

@@ -107,6 +107,6 @@ def test_penstock_train_trains_on_the_gpu(tmp_path):
 def test_units_of_a_model_on_the_cpu_are_measured_where_the_stages_will_be(device):
     where = torch.device(device, 0 if device == "cuda" else None)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-    whole = ps.partition.Whole(model, None, (torch.ones(8, 64),))
-    assert len(whole.starts(2, where)) == 1
+    whole = ps.partition.CuttableModel(model, None, (torch.ones(8, 64),))
+    assert len(whole.choose_starts(2, where)) == 1
     assert {each.device.type for each in model.parameters()} == {"cpu"}

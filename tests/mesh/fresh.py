@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.commands.cli import main
-from penstock.stage.dtensor import full
+from penstock.stage.dtensor import gather_full_tensor
 
 WIDTH = 8
 TUTORIAL, FEW = Path(__file__).parents[2] / "examples" / "tutorial.py", ("--steps", "3", "--layers", "4")
@@ -45,7 +45,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def gradients(pipe: ps.Pipeline) -> dict[str, Tensor]:
-    return {name: full(parameter.grad) for name, parameter in pipe.named_parameters()}
+    return {name: gather_full_tensor(parameter.grad) for name, parameter in pipe.named_parameters()}
 
 
 def stepped(schedule: str = "1f1b", microbatches: int = 4, mesh: tuple[int, int, int] | None = None, **options: Any) -> Any:

@@ -18,7 +18,7 @@ import penstock as ps
 from penstock import checkpoint
 from penstock.comms.launch import ranks
 from penstock.stage.auxiliary import auxiliary_loss
-from penstock.stage.dtensor import full
+from penstock.stage.dtensor import gather_full_tensor
 
 pytestmark = pytest.mark.ranks
 
@@ -74,7 +74,7 @@ def share(pipe: ps.Pipeline, tensors: tuple[Tensor, Tensor], sizes: list[int] | 
 
 
 def gradients(pipe: ps.Pipeline) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else full(p.grad).clone() for name, p in pipe.named_parameters()}
+    return {name: None if p.grad is None else gather_full_tensor(p.grad).clone() for name, p in pipe.named_parameters()}
 
 
 def built(shape: Shape, whole: nn.Module, schedule: str = "1f1b", pieces: int = 4, **options: Any) -> ps.Pipeline:
@@ -626,9 +626,9 @@ def test_an_optimizer_is_told_that_torch_does_not_update_tensors_and_dtensors_at
 
 def state_of(pipe: ps.Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    state = {name: full(value).clone() for name, value in pipe.state_dict().items()}
+    state = {name: gather_full_tensor(value).clone() for name, value in pipe.state_dict().items()}
     for parameter, values in optimizer.state.items():
-        state |= {f"{names[id(parameter)]} {key}": full(value).clone() for key, value in values.items()}
+        state |= {f"{names[id(parameter)]} {key}": gather_full_tensor(value).clone() for key, value in values.items()}
     return state
 
 

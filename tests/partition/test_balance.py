@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock import MismatchError
 from penstock.model import GPT, GPTConfig
 from penstock.partition import balance, unit_times
-from penstock.partition.balance import PARAMETERS, Balance, starts
-from penstock.partition.materialise import is_meta
-from penstock.partition.unit_times import Unit, measure, record
-from penstock.stage.microbatch import sizes
+from penstock.partition.balance import PARAMETERS, Balance, balanced_starts
+from penstock.partition.materialise import has_meta_tensors
+from penstock.partition.unit_times import RecordedUnit, measure_unit_seconds, record_unit_inputs
+from penstock.stage.microbatch import split_sizes
 
 # ---- the cut
 
@@ -47,7 +47,7 @@ def test_no_other_cut_is_better(kind):
         costs = [DRAWS[kind](draw) for _ in range(draw.randint(1, 9))]
         parts = draw.randint(1, len(costs))
         every = ([0, *cuts] for cuts in combinations(range(1, len(costs)), parts - 1))
-        assert starts(costs, parts) == min(every, key=lambda cut: worth(costs, cut)), (costs, parts)
+        assert balanced_starts(costs, parts) == min(every, key=lambda cut: worth(costs, cut)), (costs, parts)
 
 
 STARTS = [
@@ -67,7 +67,7 @@ STARTS = [
 
 @pytest.mark.parametrize(("costs", "parts", "expected"), STARTS)
 def test_where_parts_start(costs, parts, expected):
-    assert starts(costs, parts) == expected
+    assert balanced_starts(costs, parts) == expected
 
 
 def costs_of(count, heavy):
@@ -77,7 +77,7 @@ def costs_of(count, heavy):
 
 @pytest.mark.parametrize("heavy", [0.0, 1.0, 1e6])
 def test_two_thousand_units_are_cut_into_consecutive_parts(heavy):
-    found = starts(costs_of(2000, heavy), 64)
+    found = balanced_starts(costs_of(2000, heavy), 64)
     assert len(set(found)) == 64
     assert found == sorted(found)
 
@@ -94,7 +94,7 @@ def test_of_n_units_at_most_n_log_n_ends_are_tried_for_each_part(count, heavy, m
         return pairs
 
     monkeypatch.setattr(balance, "zip", counted, raising=False)  # of an end with what comes after it
-    starts(costs_of(count, heavy), parts)
+    balanced_starts(costs_of(count, heavy), parts)
     assert 0 < sum(tried) < parts * count * math.log2(count)
     assert heavy < 1e6 or sum(tried) > count
 
@@ -111,7 +111,7 @@ WRONG = [
 @pytest.mark.parametrize(("costs", "parts", "told"), WRONG)
 def test_what_cannot_be_cut_is_told(costs, parts, told):
     with pytest.raises(MismatchError) as caught:
-        starts(costs, parts)
+        balanced_starts(costs, parts)
     assert str(caught.value) == told
 
 
@@ -153,7 +153,7 @@ def test_units_are_recorded_in_the_order_and_with_the_inputs_of_their_first_call
 
     model, tokens, scale = Model(), torch.tensor([[1, 2]]), torch.tensor(2.0)
     units = {"blocks.1": model.blocks[1], "blocks.0": model.blocks[0], "embedding": model.embedding}
-    found = record(model, units, [tokens], {"scale": scale})
+    found = record_unit_inputs(model, units, [tokens], {"scale": scale})
     assert [unit.name for unit in found] == ["embedding", "blocks.0", "blocks.1"]
     assert found[0].args[0].data_ptr() == tokens.data_ptr()
     hidden = model.embedding(tokens) * scale
@@ -165,14 +165,14 @@ def test_units_are_recorded_in_the_order_and_with_the_inputs_of_their_first_call
 def test_inputs_require_a_gradient_exactly_if_they_do_in_training():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
-    found = record(model, dict(model.named_children()), [torch.ones(2, 3)])
+    found = record_unit_inputs(model, dict(model.named_children()), [torch.ones(2, 3)])
     assert [unit.args[0].requires_grad for unit in found] == [False, False, True]
 
 
 def test_a_unit_that_the_forward_does_not_call_is_told():
     model = nn.Sequential(nn.Linear(3, 3))
     with pytest.raises(MismatchError, match="cannot measure other: the forward of Sequential does not call it"):
-        record(model, {"0": model[0], "other": nn.Linear(3, 3)}, [torch.ones(2, 3)])
+        record_unit_inputs(model, {"0": model[0], "other": nn.Linear(3, 3)}, [torch.ones(2, 3)])
 
 
 class Undecided(nn.Linear):
@@ -183,7 +183,7 @@ class Undecided(nn.Linear):
 def test_a_forward_that_cannot_run_on_the_meta_device_is_told():
     model = nn.Sequential(Undecided(3, 3, device="meta"))
     with pytest.raises(MismatchError, match=r"forward of Sequential cannot run on the meta device.*name the cuts with cuts="):
-        record(model, {"0": model[0]}, [torch.ones(2, 3)])
+        record_unit_inputs(model, {"0": model[0]}, [torch.ones(2, 3)])
 
 
 # ---- measuring
@@ -221,7 +221,9 @@ def test_forward_and_backward_of_each_unit_alone_are_measured(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(unit_times, "perf_counter", clock)
     model = nn.Sequential(nn.Linear(2, 2), Sleeper(clock, 0.25, 0.5), Sleeper(clock, 0.125, 0.0))
-    linear, slow, fast = measure(record(model, dict(model.named_children()), [torch.ones(2, 2)]), rounds=8, seconds=0)
+    linear, slow, fast = measure_unit_seconds(
+        record_unit_inputs(model, dict(model.named_children()), [torch.ones(2, 2)]), rounds=8, seconds=0
+    )
     assert (linear, slow, fast) == (0, 0.75, 0.125)
 
 
@@ -229,10 +231,10 @@ def test_the_fastest_of_several_runs_counts(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(unit_times, "perf_counter", clock)
     model = nn.Sequential(Sleeper(clock, 1.0, 1.0))
-    units = record(model, {"0": model[0]}, [torch.ones(2, 2, requires_grad=True)])
+    units = record_unit_inputs(model, {"0": model[0]}, [torch.ones(2, 2, requires_grad=True)])
     disturbed = iter([9, 4, 9, 2, 9, 8])  # a run to warm up, and the one that is measured
     model[0].register_forward_pre_hook(lambda module, args: clock.sleep(next(disturbed)))
-    assert measure(units, rounds=3, seconds=0) == [2 + 2]
+    assert measure_unit_seconds(units, rounds=3, seconds=0) == [2 + 2]
 
 
 def test_units_are_measured_on_the_device_where_they_will_run_and_that_one_is_waited_for(monkeypatch):
@@ -241,20 +243,20 @@ def test_units_are_measured_on_the_device_where_they_will_run_and_that_one_is_wa
     monkeypatch.setattr(torch, "get_device_module", lambda where: device if where == torch.device("meta") else torch.cpu)
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(lambda module, args, output: seen.append((args[0].device.type, module.weight.device.type)))
-    measure([Unit("0", model[0], (torch.ones(2, 2),))], torch.device("meta"), rounds=1, seconds=0)
+    measure_unit_seconds([RecordedUnit("0", model[0], (torch.ones(2, 2),))], torch.device("meta"), rounds=1, seconds=0)
     assert seen == [("meta", "meta")] * 2
     assert waited == [0, 1, 1, 2]
     assert model[0].weight.device.type == "cpu"
     units = [
-        Unit("", nn.Linear(2, 2, device="meta"), (torch.ones(2, 2, device="meta"),)),
-        Unit("", nn.GELU(), (torch.ones(2),)),
+        RecordedUnit("", nn.Linear(2, 2, device="meta"), (torch.ones(2, 2, device="meta"),)),
+        RecordedUnit("", nn.GELU(), (torch.ones(2),)),
     ]
-    assert [unit_times.device_of(each.module, each.args).type for each in units] == ["cpu", "cpu"]
+    assert [unit_times.module_device(each.module, each.args).type for each in units] == ["cpu", "cpu"]
 
 
 def measured(units):
     """What one round measures."""
-    costs = measure(units, rounds=1, seconds=0)
+    costs = measure_unit_seconds(units, rounds=1, seconds=0)
     assert all(cost > 0 for cost in costs)
     return costs
 
@@ -268,7 +270,9 @@ def test_measuring_leaves_no_trace():
     model[0].weight.grad = torch.ones(4, 4)
     batch, before = torch.randn(3, 4), {name: value.clone() for name, value in model.state_dict().items()}
     objects, generator = list(model.parameters()), torch.get_rng_state()
-    assert len(measured(record(model, dict(model.named_children()), [batch]))) == len(model) - 1  # one stands in two places
+    assert (
+        len(measured(record_unit_inputs(model, dict(model.named_children()), [batch]))) == len(model) - 1
+    )  # one stands in two places
     assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
@@ -283,19 +287,19 @@ def test_measuring_leaves_no_trace():
 def test_a_model_on_the_meta_device_is_measured_unit_by_unit():
     model = GPT(GPTConfig(vocabulary=50, context=8, width=16, layers=2, heads=2)).to("meta")
     tokens = torch.randint(50, (2, 8))
-    units = record(model, dict(model.named_children()), [tokens])
+    units = record_unit_inputs(model, dict(model.named_children()), [tokens])
     assert units[0].args[0].data_ptr() == tokens.data_ptr()
     assert units[1].args[0].is_meta
     assert len(measured(units)) == len(model)
     assert all(p.is_meta for p in model.parameters())
-    assert is_meta(model)
+    assert has_meta_tensors(model)
 
 
 def test_inputs_of_other_kinds_are_run_too():
     attention = nn.MultiheadAttention(8, 2, batch_first=True, device="meta")
     mask = torch.zeros(3, 3, dtype=torch.bool, device="meta").expand(2, 3, 3).repeat(2, 1, 1)
     hidden = torch.empty(2, 3, 8, device="meta", requires_grad=True)
-    unit = Unit("attention", attention, (hidden, hidden, hidden), {"attn_mask": mask, "need_weights": False})
+    unit = RecordedUnit("attention", attention, (hidden, hidden, hidden), {"attn_mask": mask, "need_weights": False})
     assert len(measured([unit])) == 1
 
 
@@ -304,17 +308,17 @@ def test_the_cut_of_a_gpt_by_what_its_layers_cost_beats_equal_numbers_of_layers_
     config = GPTConfig(vocabulary=6000, context=64, width=64, layers=18, heads=2)
     model, tokens = GPT(config), torch.randint(6000, (4, 64))
     names = [name for name, _ in model.named_children()]
-    units = record(model, dict(model.named_children()), [tokens])
-    counts = sizes(len(names), 4)
+    units = record_unit_inputs(model, dict(model.named_children()), [tokens])
+    counts = split_sizes(len(names), 4)
     with FlopCounterMode(display=False) as operations:
         monkeypatch.setattr(unit_times, "perf_counter", operations.get_total_flops)
-        best = Balance.best(names, measure(units, rounds=1, seconds=0), 4)
+        best = Balance.best(names, measure_unit_seconds(units, rounds=1, seconds=0), 4)
         uniform = Balance(best.names, best.costs, tuple(sum(counts[:stage]) for stage in range(4)))
         stages = [
-            Unit(names[start], nn.Sequential(*list(model)[start:end]), units[start].args)
+            RecordedUnit(names[start], nn.Sequential(*list(model)[start:end]), units[start].args)
             for cut in (best, uniform)
             for start, end in pairwise([*cut.starts, len(names)])
         ]
-        costs = measure(stages, rounds=1, seconds=0)
+        costs = measure_unit_seconds(stages, rounds=1, seconds=0)
     assert best.bottleneck < 0.9 * uniform.bottleneck
-    assert costs == [*best.stages, *uniform.stages]
+    assert costs == [*best.stages, *uniform.stage_costs]

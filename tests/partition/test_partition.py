@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from penstock import MismatchError, partition
-from penstock.partition import names_of, split
+from penstock.partition import model_names_of_stages, split
 
 
 def layers_of(stages: list[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -28,7 +28,7 @@ def named(*names: str) -> nn.Sequential:
 
 
 def order_of(model: nn.Module, cuts: tuple[str, ...] = ()) -> list[str]:
-    return partition.Whole(model, cuts).order
+    return partition.CuttableModel(model, cuts).unit_order
 
 
 # -- a Sequential -----------------------------------------------------------------------------------------------------
@@ -238,8 +238,8 @@ def test_stages_run_one_after_the_other_are_the_model(name, by):
     case = CASES[name]
     model, batch = case.model(), case.batch(3, 0)
     example = {} if by == "names" else {"example_args": batch.args, "example_kwargs": batch.kwargs}
-    whole = partition.Whole(model, (), **example)
-    stages = whole.cut([] if name == "recurrent" else whole.order[1:])
+    whole = partition.CuttableModel(model, (), **example)
+    stages = whole.cut([] if name == "recurrent" else whole.unit_order[1:])
     for rows in (3, 1, 2, 8):
         args, _, kwargs = case.batch(rows, 5)
         for training, grad in ((True, True), (False, True), (False, False)):
@@ -602,17 +602,17 @@ def test_a_hook_of_the_whole_model_is_refused_where_no_stage_would_run_it(model)
 def test_stages_are_not_cut_again():
     told = "cuts= and example_args= are for a whole model, but the stages were given"
     with pytest.raises(MismatchError, match=f"{told} as a list"):
-        partition.whole([nn.Linear(2, 2), nn.Linear(2, 2)], ["1"], None, None)
+        partition.as_cuttable([nn.Linear(2, 2), nn.Linear(2, 2)], ["1"], None, None)
     with pytest.raises(MismatchError, match=f"{told} by number"):
-        partition.whole({1: nn.Linear(2, 2)}, ["1"], None, None)
+        partition.as_cuttable({1: nn.Linear(2, 2)}, ["1"], None, None)
 
 
 # -- what travels -------------------------------------------------------------------------------------------------------
 
 
 def test_values_go_straight_to_the_stages_that_use_them():
-    whole = partition.Whole(UNet(), ["down2", "middle", "up2", "up1"])
-    stages = whole.cut(whole.starts(5))
+    whole = partition.CuttableModel(UNet(), ["down2", "middle", "up2", "up1"])
+    stages = whole.cut(whole.choose_starts(5))
     assert [stage.penstock.takers for stage in stages] == [(1, 4), (2, 3), (3,), (4,), ()]
     assert [stage.penstock.sources for stage in stages] == [{}, {0: 1}, {1: 1}, {1: 1, 2: 1}, {0: 1, 3: 1}]
     assert "up2" in [node.target for node in stages[3].penstock._nodes[True] if node.op == "call_module"]
@@ -633,14 +633,14 @@ def own(*names: str) -> dict[str, str]:
 
 
 def test_names_that_are_unique_stay_those_of_the_model():
-    assert names_of([own("0.weight", "0.bias"), own("2.weight")]) == [
+    assert model_names_of_stages([own("0.weight", "0.bias"), own("2.weight")]) == [
         {"0.weight": "0.weight", "0.bias": "0.bias"},
         {"2.weight": "2.weight"},
     ]
 
 
 def test_names_that_stand_in_two_stages_get_their_stage_in_front():
-    assert names_of([own("weight", "bias"), own("weight"), {}]) == [
+    assert model_names_of_stages([own("weight", "bias"), own("weight"), {}]) == [
         {"weight": "0.weight", "bias": "0.bias"},
         {"weight": "1.weight"},
         {},
@@ -648,27 +648,27 @@ def test_names_that_stand_in_two_stages_get_their_stage_in_front():
 
 
 def test_names_of_stages_cut_from_one_model_stay_though_a_parameter_stands_in_several():
-    assert names_of([own("weight", "bias"), own("weight")], whole=True) == [own("weight", "bias"), own("weight")]
+    assert model_names_of_stages([own("weight", "bias"), own("weight")], whole=True) == [own("weight", "bias"), own("weight")]
 
 
 def test_names_of_modules_cut_apart_are_those_of_the_sequential_they_make():
     stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    found = names_of([partition.plain(stage) for stage in stages])
+    found = model_names_of_stages([partition.uncompiled_names(stage) for stage in stages])
     assert [whole for names in found for whole in names.values()] == list(nn.Sequential(*stages).state_dict())
 
 
 def test_what_compile_adds_to_names_is_left_out():
     stage = torch.compile(nn.Sequential(nn.Linear(2, 2)))
-    assert partition.plain(stage) == {"_orig_mod.0.weight": "0.weight", "_orig_mod.0.bias": "0.bias"}
+    assert partition.uncompiled_names(stage) == {"_orig_mod.0.weight": "0.weight", "_orig_mod.0.bias": "0.bias"}
 
 
 @pytest.mark.slow
 def test_a_measured_cut_of_any_model_tells_its_balance():
-    whole = partition.Whole(Nested(), example_args=(torch.ones(2, 4),))
-    assert whole.measures
-    stages = whole.cut(whole.starts(3))
+    whole = partition.CuttableModel(Nested(), example_args=(torch.ones(2, 4),))
+    assert whole.depends_on_measurement
+    stages = whole.cut(whole.choose_starts(3))
     assert len(stages) == 3
-    assert whole.balance.names == tuple(whole.order)
+    assert whole.balance.names == tuple(whole.unit_order)
     assert math.isclose(sum(whole.balance.stages), sum(whole.balance.costs))
 
 

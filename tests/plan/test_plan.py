@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from penstock import PenstockError
-from penstock.partition.balance import starts
+from penstock.partition.balance import balanced_starts
 from penstock.plan import Layer, Layers, load, plan
 from penstock.plan.bounds import least
 from penstock.plan.candidate import Cutting, Terms
@@ -71,7 +71,7 @@ def test_no_family_on_an_even_cut_that_fits_is_faster_than_the_plan(memory):
     best, line = quick(memory, head=3.0, microbatches=8)[0], Line(Layers.of(layers(head=3.0)).at(2))
     for name, family in FAMILIES.items():
         table = TimedTable(build(name, 4, 8))
-        even = tuple(starts(line.seconds, 4 * family.stages_per_rank))
+        even = tuple(balanced_starts(line.seconds, 4 * family.stages_per_rank))
         for each in (line, *(Alike(line.layers, way) for way in (None, "stage", "block"))):
             candidate = Cutting(each, table, Terms((memory,) * 4)).at(even)
             assert candidate.over or best.seconds <= candidate.seconds * (1 + 1e-9), name

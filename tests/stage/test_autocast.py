@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
-from penstock.stage.auxiliary import Collected
+from penstock.stage.auxiliary import CollectAuxiliaryLosses
 from penstock.stage.stage import Stage
 
 M = 3  # microbatches
@@ -110,7 +110,7 @@ def plain(name: str, forwards_first: bool) -> dict[str, Tensor | None]:
     for _ in range(2):
         losses = []
         for each in batch.chunk(M):
-            with torch.autocast("cpu", torch.bfloat16), Collected() as auxiliary:
+            with torch.autocast("cpu", torch.bfloat16), CollectAuxiliaryLosses() as auxiliary:
                 loss = loss_fn(model(each), None)
                 losses.append([loss, *auxiliary])
             if not forwards_first:
@@ -166,12 +166,12 @@ def test_microbatches_of_a_split_backward_share_one_cast_of_each_weight_until_th
     stage = Stage(1, layer, CPU)
     with torch.autocast("cpu", torch.bfloat16), Casts(*((8, 5) if transposed else (5, 8))) as casts:
         for step in range(1, 3):
-            stage.forget()
-            outputs = [stage.forward(m, [torch.randn(4, 8)], split=True) for m in range(M)]
+            stage.begin_step()
+            outputs = [stage.forward(m, [torch.randn(4, 8)], split_backward=True) for m in range(M)]
             assert len(casts.made) == step
             for m, output in enumerate(outputs):
                 stage.backward(m, [torch.ones_like(output)])
-                stage.backward_weight([m], last=m == M - 1)
+                stage.backward_weight([m], is_last=m == M - 1)
             assert all(cast() is None for cast in casts.made)
             casts.made = casts.made[:step]
 

@@ -9,7 +9,7 @@ from torch import nn
 from penstock import partition
 from penstock.engine.cut import Cut
 from penstock.errors import MismatchError
-from penstock.stage.parameters import Parameters
+from penstock.stage.rank_parameters import RankParameters
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
 
@@ -41,17 +41,17 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         stages = partition.split(model, 2, cuts=[cut])
-        names = partition.names_of([partition.plain(stage) for stage in stages], whole=True)
+        names = partition.model_names_of_stages([partition.uncompiled_names(stage) for stage in stages], whole=True)
         aliases, order = Cut({}, {}, dict(enumerate(stages)), whole=model).aliases(names), list(model.state_dict())
-        ranks = [Parameters({index: stage}, names, aliases, order) for index, stage in enumerate(stages)]
-        parts = [each.gradient_norms(2.0) for each in ranks]
+        ranks = [RankParameters({index: stage}, names, aliases, order) for index, stage in enumerate(stages)]
+        parts = [each.gradient_norms_by_name(2.0) for each in ranks]
         expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        assert all(torch.equal(each.clip(parts, math.inf, 2.0), expected) for each in ranks)
+        assert all(torch.equal(each.clip_grads(parts, math.inf, 2.0), expected) for each in ranks)
 
 
 def test_a_parameter_that_came_after_the_pipeline_is_told_by_its_name():
     stage = nn.Linear(3, 3)
-    parameters = Parameters({1: stage}, [{}, {"weight": "head.weight", "bias": "head.bias"}])
+    parameters = RankParameters({1: stage}, [{}, {"weight": "head.weight", "bias": "head.bias"}])
     stage.scale = nn.Parameter(torch.ones(3))
     for use in (parameters.named_parameters, parameters.state_dict):
         with pytest.raises(MismatchError, match="stage 1 has a scale that was not there when the pipeline was built: add"):

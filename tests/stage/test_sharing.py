@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_map_only
 
 import penstock as ps
 from penstock.errors import MismatchError
+from penstock.stage.autograd_edges import detach_for_next_stage
 from penstock.stage.exchange import Sharing, marked
-from penstock.stage.graph import handed_over
 from penstock.stage.stage import Stage
 
 TOLD = r"stage \d changes in place a value of shape \(\d, \d\) that shares memory with another one, .* clone one of them"
@@ -27,7 +27,9 @@ class Does(nn.Module):
 
 def apart(value):
     """As another rank receives it."""
-    return handed_over(tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), value))
+    return detach_for_next_stage(
+        tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), value)
+    )
 
 
 def through(carry, acts, keep=True, recompute=None, trained=True):
@@ -35,8 +37,8 @@ def through(carry, acts, keep=True, recompute=None, trained=True):
     value = (torch.full((2, 4), 3.0, requires_grad=trained) * 1,), {}
     for index, act in enumerate(acts):
         stage = Stage(index, Does(act), torch.device("cpu"), recompute=recompute)
-        stage.forget()
-        value = carry(stage.forward(0, [value] if index else value, keep=keep))
+        stage.begin_step()
+        value = carry(stage.forward(0, [value] if index else value, with_backward=keep))
     return value
 
 
@@ -54,7 +56,7 @@ BETWEEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("carry", [apart, handed_over])
+@pytest.mark.parametrize("carry", [apart, detach_for_next_stage])
 @pytest.mark.parametrize("options", [{}, {"keep": False}, {"recompute": "stage"}, {"trained": False}], ids=str)
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN.keys())
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED.keys())

@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.mesh.data_parallel import kind_of
 from penstock.stage.backward import deferred, groups
 from penstock.stage.backward import split as split_backward
-from penstock.stage.copies import StageCopies
+from penstock.stage.replication import Replication
 from penstock.stage.stage import Stage
 
 CPU = torch.device("cpu")
@@ -241,11 +241,11 @@ def make(name: str) -> nn.Module:
 
 def run(stage: Stage, batches: list[Tensor], split: bool, late: bool = True) -> tuple[list[Any], list[Any]]:
     """A step: all forwards, all backwards (and all W, `late` or each at once): outputs and input gradients."""
-    stage.forget()
+    stage.begin_step()
     outputs, gradients = [], []
     for m, batch in enumerate(batches):
         value = batch.clone(memory_format=torch.preserve_format)
-        output = stage.forward(m, [value.requires_grad_(batch.is_floating_point() and m != 1)], split=split)
+        output = stage.forward(m, [value.requires_grad_(batch.is_floating_point() and m != 1)], split_backward=split)
         outputs.append([leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
     for m in range(len(batches)):
         generator = torch.Generator().manual_seed(m)
@@ -322,9 +322,9 @@ def test_it_has_them_there_under_autocast(name: str, monkeypatch: pytest.MonkeyP
 # -- what happens when ----------------------------------------------------------------------------------------------
 
 
-def split_stage(module: nn.Module, copies: StageCopies | None = None) -> Stage:
-    stage = Stage(1, module, CPU, copies=copies)
-    stage.forget()
+def split_stage(module: nn.Module, replication: Replication | None = None) -> Stage:
+    stage = Stage(1, module, CPU, replication=replication)
+    stage.begin_step()
     return stage
 
 
@@ -337,7 +337,7 @@ def test_nothing_reaches_the_parameters_before_w(name: str) -> None:
     module = make(name)
     stage = split_stage(module)
     value = MODULES[name][1]()
-    output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split=True)
+    output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split_backward=True)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     stage.backward(0, [torch.ones_like(leaf) for leaf in leaves])
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -361,7 +361,7 @@ def test_the_weight_gradients_of_products_are_put_off(name: str, monkeypatch: py
     monkeypatch.setattr(deferred.WeightUse, "compute", lambda use, gradient: computed.append(use) or original(use, gradient))
     stage = split_stage(make(name))
     value = MODULES[name][1]()
-    output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split=True)
+    output = stage.forward(0, [value.requires_grad_(value.is_floating_point())], split_backward=True)
     stage.backward(0, [torch.ones_like(output)])
     assert not computed
     stage.backward_weight([0])
@@ -377,7 +377,7 @@ def test_hooks_on_parameters_see_each_microbatchs_whole_gradient_once_in_w() -> 
         module.a.bias.register_post_accumulate_grad_hook(lambda p, split=split: seen[split].append(p.grad.clone()))
         stage = split_stage(module)
         for m in range(2):
-            output = stage.forward(m, [batch(7, 6).double().detach().requires_grad_()], split=split)
+            output = stage.forward(m, [batch(7, 6).double().detach().requires_grad_()], split_backward=split)
             before = len(seen[split])
             stage.backward(m, [torch.ones_like(output)])
             if split:
@@ -414,7 +414,7 @@ def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
     torch.manual_seed(1)
     module = Checkpointed(reentrant)
     stage = split_stage(module)
-    output = stage.forward(0, [batch(7, 6)], split=True)
+    output = stage.forward(0, [batch(7, 6)], split_backward=True)
     assert module.forwards == 2
     stage.backward(0, [torch.ones_like(output)])
     assert module.forwards == 4
@@ -429,7 +429,7 @@ def test_checkpointed_blocks_are_recomputed_once_in_i(reentrant: bool) -> None:
             each.zero_grad()
             again = split_stage(each)
             for m, value in enumerate(batches):
-                output = again.forward(m, [value.clone().requires_grad_()], split=split)
+                output = again.forward(m, [value.clone().requires_grad_()], split_backward=split)
                 again.backward(m, [torch.ones_like(output)])
                 if split:
                     again.backward_weight([m])
@@ -444,7 +444,7 @@ def test_a_checkpointed_block_keeps_no_activation_between_forward_and_i() -> Non
     stage = split_stage(module)
     for block in module.blocks:
         block[1].register_forward_hook(lambda _, inputs, output: alive.append(weakref.ref(output)))
-    stage.forward(0, [batch(33, 64)], split=True)
+    stage.forward(0, [batch(33, 64)], split_backward=True)
     gc.collect()
     assert len(alive) == 2
     assert all(each() is None for each in alive)
@@ -456,7 +456,7 @@ def test_activations_no_weight_needs_go_with_i_and_the_rest_with_w() -> None:
     for number, layer in enumerate(module):
         layer.register_forward_hook(lambda _, inputs, out, number=number: alive.update({number: weakref.ref(out)}))
     stage = split_stage(module)
-    output = stage.forward(0, [batch(7, 6)], split=True)
+    output = stage.forward(0, [batch(7, 6)], split_backward=True)
     seed = torch.ones_like(output)
     del output
     assert [alive[number]() is not None for number in range(4)] == [False, True, True, False]
@@ -474,7 +474,7 @@ def test_an_input_changed_in_place_is_an_error_as_in_a_full_backward() -> None:
         return output
 
     stage = split_stage(Lambda(spoil, w=(5, 6)))
-    output = stage.forward(0, [batch(7, 6)], split=True)
+    output = stage.forward(0, [batch(7, 6)], split_backward=True)
     stage.backward(0, [torch.ones_like(output)])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stage.backward_weight([0])
@@ -487,7 +487,7 @@ def test_a_forward_that_differentiates_inside_is_refused_since_the_weights_part_
         return x + torch.autograd.grad(energy, x, create_graph=create_graph)[0]
 
     stage = split_stage(Lambda(force, w=(6, 6)))
-    output = stage.forward(0, [batch(7, 6)], split=True)
+    output = stage.forward(0, [batch(7, 6)], split_backward=True)
     with pytest.raises(ps.StageError, match=r"differentiates inside .*: use a schedule without I and W, '1f1b' for instance"):
         stage.backward(0, [torch.ones_like(output)])
 
@@ -497,7 +497,7 @@ def test_the_parameters_are_back_in_their_places_whatever_happens() -> None:
     before = dict(module.named_parameters())
     stage = split_stage(module)
     with pytest.raises(RuntimeError):
-        stage.forward(0, [batch(7, 6)], split=True)
+        stage.forward(0, [batch(7, 6)], split_backward=True)
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
 
 
@@ -516,8 +516,8 @@ def test_parameters_may_be_frozen_replaced_and_moved_between_steps() -> None:
         for each, split in ((stage, True), (other, False)):
             change(each.module)
             each.module.zero_grad()
-            each.forget()
-            output = each.forward(0, [value.to(each.module[0].weight.dtype)], split=split)
+            each.begin_step()
+            output = each.forward(0, [value.to(each.module[0].weight.dtype)], split_backward=split)
             each.backward(0, [torch.ones_like(output)])
             if split:
                 each.backward_weight([0])
@@ -543,15 +543,15 @@ def test_values_that_a_forward_puts_in_the_place_of_a_parameters_stay_there(in_o
     values = [torch.randn(4, 2, 9) for _ in range(3)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (module, other)]
     for _ in range(3):
-        stage.forget()
+        stage.begin_step()
         for m, value in enumerate(values):
-            output = stage.forward(m, [value], split=True)
+            output = stage.forward(m, [value], split_backward=True)
             expected = other(value)
             assert torch.equal(output, expected)
             expected.backward(torch.ones_like(expected))
             stage.backward(m, [torch.ones_like(output)])
         for m in range(3):
-            stage.backward_weight([m], last=m == 2)
+            stage.backward_weight([m], is_last=m == 2)
         for p, q in zip(module.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
             assert torch.equal(p.grad, q.grad)
@@ -574,11 +574,11 @@ def test_a_weight_kept_from_one_microbatch_to_the_next_loses_nothing() -> None:
         stage = split_stage(module)
         values = [torch.randn(7, 6).double() for _ in range(3)]
         for m, value in enumerate(values):
-            stage.forward(m, [value], split=split)
+            stage.forward(m, [value], split_backward=split)
         for m in range(3):
             stage.backward(m, [torch.ones(7, 5).double()])
             if split:
-                stage.backward_weight([m], last=m == 2)
+                stage.backward_weight([m], is_last=m == 2)
         sums.append(module.w.grad)
     assert torch.allclose(*sums, rtol=1e-12, atol=0)
 
@@ -598,7 +598,7 @@ def test_around_a_compiled_layer_the_others_are_split() -> None:
     compiled, plain = copy.deepcopy(module), copy.deepcopy(module)
     compiled[1].compile(backend="eager")
     stage, batches = split_stage(compiled), [torch.randn(64, 64) for _ in range(2)]
-    stage.backward(0, [torch.ones_like(stage.forward(0, [batches[0]], split=True))])
+    stage.backward(0, [torch.ones_like(stage.forward(0, [batches[0]], split_backward=True))])
     assert compiled[1].weight.grad is not None
     assert compiled[0].weight.grad is compiled[2].weight.grad is None
     stage.backward_weight([0])
@@ -653,11 +653,11 @@ def test_merged_weight_gradients_are_exact_to_rounding(name: str) -> None:
     other = copy.deepcopy(module)
     values = [MODULES[name][1]() for _ in range(4)]
     values = [value.double() if value.is_floating_point() else value for value in values]
-    merging = Stage(1, module, CPU, merge=True)
+    merging = Stage(1, module, CPU, merge_weight_gradients=True)
     for _ in range(2):
-        merging.forget()
+        merging.begin_step()
         for m, value in enumerate(values):
-            output = merging.forward(m, [value], split=True)
+            output = merging.forward(m, [value], split_backward=True)
             merging.backward(m, [torch.ones_like(output)])
         merging.backward_weight([0])
         merging.backward_weight([1, 2, 3])
@@ -678,10 +678,10 @@ def test_merged_weight_gradients_are_one_product() -> None:
 
     module = nn.Linear(6, 5)
     module.weight.grad, module.bias.grad = torch.zeros(5, 6), torch.zeros(5)
-    stage = Stage(1, module, CPU, merge=True)
-    stage.forget()
+    stage = Stage(1, module, CPU, merge_weight_gradients=True)
+    stage.begin_step()
     for m in range(3):
-        output = stage.forward(m, [torch.randn(7, 6)], split=True)
+        output = stage.forward(m, [torch.randn(7, 6)], split_backward=True)
         stage.backward(m, [torch.ones_like(output)])
     with Count():
         stage.backward_weight([0, 1, 2])
@@ -709,15 +709,15 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
     stage = split_stage(module, kind_of(module, parallel))
     generator = torch.Generator().manual_seed(10 + topology.rank)
     for _ in range(2):
-        stage.forget()
+        stage.begin_step()
         for m in range(3):
-            stage.forward(m, [torch.randn(7, 6, generator=generator).double()], split=split)
+            stage.forward(m, [torch.randn(7, 6, generator=generator).double()], split_backward=split)
         for m in range(3):
-            stage.backward(m, [torch.ones(7, 5).double()], last=m == 2 and not split)
+            stage.backward(m, [torch.ones(7, 5).double()], is_last=m == 2 and not split)
         if split:
             for m in range(3):
-                stage.backward_weight([m], last=m == 2)
-        stage.copies.end(training=True)
+                stage.backward_weight([m], is_last=m == 2)
+        stage.replication.finish_step(training=True)
     return {name: p.grad for name, p in module.named_parameters()}, sums
 
 
@@ -745,9 +745,9 @@ def two_steps(stage: Stage, rows: int, order: tuple[int, ...]) -> list[dict[str,
     """After all `I` of each step, the gradients there are."""
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(2):
-        stage.forget()
+        stage.begin_step()
         for m in range(3):
-            stage.forward(m, [torch.randn(rows, 8, generator=generator).requires_grad_()], split=True)
+            stage.forward(m, [torch.randn(rows, 8, generator=generator).requires_grad_()], split_backward=True)
         for m in range(3):
             stage.backward(m, [torch.randn(rows, 8, generator=generator)])
         found.append({name: None if p.grad is None else p.grad.clone() for name, p in stage.module.named_parameters()})
@@ -801,11 +801,11 @@ def test_a_stage_with_small_weights_only_leaves_nothing_to_w() -> None:
     stage = Stage(1, module, CPU, in_order=True)
     values = [torch.randn(4, 6) for _ in range(3)]
     for _ in range(3):
-        stage.forget()
+        stage.begin_step()
         for m, value in enumerate(values):
-            stage.forward(m, [value], split=True)
+            stage.forward(m, [value], split_backward=True)
             stage.backward(m, [torch.ones(4, 5)])
-            stage.backward_weight([m], last=m == 2)
+            stage.backward_weight([m], is_last=m == 2)
             other(value).backward(torch.ones(4, 5))
     assert not stage._deferred
     for p, q in zip(module.parameters(), other.parameters(), strict=True):

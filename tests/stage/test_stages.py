@@ -480,10 +480,10 @@ class Placed(nn.Module):
 @pytest.mark.parametrize("split", [False, True])
 def test_what_a_microbatch_gives_back_is_not_changed_by_the_next_one(split):
     stage = Stage(1, Placed(), torch.device("cpu"))
-    stage.forget()
+    stage.begin_step()
     given = []
     for microbatch in range(2):
-        output = stage.forward(microbatch, [torch.randn(1, 4, 6).requires_grad_()], split=split)
+        output = stage.forward(microbatch, [torch.randn(1, 4, 6).requires_grad_()], split_backward=split)
         [[gradient]] = stage.backward(microbatch, [torch.ones_like(output)])
         given.append((gradient, gradient.clone()))
         if split:
@@ -510,12 +510,12 @@ def test_what_a_weight_is_owed_is_not_changed_by_a_sum_that_begins_with_a_view_o
         alone(each).sum().backward()
     for _ in range(2):  # from the second step on small gradients reach their parameters in I
         module.zero_grad()
-        stage.forget()
+        stage.begin_step()
         for microbatch, each in enumerate(batch):
-            output = stage.forward(microbatch, [each.clone().requires_grad_()], split=True)
+            output = stage.forward(microbatch, [each.clone().requires_grad_()], split_backward=True)
             stage.backward(microbatch, [torch.ones_like(output)])
         for microbatch in range(3):
-            stage.backward_weight([microbatch], last=microbatch == 2)
+            stage.backward_weight([microbatch], is_last=microbatch == 2)
     for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
 
@@ -538,6 +538,6 @@ class Remembers(nn.Module):
 def test_a_buffer_that_a_stage_gives_is_as_it_was_when_the_next_microbatch_changes_it(part, training):
     stage = Stage(0, Remembers(part), torch.device("cpu"))
     for step in range(2):
-        stage.forget()
-        given = [stage.forward(microbatch, [(torch.ones(1),), {}], keep=training)[1] for microbatch in range(3)]
+        stage.begin_step()
+        given = [stage.forward(microbatch, [(torch.ones(1),), {}], with_backward=training)[1] for microbatch in range(3)]
         assert [each.unique().item() for each in given] == [3 * step + 1, 3 * step + 2, 3 * step + 3]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import MismatchError
-from penstock.stage.dtensor import full
+from penstock.stage.dtensor import gather_full_tensor
 
 KINDS: dict[Any, Any] = {"tensor": str, "tuple": list, "dict": dict, "items": list, "counter": list}
 DEEPEST = 100
@@ -27,7 +27,7 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         while name in tensors:
             name += "+"
-        tensors[name] = full(value.detach())
+        tensors[name] = gather_full_tensor(value.detach())
         return {"tensor": name}
     if value is None or isinstance(value, str | int | float):
         return value

@@ -184,7 +184,7 @@ def _show(setup: Setup, step: int) -> None:
     timeline = setup.pipe.timeline()
     if setup.speaks and setup.folder is not None:
         with manifest.replaced(setup.folder / FILE) as beside:
-            save(timeline, None, beside, (f"step {step}",), setup.pipe.balance.stages if setup.pipe.balance else ())
+            save(timeline, None, beside, (f"step {step}",), setup.pipe.balance.stage_costs if setup.pipe.balance else ())
 
 
 def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callable[[dict[str, Any]], None]]:
@@ -192,7 +192,7 @@ def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callabl
     if not setup.speaks:
         return []
     progress = stack.enter_context(Progress(setup.config, run))
-    if setup.pipe.balance is not None and len(setup.pipe.balance.stages) > 1:
+    if setup.pipe.balance is not None and len(setup.pipe.balance.stage_costs) > 1:
         progress.say(f"cut by measured times of a microbatch:\n{setup.pipe.balance}")
     if setup.folder is None:
         return [progress.step]
@@ -262,7 +262,7 @@ def _write_settings(folder: Path, config: TrainConfig, results: dict[str, Any]) 
 def _explained(setup: Setup, timelines: list[Timeline]) -> str:
     """Where the time of these steps went, in words; and drawn in the folder, over what their own costs make of the table."""
     config, folder, balance = setup.config, setup.folder, setup.pipe.balance
-    measured = Measurement.of(*timelines, layers=balance.stages if balance else ())
+    measured = Measurement.of(*timelines, layers=balance.stage_costs if balance else ())
     labels = tuple(f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines)))
     record = Record(tuple(timelines), measured.predict(measured.schedule), "s", labels, measured.layers)
     if folder is not None and config.timeline:

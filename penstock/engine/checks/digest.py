@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock.comms.control import Control
 from penstock.engine.checks import is_power_of_two
 from penstock.errors import MismatchError
-from penstock.stage.tied import TiedParameters
+from penstock.stage.tied_parameters import TiedParameters
 
 MOST_STEPS_BETWEEN = 64
 CAUSES = (

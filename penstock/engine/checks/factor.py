@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from penstock.engine.checks import is_power_of_two
 from penstock.engine.checks.trained_elsewhere import sample
-from penstock.stage.dtensor import local
-from penstock.stage.parameters import Parameters
+from penstock.stage.dtensor import local_shard
+from penstock.stage.rank_parameters import RankParameters
 from penstock.torch_private import version_of
 
 COUNT, LARGEST = 4, 2**16  # how many gradients are remembered, of at most so many numbers
@@ -38,7 +38,7 @@ class GradientFactor:
     Where they were changed, it looks the 1st, 2nd, 4th, .. time only: gradients that are on a GPU are waited for then.
     """
 
-    def __init__(self, parameters: Parameters, ranks: int) -> None:
+    def __init__(self, parameters: RankParameters, ranks: int) -> None:
         self._parameters, self._ranks, self._chosen = parameters, ranks, list[nn.Parameter]()
         self._remembered: list[Remembered] = []
         self._changes = 0
@@ -57,7 +57,7 @@ class GradientFactor:
         trained = self._parameters.parameters() if is_power_of_two(self._steps) else ()
         self._weights = [(each, version_of(each)) for each in trained if each.grad is not None and not each.is_inference()]
         self._chosen = self._chosen or [each for each in self._parameters.parameters() if _is_small(each.grad)][:COUNT]
-        gradients = [local(each.grad) for each in self._chosen if _is_small(each.grad)]
+        gradients = [local_shard(each.grad) for each in self._chosen if _is_small(each.grad)]
         self._remembered = [Remembered(each, version_of(each), each.clone()) for each in gradients]
 
     def read(self) -> float:
@@ -101,4 +101,4 @@ class GradientFactor:
 def _is_small(gradient: Tensor | None) -> bool:
     if gradient is None or gradient.layout != torch.strided or gradient.is_inference():
         return False
-    return gradient.is_floating_point() and 0 < local(gradient).numel() <= LARGEST
+    return gradient.is_floating_point() and 0 < local_shard(gradient).numel() <= LARGEST

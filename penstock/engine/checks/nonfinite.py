@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from penstock.comms.control import Control
 from penstock.errors import MismatchError
 from penstock.schedule.table import Action, Kind
-from penstock.stage.dtensor import local
-from penstock.stage.parameters import Parameters
+from penstock.stage.dtensor import local_shard
+from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.stage import Stage
 from penstock.torch_private import is_compiled, storage_key, uncompiled_name
 from penstock.trees import tensors
@@ -71,7 +71,7 @@ def value_of(tensor: Tensor, may_be_mask: bool = False) -> str:
 
     `may_be_mask`: of minus infinity and zeros only it is a mask, which is as it should be.
     """
-    tensor = local(tensor.detach())
+    tensor = local_shard(tensor.detach())
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
         return ""
     if tensor.is_sparse:
@@ -144,7 +144,7 @@ class Watch:
             if backward and (value := in_tree(made, may_be_mask=False)):
                 self._blame_backward(value, "")
             elif backward:
-                self._look_at_gradients((action.stage,), shared=stage.copies.hooked, largest=SMALL)
+                self._look_at_gradients((action.stage,), shared=stage.replication.hooks_gradients, largest=SMALL)
             elif value := in_tree(made):
                 self._note("", f"the stage gave {value}")
         self._action = None
@@ -236,7 +236,7 @@ class Verdict(NamedTuple):
     place: tuple[Any, ...]  # the same if it happens there again
 
 
-def verdict(control: Control, watch: Watch, parameters: Parameters, batch: Mapping[str, Sequence[Any]]) -> Verdict:
+def verdict(control: Control, watch: Watch, parameters: RankParameters, batch: Mapping[str, Sequence[Any]]) -> Verdict:
     """What all ranks come to once one of them has found something; all call it, when all have ended the step.
 
     `batch`: microbatches of inputs and of targets, as far as this rank reads them.
@@ -252,7 +252,7 @@ def verdict(control: Control, watch: Watch, parameters: Parameters, batch: Mappi
     return Verdict(COMPUTED, str(first), first.place)
 
 
-def _state(parameters: Parameters) -> Iterator[str]:
+def _state(parameters: RankParameters) -> Iterator[str]:
     """What cannot have come of this step, since no step changes a parameter."""
     for name, parameter in parameters.named_parameters():
         if value := value_of(parameter):

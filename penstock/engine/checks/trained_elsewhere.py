@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.comms.encoding import as_bytes
 from penstock.errors import MismatchError
-from penstock.stage.dtensor import local
+from penstock.stage.dtensor import local_shard
 from penstock.torch_private import tensor_slots, version_of
 
 Key = tuple[str, str]  # the first pipeline that had a tensor, and its name in the uncut model: the same on all ranks
@@ -57,7 +57,7 @@ def _version(tensor: Tensor) -> int:
 
 def sample(tensor: Tensor) -> Tensor:
     """Some of its values, as bytes."""
-    tensor = local(tensor.detach())
+    tensor = local_shard(tensor.detach())
     if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     step = -(-tensor.numel() // SAMPLE)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import StageError
-from penstock.stage.graph import Gradients, edge_of, enter
+from penstock.stage.autograd_edges import Gradients, gradient_edge, with_gradient_callback
 from penstock.stage.parameter_slot import ParameterSlot
 from penstock.torch_private import DisableTorchFunctionSubclass, base_of, run_backward, saved_tensor_hooks, version_of
 
@@ -135,7 +135,7 @@ class DeferredGradients:
         if use.unpacked is not None:
             keep = partial(use.unpack_and, keep)
         if not output.requires_grad:
-            return enter([output.detach()], keep)[0]
+            return with_gradient_callback([output.detach()], keep)[0]
         made = output if (base := base_of(output)) is None else base  # whose node stays what it is when a view changes in place
         made.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
         return output
@@ -200,7 +200,7 @@ def add(sums: dict[int, Tensor], index: int, gradient: Tensor) -> None:
 
 def _view_end(weight: Tensor) -> GradientEdge | None:
     """For a view of a trainable parameter, its end of the graph."""
-    return edge_of(weight) if weight.requires_grad and _index_of(weight) is None else None
+    return gradient_edge(weight) if weight.requires_grad and _index_of(weight) is None else None
 
 
 def _index_of(weight: Tensor | None) -> int | None:

@@ -19,30 +19,30 @@ class StageInput:
     def __init__(self) -> None:
         self.gradients: Gradients = ()
 
-    def admit(self, value: Any) -> Any:
+    def attach(self, value: Any) -> Any:
         """`value` with those of its tensors that require a gradient connected to this input."""
         leaves, tree = flatten(value)
         wanted = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not wanted:
             return value
-        for index, entered in zip(wanted, self._enter([leaves[index] for index in wanted]), strict=True):
+        for index, entered in zip(wanted, self._detach_and_capture_grads([leaves[index] for index in wanted]), strict=True):
             leaves[index] = entered
         return unflatten(leaves, tree)
 
-    def _enter(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _detach_and_capture_grads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self.gradients = (None,) * len(tensors)
-        return enter([tensor.detach() for tensor in tensors], self._keep)
+        return with_gradient_callback([tensor.detach() for tensor in tensors], self._keep)
 
     def _keep(self, gradients: Gradients) -> None:
         self.gradients = gradients
 
 
-def handed_over(value: Any) -> Any:
+def detach_for_next_stage(value: Any) -> Any:
     """`value` as the next stage of the same rank receives it: the same memory, cut off from the graph that made it."""
     return map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 
-def enter(tensors: Sequence[Tensor], keep: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
+def with_gradient_callback(tensors: Sequence[Tensor], keep: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
     """`tensors`, which have no graph, as the beginning of one.
 
     They are not leaves: a layer may change them in place. When a backward has reached them, `keep` gets their gradients, None
@@ -70,7 +70,7 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 _entered = applied(_Entrance)
 
 
-def edge_of(tensor: Tensor) -> GradientEdge:
+def gradient_edge(tensor: Tensor) -> GradientEdge:
     """`get_gradient_edge(tensor)`; of what an operation made without the changes of grad mode, which take longest."""
     node = tensor.grad_fn
     if node is None or not torch.is_grad_enabled():

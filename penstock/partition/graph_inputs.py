@@ -12,7 +12,7 @@ from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec, guard_function, tree_flatten
 
 
-class Like(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor of the example. A size of None may be any; except for rows none may be 1, which `torch.export` rules out."""
 
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Like(NamedTuple):
         return str(size) if size is not None else "any" if place == self.rows_dim else "2 or more"
 
 
-class Input(NamedTuple):
+class InputParameter(NamedTuple):
     """A parameter of the model's forward that the graph knows; with an example, its structure and leaves."""
 
     name: str
@@ -35,11 +35,11 @@ class Input(NamedTuple):
     leaves: tuple[Any, ...] = ()  # Like, or the value itself, which has gone into the graph
 
 
-class Inputs(NamedTuple):
+class GraphInputs(NamedTuple):
     """All that the graph takes, and what it assumes of their sizes."""
 
     signature: inspect.Signature  # of the model's forward
-    inputs: Sequence[Input]
+    inputs: Sequence[InputParameter]
     guards: Sequence[str] = ()  # Python, of the dict `values` of the arguments
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any], cast: torch.dtype | None = None) -> list[Any]:
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
         `cast`: what floating-point tensors have been cast to, whatever the example's were.
         """
-        named_values = named(self.signature, args, kwargs)
+        named_values = bind_arguments(self.signature, args, kwargs)
         self._check_names(named_values)
         leaves: list[Any] = []
         for each in self.inputs:
@@ -68,15 +68,15 @@ class Inputs(NamedTuple):
                 raise MismatchError(f"the model was cut without {name}=: where it is cut, give it in example_args or _kwargs")
 
 
-def _leaves(expected: Input, value: Any, cast: torch.dtype | None) -> list[Any]:
+def _leaves(expected: InputParameter, value: Any, cast: torch.dtype | None) -> list[Any]:
     leaves, spec = tree_flatten(value)
     if spec != expected.spec:
         raise MismatchError(f"the model was cut for another structure of {expected.name}: {expected.spec}, not {spec}")
     for leaf, like in zip(leaves, expected.leaves, strict=True):
-        if cast is not None and isinstance(like, Like) and like.dtype.is_floating_point:
+        if cast is not None and isinstance(like, TensorSpec) and like.dtype.is_floating_point:
             like = like._replace(dtype=cast)
         if not _fits(leaf, like):
-            got = str(Like(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
+            got = str(TensorSpec(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
             hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_one(leaf, like)
             raise MismatchError(f"the model was cut for {expected.name} = {like}, not {got}: {hint}")
     return leaves
@@ -84,14 +84,14 @@ def _leaves(expected: Input, value: Any, cast: torch.dtype | None) -> list[Any]:
 
 def _has_one(leaf: Any, like: Any) -> bool:
     """Whether the leaf has a size of 1, other than its rows, where the example had several."""
-    if not isinstance(leaf, Tensor) or not isinstance(like, Like):
+    if not isinstance(leaf, Tensor) or not isinstance(like, TensorSpec):
         return False
     sizes = enumerate(zip(like.sizes, leaf.shape, strict=False))
     return any(place != like.rows_dim and expected != 1 == size for place, (expected, size) in sizes)
 
 
 def _fits(leaf: Any, like: Any) -> bool:
-    if not isinstance(like, Like):
+    if not isinstance(like, TensorSpec):
         return type(leaf) is type(like) and bool(leaf == like)
     if not isinstance(leaf, Tensor) or leaf.dtype != like.dtype or leaf.dim() != len(like.sizes):
         return False
@@ -99,12 +99,12 @@ def _fits(leaf: Any, like: Any) -> bool:
     return all(mine == size or (size is None and (mine > 1 or place == like.rows_dim)) for place, (size, mine) in sizes)
 
 
-def refused(name: str) -> MismatchError:
+def varargs_error(name: str) -> MismatchError:
     """For a forward that takes *name."""
     return MismatchError(f"a forward that takes *{name} cannot be cut along its graph: give its parameters names")
 
 
-def named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by the names of the forward's parameters. Raises MismatchError if it cannot be called so."""
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -116,7 +116,7 @@ def named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
         if kind is inspect.Parameter.VAR_KEYWORD:
             values |= value
         elif kind is inspect.Parameter.VAR_POSITIONAL:
-            raise refused(name)
+            raise varargs_error(name)
         else:
             values[name] = value
     return values

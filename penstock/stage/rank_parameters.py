@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
-from penstock.stage.dtensor import ShardKey, local, placed_as, shard_of
+from penstock.stage.dtensor import ShardKey, local_shard, shard_coordinates, shard_like
 from penstock.torch_private import foreach_norm, version_of
 
-MISSING, UNKNOWN, SHAPE = "missing", "unknown", "of another shape"  # what a name can be in a state that does not fit
+MISSING, UNEXPECTED, WRONG_SHAPE = "missing", "unknown", "of another shape"  # what a name can be in a state that does not fit
 
 
-class Parameters:
+class RankParameters:
     """The parameters of a rank's stages.
 
     `modules`: stage -> module, this rank's. `names`: for every stage of the model, its own name of each entry -> the name in
@@ -66,7 +66,7 @@ class Parameters:
             for name, value in module.state_dict(keep_vars=keep_vars).items()
         }
 
-    def check_values(self) -> None:
+    def check_initialised(self) -> None:
         """Raises MismatchError if something has no value yet."""
         if self._unset:
             now = self.state_dict(keep_vars=True)
@@ -83,14 +83,14 @@ class Parameters:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load what is this rank's, once all of it is known to fit."""
         state = self._under_all_names(state)
-        unfit = self.unfit({name: _shape(value) for name, value in state.items()})
+        unfit = self.state_mismatches({name: _shape(value) for name, value in state.items()})
         if not strict:
-            unfit = {SHAPE: unfit[SHAPE]}
+            unfit = {WRONG_SHAPE: unfit[WRONG_SHAPE]}
         if any(unfit.values()):
-            raise MismatchError(f"the state does not fit this model: {told(unfit)}")
+            raise MismatchError(f"the state does not fit this model: {describe_mismatches(unfit)}")
         for stage, module in self.modules.items():
             own = module.state_dict()
-            part = {key: placed_as(state[name], own[key]) for key, name in self.names[stage].items() if name in state}
+            part = {key: shard_like(state[name], own[key]) for key, name in self.names[stage].items() if name in state}
             module.load_state_dict(part, strict=strict)
 
     def _under_all_names(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,25 +99,25 @@ class Parameters:
         last = {first[name]: state[name] for name in self.order if name in state}
         return {**state, **{name: last[first[name]] for name in self.order if first[name] in last}}
 
-    def unfit(self, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
+    def state_mismatches(self, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
         """The names that keep a state of these names and shapes (None: no tensor) from being loaded, by what they are."""
         mine, known = self.state_dict(), {name for names in self.names for name in names.values()}
         return {
             MISSING: [name for name in mine if name not in shapes],
-            UNKNOWN: [name for name in shapes if name not in known],
-            SHAPE: [name for name in mine if name in shapes and _shape(mine[name]) != shapes[name]],
+            UNEXPECTED: [name for name in shapes if name not in known],
+            WRONG_SHAPE: [name for name in mine if name in shapes and _shape(mine[name]) != shapes[name]],
         }
 
-    def gradient_norms(self, norm_type: float) -> dict[ShardKey, Tensor]:
+    def gradient_norms_by_name(self, norm_type: float) -> dict[ShardKey, Tensor]:
         """The norm of each gradient that this rank has, or of its shard of one, by the parameter's name."""
         gradients = {
-            (name, shard_of(parameter.grad)): local(parameter.grad)
+            (name, shard_coordinates(parameter.grad)): local_shard(parameter.grad)
             for name, parameter in self.named_parameters()
-            if parameter.grad is not None and local(parameter.grad).numel()
+            if parameter.grad is not None and local_shard(parameter.grad).numel()
         }
         return dict(zip(gradients, _norms([*gradients.values()], norm_type), strict=True))
 
-    def clip(self, parts: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
+    def clip_grads(self, parts: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
         """Scale this rank's gradients by what all ranks' `gradient_norms` ask for; returns the norm of the whole model's."""
         total = nn.utils.get_total_norm(self._in_order(parts).values(), norm_type)
         parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
@@ -125,14 +125,14 @@ class Parameters:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
-    def with_others(self, parts: Sequence[Mapping[ShardKey, Tensor]]) -> list[Tensor]:
+    def with_remote_gradient_norms(self, parts: Sequence[Mapping[ShardKey, Tensor]]) -> list[Tensor]:
         """This rank's parameters, and for each gradient of other ranks a number whose gradient is its norm.
 
         In the uncut model's order, those that have a gradient: their norm is the whole model's. `parts`: all ranks'
         `gradient_norms`.
         """
         own = {
-            (name, shard_of(parameter.grad)): _here(parameter)
+            (name, shard_coordinates(parameter.grad)): _here(parameter)
             for name, parameter in self.named_parameters()
             if parameter.grad is not None
         }
@@ -163,8 +163,8 @@ def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
 
 def _here(parameter: nn.Parameter) -> Tensor:
     """`parameter`, or a tensor with this rank's shard of it and of its gradient."""
-    shard = local(parameter)
-    return parameter if shard is parameter else _with_gradient(shard.detach(), local(parameter.grad))
+    shard = local_shard(parameter)
+    return parameter if shard is parameter else _with_gradient(shard.detach(), local_shard(parameter.grad))
 
 
 def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
     return value
 
 
-def told(unfit: Mapping[str, Sequence[str]]) -> str:
+def describe_mismatches(unfit: Mapping[str, Sequence[str]]) -> str:
     """How many names each kind of `unfit` has, and a few of them."""
     return "; ".join(f"{len(names)} {kind} ({_few(names)})" for kind, names in unfit.items() if names)
 

@@ -7,17 +7,17 @@ from torch import nn
 
 from penstock.comms.point_to_point import recv_tensor, send_tensor
 from penstock.comms.topology import Topology
-from penstock.stage.neighbours import Name
+from penstock.stage.neighbours import StageParameter
 
 
-def find(stages: Mapping[int, nn.Module]) -> list[list[Name]]:
+def find_tied_groups(stages: Mapping[int, nn.Module]) -> list[list[StageParameter]]:
     """The groups of names that are one parameter object in several stages, in stage order."""
-    return [names for names in names_of(stages) if len({stage for stage, _ in names}) > 1]
+    return [names for names in names_by_parameter(stages) if len({stage for stage, _ in names}) > 1]
 
 
-def names_of(stages: Mapping[int, nn.Module]) -> list[list[Name]]:
+def names_by_parameter(stages: Mapping[int, nn.Module]) -> list[list[StageParameter]]:
     """Of each parameter object, in stage order."""
-    places: dict[int, list[Name]] = {}
+    places: dict[int, list[StageParameter]] = {}
     for stage, module in sorted(stages.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             places.setdefault(id(parameter), []).append((stage, name))
@@ -32,7 +32,7 @@ class TiedParameters:
 
     def __init__(
         self,
-        groups: Sequence[Sequence[Name]],
+        groups: Sequence[Sequence[StageParameter]],
         placement: Sequence[int],
         modules: Mapping[int, nn.Module],
         names: Sequence[Mapping[str, str]],
@@ -52,25 +52,25 @@ class TiedParameters:
                     if stage in modules:
                         self.copies[name] = modules[stage].get_parameter(own)
 
-    def borrowed(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def parameters_owned_elsewhere(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's copies whose first owner is another rank, by name."""
         return ((name, copy) for name, copy in self.copies.items() if self.owners[name][0] != self.topology.rank)
 
-    def share_values(self) -> None:
+    def broadcast_values(self) -> None:
         """Give every owner the value of the first."""
         with torch.no_grad():
             for name, copy in self.copies.items():
-                copy.copy_(self._from_first_owner(name, copy.detach()))
+                copy.copy_(self._broadcast_from_first_owner(name, copy.detach()))
 
-    def share_gradients(self) -> None:
+    def broadcast_gradients(self) -> None:
         """At the end of a step: give every owner the gradient of the first."""
         for name, copy in self.copies.items():
             if copy.requires_grad:
-                found = self._from_first_owner(name, torch.tensor([copy.grad is not None], device="cpu"))
+                found = self._broadcast_from_first_owner(name, torch.tensor([copy.grad is not None], device="cpu"))
                 gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
-                copy.grad = self._from_first_owner(name, gradient) if found else None
+                copy.grad = self._broadcast_from_first_owner(name, gradient) if found else None
 
-    def _from_first_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _broadcast_from_first_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         first, *others = map(self.topology.of_job, self.owners[name])
         if self.topology.rank != self.owners[name][0]:
             return recv_tensor(tensor.shape, first, tensor.dtype, tensor.device)

@@ -44,7 +44,7 @@ def check_recompute(recompute: object) -> None:
         raise MismatchError(f"recompute={recompute!r}: use 'stage', 'block' or None")
 
 
-LOSSES = (nn.functional.cross_entropy, nn.functional.mse_loss)  # which draw none either
+DETERMINISTIC_LOSSES = (nn.functional.cross_entropy, nn.functional.mse_loss)  # which draw none either
 
 
 def _may_draw(layer: Callable[..., Any]) -> bool:
@@ -52,7 +52,7 @@ def _may_draw(layer: Callable[..., Any]) -> bool:
     return type(layer) not in NEVER_RANDOM or is_extended(layer)  # type: ignore[arg-type]
 
 
-class Layers:
+class ModuleRunner:
     """A stage's module, run layer by layer where its layers are known.
 
     `numbers` are those, in the uncut model, of the children of a part of a Sequential. With a seed, each layer draws its
@@ -109,7 +109,7 @@ class Layers:
             del self.module.forward
 
     def _hooks_matter(self) -> bool:
-        """Whether hooks of the module do what nobody else does: of those of `fully_shard`, `FSDPCopies` does all but casts."""
+        """Whether hooks of the module must run: of those of `fully_shard`, `FSDPReplication` does all but casts."""
         is_sharded = hasattr(self.module, "unshard")
         return fsdp_casts(self.module) if is_sharded else has_hooks(self.module)
 
@@ -213,7 +213,7 @@ def _now(slots: Sequence[TensorSlot]) -> list[TensorSlot]:
 
 
 @contextmanager
-def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """All of `modules` in evaluation mode, each submodule back in its own afterwards."""
     training = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
     try:

@@ -1,0 +1,49 @@
+"""How a stage is replicated or sharded over other ranks: hooks that a `Stage` and the step call at fixed moments.
+
+begin_step                      of the step
+  prefetch_parameters           of the step, for the first stage; then by the stage before
+  wait_parameters               before the stage's first action
+    ..                          forwards and backwards; `graph_ends` after each forward
+    before_last_backward        the next backward completes this step's gradients
+    after_last_backward
+finish_step                     of the step, after the last action of the rank
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class Replication:
+    """What data parallelism does around a stage's forwards and backwards; the base does nothing."""
+
+    parameters_ready = True  # whether the parameters are on this rank, ready for use
+    backwards_match = True  # whether all replicas run the same backwards in this step; if not, only `finish_step` averages
+    hooks_gradients = False  # whether it has to see the moment at which each gradient reaches its parameter
+    next_stage: "Replication | None" = None  # of this rank's stage that comes into use after this one
+
+    def begin_step(self) -> None:
+        """Before a step."""
+
+    def prefetch_parameters(self) -> None:
+        """Begin to fetch the parameters that are on other ranks."""
+
+    def wait_parameters(self) -> None:
+        """Before the stage's first action: wait until they are here."""
+
+    def before_last_backward(self, graph_ends: Sequence[Tensor] = ()) -> None:
+        """Before the backward that completes this step's gradients. `graph_ends`: of its graph, by the method of that name."""
+
+    def after_last_backward(self) -> None:
+        """Begin to average the gradients."""
+
+    def finish_step(self, training: bool) -> None:
+        """Wait until the gradients are averaged."""
+
+    def graph_ends(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors that keep the graph of `outputs`, but not their memory, for `before_last_backward`."""
+        return ()
+
+
+class NoReplication(Replication):
+    """A stage that is on this rank only."""

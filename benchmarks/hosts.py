@@ -26,10 +26,10 @@ from two_hosts import results_of, run
 
 import penstock as ps
 from penstock.commands.bench.steps import action_costs
-from penstock.comms.groups import DESTINATION
-from penstock.comms.lines import wire
-from penstock.comms.lines.group_line import GroupSender, Outbox
-from penstock.comms.lines.wire import TensorSpec
+from penstock.comms.process_groups import DESTINATION_RANK
+from penstock.comms.transport import message_spec
+from penstock.comms.transport.group_transport import GroupSender, PendingSends
+from penstock.comms.transport.message_spec import TensorSpec
 from penstock.schedule import Costs, Measurement, Schedule
 
 RANKS = 4
@@ -66,12 +66,12 @@ class Link(NamedTuple):
         return [here != there for here, there in pairwise(homes)]
 
 
-class WaitingOutbox(Outbox):
+class WaitingOutbox(PendingSends):
     """The other way to send: the rank waits until its message is gone, and computes nothing meanwhile."""
 
     def post(self, group: Any, tensor: Tensor, spec: TensorSpec, what: object) -> None:
         """Send `tensor` as `spec` through `group`, and wait."""
-        group.send([wire.memory(tensor, spec)], DESTINATION, 0).wait()
+        group.send([message_spec.flat_memory(tensor, spec)], DESTINATION_RANK, 0).wait()
 
 
 # ---- on every rank

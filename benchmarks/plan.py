@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.commands.train.setup import token_loss
-from penstock.comms.system import cores
+from penstock.comms.system import count_cores
 from penstock.engine.build import Planned
 from penstock.learn.devices import DIM
 from penstock.learn.emulated_device import EmulatedDevice
@@ -175,7 +175,7 @@ def real(options: Options) -> tuple[list[Row], Pairs]:
     """Two ranks whose layers compute, measured here."""
     ranks = ps.launch(measured, 2)
     layers, beside = Layers.mean([layers for layers, _ in ranks]), ranks[0][1]
-    terms = Terms((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=cores())
+    terms = Terms((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=count_cores())
     row, pairs = compared(planned(layers, BATCH, terms, "quick"), default_of(layers, 2, BATCH, terms), computing, options)
     return [{"P": 2, "memory": "any", **row}], pairs
 

@@ -5,7 +5,7 @@ The names below are found when first used, so that importing the package, and ev
 
 from typing import TYPE_CHECKING
 
-from penstock.lazy import face
+from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock import checkpoint, comms, model, partition, plan, schedule
@@ -56,7 +56,7 @@ __all__ = [
     "tokens",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         **{name: "errors" for name in __all__ if name.endswith("Error")},

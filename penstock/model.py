@@ -17,7 +17,7 @@ from torch.nn import functional
 from penstock.comms.topology import CPU
 from penstock.engine import cache
 from penstock.errors import MismatchError
-from penstock.randomness import aside, mix
+from penstock.randomness import fork_generator, mix_seed
 from penstock.stage.microbatch import split_sizes
 
 
@@ -29,8 +29,8 @@ class _Seeded:
 
     def build(self, number: int, make: Callable[[], nn.Module]) -> nn.Module:
         """The module `make` makes, initialised as layer `number`."""
-        with aside(CPU) as generator:
-            generator.manual_seed(mix(self.seed, number))
+        with fork_generator(CPU) as generator:
+            generator.manual_seed(mix_seed(self.seed, number))
             return make()
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from penstock import comms
-from penstock.comms.control import Control, control_of
+from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
 from penstock.engine.batch import Call
 from penstock.engine.build import Planned, Rule, check_request, connect, placed
@@ -36,7 +36,7 @@ from penstock.mesh.position import position_in
 from penstock.mesh.sampler import ReplicaSampler
 from penstock.mesh.tensor_parallel import Plan
 from penstock.partition.materialise import Init
-from penstock.randomness import aside
+from penstock.randomness import fork_generator
 from penstock.schedule import MeasuredTimeline, Schedule
 from penstock.schedule.catalog import all_options
 from penstock.stage.module_runner import Recompute, evaluation_mode
@@ -158,7 +158,7 @@ class Pipeline(NoModule):
         self.merge_weight_gradients = merge_weight_gradients
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
         world = topology or comms.init_distributed()
-        self._control = control_of(world)
+        self._control = shared_control_group(world)
         self._number: int | None = None
         self._calls, self._process = threading.Lock(), os.getpid()
 
@@ -166,7 +166,7 @@ class Pipeline(NoModule):
             self._number = next(_count)  # of the pipeline: what its calls are told by
             self.position = position_in(mesh, world)
             self.topology = self.position.pipeline  # this rank's place in its pipeline
-            self._control.add_mesh(self._number, self.position.beside)
+            self._control.add_mesh_groups(self._number, self.position.beside)
 
             request = check_request(model, arguments, self.topology.world_size, before)
             self.schedule, self.rows_dim, self.seed = request.schedule, request.rows_dim, request.given.seed
@@ -300,7 +300,7 @@ class Pipeline(NoModule):
         with (
             self.collective("generate()", announces=False),
             evaluation_mode(list(self.stages.values())),
-            self.topology.world.activity.step(self.step_count, False),
+            self.topology.context.activity.during_step(self.step_count, False),
         ):
             self._check_mesh()
             return generate(self._engine, tokens, kwargs, request, on_token, self.rows_dim)
@@ -381,9 +381,14 @@ class Pipeline(NoModule):
         draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
         number = self.step_count + training  # of the step that begins, or of the last
         mode = nullcontext() if training else evaluation_mode(list(self.stages.values()))
-        own_draws = aside(self.topology.device) if draws else nullcontext()
+        own_draws = fork_generator(self.topology.device) if draws else nullcontext()
         name = "step()" if training else "eval()"
-        with self.collective(name, announces=False), mode, self.topology.world.activity.step(number, training), own_draws:
+        with (
+            self.collective(name, announces=False),
+            mode,
+            self.topology.context.activity.during_step(number, training),
+            own_draws,
+        ):
             self._check_mesh()
             outcome = self._engine.step(call)
             self.step_count += training
@@ -412,26 +417,26 @@ class Pipeline(NoModule):
         return self.report is not None and any(self.report.preempted)
 
     @contextmanager
-    def collective(self, call: str, announces: bool = True) -> Iterator[Control]:
+    def collective(self, call: str, announces: bool = True) -> Iterator[ControlGroup]:
         """Around what all ranks do as one `call`: if a rank makes another call, or fails inside, all raise the same error.
 
-        Gives the control group they exchange values over. `announces`: see `Control.collective`. One call at a time: two would
-        mix their microbatches.
+        Gives the control group they exchange values over. `announces`: see `ControlGroup.collective_call`. One call at a time:
+        two would mix their microbatches.
         """
         if os.getpid() != self._process:
             raise PenstockError(f"the pipeline is that of process {self._process}, which has forked this one: call it there")
         if not self._calls.acquire(blocking=False):
             raise PenstockError("the pipeline is in another call: one at a time, and none from a forward, a loss or a hook")
         try:
-            with self._control.collective(call, self._number, announces):
+            with self._control.collective_call(call, self._number, announces):
                 yield self._control
         finally:
             self._calls.release()
 
     def _check_mesh(self) -> None:
         """Raises LostRankError once a failure has broken off the process groups of this pipeline's mesh."""
-        if self._number in self._control.ended:
-            why = self._control.ended[self._number]
+        if self._number in self._control.ended_pipelines:
+            why = self._control.ended_pipelines[self._number]
             raise LostRankError(f"this pipeline ended when {why}: start the ranks again")
 
     def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
@@ -523,7 +528,7 @@ class Pipeline(NoModule):
         If it raises on one rank, all do. `what` is said of a rank that does not come.
         """
         with self.collective("gather()") as control:
-            return control.gather_objects(make(), what)
+            return control.all_gather_object(make(), what)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that their norm, taken together, is at most `max_norm`; returns the norm before.
@@ -542,7 +547,7 @@ class Pipeline(NoModule):
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
             norms = self._parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's
-            return self._control.gather_objects(norms, "to clip their gradients")
+            return self._control.all_gather_object(norms, "to clip their gradients")
 
     def metrics(self) -> dict[str, float]:
         """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.

@@ -12,15 +12,15 @@ from penstock.torch_private import mps_generator
 _MASK = 2**64 - 1
 
 
-def mix(*numbers: int) -> int:
+def mix_seed(*numbers: int) -> int:
     """One 64-bit seed from several numbers."""
     state = 0
     for number in numbers:
-        state = advance(state, number)
+        state = mix_in(state, number)
     return state
 
 
-def advance(state: int, number: int) -> int:
+def mix_in(state: int, number: int) -> int:
     """`mix` of one number more (SplitMix64's finaliser; Steele, Lea and Flood 2014)."""
     state = (state ^ index(number)) + 0x9E3779B97F4A7C15 & _MASK
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -28,7 +28,7 @@ def advance(state: int, number: int) -> int:
     return state ^ state >> 31
 
 
-def generator_of(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
     """The generator that random operations on `device` draw from."""
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
@@ -37,7 +37,7 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def repeat_bits() -> None:
+def use_deterministic_algorithms() -> None:
     """From now on torch gives the same bits each time, on a GPU too, or raises where an operation has no such way.
 
     To be called before the first product: cuBLAS reads once how much memory of its own it may use. Products of float32 are of
@@ -51,9 +51,9 @@ def repeat_bits() -> None:
 
 
 @contextmanager
-def aside(device: torch.device) -> Iterator[torch.Generator]:
+def fork_generator(device: torch.device) -> Iterator[torch.Generator]:
     """The generator of `device`, to be seeded at will: its state is put back afterwards."""
-    generator = generator_of(device)
+    generator = default_generator(device)
     state = generator.get_state()
     try:
         yield generator

@@ -42,9 +42,9 @@ from lagging import install as lag
 from torch import Tensor
 
 from penstock import torch_private
-from penstock.comms import groups, topology
-from penstock.comms.breaking import break_off_backend
-from penstock.comms.devices import settle_nccl
+from penstock.comms import process_groups, topology
+from penstock.comms.abort import abort_backend
+from penstock.comms.backends import set_nccl_defaults
 
 MANNERS = ("lazy", "eager", "ahead")  # connected at first use, or from the start; the first, and the host ahead of its device
 KNOWN = (
@@ -67,11 +67,11 @@ def install(manners: str = "lazy") -> None:
     _manners = manners
     if manners == "ahead":
         lag()
-    join = topology._join
-    topology._join = lambda backend, timeout, device: _joined(join("gloo", timeout, "cpu"))
-    groups.new_nccl = NcclLike
+    join = topology._find_topology
+    topology._find_topology = lambda backend, timeout, device: _joined(join("gloo", timeout, "cpu"))
+    process_groups.new_nccl_group = NcclLike
     torch_private.backend_of = lambda group, device: _of(group, topology.current_topology())
-    settle_nccl()
+    set_nccl_defaults()
     threading.Thread(target=_watchdog, daemon=True).start()
 
 
@@ -207,7 +207,7 @@ class NcclLike:
         if "-" not in what:  # no direction of a pair
             store, options = (
                 dist.PrefixStore(f"like-{what}", self.store),
-                torch_private.gloo_options([topology.current_topology().world.gloo], LONG),
+                torch_private.gloo_options([topology.current_topology().context.gloo_device], LONG),
             )
             self.gloo[what] = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options)
 
@@ -238,7 +238,7 @@ class NcclLike:
     def abort(self) -> None:
         self.aborted.set()
         for gloo in list(self.gloo.values()):
-            break_off_backend(gloo)
+            abort_backend(gloo)
 
     def shutdown(self) -> None:
         for work in list(self.outstanding):

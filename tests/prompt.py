@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.comms.launch import ranks
+from penstock.comms.launch import rank_processes
+from penstock.comms.launch.forkserver import HELD_SIGNALS, forkserver_context
 from penstock.comms.launch.rank_main import rank_main
-from penstock.comms.launch.server import HELD, server_context
 
 WAIT = 500  # seconds
 Ended = subprocess.CompletedProcess[str]
@@ -52,7 +52,7 @@ def torchrun(ranks: int, *words: object, **variables: str) -> Ended:
 
 def _ended(work: Callable[[], None], words: list[str], **variables: str) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
-        context, said = server_context(), (Path(folder) / "stdout", Path(folder) / "stderr")
+        context, said = forkserver_context(), (Path(folder) / "stdout", Path(folder) / "stderr")
         typed = Typed(words, os.environ | variables, os.getcwd(), said, _way_to_server())
         process: Any = context.Process(target=_run, args=(work, typed))
         process.start()
@@ -75,9 +75,9 @@ def _way_to_server() -> dict[str, Any]:
 def _run(work: Callable[[], None], typed: Typed) -> None:
     vars(forkserver._forkserver).update(typed.server)
     forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # it is not this process's child
-    ranks.rank_main = partial(_rank, typed.said)
+    rank_processes.rank_main = partial(_rank, typed.said)
     _speak_into(typed.said)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)  # as the server has them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)  # as the server has them
     os.environ.clear()
     os.environ.update(typed.environment)
     os.chdir(typed.folder)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.checkpoint.files import json_lines
 from penstock.checkpoint.files.packing import pack
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.digest import CAUSES, crc_of, ranks_by_digest
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
@@ -66,7 +66,7 @@ def describe(kind: str, name: str) -> str:
     return {"gradients": "the gradient of ", "optimizer": "the optimizer's state of "}.get(kind, "") + name
 
 
-def check_replicas(control: Control, pipe: Pipeline, optimizer: Any = None) -> None:
+def check_replicas(control: ControlGroup, pipe: Pipeline, optimizer: Any = None) -> None:
     """Raises MismatchError, on every rank, where ranks that have the same parameter, or shard of one, differ in its bits."""
     among = None if pipe.position.copies > 1 else pipe._engine.tied.owners  # a chain of ranks has no more than these twice
     if among is not None and not among:  # on no rank
@@ -76,19 +76,19 @@ def check_replicas(control: Control, pipe: Pipeline, optimizer: Any = None) -> N
         if kind != "gradients":
             shard = "".join(f", shard {each}" for each in shard_coordinates(parameter))
             mine.setdefault(kind, {})[name + shard] = digest(tree_map_only(Tensor, local_shard, value))
-    for kind, named in _merged(control.gather_objects(mine, "to compare replicas"), ()).items():
+    for kind, named in _merged(control.all_gather_object(mine, "to compare replicas"), ()).items():
         for name, each in named.items():
             if isinstance(each, dict):
                 differ = f"{describe(kind, name)} is not the same on all ranks that have it: {ranks_by_digest(each)}"
                 raise MismatchError(f"{differ}; {CAUSES}" if name in pipe._engine.tied.owners else differ)
 
 
-def _of_all(control: Control, pipe: Pipeline, optimizer: Any, what: str) -> Digests:
+def _of_all(control: ControlGroup, pipe: Pipeline, optimizer: Any, what: str) -> Digests:
     """All ranks' digests as one, in the order of names."""
     mine: dict[str, dict[str, str]] = {}
     for kind, name, _, value in _values(pipe, optimizer):
         mine.setdefault(kind, {})[name] = digest(value)
-    return _merged(control.gather_objects(mine, what), pipe._engine.parameters.order)
+    return _merged(control.all_gather_object(mine, what), pipe._engine.parameters.order)
 
 
 def _merged(everyone: Sequence[Mapping[str, Mapping[str, str]]], order: Sequence[str]) -> Digests:
@@ -171,7 +171,7 @@ class Trail:
                 line = {"step": self.pipe.step_count, **_of_all(control, self.pipe, self.optimizer, "to write their digests")}
                 self._write(control, lambda: json_lines.add(self.path, line))
 
-    def _write(self, control: Control, write: Callable[[], None]) -> None:
+    def _write(self, control: ControlGroup, write: Callable[[], None]) -> None:
         """Have rank 0 write to the file. If it cannot, all ranks are told."""
         if control.topology.rank == 0:
             try:
@@ -179,7 +179,7 @@ class Trail:
             except OSError as error:
                 why = f"digests cannot be written to {self.path}: {error.strerror or error}"
                 raise PenstockError(f"{why}; make room there, or train without them") from error
-        control.gather((), "to keep their digests")
+        control.all_gather_row((), "to keep their digests")
 
 
 def conditions(pipe: Pipeline) -> dict[str, Any]:

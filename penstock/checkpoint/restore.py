@@ -14,7 +14,7 @@ from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.together import MODEL, as_one, differences, newest_whole, put, settled, under_all_names
 from penstock.checkpoint.training_state import check_optimizer, check_scaler, check_scheduler, restore_optimizer, restore_random
-from penstock.comms.system import say
+from penstock.comms.system import print_notice
 from penstock.engine import optimizers
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
@@ -67,14 +67,14 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
                 restore_optimizer(optimizer, content["optimizer"], names, files)
             if scheduler is not None:
                 scheduler.load_state_dict(rate)
-            control.gather((), f"to check {chosen}")  # from here on nothing can fail, on any rank
+            control.all_gather_row((), f"to check {chosen}")  # from here on nothing can fail, on any rank
         put(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
         if pipe.scaler is not None and scale:
             pipe.scaler.load_state_dict(scale)
         pipe.step_count = content["step"]
         restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
     if len(folders) > 1 and control.topology.rank == 0:
-        say(f"the ranks go on from {chosen}")
+        print_notice(f"the ranks go on from {chosen}")
     return extra
 
 

@@ -20,8 +20,8 @@ from penstock.checkpoint.files.tensor_files import MOST_BYTES
 from penstock.checkpoint.together import MODEL, Saving, as_one, own_state, settled, written
 from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
 from penstock.checkpoint.weights import settings
-from penstock.comms.breaking import broken_off
-from penstock.comms.control import Control
+from penstock.comms.abort import abort_on_error
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.optimizers import check_optimizer
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
@@ -63,7 +63,7 @@ def save(
         saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
     control, name = settled(pipe, "checkpoint.save()"), manifest.folder_of(pipe.step_count)
-    with as_one(control, f"write the checkpoint {folder}/{name}", waits=not wait), broken_off(pipe.position.beside):
+    with as_one(control, f"write the checkpoint {folder}/{name}", waits=not wait), abort_on_error(pipe.position.beside):
         final = Path(folder) / name
         if not is_whole_number(keep, 1):
             raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
@@ -75,10 +75,10 @@ def save(
         held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
         whether = ["none" if each is None else "one" for each in (optimizer, scheduler)]
         given = [str(final.parent), str(keep), *whether]
-        rows = control.gather([pipe.step_count, zlib.crc32(repr(given).encode())], "to save")
+        rows = control.all_gather_row([pipe.step_count, zlib.crc32(repr(given).encode())], "to save")
         check_steps([int(step) for step, _ in rows])
         if len({checksum for _, checksum in rows}) > 1:
-            check_given(control.gather_objects(given, "to save"))
+            check_given(control.all_gather_object(given, "to save"))
         check_replicas(control, pipe, optimizer)
         _warn_of_pending_gradients(pipe, optimizer)
         part, tensors = collected(pipe, optimizer, scheduler, extra)
@@ -150,7 +150,7 @@ def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tup
 
 
 def _write(
-    control: Control, final: Path, part: dict[str, Any], tensors: dict[str, Tensor], keep: int, held: lock.Lock | None
+    control: ControlGroup, final: Path, part: dict[str, Any], tensors: dict[str, Tensor], keep: int, held: lock.Lock | None
 ) -> None:
     """Write and put in place what all ranks have collected; then delete what is older than the last `keep`.
 

@@ -17,7 +17,7 @@ from penstock.checkpoint.files import manifest, schema, tensor_files
 from penstock.checkpoint.files.disk import Damaged, in_memory
 from penstock.checkpoint.files.tensor_files import TensorFiles
 from penstock.checkpoint.training_state import check_random
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.errors import MismatchError, PenstockError
 from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import gather_full_tensor, shard_like
@@ -25,7 +25,7 @@ from penstock.stage.dtensor import gather_full_tensor, shard_like
 T = TypeVar("T")
 MODEL = "model."  # what the names of the model's tensors begin with in a checkpoint
 _count = itertools.count()  # of control groups for checkpoints in this process, the same on every rank
-_controls: WeakKeyDictionary[Pipeline, Control] = WeakKeyDictionary()
+_controls: WeakKeyDictionary[Pipeline, ControlGroup] = WeakKeyDictionary()
 
 
 class Saving:
@@ -57,7 +57,7 @@ class Saving:
             self.wait()
 
 
-def settled(pipe: Pipeline, call: str) -> Control:
+def settled(pipe: Pipeline, call: str) -> ControlGroup:
     """The control group of the checkpoints of `pipe`, once all ranks have made this `call` and the save before has ended.
 
     Raises MismatchError, on every rank, if a rank has made another call, and what went wrong with that save.
@@ -68,7 +68,7 @@ def settled(pipe: Pipeline, call: str) -> Control:
         pass
     pipe._engine.settle_background_save()
     if pipe not in _controls:
-        _controls[pipe] = Control(pipe.position.world, f"penstock/checkpoint/{next(_count)}")
+        _controls[pipe] = ControlGroup(pipe.position.world, f"penstock/checkpoint/{next(_count)}")
     return _controls[pipe]
 
 
@@ -98,9 +98,9 @@ def under_all_names(stored: Mapping[str, T], aliases: Mapping[str, str]) -> dict
     return completed | {further: completed[first] for further, first in aliases.items() if first in completed}
 
 
-def differences(control: Control, pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
+def differences(control: ControlGroup, pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
     """What `Parameters.unfit` says of a state of these names and shapes, over all ranks and the same on each."""
-    everyone = control.gather_objects(pipe._engine.parameters.state_mismatches(shapes), "to compare names and shapes")
+    everyone = control.all_gather_object(pipe._engine.parameters.state_mismatches(shapes), "to compare names and shapes")
     return {kind: list(dict.fromkeys(name for each in everyone for name in each[kind])) for kind in everyone[0]}
 
 
@@ -114,28 +114,28 @@ def put(pipe: Pipeline, state: Iterable[tuple[str, Any]]) -> None:
 
 
 @contextmanager
-def as_one(control: Control, what: str, waits: bool = True) -> Iterator[None]:
+def as_one(control: ControlGroup, what: str, waits: bool = True) -> Iterator[None]:
     """What all ranks do: if it fails on one it does on all, with the same error, which says `what` could not be done.
 
     `waits`: False lets a rank that is done go on at once, to the next exchange over `control`.
     """
-    control.connect()
+    control.open_groups()
     try:
         yield
         if waits:
-            control.gather((), f"to {what}")
+            control.all_gather_row((), f"to {what}")
     except OSError as error:
         why = f"{error.strerror} ({error.filename})" if error.filename else str(error)
         told = PenstockError(f"rank {control.topology.rank} could not {what}: {why}")
         told.__cause__ = error
-        control.fail(told)
+        control.fail_on_all_ranks(told)
     except BaseException as error:
-        control.fail(error)
+        control.fail_on_all_ranks(error)
 
 
 @contextmanager
 def written(
-    control: Control, folder: Path, tensors: Mapping[str, Tensor], more: Any, most: float, with_checksums: bool = False
+    control: ControlGroup, folder: Path, tensors: Mapping[str, Tensor], more: Any, most: float, with_checksums: bool = False
 ) -> Iterator[list[tuple[dict[str, Any], Any]]]:
     """`folder` with what all ranks have written into it, each its `tensors`, as long as this lasts.
 
@@ -146,9 +146,9 @@ def written(
         if first:
             manifest.remove(folder)
             folder.mkdir(parents=True)
-        control.gather((), f"to begin {folder}")
+        control.all_gather_row((), f"to begin {folder}")
         files = tensor_files.write(folder, control.topology.rank, tensors, most, with_checksums)
-        everyone = control.gather_objects((files, more), f"to write {folder}")
+        everyone = control.all_gather_object((files, more), f"to write {folder}")
         for rank, (names, _) in enumerate(everyone):
             if first and (hidden := [folder / name for name in names if not (folder / name).exists()]):
                 where = "save where all ranks do" + "; memory is its machine's alone" * in_memory(folder)
@@ -159,14 +159,14 @@ def written(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_whole(control: Control, *folders: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
+def newest_whole(control: ControlGroup, *folders: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
     """The newest whole checkpoint in `folders`, the same on all ranks: its path, manifest and tensors; one folder may be one.
 
     Raises MismatchError if there is none. Of each that is passed over, a warning says why.
     """
     rank, ranks, where = control.topology.rank, control.topology.world_size, ", ".join(map(str, folders))
     found, damage = _checkpoints(folders) if rank == 0 else [], []
-    for path in control.gather_objects(found, f"to look into {where}")[0]:
+    for path in control.all_gather_object(found, f"to look into {where}")[0]:
         told, content, files, later = None, {}, None, False
         try:
             content = manifest.read(path)
@@ -177,7 +177,7 @@ def newest_whole(control: Control, *folders: Path) -> tuple[Path, dict[str, Any]
             check_random(path, content["random"], rank, files)
         except Damaged as error:
             told = later, str(error)
-        problems = [why for _, why in sorted(filter(None, control.gather_objects(told, f"to check {path}")))]
+        problems = [why for _, why in sorted(filter(None, control.all_gather_object(told, f"to check {path}")))]
         if not problems and files is not None:
             manifest.known_whole(path)
             return path, content, files

@@ -16,7 +16,7 @@ from penstock.checkpoint.files.disk import sync
 from penstock.checkpoint.files.tensor_files import TensorFiles, write_file
 from penstock.checkpoint.importing import INDEX, SINGLE
 from penstock.checkpoint.together import MODEL, as_one, newest_whole, own_state, settled, written
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
@@ -57,7 +57,7 @@ def export_folder(folder: str | Path, path: str | Path, max_shard_size: int | st
     For a program without ranks. Returns the checkpoint taken; raises MismatchError if none is whole, PenstockError if
     `path` cannot be written.
     """
-    control = Control(Topology(), "alone")
+    control = ControlGroup(Topology(), "alone")
     with as_one(control, f"export {folder} to {path}"):
         chosen, content, files = newest_whole(control, Path(folder))
         state = {name.removeprefix(MODEL): files.mapped(name) for name in files if name.startswith(MODEL)}
@@ -78,7 +78,7 @@ def settings(pipe: Pipeline) -> dict[str, Any]:
 
 
 def _write(
-    control: Control,
+    control: ControlGroup,
     path: Path,
     state: Mapping[str, Any],
     aliases: Mapping[str, str],

@@ -103,9 +103,9 @@ class Doctor:
 
     def run(self) -> None:
         """Look and measure."""
-        from penstock.comms.launch.server import start_ahead
+        from penstock.comms.launch.forkserver import start_forkserver_early
 
-        start_ahead()
+        start_forkserver_early()
         from penstock.commands.doctor import examine
 
         examine()
@@ -220,11 +220,11 @@ def main() -> None:
         named = f"{error.filename}: " if error.filename else ""
         sys.exit(f"penstock: {named}{error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
-        from penstock.comms.system import is_refusal, reason
+        from penstock.comms.system import explain_error, is_out_of_resources
 
-        if not is_refusal(error):
+        if not is_out_of_resources(error):
             raise
-        sys.exit(f"penstock: this machine has no room for that, give smaller numbers: {reason(error)}")
+        sys.exit(f"penstock: this machine has no room for that, give smaller numbers: {explain_error(error)}")
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import penstock
 from penstock import comms
-from penstock.comms.groups import Groups
 from penstock.comms.launch.launcher import launch
-from penstock.comms.lines.channels import receiving_line, sending_line
-from penstock.comms.lines.group_line import Outbox
-from penstock.comms.lines.wire import describe_tensor
-from penstock.comms.lines.worker import SendFailure
-from penstock.comms.system import cores
+from penstock.comms.process_groups import ProcessGroups
+from penstock.comms.system import count_cores
+from penstock.comms.transport.channels import open_receiver, open_sender
+from penstock.comms.transport.group_transport import PendingSends
+from penstock.comms.transport.message_spec import describe_tensor
+from penstock.comms.transport.send_thread import SendFailure
 from penstock.torch_private import NEWEST, release
 
 SIZES = (1, 16_384, 1_048_576)  # floats
@@ -39,7 +39,7 @@ def examine() -> None:
     """Print it all; a minus sign is in front of what is missing."""
     print(f"+ Python {platform.python_version()}, torch {torch.__version__}, penstock {penstock.__version__}")
     _tested(torch.__version__)
-    print(f"+ {cores()} processor cores: more ranks than that share them, and computing takes longer than the table says")
+    print(f"+ {count_cores()} processor cores: more ranks than that share them, and computing takes longer than the table says")
     _devices()
     _say(dist.is_gloo_available(), "Gloo, for CPUs", "Gloo: this build of torch does not have it")
     _say(dist.is_nccl_available(), "NCCL, for GPUs", "NCCL: this build of torch does not have it")
@@ -86,12 +86,12 @@ def _nothing() -> None:
 def ping_pong(device: str) -> dict[str, dict[int, float]]:
     """By way, floats of a message on `device` -> seconds to the other rank, the median over rounds there and back."""
     topology = comms.init_distributed("gloo", device=device)
-    groups, other = Groups(topology, "doctor"), 1 - topology.rank
-    outbox = Outbox(SendFailure(groups))
+    groups, other = ProcessGroups(topology, "doctor"), 1 - topology.rank
+    outbox = PendingSends(SendFailure(groups))
     if topology.rank == 0:
-        outgoing, incoming = sending_line(groups, "there", other, outbox), receiving_line(groups, "back", other)
+        outgoing, incoming = open_sender(groups, "there", other, outbox), open_receiver(groups, "back", other)
     else:
-        incoming, outgoing = receiving_line(groups, "there", other), sending_line(groups, "back", other, outbox)
+        incoming, outgoing = open_receiver(groups, "there", other), open_sender(groups, "back", other, outbox)
 
     def send(ball: Tensor) -> None:
         outgoing.send(ball, describe_tensor(ball))

@@ -10,8 +10,8 @@ import tyro
 
 from penstock.commands.source import nearest_path
 from penstock.commands.train.config import SETTINGS, TrainConfig, saved_options
+from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.comms.launch.launcher import launch
-from penstock.comms.launch.server import start_ahead
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Generate:
         _check(config, {name: (getattr(self, name), least[name]) for name in least})
         if not self.prompt:
             raise PenstockError("--prompt is empty: give it a letter or more")
-        start_ahead()
+        start_forkserver_early()
         from penstock.commands.text import write_on
 
         options = {name: getattr(self, name) for name in least if name != "ranks"}
@@ -69,7 +69,7 @@ class Eval:
         _check(config, {"ranks": (self.ranks, 1), "batch": (self.batch, 1)})
         if not self.data.exists():
             raise PenstockError(f"--data {self.data} does not exist{nearest_path(self.data)}")
-        start_ahead()
+        start_forkserver_early()
         from penstock.commands.text import evaluate
 
         told = _on_ranks(self.ranks, evaluate, self.source, config, self.data, self.batch)

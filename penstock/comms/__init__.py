@@ -20,7 +20,7 @@ lines/          what passes between stages
 
 from typing import TYPE_CHECKING
 
-from penstock.lazy import face
+from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.comms.device_mesh import init_mesh
@@ -42,4 +42,4 @@ _HOMES = {
     "point_to_point": ("recv_tensor", "send_tensor"),
 }
 
-__getattr__, __dir__ = face(__name__, {name: home for home, names in _HOMES.items() for name in names})
+__getattr__, __dir__ = lazy_exports(__name__, {name: home for home, names in _HOMES.items() for name in names})

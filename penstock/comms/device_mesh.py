@@ -3,8 +3,8 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.comms.control import control_of, waiting
-from penstock.comms.system import batch_threads
+from penstock.comms.control_group import convert_transport_errors, shared_control_group
+from penstock.comms.system import batch_thread_policy
 from penstock.comms.topology import current_topology
 from penstock.errors import MismatchError
 
@@ -24,8 +24,8 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
     ranks ask for different ones.
     """
     topology = current_topology()
-    control = control_of(topology)
-    with control.collective("init_mesh()"):
+    control = shared_control_group(topology)
+    with control.collective_call("init_mesh()"):
         for axis, size in {"pp": pp, "dp": dp, "tp": tp}.items():
             if (size, axis) != (None, "pp") and (type(size) is not int or size < 1):
                 raise MismatchError(f"the mesh's axis {axis} cannot have {size!r} ranks: use a whole number of 1 or more")
@@ -36,7 +36,7 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
                 "start that many, or give other numbers"
             )
 
-        everyone = control.gather_objects((pp, dp, tp), "to make a mesh")
+        everyone = control.all_gather_object((pp, dp, tp), "to make a mesh")
         for rank, sizes in enumerate(everyone):
             if sizes != everyone[0]:
                 told = f"rank 0 makes a mesh of (pp, dp, tp) {everyone[0]}, rank {rank} one of {sizes}"
@@ -44,5 +44,5 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
 
         if not dist.is_initialized():  # a world of one
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        with batch_threads(), waiting("for the other ranks to make a mesh"):
+        with batch_thread_policy(), convert_transport_errors("for the other ranks to make a mesh"):
             return init_device_mesh(topology.device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from penstock.errors import MismatchError
 from penstock.torch_private import TREE_NODES
 
-LARGEST = 2**28  # bytes of a value
-DEEPEST = 100  # containers in one another
-LENGTH = struct.Struct("<Q")  # of the JSON, before it
-NUMBER = struct.Struct("<d")
+MAX_VALUE_BYTES = 2**28  # bytes of a value
+MAX_NESTING = 100  # containers in one another
+JSON_LENGTH = struct.Struct("<Q")  # of the JSON, before it
+FLOAT64 = struct.Struct("<d")
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 FACTORIES = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}  # of a defaultdict
 
 # Each kind: what it is made of, and it from that.
-KINDS: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
+CODECS: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
     list: (list, list),
     tuple: (list, tuple),
     set: (list, set),
@@ -44,13 +44,13 @@ KINDS: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], An
     slice: (lambda value: (value.start, value.stop, value.step), lambda parts: slice(*parts)),
     range: (lambda value: (value.start, value.stop, value.step), lambda parts: range(*parts)),
     complex: (lambda value: (value.real, value.imag), lambda parts: complex(*parts)),
-    float: (lambda value: [NUMBER.pack(value).hex()], lambda parts: NUMBER.unpack(bytes.fromhex(*parts))[0]),
+    float: (lambda value: [FLOAT64.pack(value).hex()], lambda parts: FLOAT64.unpack(bytes.fromhex(*parts))[0]),
     torch.dtype: (lambda value: [str(value)], lambda parts: DTYPES[parts[0]]),
     torch.device: (lambda value: [str(value)], lambda parts: torch.device(*parts)),
     type(Path()): (lambda value: [str(value)], lambda parts: Path(*parts)),
     type: (lambda value: [value.__name__], lambda parts: FACTORIES[parts[0]]),
 }
-_MADE_FROM = {kind.__name__: make for kind, (_, make) in KINDS.items()}
+_MADE_FROM = {kind.__name__: make for kind, (_, make) in CODECS.items()}
 
 
 def encode(value: Any) -> bytes:
@@ -61,18 +61,18 @@ def encode(value: Any) -> bytes:
         text = json.dumps(told, separators=(",", ":")).encode()
     except ValueError as error:
         raise MismatchError(f"a value cannot be sent to another rank: {error}") from error
-    data = b"".join([LENGTH.pack(len(text)), text, *raw])
-    if len(data) > LARGEST:
-        raise MismatchError(f"a value of {len(data):,} bytes cannot be told to another rank: {LARGEST:,} are the most")
+    data = b"".join([JSON_LENGTH.pack(len(text)), text, *raw])
+    if len(data) > MAX_VALUE_BYTES:
+        raise MismatchError(f"a value of {len(data):,} bytes cannot be told to another rank: {MAX_VALUE_BYTES:,} are the most")
     return data
 
 
 def decode(data: bytes) -> Any:
     """The value that `encode` made `data` of. Raises MismatchError for anything else."""
     try:
-        (length,) = LENGTH.unpack_from(data)
-        raw = BytesIO(data[LENGTH.size + length :])
-        value = _read(json.loads(data[LENGTH.size : LENGTH.size + length]), raw, 0)
+        (length,) = JSON_LENGTH.unpack_from(data)
+        raw = BytesIO(data[JSON_LENGTH.size + length :])
+        value = _read(json.loads(data[JSON_LENGTH.size : JSON_LENGTH.size + length]), raw, 0)
         if raw.read(1):
             raise ValueError("there are bytes behind it")
     except Exception as error:
@@ -81,41 +81,41 @@ def decode(data: bytes) -> Any:
     return value
 
 
-def encoded(value: Any) -> Tensor:
+def encode_to_tensor(value: Any) -> Tensor:
     """`value` as a tensor of the bytes that `encode` makes of it."""
     return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
 
 
-def told_by_all(value: Any, carrier: torch.device) -> list[Any]:
+def all_gather_values(value: Any, carrier: torch.device) -> list[Any]:
     """Every rank's `value`, by rank, over torch's group of all of them, which takes tensors on `carrier`."""
-    mine = encoded(value).to(carrier)
+    mine = encode_to_tensor(value).to(carrier)
     sizes = [torch.empty(1, dtype=torch.int64, device=carrier) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=carrier))
-    return exchanged(mine, list(map(int, sizes)), dist.all_gather)
+    return all_gather_encoded(mine, list(map(int, sizes)), dist.all_gather)
 
 
-def exchanged(mine: Tensor, sizes: Sequence[int], all_gather: Callable[[list[Tensor], Tensor], object]) -> list[Any]:
+def all_gather_encoded(mine: Tensor, sizes: Sequence[int], all_gather: Callable[[list[Tensor], Tensor], object]) -> list[Any]:
     """Every rank's value: `mine` is `encoded`, and so are all of these sizes; `all_gather` is torch's, or one like it."""
-    padded = mine.new_zeros(max(map(checked_size, sizes)))
+    padded = mine.new_zeros(max(map(check_value_size, sizes)))
     padded[: mine.numel()] = mine
     everyone = [torch.empty_like(padded) for _ in sizes]
     all_gather(everyone, padded)
-    return [decode(bytes_of(row[:size].cpu())) for row, size in zip(everyone, sizes, strict=True)]
+    return [decode(tensor_bytes(row[:size].cpu())) for row, size in zip(everyone, sizes, strict=True)]
 
 
-def checked_size(size: int) -> int:
+def check_value_size(size: int) -> int:
     """`size`, of what another rank is about to send. Raises MismatchError where no value is that large."""
-    if not 0 <= size <= LARGEST:
-        raise MismatchError(f"another rank sends a value of {size:,} bytes: {LARGEST:,} are the most")
+    if not 0 <= size <= MAX_VALUE_BYTES:
+        raise MismatchError(f"another rank sends a value of {size:,} bytes: {MAX_VALUE_BYTES:,} are the most")
     return size
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def view_as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as another, of bytes: which dtypes a transport knows does not matter then."""
     return tensor.view(-1).view(torch.uint8)
 
 
-def bytes_of(tensor: Tensor) -> bytes:
+def tensor_bytes(tensor: Tensor) -> bytes:
     """The memory of a contiguous tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
@@ -127,8 +127,8 @@ def _written(value: Any, raw: list[bytes], depth: int) -> Any:
     """`value` as JSON can say it; bytes go to `raw`."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
         return value
-    if depth == DEEPEST:
-        raise MismatchError(f"a value of more than {DEEPEST} containers in one another cannot be sent to another rank")
+    if depth == MAX_NESTING:
+        raise MismatchError(f"a value of more than {MAX_NESTING} containers in one another cannot be sent to another rank")
     head, parts = _parts(value, raw)
     return [*head, *[_written(part, raw, depth + 1) for part in parts]]
 
@@ -136,13 +136,13 @@ def _written(value: Any, raw: list[bytes], depth: int) -> Any:
 def _parts(value: Any, raw: list[bytes]) -> tuple[list[Any], Iterable[Any]]:
     """How `value` begins in JSON, its kind first, and the parts that follow."""
     kind = type(value)
-    if kind in KINDS and (kind is not type or value in FACTORIES.values()):
-        return [kind.__name__], KINDS[kind][0](value)
+    if kind in CODECS and (kind is not type or value in FACTORIES.values()):
+        return [kind.__name__], CODECS[kind][0](value)
     if kind is bytes:
         raw.append(value)
         return ["bytes", len(value)], ()
     if kind in (Tensor, nn.Parameter) and value.layout is torch.strided and str(value.dtype) in DTYPES:
-        raw.append(bytes_of(value.detach().cpu().resolve_conj().resolve_neg().contiguous()))
+        raw.append(tensor_bytes(value.detach().cpu().resolve_conj().resolve_neg().contiguous()))
         return ["Tensor", str(value.dtype), *value.shape], ()
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _class(name) is kind:
@@ -170,8 +170,8 @@ def _read(told: Any, raw: BytesIO, depth: int) -> Any:
     """The value that `told`, read from JSON, and the bytes in `raw` stand for. Raises some error if there is none."""
     if told is None or isinstance(told, bool | int | float | str):
         return told
-    if depth == DEEPEST:
-        raise ValueError(f"it has more than {DEEPEST} containers in one another")
+    if depth == MAX_NESTING:
+        raise ValueError(f"it has more than {MAX_NESTING} containers in one another")
     if not isinstance(told, list):
         raise ValueError("it has an object of JSON")
     kind, *parts = told

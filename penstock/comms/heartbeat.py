@@ -18,69 +18,71 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from penstock.comms.process import ALIVE, ENDED, STOPPED, UNKNOWN, Activity, Process, this_process
-from penstock.comms.rendezvous import depart, departed, said
-from penstock.comms.system import say
+from penstock.comms.process import ALIVE, ENDED, SUSPENDED, UNKNOWN_PROCESS, Activity, ProcessRecord, read_own_process
+from penstock.comms.rendezvous import publish_departure, read_departures, read_text
+from penstock.comms.system import print_notice
 
 HEARTBEAT_SECONDS = 0.5
-MISSED = 4  # looks in a row without a new beat, then a stopped rank is lost: the whole job would have been stopped with it
-MISSED_ELSEWHERE = 240  # the same for a rank of which this machine does not see whether it is stopped
+SUSPENDED_AFTER_MISSED_BEATS = (
+    4  # looks in a row without a new beat, then a stopped rank is lost: the whole job would have been stopped with it
+)
+SILENT_AFTER_MISSED_BEATS = 240  # the same for a rank of which this machine does not see whether it is stopped
 LOST = "lost"  # a key of the store: a rank is lost, and what became of it is told
 GONE, STANDS, SILENT = "is gone", "is stopped (SIGSTOP)", "has given no heartbeat for"
 
 
-def tell_life(store: Any, rank: int, process: Process) -> None:
+def publish_process(store: Any, rank: int, process: ProcessRecord) -> None:
     """Say which process `rank`, this one, is."""
     store.set(f"life-{rank}", json.dumps(process))
 
 
-def have_told(store: Any, ranks: Collection[int]) -> bool:
+def have_published_processes(store: Any, ranks: Collection[int]) -> bool:
     """Whether all of these have."""
     return bool(store.check([f"life-{rank}" for rank in ranks]))
 
 
-def life(store: Any, rank: int) -> Process:
+def read_process_of_rank(store: Any, rank: int) -> ProcessRecord:
     """The process of `rank`; one that nobody can see, if it has not told."""
-    told = said(store, f"life-{rank}")
-    return Process(*json.loads(told)) if told else UNKNOWN
+    told = read_text(store, f"life-{rank}")
+    return ProcessRecord(*json.loads(told)) if told else UNKNOWN_PROCESS
 
 
-def gone(store: Any, ranks: Collection[int]) -> dict[int, str]:
+def detect_departures(store: Any, ranks: Collection[int]) -> dict[int, str]:
     """What became of those of `ranks` that have left. One whose process has ended without a word is told to all."""
     if store is None:
         return {}
-    for rank in set(ranks) - departed(store, ranks).keys():
-        if life(store, rank).state() == ENDED:
-            depart(store, rank, GONE)
-    return departed(store, ranks)
+    for rank in set(ranks) - read_departures(store, ranks).keys():
+        if read_process_of_rank(store, rank).state() == ENDED:
+            publish_departure(store, rank, GONE)
+    return read_departures(store, ranks)
 
 
-def lost(gone: Mapping[int, str]) -> dict[int, str]:
+def select_lost(gone: Mapping[int, str]) -> dict[int, str]:
     """Those of the `gone` that did not leave by themselves."""
     return {rank: how for rank, how in gone.items() if how.startswith((GONE, STANDS, SILENT))}
 
 
-def alive(store: Any, ranks: Collection[int]) -> set[int]:
+def find_living_ranks(store: Any, ranks: Collection[int]) -> set[int]:
     """Those of `ranks` that certainly live: their processes run on this machine."""
-    return {rank for rank in ranks if life(store, rank).state() == ALIVE}
+    return {rank for rank in ranks if read_process_of_rank(store, rank).state() == ALIVE}
 
 
-def stopped(store: Any, ranks: Collection[int]) -> dict[int, str]:
+def describe_suspended_ranks(store: Any, ranks: Collection[int]) -> dict[int, str]:
     """Those of `ranks` whose processes are stopped, in words."""
-    lives = {rank: life(store, rank) for rank in ranks}
-    return {rank: f"{STANDS} {each.activity()}".strip() for rank, each in lives.items() if each.state() == STOPPED}
+    lives = {rank: read_process_of_rank(store, rank) for rank in ranks}
+    return {rank: f"{STANDS} {each.activity()}".strip() for rank, each in lives.items() if each.state() == SUSPENDED}
 
 
-class Heartbeat:
+class HeartbeatThread:
     """The thread of this process."""
 
     def __init__(self) -> None:
         self._orphaned, self._over = _orphaned(), threading.Event()
-        self._ring: Ring | None = None
+        self._ring: PeerMonitor | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-heartbeat", daemon=True)
         self._thread.start()
 
-    def watch(self, ring: "Ring") -> None:
+    def watch(self, ring: "PeerMonitor") -> None:
         """From now on beat as one of its ranks."""
         self._ring = ring
 
@@ -92,7 +94,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._over.wait(HEARTBEAT_SECONDS):
             if self._orphaned():
-                say("what started this rank is gone, so it ends")
+                print_notice("what started this rank is gone, so it ends")
                 os._exit(1)
             if self._ring is not None:
                 try:
@@ -113,7 +115,7 @@ def _orphaned() -> Callable[[], bool]:
     return lambda: False
 
 
-class Ring:
+class PeerMonitor:
     """`rank` among `ranks` that have met at `store` and watch each other: once one of them is lost, `wake` this one.
 
     `at_each_look` is called at each look, with the store.
@@ -130,17 +132,17 @@ class Ring:
     ) -> None:
         self.store, self.rank, self.ranks, self._wake, self._at_each_look = store, rank, ranks, wake, at_each_look
         self._beats = 0
-        self._watched: list[Watched] = []
+        self._watched: list[MonitoredRank] = []
         self._woken = False
-        tell_life(store, rank, this_process(activity))
+        publish_process(store, rank, read_own_process(activity))
 
     def look(self) -> None:
         """Beat, and see how the others are."""
         self._beats += 1
         self.store.set(_key(self.rank), str(self._beats))
-        if not self._watched and have_told(self.store, range(self.ranks)):
-            machines = [life(self.store, rank).machine or str(rank) for rank in range(self.ranks)]
-            self._watched = [Watched(self.store, rank, self.ranks) for rank in watched_by(self.rank, machines)]
+        if not self._watched and have_published_processes(self.store, range(self.ranks)):
+            machines = [read_process_of_rank(self.store, rank).machine or str(rank) for rank in range(self.ranks)]
+            self._watched = [MonitoredRank(self.store, rank, self.ranks) for rank in ranks_to_monitor(self.rank, machines)]
         for each in self._watched:
             each.look()
         if not self._woken and self.store.check([LOST]):
@@ -149,7 +151,7 @@ class Ring:
         self._at_each_look(self.store)
 
 
-def watched_by(rank: int, machines: Sequence[str]) -> list[int]:
+def ranks_to_monitor(rank: int, machines: Sequence[str]) -> list[int]:
     """The ranks that `rank` watches, by the machine of each: the next on its own; if it is the first there, the next first."""
     here = [other for other, machine in enumerate(machines) if machine == machines[rank]]
     firsts = [machines.index(machine) for machine in dict.fromkeys(machines)]
@@ -157,29 +159,31 @@ def watched_by(rank: int, machines: Sequence[str]) -> list[int]:
     return sorted({ring[(ring.index(rank) + 1) % len(ring)] for ring in rings} - {rank})
 
 
-class Watched:
+class MonitoredRank:
     """A rank that this one watches."""
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
-        self.process = life(store, rank)
+        self.process = read_process_of_rank(store, rank)
         self._beat, self._missed = "", 0  # the last one; looks in a row without a new one
 
     def look(self) -> None:
         """Look how it is; what became of it is told to all."""
-        state, beat = self.process.state(), said(self.store, _key(self.rank))
+        state, beat = self.process.state(), read_text(self.store, _key(self.rank))
         self._missed = self._missed + 1 if beat == self._beat else 0
         self._beat = beat
         if state == ENDED:
-            gone(self.store, [self.rank])
-        elif self._missed >= MISSED and (lost := stopped(self.store, range(self.ranks)) or self._silent(state)):
+            detect_departures(self.store, [self.rank])
+        elif self._missed >= SUSPENDED_AFTER_MISSED_BEATS and (
+            lost := describe_suspended_ranks(self.store, range(self.ranks)) or self._silent(state)
+        ):
             for rank, how in lost.items():
-                depart(self.store, rank, how)
+                publish_departure(self.store, rank, how)
             self.store.set(LOST, "")
 
     def _silent(self, state: str) -> dict[int, str]:
         """The rank, and that it has been silent for long, if nothing else is known of it."""
-        if state or self._missed < MISSED_ELSEWHERE or gone(self.store, [self.rank]):
+        if state or self._missed < SILENT_AFTER_MISSED_BEATS or detect_departures(self.store, [self.rank]):
             return {}
         return {self.rank: f"{SILENT} {self._missed * HEARTBEAT_SECONDS:g} s"}
 

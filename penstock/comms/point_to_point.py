@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from penstock import torch_private
-from penstock.comms.encoding import as_bytes
-from penstock.comms.groups import finish
-from penstock.comms.heartbeat import lost
-from penstock.comms.rendezvous import departed
-from penstock.comms.topology import Topology, current_topology, waiting_for_ranks
+from penstock.comms.encoding import view_as_bytes
+from penstock.comms.heartbeat import select_lost
+from penstock.comms.process_groups import wait_for_work
+from penstock.comms.rendezvous import read_departures
+from penstock.comms.topology import Topology, convert_to_lost_rank_error, current_topology
 from penstock.errors import MismatchError, PenstockError
 
 DTYPES = (
@@ -39,9 +39,9 @@ def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
     if tensor.dim() > MAX_DIMENSIONS or tensor.dtype not in DTYPES:
         raise MismatchError(f"cannot send a tensor of {tensor.dim()} dimensions and {tensor.dtype}")
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    with waiting_for_ranks(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}", [dest]):
+    with convert_to_lost_rank_error(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}", [dest]):
         dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header)), device="cpu"), dest)
-        data = as_bytes(tensor.detach().to(topology.carrier).contiguous())
+        data = view_as_bytes(tensor.detach().to(topology.transport_device).contiguous())
         _finish(_backend(topology).send([data], dest, 0), topology, dest)
 
 
@@ -62,14 +62,14 @@ def recv_tensor(
     topology = current_topology()
     src = _checked_peer(topology, src, "receive from", "previous")
     header = torch.empty(MAX_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
-    with waiting_for_ranks(topology, f"for a {_words(shape, dtype)} from rank {src}", [src]):
+    with convert_to_lost_rank_error(topology, f"for a {_words(shape, dtype)} from rank {src}", [src]):
         dist.recv(header, src)
         index, dimensions, *sizes = header.tolist()
         if not (0 <= index < len(DTYPES) and 0 <= dimensions <= MAX_DIMENSIONS and min(sizes) >= 0):
             raise MismatchError(f"rank {src} sent what is no tensor of send_tensor: {BOTH}")
         sent_shape, sent_dtype = tuple(sizes[:dimensions]), DTYPES[index]
-        tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.carrier)
-        _finish(_backend(topology).recv([as_bytes(tensor)], src, 0), topology, src)
+        tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.transport_device)
+        _finish(_backend(topology).recv([view_as_bytes(tensor)], src, 0), topology, src)
     if sent_shape != tuple(shape) or sent_dtype != dtype:
         raise MismatchError(
             f"rank {topology.rank} expected a {_words(shape, dtype)} from rank {src}, "
@@ -80,12 +80,17 @@ def recv_tensor(
 
 def _backend(topology: Topology) -> Any:
     assert dist.group.WORLD is not None
-    return torch_private.backend_of(dist.group.WORLD, topology.carrier)
+    return torch_private.backend_of(dist.group.WORLD, topology.transport_device)
 
 
 def _finish(work: Any, topology: Topology, peer: int) -> None:
     """Wait until the transfer is done, or `peer` has left."""
-    finish(work, topology, lambda: bool(departed(topology.store, [peer])), lambda: bool(lost(departed(topology.store, [peer]))))
+    wait_for_work(
+        work,
+        topology,
+        lambda: bool(read_departures(topology.store, [peer])),
+        lambda: bool(select_lost(read_departures(topology.store, [peer]))),
+    )
 
 
 def _checked_peer(topology: Topology, peer: int | None, verb: str, side: str) -> int:
@@ -98,10 +103,10 @@ def _checked_peer(topology: Topology, peer: int | None, verb: str, side: str) ->
     return peer
 
 
-def type_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """`float32` instead of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def _words(shape: Sequence[int], dtype: torch.dtype) -> str:
-    return f"{tuple(shape)} {type_name(dtype)} tensor"
+    return f"{tuple(shape)} {dtype_name(dtype)} tensor"

@@ -1,7 +1,7 @@
 """Preemption: signals that ask the program to save and leave, where they would end it.
 
-A handler only notes that one came; what the program waits for goes on. At the end of the step the ranks tell each other
-(engine/report.py), so that all leave after the same one.
+The handler only notes that a signal came; waits go on. At the end of the step the ranks exchange it (engine/report.py), so that
+all leave after the same step.
 """
 
 import atexit
@@ -11,22 +11,22 @@ import time
 from contextlib import suppress
 from types import FrameType
 
+from penstock.comms.time_limits import REPEATED_SIGNAL_SECONDS
 from penstock.errors import PenstockError
 
-ASKING = {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}  # Windows has no SIGUSR1
-SAME = 2.0  # seconds: a scheduler may tell all processes at once, and what started them tells them again
+PREEMPTION_SIGNALS = {signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)}  # Windows has no SIGUSR1
 
-_process: int | None = None  # the one that catches; those that it forks do not
-_came: dict[int, float] = {}  # each signal, when it came first
-_followers: set[int] = set()  # processes that are told too: the ranks that this one has launched
+_catching_pid: int | None = None  # the process that catches them; those that it forks do not
+_first_arrival: dict[int, float] = {}  # signal -> time.monotonic() when it came first
+_forward_pids: set[int] = set()  # processes that get the signals too: the ranks that this process has launched
 
 
 def catch_preemption() -> None:
     """From now on SIGTERM and SIGUSR1 ask this program to save and leave; without this call they end it.
 
-    Call it first of all, in the main thread: under torchrun in the script, where a program launches its ranks before `launch`,
-    which hands the signal on. It is enough that one rank of many gets it. A second SIGTERM, two seconds later or more, ends the
-    process at once.
+    Call it first, in the main thread: under torchrun in the script; in a program that launches its ranks before `launch`, which
+    forwards the signal to them. It is enough that one rank of many gets it. A second SIGTERM, two seconds later or more, ends
+    the process at once.
 
         ps.comms.catch_preemption()
         for inputs, target in batches:
@@ -38,60 +38,64 @@ def catch_preemption() -> None:
 
     A second call does nothing. Raises PenstockError outside the main thread.
     """
-    global _process
-    if _process == os.getpid():
+    global _catching_pid
+    if _catching_pid == os.getpid():
         return
+
     try:
-        for number in ASKING:
-            signal.signal(number, _note)
-            signal.siginterrupt(number, False)  # a call of the system that it interrupts goes on
+        for number in PREEMPTION_SIGNALS:
+            signal.signal(number, _handle_signal)
+            signal.siginterrupt(number, False)  # a system call that it interrupts goes on
     except ValueError as error:
         raise PenstockError(f"catch_preemption() must be called in the main thread: {error}") from None
-    if _process is None:
-        atexit.register(_leave)
-    _process = os.getpid()
-    _came.clear()
-    _followers.clear()
+
+    if _catching_pid is None:
+        atexit.register(_ignore_signals_at_exit)
+    _catching_pid = os.getpid()
+    _first_arrival.clear()
+    _forward_pids.clear()
 
 
 def catches_preemption() -> bool:
-    """Whether this process has called `catch_preemption`."""
-    return _process == os.getpid()
+    """Return whether this process has called `catch_preemption`."""
+    return _catching_pid == os.getpid()
 
 
 def preempted() -> bool:
-    """Whether this process has been asked to save and leave."""
-    return catches_preemption() and bool(_came)
+    """Return whether this process has been asked to save and leave."""
+    return catches_preemption() and bool(_first_arrival)
 
 
-def tell_too(process: int) -> None:
-    """Hand on to `process` what this one is asked, or has been asked already."""
+def forward_signals_to(pid: int) -> None:
+    """Send process `pid` every preemption signal that this process gets, and those that it has got already."""
     if catches_preemption():
-        _followers.add(process)
-        for number in list(_came):
-            _send(process, number)
+        _forward_pids.add(pid)
+        for number in list(_first_arrival):
+            _send_signal(pid, number)
 
 
-def tell_no_more(process: int) -> None:
-    """That one has ended."""
-    _followers.discard(process)
+def stop_forwarding_to(pid: int) -> None:
+    """Send process `pid`, which has ended, no more signals."""
+    _forward_pids.discard(pid)
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    first, now = _came.setdefault(number, time.monotonic()), time.monotonic()
-    for process in list(_followers) if catches_preemption() else ():
-        _send(process, number)
-    if not catches_preemption() or (number == signal.SIGTERM and now > first + SAME):
+def _handle_signal(number: int, frame: FrameType | None) -> None:
+    now = time.monotonic()
+    first = _first_arrival.setdefault(number, now)
+    for pid in list(_forward_pids) if catches_preemption() else ():
+        _send_signal(pid, number)
+
+    if not catches_preemption() or (number == signal.SIGTERM and now > first + REPEATED_SIGNAL_SECONDS):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
-def _leave() -> None:
-    """At the exit of the program: it leaves already, and Python's handlers end before it does."""
-    for number in ASKING if catches_preemption() else ():
+def _ignore_signals_at_exit() -> None:
+    """Ignore the signals: the program leaves already, and Python removes its handlers before the process ends."""
+    for number in PREEMPTION_SIGNALS if catches_preemption() else ():
         signal.signal(number, signal.SIG_IGN)
 
 
-def _send(process: int, number: int) -> None:
+def _send_signal(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
-        os.kill(process, number)
+        os.kill(pid, number)

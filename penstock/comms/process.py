@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
 
-NAME = "penstock-activity"
+MEMORY_FILE_NAME = "penstock-activity"
 KINDS = tuple(Kind)
 BITS = {kind: number << 1 for number, kind in enumerate(KINDS)}
-STEP, ACTION = 0, 1  # the words of the memory, each written at once: a reader never sees half of one
+STEP_WORD, ACTION_WORD = 0, 1  # the words of the memory, each written at once: a reader never sees half of one
 BYTES = 2 * 8
-TRAINING, EVALUATING, WITHIN = 1, 2, 1 | 2  # the last bits of STEP, above them the step's number; neither: it is over
+TRAINING, EVALUATING, IN_STEP_MASK = 1, 2, 1 | 2  # the last bits of STEP, above them the step's number; neither: it is over
 Words = memoryview | Sequence[int]
-STOPPED, ENDED, ALIVE = "stopped", "ended", "alive"
-STATES = {"T": STOPPED, "Z": ENDED, "X": ENDED}  # Linux's, in /proc/PID/stat; any other is alive
+SUSPENDED, ENDED, ALIVE = "stopped", "ended", "alive"
+STATES = {"T": SUSPENDED, "Z": ENDED, "X": ENDED}  # Linux's, in /proc/PID/stat; any other is alive
 RUNNING = 1  # the last bit of ACTION, above it the kind, the microbatch, and the stage from 1; 0: none yet
 
 
@@ -33,43 +33,43 @@ class Activity:
         """From now on others can read it, where the system has such memory."""
         if self.file < 0 and hasattr(os, "memfd_create"):
             with suppress(OSError):
-                file = os.memfd_create(NAME)
+                file = os.memfd_create(MEMORY_FILE_NAME)
                 os.fchmod(file, 0o600)
                 os.ftruncate(file, BYTES)
                 words = memoryview(mmap(file, BYTES)).cast("q")
-                words[STEP], words[ACTION] = self.words
+                words[STEP_WORD], words[ACTION_WORD] = self.words
                 self.words, self.file = words, file
 
     @contextmanager
-    def step(self, number: int, training: bool) -> Iterator[None]:
+    def during_step(self, number: int, training: bool) -> Iterator[None]:
         """Around a step, or an evaluation after so many."""
-        self.words[ACTION] = 0
-        self.words[STEP] = number << 2 | (TRAINING if training else EVALUATING)
+        self.words[ACTION_WORD] = 0
+        self.words[STEP_WORD] = number << 2 | (TRAINING if training else EVALUATING)
         done = number - training
         try:
             yield
             done = number
         finally:
-            self.words[STEP] = done << 2
+            self.words[STEP_WORD] = done << 2
 
     def steps_done(self) -> int | None:
         """How many steps are done; None: none has begun."""
-        step = self.words[STEP]
-        return (step >> 2) - (step & WITHIN == TRAINING) if step else None
+        step = self.words[STEP_WORD]
+        return (step >> 2) - (step & IN_STEP_MASK == TRAINING) if step else None
 
-    def enter(self, action: Action) -> None:
+    def begin_action(self, action: Action) -> None:
         """The action begins."""
-        self.words[ACTION] = _word(action)
+        self.words[ACTION_WORD] = _word(action)
 
-    def leave(self) -> None:
+    def end_action(self) -> None:
         """It is done."""
-        self.words[ACTION] &= ~RUNNING
+        self.words[ACTION_WORD] &= ~RUNNING
 
 
-def in_words(words: Words) -> str:
+def describe_activity(words: Words) -> str:
     """What a rank is doing by its `words`, in ours: `in 2F3 of step 17`."""
     step, action = words
-    number, phase = step >> 2, step & WITHIN
+    number, phase = step >> 2, step & IN_STEP_MASK
     if not phase:
         return f"after step {number}" if number else "before its first step"
     where = f"step {number}" if phase == TRAINING else "an evaluation"
@@ -88,7 +88,7 @@ def _action(word: int) -> Action:
     return Action(KINDS[word >> 1 & 3], (word >> 32) - 1, word >> 3 & 2**29 - 1)
 
 
-class Process(NamedTuple):
+class ProcessRecord(NamedTuple):
     """A rank's process, as it tells the others."""
 
     machine: str  # this boot of the kernel, and what it numbers processes by; empty where the system tells nothing of others
@@ -98,7 +98,7 @@ class Process(NamedTuple):
 
     def state(self) -> str:
         """STOPPED, ENDED or ALIVE; empty if it cannot be seen from here."""
-        if not self.machine or self.machine != machine():
+        if not self.machine or self.machine != machine_id():
             return ""
         try:
             state, _, started = _stat(self.number)
@@ -112,32 +112,32 @@ class Process(NamedTuple):
         """What it is doing, or was when it stopped; empty if it cannot be seen from here."""
         path = f"/proc/{self.number}/fd/{self.file}"
         with suppress(OSError):
-            if self.state() and os.readlink(path).startswith(f"/memfd:{NAME}"):
-                return in_words(memoryview(Path(path).read_bytes()[:BYTES]).cast("q"))
+            if self.state() and os.readlink(path).startswith(f"/memfd:{MEMORY_FILE_NAME}"):
+                return describe_activity(memoryview(Path(path).read_bytes()[:BYTES]).cast("q"))
         return ""
 
 
-UNKNOWN = Process("", 0, "", -1)  # one that cannot be seen
+UNKNOWN_PROCESS = ProcessRecord("", 0, "", -1)  # one that cannot be seen
 
 
-def process_of(number: int, file: int = -1) -> Process:
+def read_process(number: int, file: int = -1) -> ProcessRecord:
     """The process of this machine that has this number now."""
     with suppress(OSError):
-        return Process(machine(), number, _stat(number)[2], file)
-    return UNKNOWN
+        return ProcessRecord(machine_id(), number, _stat(number)[2], file)
+    return UNKNOWN_PROCESS
 
 
-def parent_of(number: int) -> Process:
+def read_parent_process(number: int) -> ProcessRecord:
     """The one that has started it."""
     with suppress(OSError):
-        return process_of(int(_stat(number)[1]))
-    return UNKNOWN
+        return read_process(int(_stat(number)[1]))
+    return UNKNOWN_PROCESS
 
 
-def this_process(activity: Activity) -> Process:
+def read_own_process(activity: Activity) -> ProcessRecord:
     """The process that asks. Its `activity` can be read from now on."""
     activity.share()
-    return process_of(os.getpid(), activity.file)
+    return read_process(os.getpid(), activity.file)
 
 
 def _stat(number: int) -> tuple[str, str, str]:
@@ -148,7 +148,7 @@ def _stat(number: int) -> tuple[str, str, str]:
 
 
 @cache
-def machine() -> str:
+def machine_id() -> str:
     """The same for processes that see each other's numbers."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

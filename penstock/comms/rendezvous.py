@@ -1,8 +1,8 @@
-"""What ranks write for each other in the store that they meet at: the name of one start of all of them, and who has left.
+"""What ranks write into the store where they meet: the id of a run, and which ranks have left.
 
-torchrun's agents keep the store when they start the ranks again, and with it what the ranks of the start before have
-written there. Each start must find names of its own. No number that torchrun gives will do: with several machines one agent
-may count a restart that another has not.
+torchrun's agents keep the store when they restart the ranks, and with it everything that ranks of the run before have written
+there. So each run needs keys that are new. No number from torchrun will do: with several machines, one agent may count a
+restart that another has not seen.
 """
 
 import json
@@ -15,89 +15,101 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from penstock.comms.time_limits import MAX_POLL_SECONDS, MIN_POLL_SECONDS
 from penstock.errors import LostRankError
 
-NAP, LONGEST_NAP = 2e-4, 5e-3  # seconds between looks at the store: the longer, the longer it takes
-CURRENT = "penstock-start"
-ENDING, ALL_HERE = "ending", "all here"  # of a wait for all
-DEPARTED = "departed"  # somebody has; after "-" and a rank: what became of that one
+CURRENT_RUN_KEY = "penstock-start"
+WAIT_RESULT_KEY, ALL_ARRIVED = "ending", "all here"  # how a `wait_for_all` has ended, the same for all of its ranks
+DEPARTED_KEY = "departed"  # set once any rank has left; `departed-3` says why rank 3 has
 FINISHED = "has finished"
 
 
-def looks(seconds: float) -> Iterator[None]:
-    """Moments to look at the store, for so many seconds, at least one."""
+def poll(seconds: float) -> Iterator[None]:
+    """Yield again and again for this many seconds, at least once, with a short sleep in between."""
     begin = time.monotonic()
     yield
     while (waited := time.monotonic() - begin) < seconds:
-        time.sleep(min(NAP + waited / 10, LONGEST_NAP))
+        time.sleep(min(MIN_POLL_SECONDS + waited / 10, MAX_POLL_SECONDS))
         yield
 
 
-def said(store: Any, key: str) -> str:
-    """What is written under `key`; empty if nothing is yet."""
+def read_text(store: Any, key: str) -> str:
+    """Return the text under `key`; empty if there is none yet."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def name_of_start(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name for this start of `world_size` ranks, the same on all of them and never given before. All ranks call it.
+def agree_on_run_id(store: Any, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return an id for this run of `world_size` ranks: the same on all of them, and never used before. All ranks call it.
 
-    Rank 0 chooses a name and waits until every rank has signed there; then it says who. A rank whose signature is not among
-    them has met the name of an earlier start, and waits for a newer one. Raises LostRankError if not all have come within
-    `timeout`, or one has left.
+    1. Rank 0 publishes a new id.
+    2. Each rank signs under the id that it reads.
+    3. When all have signed, rank 0 publishes the signatures.
+    4. A rank that finds its own signature among them returns. One that does not has read the id of an earlier run, and goes
+       back to 2 when the id changes.
+
+    Raises LostRankError if not all ranks come within `timeout`, or one has left.
     """
-    mine, name, seconds = uuid.uuid4().hex, "", timeout.total_seconds()
+    signature, run_id, seconds = uuid.uuid4().hex, "", timeout.total_seconds()
     if rank == 0:
-        store.set(CURRENT, mine)
-    for _ in looks(seconds):
-        gone = departed(store, range(world_size))  # first: who is ready may have done all it had to before the next look
-        current = mine if rank == 0 else said(store, CURRENT)
-        if current != name:
-            name = current
-            store.set(f"{name}/rank-{rank}", mine)
-        signatures = [f"{name}/rank-{other}" for other in range(world_size)]
-        if rank == 0 and store.check(signatures):
-            store.set(f"{name}/ready", json.dumps([store.get(each).decode() for each in signatures]))
-        if mine in json.loads(said(store, f"{name}/ready") or "[]"):
-            return name
-        if gone:
-            raise left(gone, f"rank {rank} waited for the other ranks to start")
+        store.set(CURRENT_RUN_KEY, signature)
+
+    for _ in poll(seconds):
+        departures = read_departures(store, range(world_size))  # before the rest: a rank that is ready may leave right away
+
+        current = signature if rank == 0 else read_text(store, CURRENT_RUN_KEY)
+        if current != run_id:
+            run_id = current
+            store.set(f"{run_id}/rank-{rank}", signature)
+
+        keys = [f"{run_id}/rank-{peer}" for peer in range(world_size)]
+        if rank == 0 and store.check(keys):
+            store.set(f"{run_id}/ready", json.dumps([store.get(key).decode() for key in keys]))
+
+        if signature in json.loads(read_text(store, f"{run_id}/ready") or "[]"):
+            return run_id
+        if departures:
+            raise departure_error(departures, f"rank {rank} waited for the other ranks to start")
+
     raise LostRankError(f"rank {rank} waited {seconds:g} s for the other ranks to start")
 
 
-def all_come(store: Any, ranks: int, timeout: timedelta, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Wait until so many `ranks` have come here. Raises DistError if they do not, or it `is_over`: Gloo knows no such end.
+def wait_for_all(store: Any, ranks: int, timeout: timedelta, has_failed: Callable[[], bool] = lambda: False) -> None:
+    """Wait until this many `ranks` have called it. Raises DistError on all of them after `timeout`, or once it `has_failed`.
 
-    Who sees first how it ends decides it for all: nobody goes on to connect to a rank that has given up.
+    Gloo's own way to connect cannot be ended from outside. The first rank that sees how the wait ends decides that for all, so
+    no rank goes on to connect to one that has given up.
     """
-    last = store.add("come", 1) == ranks
-    for _ in looks(timeout.total_seconds()):
-        if is_over():
-            store.compare_set(ENDING, "", "another rank has failed")
-        elif last:
-            store.compare_set(ENDING, "", ALL_HERE)
-        if store.check([ENDING]):
+    is_last = store.add("come", 1) == ranks
+    for _ in poll(timeout.total_seconds()):
+        if has_failed():
+            store.compare_set(WAIT_RESULT_KEY, "", "another rank has failed")
+        elif is_last:
+            store.compare_set(WAIT_RESULT_KEY, "", ALL_ARRIVED)
+        if store.check([WAIT_RESULT_KEY]):
             break
     else:
-        store.compare_set(ENDING, "", "timed out")
-    if (ending := store.get(ENDING).decode()) != ALL_HERE:
-        raise DistError(ending)
+        store.compare_set(WAIT_RESULT_KEY, "", "timed out")
+
+    if (result := store.get(WAIT_RESULT_KEY).decode()) != ALL_ARRIVED:
+        raise DistError(result)
 
 
-def depart(store: Any, rank: int, how: str) -> None:
-    """Tell the others what became of `rank`; what is told first holds."""
-    with suppress(RuntimeError):  # the store may be gone, with the rank that had it
-        store.compare_set(f"{DEPARTED}-{rank}", "", how)
-        store.set(DEPARTED, "")
+def publish_departure(store: Any, rank: int, reason: str) -> None:
+    """Write why `rank` has left, for all other ranks. The first reason stays."""
+    with suppress(RuntimeError):  # the store may be gone, with the rank that kept it
+        store.compare_set(f"{DEPARTED_KEY}-{rank}", "", reason)
+        store.set(DEPARTED_KEY, "")
 
 
-def departed(store: Any, ranks: Collection[int]) -> dict[int, str]:
-    """What became of those of `ranks` that have left."""
-    if store is None or not store.check([DEPARTED]):
+def read_departures(store: Any, ranks: Collection[int]) -> dict[int, str]:
+    """Return rank -> reason for those of `ranks` that have left."""
+    if store is None or not store.check([DEPARTED_KEY]):
         return {}
-    return {rank: how for rank in ranks if (how := said(store, f"{DEPARTED}-{rank}"))}
+    return {rank: reason for rank in ranks if (reason := read_text(store, f"{DEPARTED_KEY}-{rank}"))}
 
 
-def left(gone: dict[int, str], waited: str) -> LostRankError:
-    """The error where somebody `waited` for ranks of which some are gone."""
-    what_to_do = ": every rank must make the same calls" if FINISHED in gone.values() else ""
-    return LostRankError(f"{waited}, but {', '.join(f'rank {rank} {how}' for rank, how in gone.items())}{what_to_do}", gone)
+def departure_error(departures: dict[int, str], wait: str) -> LostRankError:
+    """Return the error for a `wait` (`rank 1 waited for ..`) for ranks of which some have left."""
+    hint = ": every rank must make the same calls" if FINISHED in departures.values() else ""
+    reasons = ", ".join(f"rank {rank} {reason}" for rank, reason in departures.items())
+    return LostRankError(f"{wait}, but {reasons}{hint}", departures)

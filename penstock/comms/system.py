@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from penstock.errors import PenstockError, ResourceError
 
-FULL = (errno.EMFILE, errno.ENFILE)  # the table of this process' files, or of the machine's
+DESCRIPTOR_TABLE_FULL = (errno.EMFILE, errno.ENFILE)  # the table of this process' files, or of the machine's
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt (malloc.h)
 _KEPT = (1 << 31) - 1  # bytes that may lie free at the top of the heap
 _LARGEST = 32 << 20  # bytes; larger blocks are mapped one by one whatever is asked for
@@ -17,7 +17,7 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES
 SPARE = 8  # descriptors that a new group and what is opened with it take beside one for each rank
 
 
-def need_descriptors(ranks: int) -> None:
+def check_free_descriptors(ranks: int) -> None:
     """Raise OSError unless a group of so many ranks can be opened: Gloo ends the process where no file descriptor is free."""
     taken = []
     try:
@@ -28,12 +28,12 @@ def need_descriptors(ranks: int) -> None:
             os.close(number)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """How many of this machine's processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def from_torchrun(name: str, default: str = "") -> int:
+def read_torchrun_integer(name: str, default: str = "") -> int:
     """The number that torchrun has put into the environment as `name`. Raises PenstockError where something else is there."""
     text = os.environ.get(name, default)
     if not text.isdecimal():
@@ -44,7 +44,7 @@ def from_torchrun(name: str, default: str = "") -> int:
 
 
 @contextmanager
-def batch_threads() -> Iterator[None]:
+def batch_thread_policy() -> Iterator[None]:
     """Threads started inside, Gloo's event loops, are batch threads where the system has them (Linux's SCHED_BATCH).
 
     They compete with the compute for a core, and spin while the main thread holds a lock of theirs. So they do not preempt it
@@ -63,31 +63,31 @@ def batch_threads() -> Iterator[None]:
 
 
 @contextmanager
-def named(what: str) -> Iterator[None]:
+def convert_os_errors(what: str) -> Iterator[None]:
     """An OSError inside becomes a ResourceError that begins with `what`."""
     try:
         yield
     except OSError as error:
-        raise ResourceError(f"{what}: {reason(error)}") from error
+        raise ResourceError(f"{what}: {explain_error(error)}") from error
 
 
-def is_refusal(error: BaseException) -> bool:
+def is_out_of_resources(error: BaseException) -> bool:
     """Whether `error` says that this rank's system has refused something; torch says so of memory in a RuntimeError."""
     told = ("allocate memory", "out of memory", "start new thread")
     return isinstance(error, (OSError, MemoryError)) or any(each in str(error) for each in told)
 
 
-def reason(error: BaseException) -> str:
+def explain_error(error: BaseException) -> str:
     """Why a call of the system failed, and what to do about it."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         return f"no file descriptor is free{_limit()}: raise `ulimit -n`"
     if number == errno.ENFILE:
         return "no file descriptor is free on this machine: raise `sysctl fs.file-max`"
-    return f"{type(error).__name__}: {' '.join(words(error).split())}"
+    return f"{type(error).__name__}: {' '.join(error_text(error).split())}"
 
 
-def words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What an error says, as text that can be sent: of a class that cannot say it too, and of a file whose name is no text."""
     try:
         return str(error).encode(errors="backslashreplace").decode()
@@ -95,7 +95,7 @@ def words(error: BaseException) -> str:
         return f"it cannot say what it is ({type(another).__name__})"
 
 
-def say(text: str) -> None:
+def print_notice(text: str) -> None:
     """A line for the user, on stderr."""
     with suppress(OSError, ValueError, AttributeError):  # there is nobody to read it
         sys.stderr.write(f"penstock: {text}\n")

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.control import WaitFailed
-from penstock.comms.groups import is_of_transport
+from penstock.comms.control_group import WaitError
+from penstock.comms.process_groups import is_transport_error
 from penstock.engine.agreement import Agreed
 from penstock.engine.batch import Batch
 from penstock.engine.report import Losses
@@ -115,8 +115,8 @@ def messages(stage: Stage, output: Any) -> Sequence[Any]:
 
 def explained(error: Exception, rank: int, action: Action) -> PenstockError:
     """`error` with the place where it happened, on one line; a WaitFailed if it came from ranks beside this one."""
-    if is_of_transport(error):
-        return WaitFailed(f"in {action} for the ranks beside it", None, error)
+    if is_transport_error(error):
+        return WaitError(f"in {action} for the ranks beside it", None, error)
     family = type(error) if isinstance(error, PenstockError) else StageError
     text = " ".join(str(error).split())
     told = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"

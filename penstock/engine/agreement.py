@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.comms.control import Control
-from penstock.comms.lines.channels import Specs
+from penstock.comms.control_group import ControlGroup
+from penstock.comms.transport.channels import MessageSpecs
 from penstock.engine.batch import CASTS, NOTHING, Batch, Vote
 from penstock.engine.checks.factor import TOLERANCE
 from penstock.errors import MismatchError
@@ -30,7 +30,7 @@ def _cast(cast: float) -> str:
 class Known(NamedTuple):
     """What a step taught about its kind of batch."""
 
-    specs: Specs  # what its messages are like
+    specs: MessageSpecs  # what its messages are like
     sizes: Mapping[int, Size]  # stage -> bytes that a microbatch keeps there, for this rank's stages where that was measured
 
 
@@ -51,7 +51,7 @@ class Agreed(NamedTuple):
 class Agreement:
     """The votes of one pipeline, and of those beside it, and what the last kinds of batch taught."""
 
-    def __init__(self, control: Control, position: MeshPosition, programs: RankPrograms) -> None:
+    def __init__(self, control: ControlGroup, position: MeshPosition, programs: RankPrograms) -> None:
         self.control, self.position, self.programs = control, position, programs
         self._known: dict[tuple[object, ...], Known] = {}  # the last kind last
         self._said: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what the votes said last
@@ -64,7 +64,7 @@ class Agreement:
 
     def reach(self, batch: Batch, what: str) -> Agreed:
         """Hear the others. Raises MismatchError, the same on every rank, if the votes do not fit together."""
-        votes = [Vote(*row) for row in self.control.hear(what)]
+        votes = [Vote(*row) for row in self.control.finish_all_gather_row(what)]
         check_alike(votes)
         self._check_factors([vote.factor for vote in votes])
         self._check_stepped([vote.stepped for vote in votes])
@@ -83,7 +83,7 @@ class Agreement:
         if not apart:
             return
 
-        shapes = self.control.gather_objects(batch.shapes(), what)
+        shapes = self.control.all_gather_object(batch.shapes(), what)
         rows, target_rows = counts[apart[0]]
         read = ", ".join([text for rank in self.position.counted[apart[0]] for text in shapes[rank]])
         told = f"{_where(self.position, apart[0])}the batch has {rows:.0f} rows but the target has {target_rows:.0f} ({read})"
@@ -157,7 +157,7 @@ class Agreement:
             return [[1.0] * len(rows) for rows in microbatches]
         counts = microbatches
         if any(vote.counts for vote in votes):
-            told = self.control.gather_objects(batch.counts, what)
+            told = self.control.all_gather_object(batch.counts, what)
             counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.counted]
         total = sum(map(sum, counts))
         return [loss_shares(each, total) for each in counts]

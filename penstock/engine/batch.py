@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.encoding import bytes_of
+from penstock.comms.encoding import tensor_bytes
 from penstock.comms.topology import Topology
 from penstock.engine.loss import LossByRows, Reduction
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import unwrap
-from penstock.randomness import mix
+from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
 from penstock.stage.stage import Stage
@@ -130,7 +130,7 @@ def split(call: Call, position: MeshPosition, schedule: Table, trained: bytes = 
     values = (seen(given), seen(call.target)) if compares else (0, 0)
     kind = call.training, rows, target_rows, len(counts), signature, fingerprint(trained), CASTS.index(_cast(device))
     vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor, call.stepped)
-    seed = mix(call.seed, call.step) if call.training and call.seed is not None else None
+    seed = mix_seed(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged
 
@@ -164,7 +164,7 @@ def _some_values(tensor: Tensor) -> bytes:
         slices.append(slice(None, None, max(1, math.ceil(size / taken))))
         left //= taken
     values = tensor[tuple(slices)].detach().resolve_conj().resolve_neg()
-    return bytes_of(values.contiguous())
+    return tensor_bytes(values.contiguous())
 
 
 def digest(text: bytes) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.hidden_uses import UnregisteredParameters, check_loss_reads
 from penstock.engine.checks.nonfinite import Watch, check_choice
 from penstock.engine.comparison import Compared
@@ -215,7 +215,7 @@ def recompute_of_stages(recompute: Recompute | Sequence[Recompute | None] | None
 
 
 def connect(
-    control: Control,
+    control: ControlGroup,
     position: MeshPosition,
     request: Request,
     cut: Cut,
@@ -235,7 +235,7 @@ def connect(
 
     sharing = given.tensor_parallel, given.data_parallel
     replications = parallelize(position, modules, cut.replications, cut.tied, names, *sharing)
-    control.gather_objects(None, "to build the pipeline")
+    control.all_gather_object(None, "to build the pipeline")
     stages = _stages(request, cut, compared, modules, replications, runs, position)
     tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, position.pipeline)
     tied.broadcast_values()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 
 ROUNDS = 32  # messages there and back
 WHAT = "to compare their clocks"
@@ -32,7 +32,7 @@ def machine() -> str:
     return boot.read_text().strip() if boot.exists() else platform.node()
 
 
-def skew(control: Control, machines: Sequence[str]) -> Skew:
+def skew(control: ControlGroup, machines: Sequence[str]) -> Skew:
     """This rank's skew; `machines` is what every rank's `machine()` says. All ranks call it; on one machine it is 0."""
     rank = control.topology.rank
     for peer in [peer for peer, other in enumerate(machines) if other != machines[0]]:
@@ -43,14 +43,14 @@ def skew(control: Control, machines: Sequence[str]) -> Skew:
     return Skew()
 
 
-def _answer(control: Control, peer: int) -> None:
+def _answer(control: ControlGroup, peer: int) -> None:
     for _ in range(ROUNDS):
         _tell(control, time.perf_counter(), peer)
         _hear(control, peer)
         _tell(control, time.perf_counter(), peer)
 
 
-def _ask(control: Control) -> Skew:
+def _ask(control: ControlGroup) -> Skew:
     there, back = [], []
     for _ in range(ROUNDS):
         sent = _hear(control, 0)
@@ -61,11 +61,11 @@ def _ask(control: Control) -> Skew:
     return Skew((min(back) - min(there)) / 2, (min(back) + min(there)) / 2)
 
 
-def _tell(control: Control, number: float, peer: int) -> None:
+def _tell(control: ControlGroup, number: float, peer: int) -> None:
     control.send(torch.tensor([number], dtype=torch.float64, device="cpu"), peer, WHAT).wait()
 
 
-def _hear(control: Control, peer: int) -> float:
+def _hear(control: ControlGroup, peer: int) -> float:
     return control.receive(torch.zeros(1, dtype=torch.float64, device="cpu"), peer, WHAT).item()
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from penstock import partition
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks import trained_elsewhere
 from penstock.engine.checks.digest import crc_of
 from penstock.engine.clock import machine
@@ -119,9 +119,9 @@ class Compared(NamedTuple):
     changed: Collection[trained_elsewhere.Key]  # what pipelines before have trained
 
 
-def compare(control: Control, position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Compared:
+def compare(control: ControlGroup, position: MeshPosition, table: Schedule, cut: Cut, options: Mapping[str, Any]) -> Compared:
     """Compare all ranks' descriptions. Raises MismatchError as `check`."""
-    everyone = control.gather_objects(describe(position, table, cut, options), "to build the pipeline")
+    everyone = control.all_gather_object(describe(position, table, cut, options), "to build the pipeline")
     check(everyone)
     if position.world.rank == 0:
         _warn_of_other_values([each.values for each in everyone])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import partition
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh import data_parallel
 from penstock.mesh.position import MeshPosition
@@ -80,7 +80,7 @@ class Cut(NamedTuple):
 
 
 def agreed_cut(
-    control: Control,
+    control: ControlGroup,
     position: MeshPosition,
     table: Schedule,
     model: partition.CuttableModel | nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
@@ -102,7 +102,7 @@ def agreed_cut(
             else whole.choose_starts(table.stages, position.pipeline.device)
         )
     given = GivenModel(_form(model), starts, None if own is None else _structure(own))
-    everyone = control.gather_objects(given, "to agree on the cut")
+    everyone = control.all_gather_object(given, "to agree on the cut")
     _check_forms(everyone)
 
     if own is not None:

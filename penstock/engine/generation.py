@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.control import waiting
-from penstock.comms.lines.channels import Channels, Specs
+from penstock.comms.control_group import convert_transport_errors
+from penstock.comms.transport.channels import Channels, MessageSpecs
 from penstock.engine.actions import messages
 from penstock.engine.batch import Call, digest, split
 from penstock.engine.cache import Cache, context_of, takes_part
@@ -28,7 +28,7 @@ from penstock.engine.clock import Clock
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.fsdp import begin
-from penstock.randomness import mix
+from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import split_sizes
 
@@ -90,7 +90,7 @@ def generate(
         raise MismatchError(f"generate() gives the model tokens of two dimensions, and rows_dim={rows_dim} is none of them")
     generation = Generation(engine, tokens, kwargs, request, rows_dim)
     engine.forget()
-    with waiting("for the replicas to begin to generate"):
+    with convert_transport_errors("for the replicas to begin to generate"):
         begin([engine.stages[index].replication for index in generation.program.stages])
     for _ in range(request.max_new_tokens):
         column = generation.add_token(channels)
@@ -98,7 +98,7 @@ def generate(
             on_token(column)
         if generation.ended:
             break
-    with waiting("for the replicas to generate"):
+    with convert_transport_errors("for the replicas to generate"):
         for stage in engine.stages.values():
             stage.replication.finish_step(training=False)
     return generation.text
@@ -120,7 +120,7 @@ class Generation:
         self._cached = all(each.cached for each in told)
         self._caches: dict[tuple[int, int], Cache] = defaultdict(Cache)  # by stage and microbatch
         self._prompt = tokens.shape[1]
-        self._known: tuple[int, Specs | None] = 0, None  # what messages are like, for so many tokens
+        self._known: tuple[int, MessageSpecs | None] = 0, None  # what messages are like, for so many tokens
 
     def add_token(self, channels: Channels) -> Tensor:
         """One pass: returns the token that each row has got, (batch,)."""
@@ -175,7 +175,7 @@ class Generation:
                 column = column.masked_fill(before, eos)
                 ended = bool((before | (column == eos)).all())
             mine = column.tolist(), ended
-        everyone = engine.control.gather_objects(mine, "to choose the next tokens")
+        everyone = engine.control.all_gather_object(mine, "to choose the next tokens")
         self.ended = all(everyone[ranks[last]][1] for ranks in engine.position.counted)
         tokens, _ = everyone[engine.position.counted[engine.position.replica][last]]
         return torch.tensor(tokens, device=self.text.device)
@@ -187,7 +187,7 @@ def _agreed(engine: Engine, tokens: Tensor, request: Request) -> Sequence[Told]:
     prompt = digest(tokens.cpu().contiguous().numpy().tobytes())
     context = min((limit for limit in map(context_of, modules) if limit is not None), default=None)
     mine = Told(request, f"{tuple(tokens.shape)} {prompt}", len(tokens), all(map(takes_part, modules)), context)
-    everyone = engine.control.gather_objects(mine, "to generate")
+    everyone = engine.control.all_gather_object(mine, "to generate")
     for rank, each in enumerate(everyone):
         for name, value in each.request._asdict().items():
             if value != (expected := getattr(everyone[0].request, name)):
@@ -227,6 +227,6 @@ def choose(logits: Tensor, request: Request, first_row: int, position: int) -> T
         least = scores.topk(request.top_k).values[:, -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)
     weights = ((scores - scores.amax(-1, keepdim=True)) / request.temperature).exp().cumsum(-1)
-    drawn = [(mix(request.seed, first_row + row, position) >> 11) / 2**53 for row in range(len(logits))]  # 0 up to 1
+    drawn = [(mix_seed(request.seed, first_row + row, position) >> 11) / 2**53 for row in range(len(logits))]  # 0 up to 1
     points = torch.tensor(drawn, dtype=torch.float64, device=weights.device)[:, None] * weights[:, -1:]
     return torch.searchsorted(weights, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.clock import skew
 from penstock.engine.report import StepReport
 from penstock.engine.step import Engine
@@ -16,7 +16,7 @@ from penstock.schedule.table import Skip, Table
 class LastStep:
     """What the last step of `engine` came to: `pipe.last`. `collective`: the pipeline's."""
 
-    def __init__(self, engine: Engine, collective: Callable[[str], AbstractContextManager[Control]]) -> None:
+    def __init__(self, engine: Engine, collective: Callable[[str], AbstractContextManager[ControlGroup]]) -> None:
         self._engine, self._collective = engine, collective
 
     @property
@@ -54,8 +54,8 @@ class LastStep:
             last.clock.offset = engine.skew.offset
             intervals = zip(last.actions, last.clock.intervals(), strict=True)
             mine = tuple(Event(position.pipeline.rank, action, *times) for action, times in intervals)
-            everyone = control.gather_objects((mine, engine.skew.error, last.sizes), "to tell their timelines")
-            ranks = [position.pipeline.of_job(rank) for rank in range(position.pipeline.world_size)]
+            everyone = control.all_gather_object((mine, engine.skew.error, last.sizes), "to tell their timelines")
+            ranks = [position.pipeline.get_global_rank(rank) for rank in range(position.pipeline.world_size)]
             rows, errors, sizes = zip(*[everyone[rank] for rank in ranks], strict=True)
         engine.clock_error = max(errors)
         program = engine.programs.program
@@ -86,7 +86,7 @@ def _measured(
     skips: Iterable[Skip],
 ) -> MeasuredTimeline:
     """The timeline of a step from what the ranks of this pipeline tell, each in one place: events, sizes of its stages."""
-    ranks = [position.pipeline.of_job(rank) for rank in range(len(rows))]
+    ranks = [position.pipeline.get_global_rank(rank) for rank in range(len(rows))]
     by_stage = {stage: size for each in sizes for stage, size in each.items()}
     known = len(by_stage) == table.stages
     return MeasuredTimeline(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.engine.checks import is_power_of_two
 from penstock.errors import MismatchError, is_whole_number
 from penstock.partition.rows import rows_dim_of, unwrap
-from penstock.randomness import aside
+from penstock.randomness import fork_generator
 from penstock.stage.microbatch import count_rows, microbatch_weights, nonempty_split_sizes, split
 from penstock.trees import leaves, map_tensors, tensors
 
@@ -232,7 +232,7 @@ class LossByRows:
             self.has_looked = True
             half = 2 if count > 3 else 1
             device = next(iter(tensors(output))).device
-            with aside(device):
+            with fork_generator(device):
                 one, other = self._parts((output, target), count, (half, half))
                 (both,) = self._parts((output, target), count, (2 * half,))
                 losses = [self._loss_fn(*part) for part in (one, other, both, map_tensors(Tensor.clone, one))]

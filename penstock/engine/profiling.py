@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from penstock.comms.lines.channels import Incoming, Outgoing
+from penstock.comms.transport.channels import ReceiveChannel, SendChannel
 from penstock.engine.actions import Acts
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
@@ -29,11 +29,11 @@ def _act(act: Callable[..., Any], action: Action, values: Sequence[Any]) -> Any:
 class ReceiveRanges:
     """The receiving end of a channel, with a range around every wait for a message."""
 
-    def __init__(self, incoming: Incoming) -> None:
+    def __init__(self, incoming: ReceiveChannel) -> None:
         self._incoming, self.post = incoming, incoming.post
 
     def take(self, transfer: Transfer, device: torch.device) -> Any:
-        """As `Incoming.take`."""
+        """As `ReceiveChannel.take`."""
         kind, stage, microbatch = transfer.action
         receiver = transfer.taker if transfer.taker is not None else stage + 1 if kind is Kind.F else stage - 1
         with record_function(f"{receiver}RECV_{_direction(kind)}{microbatch}"):
@@ -43,18 +43,18 @@ class ReceiveRanges:
 class SendRanges:
     """The sending end of a channel, with a range around every hand-over of a message."""
 
-    def __init__(self, outgoing: Outgoing) -> None:
+    def __init__(self, outgoing: SendChannel) -> None:
         self._outgoing = outgoing
 
     def send(self, transfer: Transfer, value: Any) -> None:
-        """As `Outgoing.send`."""
+        """As `SendChannel.send`."""
         kind, stage, microbatch = transfer.action
         with record_function(f"{stage}SEND_{_direction(kind)}{microbatch}"):
             self._outgoing.send(transfer, value)
 
 
 def message_ranges(
-    incoming: Mapping[int, Incoming], outgoing: Mapping[int, Outgoing]
+    incoming: Mapping[int, ReceiveChannel], outgoing: Mapping[int, SendChannel]
 ) -> tuple[dict[int, ReceiveRanges], dict[int, SendRanges]]:
     """Return both with a range around every message."""
     receives = {rank: ReceiveRanges(end) for rank, end in incoming.items()}

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.comms.control import Control
-from penstock.comms.encoding import as_bytes
+from penstock.comms.control_group import ControlGroup
+from penstock.comms.encoding import view_as_bytes
 from penstock.comms.topology import CPU, Topology
 from penstock.engine.optimizers import check_known, check_optimizer, check_same_options, options_of
 from penstock.engine.source import Source
@@ -160,17 +160,17 @@ def _moves(ranks: Mapping[int, Holding]) -> Iterator[tuple[str, int, list[int]]]
         yield name, owners[0], [rank for rank, holding in ranks.items() if name in holding.needs and rank not in owners]
 
 
-def _send(record: Any, control: Control, takers: Sequence[int]) -> None:
+def _send(record: Any, control: ControlGroup, takers: Sequence[int]) -> None:
     for tensor in [leaf for leaf in tree_leaves(record) if isinstance(leaf, Tensor)] if takers else ():
         dense = tensor.detach().to(CPU, copy=True)
-        pieces = as_bytes(dense.as_strided((dense.numel(),), (1,))).split(PIECE)
+        pieces = view_as_bytes(dense.as_strided((dense.numel(),), (1,))).split(PIECE)
         for pending in [control.send(piece, taker, WHAT) for piece in pieces for taker in takers if len(piece)]:
             pending.wait()
 
 
-def _receive(control: Control, giver: int, device: torch.device, layout: Layout) -> Tensor:
+def _receive(control: ControlGroup, giver: int, device: torch.device, layout: Layout) -> Tensor:
     dense = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=CPU)
-    for piece in as_bytes(dense.as_strided((dense.numel(),), (1,))).split(PIECE):
+    for piece in view_as_bytes(dense.as_strided((dense.numel(),), (1,))).split(PIECE):
         if len(piece):
             control.receive(piece, giver, WHAT)
     return dense.to(CPU if layout.on_cpu else device)
@@ -231,14 +231,14 @@ class Redistribution:
         )
 
     @torch.no_grad()
-    def move(self, control: Control, topology: Topology, stages: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+    def move(self, control: ControlGroup, topology: Topology, stages: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
         """The `stages` of the next pipeline that this rank runs, on its device, with what the ranks have of them.
 
         Raises MismatchError, the same on every rank and before anything changes, for what would be lost or cannot move.
         """
         me, tensors = control.topology.rank, self._source.of(stages)
-        everyone = control.gather_objects(self._holding(stages, me), WHAT)
-        ranks = {rank: everyone[rank] for rank in map(topology.of_job, range(topology.world_size))}
+        everyone = control.all_gather_object(self._holding(stages, me), WHAT)
+        ranks = {rank: everyone[rank] for rank in map(topology.get_global_rank, range(topology.world_size))}
         _check(ranks)
 
         self.has_begun, places = True, dict[str, Sequence[Any]]()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.nonfinite import Verdict
 from penstock.engine.clock import Clock
 from penstock.mesh.position import MeshPosition
@@ -100,17 +100,17 @@ class Losses(NamedTuple):
 
 
 def conclude(
-    control: Control, position: MeshPosition, last_rank: int, mine: Ended, losses: Losses, wanted: int, what: str
+    control: ControlGroup, position: MeshPosition, last_rank: int, mine: Ended, losses: Losses, wanted: int, what: str
 ) -> tuple[Tensor, list[Tensor], StepReport]:
     """The end of a step, reached by all ranks together: losses and times, the same on every rank.
 
     `last_rank`, of every pipeline, has the loss; of the first `wanted` microbatches each one's own is told.
     """
-    everyone = [Ended(*row) for row in control.gather(mine, what)]
+    everyone = [Ended(*row) for row in control.all_gather_row(mine, what)]
     ended = [everyone[ranks[last_rank]] for ranks in position.counted]
     values, each = [one.loss for one in ended], list[float]()
     if wanted or any(one.auxiliary for one in everyone):  # summed exactly, so that it does not matter which rank has which
-        told: list[Losses] = control.gather_objects(losses, what)
+        told: list[Losses] = control.all_gather_object(losses, what)
         values += [loss * weight for ranks in position.counted for rank in ranks for _, loss, weight in told[rank].auxiliary]
         each = [_of_microbatch([told[rank] for rank in position.counted[position.replica]], m) for m in range(wanted)]
     dtype = DTYPES[int(next((one.dtype for one in ended if one.dtype != NOTHING), 0))]  # a replica may have nothing that counts

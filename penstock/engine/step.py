@@ -13,23 +13,23 @@ and 0F1, the gradients of 1B0 and 1B1.
     agree      and reads from all votes what the step is like           engine/agreement.py
     0F0 ..     actions, in the order of the rank's program              engine/actions.py, stage/stage.py
                the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
-    \  /       messages between stages, sent without waiting            comms/lines/channels.py
+    \  /       messages between stages, sent without waiting            comms/transport/channels.py
     measure    in the first step of a kind: what a microbatch keeps     engine/memory.py
     average    gradients become those of the whole batch                mesh/parallelize.py
     conclude   loss and times, and what was found on watch              engine/report.py, engine/checks/
     undo       where it failed, or something was not finite: as before  engine/checks/undo.py
 
 The first stage's first forward waits for nobody, so it runs while the votes travel; what it made is sent once the ranks have
-agreed. When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control.py.
+agreed. When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control_group.py.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.comms.control import Control, WaitFailed, waiting
-from penstock.comms.lines.channels import Channels, Incoming, Outgoing
+from penstock.comms.control_group import ControlGroup, WaitError, convert_transport_errors
 from penstock.comms.preemption import preempted
+from penstock.comms.transport.channels import Channels, ReceiveChannel, SendChannel
 from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
 from penstock.engine.agreement import Agreement, Known
 from penstock.engine.batch import Batch, Call, split, trained
@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(
         self,
-        control: Control,
+        control: ControlGroup,
         position: MeshPosition,
         programs: RankPrograms,
         stages: dict[int, Stage],
@@ -82,7 +82,7 @@ class Engine:
         self.factor = GradientFactor(parameters, position.world.world_size)
         self.on_nonfinite = on_nonfinite
         self.shared: SharedLayers  # set when the pipeline is noted as built
-        self.activity = control.topology.world.activity
+        self.activity = control.topology.context.activity
         self.device, self.machines = position.pipeline.device, machines  # of every rank, as `clock.machine` says
         self.skew, self.clock_error = skew(control, machines), 0.0  # of this rank's clock; of all ranks', in seconds
         self.agreement = Agreement(control, position, programs)
@@ -117,8 +117,10 @@ class Engine:
 
         first = self._whole.steps[0].action if self._whole.steps else "the others end it"
         why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
-        self.control.tell(batch.vote, why)  # before any wait, so that a rank in another call does not wait for this one
-        with waiting("for the replicas to begin the step"):
+        self.control.begin_all_gather_row(
+            batch.vote, why
+        )  # before any wait, so that a rank in another call does not wait for this one
+        with convert_transport_errors("for the replicas to begin the step"):
             begin([self.stages[index].replication for index in self._whole.stages])
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
         ahead = self._head_start(batch, clock, measurement)
@@ -173,11 +175,11 @@ class Engine:
 
         try:
             stage.wait_parameters()
-            self.activity.enter(action)
+            self.activity.begin_action(action)
             clock.start()
             made = self._observed({Kind.F: act}, measurement)[Kind.F](action, ())
             clock.stop()
-            self.activity.leave()
+            self.activity.end_action()
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
         clock.ahead = 1
@@ -191,8 +193,8 @@ class Engine:
 
     def run(self, steps: Sequence[Step], acts: Acts, channels: Channels, clock: Clock, ahead: Ahead | None = None) -> None:
         """The clock cycle: for each line of the program post, take, act, send."""
-        incoming: Mapping[int, Incoming | ReceiveRanges] = channels.incoming
-        outgoing: Mapping[int, Outgoing | SendRanges] = channels.outgoing
+        incoming: Mapping[int, ReceiveChannel | ReceiveRanges] = channels.incoming
+        outgoing: Mapping[int, SendChannel | SendRanges] = channels.outgoing
         if profiler_is_active():
             incoming, outgoing = message_ranges(channels.incoming, channels.outgoing)
         handed = dict[Transfer, Any]()
@@ -209,11 +211,11 @@ class Engine:
                     ]
                     if elsewhere:
                         self.stages[action.stage].wait_parameters()
-                    self.activity.enter(action)
+                    self.activity.begin_action(action)
                     clock.start()
                     made = acts[action.kind](action, values)
                     clock.stop()
-                    self.activity.leave()
+                    self.activity.end_action()
                     del values
                 for transfer, value in zip(gives, made, strict=True):
                     if transfer.travels:
@@ -222,7 +224,7 @@ class Engine:
                         handed[transfer] = detach_for_next_stage(value)
                 clock.sent()
                 made = value = None  # they are on their way
-        except (WaitFailed, ResourceError):
+        except (WaitError, ResourceError):
             raise
         except Exception as error:
             raise explained(error, self.position.world.rank, action) from error
@@ -276,10 +278,10 @@ class Engine:
     @property
     def channels(self) -> Channels:
         """The channels, open: at the first step, and again after a failure."""
-        groups = self.control.connect()
-        if self._connected is None or self._connected[0] != self.control.generation:
-            self.control.gather((), "to open their lines")  # unless one of them is in another call
-            self._connected = self.control.generation, Channels(self.programs.program, self.position.pipeline, groups)
+        groups = self.control.open_groups()
+        if self._connected is None or self._connected[0] != self.control.times_closed:
+            self.control.all_gather_row((), "to open their lines")  # unless one of them is in another call
+            self._connected = self.control.times_closed, Channels(self.programs.program, self.position.pipeline, groups)
             self.agreement.forget()
         return self._connected[1]
 

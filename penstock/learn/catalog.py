@@ -4,7 +4,7 @@ import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.comms.launch.server import start_ahead
+from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.errors import PenstockError
 
 
@@ -63,6 +63,6 @@ def run(number: int, file: Path | None = None, fix: bool = False) -> None:
     if fix and file is not None:
         raise PenstockError(f"--fix is about the schedule that lab {YOURS} hands out: leave {file} out")
     if number != ALONE:
-        start_ahead()
+        start_forkserver_early()
     words = ["--fix"] if fix else [str(file)] if file is not None else []
     LABS[number].run(*words)

@@ -9,7 +9,7 @@ from textwrap import indent
 from typing import NoReturn, TypeVar
 
 import penstock as ps
-from penstock.comms.encoding import told_by_all
+from penstock.comms.encoding import all_gather_values
 from penstock.learn.picture import drawn_in_parts
 from penstock.schedule import Timeline
 
@@ -37,7 +37,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: object) -> list[T]:
         raise SystemExit(f"this lab runs on {ranks} ranks, torchrun started {ranks_here(ranks)}: use --nproc-per-node {ranks}")
     atexit.register(ps.comms.shutdown)  # a process that ends in the middle of its group may abort
     mine = function(*args)
-    return told_by_all(mine, ps.comms.init_distributed().carrier)
+    return all_gather_values(mine, ps.comms.init_distributed().transport_device)
 
 
 def say(text: str = "") -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from penstock import torch_private
-from penstock.comms.control import waiting
+from penstock.comms.control_group import convert_transport_errors
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
 from penstock.mesh.data_parallel import share_state
@@ -16,7 +16,7 @@ from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
 
 
-@waiting("for the ranks beside it to build the pipeline")
+@convert_transport_errors("for the ranks beside it to build the pipeline")
 def parallelize(
     position: MeshPosition,
     modules: Mapping[int, nn.Module],
@@ -60,7 +60,7 @@ def parallelize(
 
 def average(stages: Iterable[Stage], parameters: RankParameters, position: MeshPosition, training: bool) -> None:
     """Wait until gradients are averaged over replicas; sum what ranks along `tp` have of them."""
-    with waiting("for the replicas to average the gradients"):
+    with convert_transport_errors("for the replicas to average the gradients"):
         for stage in stages:
             stage.replication.finish_step(training)
         if position.tp is not None and training:

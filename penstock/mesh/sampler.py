@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Sampler
 
 from penstock.errors import MismatchError
-from penstock.randomness import mix
+from penstock.randomness import mix_seed
 
 
 class ReplicaSampler(Sampler[int]):
@@ -44,4 +44,6 @@ class ReplicaSampler(Sampler[int]):
     def _shuffled(self, which: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.rows))
-        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(mix(self.seed, which)), device="cpu").tolist()
+        return torch.randperm(
+            self.rows, generator=torch.Generator().manual_seed(mix_seed(self.seed, which)), device="cpu"
+        ).tolist()

@@ -16,7 +16,7 @@
 
 from typing import TYPE_CHECKING
 
-from penstock.lazy import face
+from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.partition.cutting import (
@@ -31,4 +31,4 @@ if TYPE_CHECKING:
 
 __all__ = ["CuttableModel", "as_cuttable", "model_names_of_stages", "run", "shared_parameters", "split", "uncompiled_names"]
 
-__getattr__, __dir__ = face(__name__, dict.fromkeys(__all__, "cutting"))  # `balance` needs no torch
+__getattr__, __dir__ = lazy_exports(__name__, dict.fromkeys(__all__, "cutting"))  # `balance` needs no torch

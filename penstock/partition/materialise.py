@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
-from penstock.randomness import aside, mix
+from penstock.randomness import fork_generator, mix_seed
 from penstock.torch_private import (
     TensorSlot,
     TorchDispatchMode,
@@ -204,8 +204,8 @@ def _seeded(device: torch.device, seed: int | None, name: str) -> Iterator[None]
     if seed is None:
         yield
         return
-    number = mix(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
-    with aside(CPU) as on_cpu, aside(device) as on_device:
+    number = mix_seed(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
+    with fork_generator(CPU) as on_cpu, fork_generator(device) as on_device:
         on_cpu.manual_seed(number)
         on_device.manual_seed(number)
         yield

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.partition.materialise import META, has_meta_tensors
-from penstock.randomness import aside
+from penstock.randomness import fork_generator
 from penstock.torch_private import as_exported, tensor_slots, tree_leaves
 from penstock.trees import map_tensors, tensors
 
@@ -69,7 +69,7 @@ def record_unit_inputs(
         stack.enter_context(as_exported() if meta else nullcontext())  # where no value is looked at
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # the graph, without activations
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(aside(module_device(model)))
+        stack.enter_context(fork_generator(module_device(model)))
         _forward(model, inputs, meta)
     missing = [name for name in units if name not in found]
     if missing:
@@ -114,7 +114,12 @@ def _time_of(unit: RecordedUnit, device: torch.device | None) -> float:
     """Seconds of one run, after one to warm up."""
     device = device or module_device(unit.module, (unit.args, unit.kwargs))
     make = partial(with_memory, device=device)
-    with replace_tensors(unit.module, partial(make, spread=0.02)), aside(CPU), aside(device), torch.enable_grad():
+    with (
+        replace_tensors(unit.module, partial(make, spread=0.02)),
+        fork_generator(CPU),
+        fork_generator(device),
+        torch.enable_grad(),
+    ):
         inputs = map_tensors(make, (unit.args, dict(unit.kwargs or {})))
         gradients: list[Tensor] = []
         _run(unit.module, inputs, device, gradients)

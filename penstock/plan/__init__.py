@@ -15,7 +15,7 @@
 
 from typing import TYPE_CHECKING
 
-from penstock.lazy import face
+from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from penstock.plan.beside import Overheads, overheads
@@ -44,7 +44,7 @@ __all__ = [
     "says_plan",
 ]
 
-__getattr__, __dir__ = face(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         **dict.fromkeys(("Layer", "Layers"), "layers"),

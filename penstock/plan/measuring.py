@@ -22,7 +22,7 @@ from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import RecordedUnit, module_device, record_unit_inputs, replace_tensors, with_memory
 from penstock.plan.layers import Layer, Layers, Sample
-from penstock.randomness import aside
+from penstock.randomness import fork_generator
 from penstock.schedule import Action, Kind, Size
 from penstock.stage import microbatch
 from penstock.stage.neighbours import Neighbours
@@ -170,7 +170,7 @@ def _carried(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]
     with (
         replace_tensors(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
         as_exported() if meta else nullcontext(),
-        aside(module_device(whole.model)),
+        fork_generator(module_device(whole.model)),
         torch.no_grad(),
     ):
         run(stages, *args, **kwargs)
@@ -202,7 +202,12 @@ def _alone(unit: RecordedUnit, device: torch.device | None, run: Callable[[Stage
     where = device or module_device(unit.module, (unit.args, unit.kwargs))
     make = partial(with_memory, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
-    with replace_tensors(unit.module, partial(make, spread=0.02)), aside(CPU), aside(where), torch.enable_grad():
+    with (
+        replace_tensors(unit.module, partial(make, spread=0.02)),
+        fork_generator(CPU),
+        fork_generator(where),
+        torch.enable_grad(),
+    ):
         for parameter, hook in [
             (each, hook) for each, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
         ]:

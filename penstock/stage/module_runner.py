@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import MismatchError
 from penstock.partition.graph_stage import GraphStage
-from penstock.randomness import advance, generator_of
+from penstock.randomness import default_generator, mix_in
 from penstock.stage.parameter_slot import installed
 from penstock.torch_private import (
     TensorSlot,
@@ -70,7 +70,7 @@ class ModuleRunner:
     ) -> None:
         check_recompute(recompute)
         self.index, self.module, self.recompute = index, module, recompute
-        self.generator = generator_of(device)
+        self.generator = default_generator(device)
         self._buffers: dict[nn.Module, list[TensorSlot]] = {}  # of what runs again
         self._changes_nothing: set[nn.Module] = set()  # of that, what left its input as it was
         known = numbers is not None and type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
@@ -89,7 +89,7 @@ class ModuleRunner:
 
     def seed_loss(self, seed: int) -> None:
         """After the last layer: what the loss draws depends on `seed` alone."""
-        self.generator.manual_seed(advance(seed, LOSS))
+        self.generator.manual_seed(mix_in(seed, LOSS))
 
     def _run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if seed is None and self.recompute != "block":
@@ -101,7 +101,7 @@ class ModuleRunner:
         if not self._hooks_matter():
             return forward(seed, *args, **kwargs)
         if seed is not None:  # hooks may draw too; ~index is no layer's number
-            self.generator.manual_seed(advance(seed, ~self.index))
+            self.generator.manual_seed(mix_in(seed, ~self.index))
         self.module.forward = partial(forward, seed)
         try:
             return self.module(*args, **kwargs)
@@ -122,7 +122,7 @@ class ModuleRunner:
                 value = self._call(seed, number, layer, (value,), {})
             else:  # the short way: this runs for every layer and microbatch
                 if seed is not None and _may_draw(layer):
-                    self.generator.manual_seed(advance(seed, number))
+                    self.generator.manual_seed(mix_in(seed, number))
                 value = layer(value)
         return value
 
@@ -137,7 +137,7 @@ class ModuleRunner:
         self, seed: int | None, number: int, layer: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if seed is not None and _may_draw(layer):
-            self.generator.manual_seed(advance(seed, number))
+            self.generator.manual_seed(mix_in(seed, number))
         return layer(*args, **kwargs)
 
     def _again(self, module: nn.Module, run: Callable[..., Any], seed: int | None, *further: Any) -> Any:

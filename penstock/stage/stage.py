@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import MismatchError
-from penstock.randomness import advance
+from penstock.randomness import mix_in
 from penstock.stage.autograd_edges import Gradients, gradient_edge
 from penstock.stage.auxiliary import CollectAuxiliaryLosses
 from penstock.stage.backward.deferred import DeferredGradients
@@ -105,7 +105,7 @@ class Stage:
         Raises MismatchError for a keyword of the batch's that no stage takes, and for a change in place of what shares memory.
         """
         deferred = self._splitter.begin() if split_backward and with_backward else None
-        seed = None if seed is None else advance(seed, self._first + microbatch)
+        seed = None if seed is None else mix_in(seed, self._first + microbatch)
         if self._splitter.tied:
             self._fresh_casts()
         arrived: Versions = ()

@@ -71,7 +71,7 @@ class TiedParameters:
                 copy.grad = self._broadcast_from_first_owner(name, gradient) if found else None
 
     def _broadcast_from_first_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        first, *others = map(self.topology.of_job, self.owners[name])
+        first, *others = map(self.topology.get_global_rank, self.owners[name])
         if self.topology.rank != self.owners[name][0]:
             return recv_tensor(tensor.shape, first, tensor.dtype, tensor.device)
         for other in others:

@@ -17,7 +17,7 @@ from penstock import checkpoint
 from penstock.checkpoint.files import disk, tensor_files
 from penstock.commands.train import memory as train_memory
 from penstock.commands.train.memory import has_room, memory_of_agent, memory_of_launch
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 
 SHARED = Path("/dev/shm")
 STEPS = 8
@@ -197,9 +197,9 @@ def test_a_folder_in_memory_that_not_all_ranks_see_is_refused_on_all(memory):
 
 def rank_counts_exchanges(folder, wait):
     """The exchanges of one save, after the first, which opens groups."""
-    given, tell, count = training(), Control.tell, []
+    given, tell, count = training(), ControlGroup.begin_all_gather_row, []
     checkpoint.save(folder, *given)
-    Control.tell = lambda *words: count.append(words[-1]) or tell(*words)
+    ControlGroup.begin_all_gather_row = lambda *words: count.append(words[-1]) or tell(*words)
     checkpoint.save(folder, *given, wait=wait).wait()
     return count
 

@@ -111,7 +111,7 @@ def test_eval_tells_the_mean_loss_over_every_byte(run, monkeypatch, capfd, tmp_p
     ],
 )
 def test_a_wrong_option_is_told_before_any_rank_starts(run, monkeypatch, words, told):
-    monkeypatch.setattr("penstock.commands.trained.start_ahead", lambda: pytest.fail("ranks were started"))
+    monkeypatch.setattr("penstock.commands.trained.start_forkserver_early", lambda: pytest.fail("ranks were started"))
     with pytest.raises(SystemExit) as end:
         penstock(monkeypatch, *[word.format(run=run) for word in words])
     assert end.value.code == f"penstock: {told}"

@@ -7,22 +7,22 @@ import torch
 import torch.distributed as dist
 
 import penstock as ps
-from penstock.comms.breaking import break_off_backend
-from penstock.comms.groups import Groups
-from penstock.comms.rendezvous import all_come
+from penstock.comms.abort import abort_backend
+from penstock.comms.process_groups import ProcessGroups
+from penstock.comms.rendezvous import wait_for_all
 from penstock.comms.topology import Topology
 
 
 def rank_breaks_off():
     """Rank 1 does; ranks 0 and 2 wait for that one and pass it on; rank 3 waits for rank 0 only."""
     topology = ps.comms.init_distributed()
-    group, told = Groups(topology, "broken").everyone, ""
+    group, told = ProcessGroups(topology, "broken").everyone, ""
     if topology.rank != 1:
         with pytest.raises(RuntimeError) as error:
             group.recv([torch.empty(1)], 0 if topology.rank == 3 else 1, 0).wait()
         told = str(error.value)
-    break_off_backend(group)
-    _ = Groups(topology, "afterwards").everyone  # until then nobody's group goes of itself
+    abort_backend(group)
+    _ = ProcessGroups(topology, "afterwards").everyone  # until then nobody's group goes of itself
     return told
 
 
@@ -36,11 +36,11 @@ def test_who_comes_last_where_another_has_given_up_does_not_go_on_to_connect_to_
     store = dist.HashStore()
     for over, patience in ((is_over, seconds), (False, 60)):
         with pytest.raises(dist.DistError, match=told):
-            all_come(store, 2, timedelta(seconds=patience), lambda over=over: over)
+            wait_for_all(store, 2, timedelta(seconds=patience), lambda over=over: over)
 
 
 def test_in_a_group_that_connected_while_a_rank_was_found_lost_nobody_waits(monkeypatch):
-    groups = Groups(Topology(store=dist.HashStore()), "late")
+    groups = ProcessGroups(Topology(store=dist.HashStore()), "late")
 
     class FoundMeanwhile(dist.ProcessGroupGloo):
         def __init__(self, *given: object) -> None:

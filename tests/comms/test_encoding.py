@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.comms import encoding
-from penstock.comms.encoding import LENGTH, decode, encode
-from penstock.comms.lines import wire
-from penstock.comms.lines.wire import TensorSpec
+from penstock.comms.encoding import JSON_LENGTH, decode, encode
+from penstock.comms.transport import message_spec
+from penstock.comms.transport.message_spec import TensorSpec
 from penstock.schedule import Action, Event, Kind
 from penstock.trees import flatten
 
@@ -111,7 +111,7 @@ def test_a_tensors_values_arrive(tensor):
     (arrived,) = decode(encode([tensor]))
     assert arrived.dtype == tensor.dtype
     assert not arrived.requires_grad
-    assert encoding.bytes_of(arrived) == encoding.bytes_of(tensor.detach().resolve_conj().contiguous())
+    assert encoding.tensor_bytes(arrived) == encoding.tensor_bytes(tensor.detach().resolve_conj().contiguous())
 
 
 @pytest.mark.parametrize("name", ["BaseModelOutput", "CausalLMOutputWithPast"])
@@ -120,8 +120,10 @@ def test_outputs_of_transformers_travel_between_stages(name):
     kind = getattr(outputs, name)
     values = dict.fromkeys([field.name for field in dataclasses.fields(kind)][:2], torch.ones(2, 3))
     leaves, tree = flatten(kind(**values))
-    spec = wire.describe(leaves, tree)
-    arrived = wire.rebuild(wire.unpack(wire.pack(spec)), [torch.ones(2, 3) for _ in spec.tensors])
+    spec = message_spec.describe_message(leaves, tree)
+    arrived = message_spec.rebuild_message(
+        message_spec.unpack_spec(message_spec.pack_spec(spec)), [torch.ones(2, 3) for _ in spec.tensors]
+    )
     assert type(arrived) is kind
     assert list(arrived) == list(values)
 
@@ -148,11 +150,11 @@ def test_what_does_not_travel_is_told_by_name_before_anything_is_sent(what):
 
 
 def test_a_value_too_large_is_refused_at_both_ends(monkeypatch):
-    monkeypatch.setattr(encoding, "LARGEST", 100)
+    monkeypatch.setattr(encoding, "MAX_VALUE_BYTES", 100)
     with pytest.raises(ps.MismatchError, match=r"a value of 1,0.. bytes cannot be told to another rank: 100 are the most"):
         encode(b"x" * 1000)
     with pytest.raises(ps.MismatchError, match="another rank sends a value of 101 bytes: 100 are the most"):
-        encoding.checked_size(101)
+        encoding.check_value_size(101)
 
 
 # ---- what another might send
@@ -160,13 +162,13 @@ def test_a_value_too_large_is_refused_at_both_ends(monkeypatch):
 
 def written(told, raw=b"") -> bytes:
     text = told if isinstance(told, bytes) else json.dumps(told).encode()
-    return LENGTH.pack(len(text)) + text + raw
+    return JSON_LENGTH.pack(len(text)) + text + raw
 
 
 HOSTILE = {
     "nothing": b"",
     "too short": b"\x01",
-    "a length beyond it": LENGTH.pack(2**63) + b"[]",
+    "a length beyond it": JSON_LENGTH.pack(2**63) + b"[]",
     "no JSON": written(b"\x80\x04."),
     "a pickle": written(b"cos\nsystem\n(S'false'\ntR."),
     "deep": written(b"[" * 100_000),
@@ -225,7 +227,7 @@ SPEC = TensorSpec((2, 3), (3, 1), torch.float32, False, 24)
 )  # fmt: skip
 def test_what_describes_no_message_is_refused(told):
     with pytest.raises(ps.MismatchError, match="describes no message"):
-        wire.unpack(torch.frombuffer(bytearray(encode(told)), dtype=torch.uint8))
+        message_spec.unpack_spec(torch.frombuffer(bytearray(encode(told)), dtype=torch.uint8))
 
 
 MESSAGE = {"hidden": torch.ones(2, 3), "rest": (Pair(torch.zeros(1), "x"), [None, 2.5], Registered(torch.ones(1)))}
@@ -234,12 +236,12 @@ MESSAGE = {"hidden": torch.ones(2, 3), "rest": (Pair(torch.zeros(1), "x"), [None
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=4), st.integers(0, 4)), min_size=1, max_size=4))
 def test_a_mutated_message_is_read_or_refused(changes):
-    data = bytearray(encoding.bytes_of(wire.pack(wire.describe(*flatten(MESSAGE)))))
+    data = bytearray(encoding.tensor_bytes(message_spec.pack_spec(message_spec.describe_message(*flatten(MESSAGE)))))
     for place, new, gone in changes:
         place %= len(data) + 1
         data[place : place + gone] = new
     with suppress(ps.MismatchError):
-        wire.unpack(torch.frombuffer(data or bytearray(1), dtype=torch.uint8))
+        message_spec.unpack_spec(torch.frombuffer(data or bytearray(1), dtype=torch.uint8))
 
 
 # ---- nothing is unpickled

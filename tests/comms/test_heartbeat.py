@@ -21,46 +21,55 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms import heartbeat
-from penstock.comms.heartbeat import MISSED, MISSED_ELSEWHERE, Watched, watched_by
-from penstock.comms.process import ALIVE, ENDED, STOPPED, Activity, Process, in_words, machine, this_process
-from penstock.comms.rendezvous import CURRENT, FINISHED, depart, departed, name_of_start
-from penstock.comms.reports import Report, publish, read, verdict
+from penstock.comms.failure_reports import FailureReport, collect_reports, diagnose, publish_report
+from penstock.comms.heartbeat import SILENT_AFTER_MISSED_BEATS, SUSPENDED_AFTER_MISSED_BEATS, MonitoredRank, ranks_to_monitor
+from penstock.comms.process import (
+    ALIVE,
+    ENDED,
+    SUSPENDED,
+    Activity,
+    ProcessRecord,
+    describe_activity,
+    machine_id,
+    read_own_process,
+)
+from penstock.comms.rendezvous import CURRENT_RUN_KEY, FINISHED, agree_on_run_id, publish_departure, read_departures
 from penstock.schedule.table import Action, Kind
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
 
 
 def test_each_rank_of_a_machine_is_watched_by_one_other_and_each_machine_by_another():
-    assert [watched_by(rank, ["a"] * 4) for rank in range(4)] == [[1], [2], [3], [0]]
-    assert [watched_by(rank, ["a", "a", "b", "b", "c"]) for rank in range(5)] == [[1, 2], [0], [3, 4], [2], [0]]
-    assert [watched_by(rank, ["a", "b"]) for rank in range(2)] == [[1], [0]]
+    assert [ranks_to_monitor(rank, ["a"] * 4) for rank in range(4)] == [[1], [2], [3], [0]]
+    assert [ranks_to_monitor(rank, ["a", "a", "b", "b", "c"]) for rank in range(5)] == [[1, 2], [0], [3, 4], [2], [0]]
+    assert [ranks_to_monitor(rank, ["a", "b"]) for rank in range(2)] == [[1], [0]]
 
 
 def test_what_a_rank_is_doing_is_told_in_words():
     doing = Activity()
-    with doing.step(17, True):
-        assert in_words(doing.words) == "at the beginning of step 17"
-        doing.enter(Action(Kind.W, 2, 3))
-        assert in_words(doing.words) == "in 2W3 of step 17"
-        doing.leave()
-        assert in_words(doing.words) == "after 2W3 of step 17"
-    assert in_words(doing.words) == "after step 17"
-    with doing.step(17, False):
-        doing.enter(Action(Kind.F, 0, 0))
-        assert in_words(doing.words) == "in 0F0 of an evaluation"
+    with doing.during_step(17, True):
+        assert describe_activity(doing.words) == "at the beginning of step 17"
+        doing.begin_action(Action(Kind.W, 2, 3))
+        assert describe_activity(doing.words) == "in 2W3 of step 17"
+        doing.end_action()
+        assert describe_activity(doing.words) == "after 2W3 of step 17"
+    assert describe_activity(doing.words) == "after step 17"
+    with doing.during_step(17, False):
+        doing.begin_action(Action(Kind.F, 0, 0))
+        assert describe_activity(doing.words) == "in 0F0 of an evaluation"
 
 
 @linux
 def test_a_process_is_seen_alive_stopped_and_ended_from_outside_and_no_other_is_taken_for_it():
-    assert this_process(Activity()).state() == ALIVE
+    assert read_own_process(Activity()).state() == ALIVE
     with subprocess.Popen(["sleep", "60"]) as child:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        seen = Process(machine(), child.pid, started, -1)
+        seen = ProcessRecord(machine_id(), child.pid, started, -1)
         assert seen.state() == ALIVE
         child.send_signal(signal.SIGSTOP)
         while seen.state() == ALIVE:
             time.sleep(0.01)
-        assert seen.state() == STOPPED
+        assert seen.state() == SUSPENDED
         assert seen._replace(started="0").state() == ENDED  # another has its number
         assert seen._replace(machine="elsewhere").state() == ""
         child.kill()
@@ -78,7 +87,7 @@ def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monk
             asked.set()
             raise next(errors)
 
-    beat = heartbeat.Heartbeat()
+    beat = heartbeat.HeartbeatThread()
     beat._ring = Ring()
     while beat._ring is not None:
         assert asked.wait(60)
@@ -89,8 +98,8 @@ def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monk
 
 def test_a_rank_that_did_not_answer_in_time_is_not_told_as_gone_whatever_was_waited_for():
     groups = SimpleNamespace(ranks=range(2), topology=SimpleNamespace(store=torch.distributed.HashStore()))
-    report = Report(0, 0.0, text="to connect to the other ranks", end="no answer within 5 s")
-    told = verdict(groups, [report], {})
+    report = FailureReport(0, 0.0, text="to connect to the other ranks", end="no answer within 5 s")
+    told = diagnose(groups, [report], {})
     assert str(told) == "rank 1 does not answer: rank 0 waited to connect to the other ranks: no answer within 5 s"
     assert told.ranks == (1,)
 
@@ -111,15 +120,17 @@ class StandsStill:
 
 def test_a_rank_that_leaves_once_it_has_told_all_is_heard_by_who_looked_just_before():
     job = torch.distributed.HashStore()
-    there, mine = SimpleNamespace(store=job), Report(0, 0.0, text="in a scatter")
+    there, mine = SimpleNamespace(store=job), FailureReport(0, 0.0, text="in a scatter")
 
     def tell_and_leave() -> None:
-        publish(there, Report(1, 1.0, text="in a broadcast"))
-        depart(job, 1, FINISHED)
+        publish_report(there, FailureReport(1, 1.0, text="in a broadcast"))
+        publish_departure(job, 1, FINISHED)
 
-    publish(there, mine)
+    publish_report(there, mine)
     store = StandsStill(job, "report-1", tell_and_leave)
-    reports, left_here = read(SimpleNamespace(ranks=range(2), store=store, topology=SimpleNamespace(store=job)), mine)
+    reports, left_here = collect_reports(
+        SimpleNamespace(ranks=range(2), store=store, topology=SimpleNamespace(store=job)), mine
+    )
     assert [each.text for each in reports] == ["in a scatter", "in a broadcast"]
     assert left_here == {}
 
@@ -129,10 +140,10 @@ def test_a_start_of_which_a_rank_has_left_as_soon_as_all_were_ready_is_a_start()
 
     def start_and_leave() -> None:
         job.set("here/ready", json.dumps([job.get("here/rank-1").decode()]))
-        depart(job, 0, FINISHED)
+        publish_departure(job, 0, FINISHED)
 
-    job.set(CURRENT, "here")
-    assert name_of_start(StandsStill(job, "here/ready", start_and_leave), 1, 2, timedelta(seconds=60)) == "here"
+    job.set(CURRENT_RUN_KEY, "here")
+    assert agree_on_run_id(StandsStill(job, "here/ready", start_and_leave), 1, 2, timedelta(seconds=60)) == "here"
 
 
 class InState:
@@ -151,17 +162,17 @@ def beat(store, number):
 
 def watched(monkeypatch, store, *states):
     """Rank 1 of two, in these states, which has beaten once."""
-    monkeypatch.setattr(heartbeat, "life", lambda *_: InState(*states))
-    monkeypatch.setattr(heartbeat, "gone", lambda *_: departed(store, [1]))
+    monkeypatch.setattr(heartbeat, "read_process_of_rank", lambda *_: InState(*states))
+    monkeypatch.setattr(heartbeat, "detect_departures", lambda *_: read_departures(store, [1]))
     beat(store, 1)
-    found = Watched(store, 1, 2)
+    found = MonitoredRank(store, 1, 2)
     found.look()
     return found
 
 
 def test_a_rank_that_goes_on_at_the_moment_of_proof_is_not_lost_and_one_whose_proof_could_not_be_told_is(monkeypatch):
     store = torch.distributed.HashStore()
-    seen = watched(monkeypatch, store, STOPPED)
+    seen = watched(monkeypatch, store, SUSPENDED)
     found = iter([{}, RuntimeError("the store"), {1: "is stopped"}])
 
     def stopped(*_: object) -> dict[int, str]:
@@ -169,48 +180,48 @@ def test_a_rank_that_goes_on_at_the_moment_of_proof_is_not_lost_and_one_whose_pr
             raise now
         return now
 
-    monkeypatch.setattr(heartbeat, "stopped", stopped)
-    for _ in range(MISSED):
+    monkeypatch.setattr(heartbeat, "describe_suspended_ranks", stopped)
+    for _ in range(SUSPENDED_AFTER_MISSED_BEATS):
         seen.look()
     assert not store.check([heartbeat.LOST])
     beat(store, 2)
     seen.look()
-    for number in range(MISSED + 1):
-        with pytest.raises(RuntimeError) if number == MISSED - 1 else nullcontext():
+    for number in range(SUSPENDED_AFTER_MISSED_BEATS + 1):
+        with pytest.raises(RuntimeError) if number == SUSPENDED_AFTER_MISSED_BEATS - 1 else nullcontext():
             seen.look()
     assert store.check([heartbeat.LOST])
-    assert departed(store, [1]) == {1: "is stopped"}
+    assert read_departures(store, [1]) == {1: "is stopped"}
 
 
 def test_a_rank_that_beats_no_more_but_is_not_stopped_is_not_lost(monkeypatch):
     store = torch.distributed.HashStore()
     seen = watched(monkeypatch, store, ALIVE)
-    for _ in range(10 * MISSED_ELSEWHERE):
+    for _ in range(10 * SILENT_AFTER_MISSED_BEATS):
         seen.look()
     assert not store.check([heartbeat.LOST])
-    assert departed(store, [1]) == {}
+    assert read_departures(store, [1]) == {}
 
 
 def test_a_rank_of_another_machine_is_lost_once_it_has_missed_many_looks_in_a_row(monkeypatch):
     store = torch.distributed.HashStore()
     seen = watched(monkeypatch, store, "")
     for number in (2, 3):
-        for _ in range(MISSED_ELSEWHERE - 1):
+        for _ in range(SILENT_AFTER_MISSED_BEATS - 1):
             seen.look()
         assert not store.check([heartbeat.LOST])
         beat(store, number)
         seen.look()
-    for _ in range(MISSED_ELSEWHERE):
+    for _ in range(SILENT_AFTER_MISSED_BEATS):
         seen.look()
     assert store.check([heartbeat.LOST])
-    assert departed(store, [1]) == {1: "has given no heartbeat for 120 s"}
+    assert read_departures(store, [1]) == {1: "has given no heartbeat for 120 s"}
 
 
 def test_a_rank_of_another_machine_that_has_left_is_silent_by_right(monkeypatch):
     store = torch.distributed.HashStore()
     seen = watched(monkeypatch, store, "")
-    depart(store, 1, FINISHED)
-    for _ in range(2 * MISSED_ELSEWHERE):
+    publish_departure(store, 1, FINISHED)
+    for _ in range(2 * SILENT_AFTER_MISSED_BEATS):
         seen.look()
     assert not store.check([heartbeat.LOST])
 
@@ -226,15 +237,15 @@ def rank_holds_its_interpreter(folder):
             fcntl.flock(lock, fcntl.LOCK_EX)
         pipe.step(inputs, target=inputs)  # rank 0 has the lock
         if topology.rank == 0:
-            missed, look = threading.Semaphore(0), Watched.look
+            missed, look = threading.Semaphore(0), MonitoredRank.look
 
             def counted(watched):
                 look(watched)
                 if watched._missed:
                     missed.release()
 
-            Watched.look = counted
-            for _ in range(2 * MISSED):
+            MonitoredRank.look = counted
+            for _ in range(2 * SUSPENDED_AFTER_MISSED_BEATS):
                 missed.acquire()
         else:
             ctypes.PyDLL(None).flock(lock.fileno(), fcntl.LOCK_EX)
@@ -334,7 +345,7 @@ def is_running(process):
 def test_nobody_is_blamed_when_the_whole_job_was_stopped_and_goes_on(tmp_path):
     with training(tmp_path) as (process, _):
         os.killpg(process.pid, signal.SIGSTOP)
-        time.sleep(heartbeat.HEARTBEAT_SECONDS * (heartbeat.MISSED + 2))
+        time.sleep(heartbeat.HEARTBEAT_SECONDS * (heartbeat.SUSPENDED_AFTER_MISSED_BEATS + 2))
         os.killpg(process.pid, signal.SIGCONT)
         time.sleep(heartbeat.HEARTBEAT_SECONDS * 3)
         (tmp_path / "end").touch()

@@ -25,9 +25,9 @@ from reference import accumulate, assert_same, data, gradients, merged
 from reference import make as make_model
 
 import penstock as ps
-from penstock.comms.devices import interface_to
-from penstock.comms.lines.shared_memory import SECRET, make, open_of
-from penstock.comms.rendezvous import name_of_start
+from penstock.comms.backends import find_interface
+from penstock.comms.rendezvous import agree_on_run_id
+from penstock.comms.transport.shared_memory import SECRET, create_shared_memory, open_shared_memory
 from penstock.schedule.table import dependencies
 
 pytestmark = pytest.mark.ranks
@@ -173,7 +173,7 @@ def test_every_start_of_the_ranks_has_a_name_of_its_own_whoever_comes_first():
         with ThreadPoolExecutor(len(order)) as ranks:
             coming = []
             for rank in order:
-                coming.append(ranks.submit(name_of_start, store, rank, len(order), timeout))
+                coming.append(ranks.submit(agree_on_run_id, store, rank, len(order), timeout))
                 time.sleep(0.02)
             return {each.result() for each in coming}
 
@@ -181,16 +181,16 @@ def test_every_start_of_the_ranks_has_a_name_of_its_own_whoever_comes_first():
     assert [len(each) for each in names] == [1, 1, 1]
     assert len(set.union(*names)) == 3
     with pytest.raises(ps.LostRankError, match=r"rank 1 waited 0.1 s for the other ranks to start"):
-        name_of_start(store, 1, 2, timedelta(seconds=0.1))
+        agree_on_run_id(store, 1, 2, timedelta(seconds=0.1))
 
 
 def test_a_process_of_another_machine_with_the_same_number_is_not_taken_for_the_sender():
     """As ranks in containers often have: it may even have such a file, with a message for somebody else."""
-    memory, file = make(4096)
+    memory, file = create_shared_memory(4096)
     memory[SECRET.size] = 7
-    assert open_of(os.getpid(), file, bytes(SECRET.size)) is None
-    assert open_of(os.getpid(), file + 1000, memory[: SECRET.size]) is None
-    seen = open_of(os.getpid(), file, memory[: SECRET.size])
+    assert open_shared_memory(os.getpid(), file, bytes(SECRET.size)) is None
+    assert open_shared_memory(os.getpid(), file + 1000, memory[: SECRET.size]) is None
+    seen = open_shared_memory(os.getpid(), file, memory[: SECRET.size])
     assert seen is not None
     assert seen[SECRET.size] == 7  # what was sent is still there
     os.close(file)
@@ -198,8 +198,8 @@ def test_a_process_of_another_machine_with_the_same_number_is_not_taken_for_the_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells which interface has an address")
 def test_the_interface_that_leads_to_the_other_ranks_is_never_a_loopback_where_they_are_elsewhere():
-    assert interface_to("localhost", elsewhere=False) == "lo"
-    assert interface_to("localhost", elsewhere=True) != "lo"
+    assert find_interface("localhost", elsewhere=False) == "lo"
+    assert find_interface("localhost", elsewhere=True) != "lo"
 
 
 def test_the_manifest_and_the_batch_script_are_whole():

@@ -22,8 +22,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.comms import topology
-from penstock.comms.launch import launcher, ranks
-from penstock.comms.launch.rank_main import Job
+from penstock.comms.launch import launcher, rank_processes
+from penstock.comms.launch.rank_main import RankTask
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
 
@@ -31,7 +31,7 @@ OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 @pytest.fixture(autouse=True)
 def every_rank_is_heard(monkeypatch):
     """However busy the machine is: the launcher waits for what all have to tell."""
-    monkeypatch.setattr(ranks, "LAST_WORDS", 1000.0)
+    monkeypatch.setattr(rank_processes, "ERROR_REPORT_SECONDS", 1000.0)
 
 
 def rank_surroundings():
@@ -190,9 +190,12 @@ def test_a_ctrl_c_while_a_rank_starts_leaves_none_behind(monkeypatch):
         if any(each.is_there for each in begun):
             raise KeyboardInterrupt  # which has come meanwhile
 
-    monkeypatch.setattr(ranks, "held", held)
+    monkeypatch.setattr(rank_processes, "hold_signals", held)
     context = types.SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Rank)
-    with pytest.raises(KeyboardInterrupt), ranks.started(Job(b"", 2, {}), context, torch.distributed.HashStore()):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        rank_processes.start_ranks(RankTask(b"", 2, {}), context, torch.distributed.HashStore()),
+    ):
         pass
     assert [each.is_there for each in begun] == [False]
 
@@ -217,13 +220,13 @@ def test_a_gpu_that_is_not_there_and_a_number_of_torchruns_that_is_none_are_told
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ps.PenstockError, match="device 'cuda:2' was asked for, and torch finds cuda:0 to cuda:1 here"):
-        topology._join(None, None, "cuda:2")
+        topology._find_topology(None, None, "cuda:2")
     monkeypatch.setenv("LOCAL_RANK", "x")
     with pytest.raises(
         ps.PenstockError,
         match="LOCAL_RANK is set here, but LOCAL_RANK is 'x': start the command with torchrun, or unset LOCAL_RANK",
     ):
-        topology._join(None, None, "cuda")
+        topology._find_topology(None, None, "cuda")
 
 
 @pytest.mark.ranks

@@ -20,15 +20,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock as ps
-from penstock.comms.groups import Groups
-from penstock.comms.lines import memory_line, shared_memory, wire
-from penstock.comms.lines.channels import Incoming, Outgoing, receiving_line, sending_line
-from penstock.comms.lines.group_line import GroupReceiver, GroupSender, Outbox
-from penstock.comms.lines.memory_line import MemoryReceiver, MemorySender
-from penstock.comms.lines.shared_memory import FREE, SPARE, Blocks
-from penstock.comms.lines.wire import describe_tensor
-from penstock.comms.lines.worker import SendFailure
+from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.topology import CPU
+from penstock.comms.transport import memory_transport, message_spec, shared_memory
+from penstock.comms.transport.channels import ReceiveChannel, SendChannel, open_receiver, open_sender
+from penstock.comms.transport.group_transport import GroupReceiver, GroupSender, PendingSends
+from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySender
+from penstock.comms.transport.message_spec import describe_tensor
+from penstock.comms.transport.send_thread import SendFailure
+from penstock.comms.transport.shared_memory import FREE, SPARE_BYTES, BlockAllocator
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 from penstock.trees import flatten
@@ -84,7 +84,7 @@ def test_numbers_do_not_depend_on_what_messages_travel_over(shared):
 
 @pytest.fixture
 def ends():
-    memory, file = shared_memory.make(shared_memory.addresses())
+    memory, file = shared_memory.create_shared_memory(shared_memory.mapping_bytes())
     os.close(file)
     reader, writer = os.pipe()
     sender, receiver = MemorySender(memory, writer, Unfailing()), MemoryReceiver(memory, reader, timedelta(seconds=0.2))
@@ -150,8 +150,8 @@ def test_a_line_that_is_closed_while_its_thread_writes_leaves_the_pipes_number_t
         assert closed.wait(60)
         return write(pipe, ticket)
 
-    monkeypatch.setattr(memory_line.os, "write", late)
-    large = torch.ones(memory_line.LARGE)
+    monkeypatch.setattr(memory_transport.os, "write", late)
+    large = torch.ones(memory_transport.LARGE)
     spec = describe_tensor(large)
     sender.send(large, spec)
     assert about_to.wait(60)
@@ -206,12 +206,12 @@ def rank_of_random_shapes(shapes):
     """Both ways over lines of their own, `shapes` messages of lengths never seen before: descriptors and memory on the way."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     topology = ps.comms.init_distributed()
-    groups = Groups(topology, "shapes")
-    outbox = Outbox(SendFailure(groups))
+    groups = ProcessGroups(topology, "shapes")
+    outbox = PendingSends(SendFailure(groups))
     if topology.rank == 0:
-        outgoing, incoming = sending_line(groups, "there", 1, outbox), receiving_line(groups, "back", 1)
+        outgoing, incoming = open_sender(groups, "there", 1, outbox), open_receiver(groups, "back", 1)
     else:
-        incoming, outgoing = receiving_line(groups, "there", 0), sending_line(groups, "back", 0, outbox)
+        incoming, outgoing = open_receiver(groups, "there", 0), open_sender(groups, "back", 0, outbox)
     lengths = torch.randint(1, 2**17, (shapes,), generator=torch.Generator().manual_seed(1)).tolist()
     ball, found = torch.ones(2**17), []
     for turn, length in enumerate(lengths):
@@ -248,7 +248,7 @@ def test_ten_thousand_shapes_take_no_descriptors_and_no_memory():
 class Shelf:
     """A line through host memory to oneself, of tensors that have no values."""
 
-    carrier = CPU
+    transport_device = CPU
 
     def __init__(self):
         self.messages = deque()
@@ -265,19 +265,19 @@ class Shelf:
 
 def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
     transfer, shelf = Transfer(Action(Kind.F, 0, 3), 0, 1), Shelf()
-    outgoing, incoming = Outgoing(shelf, SimpleNamespace(check=lambda: None)), Incoming(shelf, 1, 0)
+    outgoing, incoming = SendChannel(shelf, SimpleNamespace(check=lambda: None)), ReceiveChannel(shelf, 1, 0)
     with FakeTensorMode():
         hidden = torch.ones(4, 6, 2, device="cuda:0").transpose(0, 2)
         rows = torch.zeros(3, 5, dtype=torch.int16, device="cuda:0")
         message = {"hidden": hidden, "rows": rows, "column": rows.select(1, 0)}
-        spec = wire.describe(*flatten(message))
+        spec = message_spec.describe_message(*flatten(message))
         outgoing.known = incoming.known = True
         outgoing.specs = incoming.specs = {transfer: spec}
         outgoing.send(transfer, message)
         assert [each.device for each in shelf.messages] == [CPU] * 3
         incoming.post(transfer)
         arrived = incoming.take(transfer, torch.device("cuda:1"))
-    assert wire.describe(*flatten(arrived)) == spec
+    assert message_spec.describe_message(*flatten(arrived)) == spec
     assert {str(each.device) for each in arrived.values()} == {"cuda:1"}
 
 
@@ -288,8 +288,8 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
         def post(self, spec):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    transfer, incoming = Transfer(Action(Kind.F, 0, 3), 0, 1), Incoming(Full(), 1, 0)
-    incoming.known, incoming.specs = True, {transfer: wire.describe(*flatten(torch.ones(3)))}
+    transfer, incoming = Transfer(Action(Kind.F, 0, 3), 0, 1), ReceiveChannel(Full(), 1, 0)
+    incoming.known, incoming.specs = True, {transfer: message_spec.describe_message(*flatten(torch.ones(3)))}
     with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
         incoming.post(transfer)
 
@@ -297,7 +297,7 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
 @pytest.mark.parametrize("size", [-1, 2**40])
 def test_a_description_that_none_can_be_as_long_as_is_refused_and_no_rank_is_called_lost(size):
     gloo = SimpleNamespace(name=lambda: "gloo", recv=lambda tensors, *_: SimpleNamespace(wait=lambda: tensors[0].fill_(size)))
-    incoming = Incoming(GroupReceiver(gloo, gloo, CPU), 1, 0)
+    incoming = ReceiveChannel(GroupReceiver(gloo, gloo, CPU), 1, 0)
     incoming.post(transfer := Transfer(Action(Kind.F, 0, 3), 0, 1))
     with pytest.raises(ps.MismatchError, match=r"another rank sends a value of .* bytes: 268,435,456 are the most"):
         incoming.take(transfer, CPU)
@@ -358,15 +358,15 @@ def test_where_the_system_takes_no_memory_back_blocks_keep_it():
         def madvise(self, *advice):
             raise OSError(errno.ENOSYS, "no such advice")
 
-    mine = Blocks(Refuses())
+    mine = BlockAllocator(Refuses())
     for power in range(12, 26):
         memory[mine.take(2**power)] = FREE
-    assert mine.written > SPARE
+    assert mine.written > SPARE_BYTES
 
 
 def test_a_line_with_no_addresses_left_uses_larger_blocks_that_are_free():
     memory = mmap.mmap(-1, 2**20)
-    mine = Blocks(memory)
+    mine = BlockAllocator(memory)
     memory[mine.take(2**18)] = FREE  # half of it
     taken = [mine.take(2**17) for _ in range(2)]
     assert len(set(taken)) == 2

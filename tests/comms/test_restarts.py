@@ -27,11 +27,11 @@ from penstock.commands.train.again import for_world
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.job import train_rank
 from penstock.commands.train.memory import memory_of_launch
-from penstock.comms.launch import ranks
-from penstock.comms.launch.attempt import attempt_of, death, repeated
-from penstock.comms.launch.rank_main import Outcome
-from penstock.comms.process import STOPPED, process_of
-from penstock.comms.reports import own_error, own_report
+from penstock.comms.failure_reports import first_own_error, own_error_report
+from penstock.comms.launch import rank_processes
+from penstock.comms.launch.attempt import count_same_failures, diagnose_attempt, exit_error
+from penstock.comms.launch.rank_main import RankResult
+from penstock.comms.process import SUSPENDED, read_process
 
 STEPS = 12
 
@@ -191,7 +191,7 @@ def rank_is_stopped_while_it_answers():
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
 def test_a_rank_that_is_stopped_amid_its_answer_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(ranks, "PATIENCE", 2)
+    monkeypatch.setattr(rank_processes, "KILL_SUSPENDED_AFTER_LOOKS", 2)
     with pytest.raises(ps.LostRankError, match="rank 1 was stopped by a signal for 1 s, and was ended"):
         ps.launch(rank_is_stopped_while_it_answers, 2)
 
@@ -203,11 +203,15 @@ class Asleep(NamedTuple):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
 def test_looks_in_a_row_and_not_the_clock_tell_that_a_rank_was_stopped():
     with subprocess.Popen(["sleep", "60"]) as process:
-        stops = ranks._Stops([Asleep(process.pid)])
-        for number, looks in ((signal.SIGSTOP, ranks.PATIENCE - 1), (signal.SIGCONT, 1), (signal.SIGSTOP, ranks.PATIENCE)):
+        stops = rank_processes._SuspendedRankKiller([Asleep(process.pid)])
+        for number, looks in (
+            (signal.SIGSTOP, rank_processes.KILL_SUSPENDED_AFTER_LOOKS - 1),
+            (signal.SIGCONT, 1),
+            (signal.SIGSTOP, rank_processes.KILL_SUSPENDED_AFTER_LOOKS),
+        ):
             assert not stops.ended
             process.send_signal(number)
-            while (process_of(process.pid).state() == STOPPED) != (number == signal.SIGSTOP):
+            while (read_process(process.pid).state() == SUSPENDED) != (number == signal.SIGSTOP):
                 time.sleep(0.01)
             for _ in range(looks):
                 stops.look()
@@ -219,9 +223,9 @@ def test_a_server_that_is_exiting_already_when_its_program_is_gone_says_nothing(
     script = """
 import atexit, os, time
 program, os.getppid = os.getppid, lambda: -1  # as while the program was there
-from penstock.comms.launch import in_server
+from penstock.comms.launch import forkserver_child
 os.getppid = program
-atexit.register(time.sleep, 3 * in_server.LOOK)  # as torch's, which come first
+atexit.register(time.sleep, 3 * forkserver_child.LOOK)  # as torch's, which come first
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -246,30 +250,38 @@ def test_where_the_server_of_the_ranks_is_killed_nobody_is_blamed_and_all_begin_
 
 
 def outcomes(*told):
-    return {rank: Outcome(False, error, lost_others=lost_others, ranks=ranks) for rank, error, lost_others, ranks in told}
+    return {rank: RankResult(False, error, lost_others=lost_others, ranks=ranks) for rank, error, lost_others, ranks in told}
 
 
 LOST, OWN = ps.LostRankError("rank 1 is gone"), ValueError("own")
-TOLD = own_error([own_report(1, OWN)])  # of that, on another rank
+TOLD = first_own_error([own_error_report(1, OWN)])  # of that, on another rank
 
 
 @pytest.mark.parametrize(
     ("came", "culprits", "words"),
     [
-        (outcomes((0, LOST, True, (1,)), (1, death(1, -9), False, ())), (1,), "rank 1 is gone; rank 1 was killed by SIGKILL"),
-        (outcomes((0, LOST, True, (1,)), (2, death(2, -9), False, ())), (2,), "rank 2 was killed by SIGKILL"),
-        (outcomes((2, death(2, -11), False, ()), (0, death(0, -6), False, ())), (2,), "rank 2 was killed by SIGSEGV"),
         (
-            outcomes((2, death(2, -9), False, ()), (0, death(0, -9), False, ())),
+            outcomes((0, LOST, True, (1,)), (1, exit_error(1, -9), False, ())),
+            (1,),
+            "rank 1 is gone; rank 1 was killed by SIGKILL",
+        ),
+        (outcomes((0, LOST, True, (1,)), (2, exit_error(2, -9), False, ())), (2,), "rank 2 was killed by SIGKILL"),
+        (outcomes((2, exit_error(2, -11), False, ()), (0, exit_error(0, -6), False, ())), (2,), "rank 2 was killed by SIGSEGV"),
+        (
+            outcomes((2, exit_error(2, -9), False, ()), (0, exit_error(0, -9), False, ())),
             (2, 0),
             "rank 2 was .*; rank 0 was killed by .*",
         ),
-        (outcomes((0, death(0, 3), False, ()), (1, OWN, False, ())), (0,), "rank 0 ended with exit code 3 before it was done"),
-        (outcomes((1, OWN, False, ()), (0, death(0, -6), False, ())), (1,), "own"),
+        (
+            outcomes((0, exit_error(0, 3), False, ()), (1, OWN, False, ())),
+            (0,),
+            "rank 0 ended with exit code 3 before it was done",
+        ),
+        (outcomes((1, OWN, False, ()), (0, exit_error(0, -6), False, ())), (1,), "own"),
         (outcomes((0, OWN, False, (1,)), (1, OWN, False, ())), (1,), "own"),
         (outcomes((0, OWN, False, ()), (1, OWN, False, ())), (), "own"),
         (outcomes((0, TOLD, False, (1,)), (1, OWN, False, ())), (1,), "own"),
-        (outcomes((0, TOLD, False, (1,)), (1, death(1, -9), False, ())), (1,), "rank 1 ended: ValueError.*"),
+        (outcomes((0, TOLD, False, (1,)), (1, exit_error(1, -9), False, ())), (1,), "rank 1 ended: ValueError.*"),
         (outcomes((0, TOLD, False, (1,)), (1, LOST, True, ())), (1,), "rank 1 ended: ValueError.*"),
         (outcomes((0, LOST, True, (1,))), (1,), "rank 1 is gone"),
         (outcomes((0, LOST, True, (1,)), (1, LOST, True, (2,))), (2,), "rank 1 is gone"),
@@ -277,7 +289,7 @@ TOLD = own_error([own_report(1, OWN)])  # of that, on another rank
     ],
 )
 def test_exit_codes_and_own_errors_decide_who_it_was_over_what_others_guess(came, culprits, words):
-    attempt = attempt_of(4, came)
+    attempt = diagnose_attempt(4, came)
     assert attempt.culprits == culprits
     assert re.fullmatch(words, str(attempt.error))
 
@@ -297,9 +309,11 @@ def test_exit_codes_and_own_errors_decide_who_it_was_over_what_others_guess(came
     ],
 )
 def test_a_mistake_of_the_program_is_known_by_the_step_it_comes_at(ends, times):
-    came = [OWN if how == "raise" else death(number, how) for number, (how, _) in enumerate(ends)]
-    attempts = [attempt_of(4, outcomes((number, error, False, ()))) for number, error in enumerate(came)]
-    assert repeated([each._replace(steps_done=step) for each, (_, step) in zip(attempts, ends, strict=True)]) == times
+    came = [OWN if how == "raise" else exit_error(number, how) for number, (how, _) in enumerate(ends)]
+    attempts = [diagnose_attempt(4, outcomes((number, error, False, ()))) for number, error in enumerate(came)]
+    assert (
+        count_same_failures([each._replace(steps_done=step) for each, (_, step) in zip(attempts, ends, strict=True)]) == times
+    )
 
 
 @pytest.mark.parametrize(

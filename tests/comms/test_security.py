@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock as ps
-from penstock.comms.encoding import encode, told_by_all
-from penstock.comms.launch.store import PipeStore, serve
-from penstock.comms.lines.shared_memory import make
+from penstock.comms.encoding import all_gather_values, encode
+from penstock.comms.launch.pipe_store import PipeStore, serve_store
+from penstock.comms.transport.shared_memory import create_shared_memory
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who listens")
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -98,7 +98,7 @@ def as_somebody_else(function, *args):
 def rank_tried(launcher):
     """How much of ranks and launcher another user comes to, and this one; at which addresses they listen."""
     pipe, server, found = pipeline(), os.getppid(), []
-    processes = [*told_by_all(os.getpid(), torch.device("cpu")), launcher, server]
+    processes = [*all_gather_values(os.getpid(), torch.device("cpu")), launcher, server]
     if pipe.topology.rank == 0 and os.getuid() == 0:
         paths = [path for process in processes for path in listening(process)[1]]
         found = [as_somebody_else(come_to, processes, paths), come_to(processes[:2], [])]
@@ -129,7 +129,7 @@ def test_ranks_of_torchrun_on_one_machine_listen_on_the_loopback_only():
 
 @linux
 def test_memory_is_its_owners_alone():
-    memory, file = make(4096)
+    memory, file = create_shared_memory(4096)
     assert os.fstat(file).st_mode & 0o777 == 0o600
     memory.close()
     os.close(file)
@@ -142,7 +142,7 @@ def test_memory_is_its_owners_alone():
 def store():
     ours, theirs = Pipe()
     kept = dist.HashStore()
-    serve(kept, ours)
+    serve_store(kept, ours)
     yield kept, PipeStore(theirs)
     theirs.close()
 
@@ -194,7 +194,7 @@ def test_a_store_whose_process_is_gone_is_told_as_lost():
 def test_a_request_that_no_rank_makes_ends_the_connection_and_nothing_else(request_):
     ours, theirs = Pipe()
     kept = dist.HashStore()
-    serve(kept, ours)
+    serve_store(kept, ours)
     theirs.send_bytes(request_)
     with pytest.raises((EOFError, ConnectionError)):
         theirs.recv_bytes()

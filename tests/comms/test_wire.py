@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.comms.lines import wire
+from penstock.comms.transport import message_spec
 from penstock.trees import flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -26,17 +26,17 @@ def carried(data: Tensor) -> Tensor:
 def travel(value):
     """`value` sent to another rank, description and data."""
     leaves, tree = flatten(value)
-    spec = wire.describe(leaves, tree)
-    theirs = wire.unpack(carried(wire.pack(spec)))
+    spec = message_spec.describe_message(leaves, tree)
+    theirs = message_spec.unpack_spec(carried(message_spec.pack_spec(spec)))
     assert theirs == spec
-    buffers = [wire.empty(each, torch.device("cpu")) for each in theirs.tensors]
+    buffers = [message_spec.empty_tensor(each, torch.device("cpu")) for each in theirs.tensors]
     sent = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     for tensor, each, buffer in zip(sent, spec.tensors, buffers, strict=True):
-        flat, into = wire.memory(tensor, each), wire.memory(buffer, each)
+        flat, into = message_spec.flat_memory(tensor, each), message_spec.flat_memory(buffer, each)
         assert flat.is_contiguous()
         assert flat.numel() == into.numel() == tensor.numel()
         into.copy_(carried(flat))
-    return wire.rebuild(theirs, buffers)
+    return message_spec.rebuild_message(theirs, buffers)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -86,16 +86,19 @@ def test_a_tensor_arrives_as_it_was(make):
 @pytest.mark.parametrize("name", ["contiguous", "transposed", "permuted", "channels last"])
 def test_a_dense_layout_is_kept_and_not_copied(name):
     tensor = TENSORS[name]()
-    spec = wire.describe(*flatten(tensor))
+    spec = message_spec.describe_message(*flatten(tensor))
     assert spec.leaves[0].stride == tensor.stride() == travel(tensor).stride()
-    assert wire.memory(tensor, spec.leaves[0]).data_ptr() == tensor.data_ptr()
+    assert message_spec.flat_memory(tensor, spec.leaves[0]).data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["a view inside", "expanded", "every other"])
 def test_memory_that_is_not_dense_is_sent_dense(name):
     tensor = TENSORS[name]()
-    spec = wire.describe(*flatten(tensor)).leaves[0]
-    assert wire.empty(spec, torch.device("cpu")).untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    spec = message_spec.describe_message(*flatten(tensor)).leaves[0]
+    assert (
+        message_spec.empty_tensor(spec, torch.device("cpu")).untyped_storage().nbytes()
+        == tensor.numel() * tensor.element_size()
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -145,9 +148,9 @@ def test_one_tensor_in_a_container_stays_in_it(kind):
 
 
 def test_a_description_tells_shapes_and_dtypes():
-    spec = wire.describe(*flatten((torch.zeros(2, 3), None, torch.tensor(1))))
+    spec = message_spec.describe_message(*flatten((torch.zeros(2, 3), None, torch.tensor(1))))
     assert str(spec) == "(2, 3) float32, None, () int64"
-    assert str(wire.describe(*flatten(()))) == "nothing"
+    assert str(message_spec.describe_message(*flatten(()))) == "nothing"
 
 
 DIFFERENT = [
@@ -167,12 +170,12 @@ DIFFERENT = [
 
 
 def test_descriptions_are_equal_exactly_for_messages_that_look_alike():
-    specs = [wire.describe(*flatten(value)) for value in DIFFERENT]
-    again = [wire.describe(*flatten(value)) for value in DIFFERENT]
+    specs = [message_spec.describe_message(*flatten(value)) for value in DIFFERENT]
+    again = [message_spec.describe_message(*flatten(value)) for value in DIFFERENT]
     for index, spec in enumerate(specs):
         assert [spec == other for other in again] == [index == place for place in range(len(again))]
 
 
 def test_only_the_tensors_of_a_message_travel():
-    spec = wire.describe(*flatten((1, torch.zeros(2), None, torch.zeros(3))))
+    spec = message_spec.describe_message(*flatten((1, torch.zeros(2), None, torch.zeros(3))))
     assert [each.shape for each in spec.tensors] == [(2,), (3,)]

@@ -11,9 +11,9 @@ from reference import accumulate, assert_same, gradients
 from torch import nn
 
 import penstock as ps
-from penstock.comms.control import Control
-from penstock.comms.lines import wire
-from penstock.comms.lines.channels import Outgoing
+from penstock.comms.control_group import ControlGroup
+from penstock.comms.transport import message_spec
+from penstock.comms.transport.channels import SendChannel
 from penstock.engine import memory
 from penstock.engine.agreement import REMEMBERED
 from penstock.engine.batch import fingerprint
@@ -114,11 +114,11 @@ def rank_counts():
         setattr(owner, name, call)
 
     for owner, name in [
-        (Control, "hear"),
-        (Control, "gather_objects"),
-        (Control, "_transfer"),
-        (Outgoing, "send"),
-        (wire, "pack"),
+        (ControlGroup, "finish_all_gather_row"),
+        (ControlGroup, "all_gather_object"),
+        (ControlGroup, "_transfer"),
+        (SendChannel, "send"),
+        (message_spec, "pack_spec"),
         (memory._Noting, "__enter__"),
     ]:
         counted(owner, name)
@@ -133,6 +133,6 @@ def rank_counts():
 
 @pytest.mark.ranks
 def test_a_step_of_a_new_kind_describes_each_message_and_measures_one_microbatch_and_does_nothing_else_more():
-    known = {"hear": 2, "send": 4}
-    new = {**known, "pack": 4, "__enter__": 1}
+    known = {"finish_all_gather_row": 2, "send": 4}
+    new = {**known, "pack_spec": 4, "__enter__": 1}
     assert ps.launch(rank_counts, 2) == [[new, known, new, known]] * 2

@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 
 pytestmark = pytest.mark.ranks
 
@@ -206,12 +206,16 @@ def test_a_call_that_others_do_not_come_to_since_their_program_has_ended_is_an_e
 
 
 def rank_counts_rows():
-    made, counts, tell = SimpleNamespace(pipe=build()), {}, Control.tell
+    made, counts, tell = SimpleNamespace(pipe=build()), {}, ControlGroup.begin_all_gather_row
     CALLS["step()"](made)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("step()", "eval()", "clip_grad_norm_()", "timeline()"):
             rows = []
-            patch.setattr(Control, "tell", lambda control, row, what, rows=rows: (rows.append(what), tell(control, row, what)))
+            patch.setattr(
+                ControlGroup,
+                "begin_all_gather_row",
+                lambda control, row, what, rows=rows: rows.append(what) or tell(control, row, what),
+            )
             CALLS[name](made)
             counts[name] = [what.partition(",")[0] for what in rows]
     return counts

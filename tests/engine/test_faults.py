@@ -25,9 +25,9 @@ from together import together
 from torch import nn
 
 import penstock as ps
-from penstock.comms import groups
-from penstock.comms.launch import ranks
-from penstock.comms.lines import memory_line
+from penstock.comms import process_groups
+from penstock.comms.launch import rank_processes
+from penstock.comms.transport import memory_transport
 from penstock.stage.stage import Stage
 
 pytestmark = pytest.mark.ranks
@@ -44,7 +44,7 @@ def nothing_is_left():
 @pytest.fixture(autouse=True)
 def every_rank_is_heard(monkeypatch):
     """However busy the machine is: the launcher waits for what all have to tell."""
-    monkeypatch.setattr(ranks, "LAST_WORDS", 1000.0)
+    monkeypatch.setattr(rank_processes, "ERROR_REPORT_SECONDS", 1000.0)
 
 
 class Faulty(nn.Module):
@@ -175,7 +175,7 @@ def no_descriptors(*_):
 def rank_is_refused_by_its_system(how):
     """A good step, one in which rank 1's system refuses it something, and a good one again."""
     if how == "to send, in a thread":
-        memory_line.LARGE = 0  # bytes
+        memory_transport.LARGE = 0  # bytes
     pipe, _ = build()
     inputs, target = data("mlp", 16)
     if how != "to open lines":
@@ -186,7 +186,11 @@ def rank_is_refused_by_its_system(how):
         if refused and how == "to open lines":
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
         elif refused:
-            method = (memory_line.MemoryReceiver, "_taken") if how == "to receive" else (memory_line.Blocks, "take")
+            method = (
+                (memory_transport.MemoryReceiver, "_taken")
+                if how == "to receive"
+                else (memory_transport.BlockAllocator, "take")
+            )
             patch.setattr(*method, no_descriptors)
         with pytest.raises(ps.ResourceError) as raised:
             pipe.step(inputs, target=target)
@@ -471,7 +475,7 @@ def rank_is_at_other_work():
         store.wait(["said"])
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(Said(store)) if rank == 0 else nullcontext():
         if rank == 0:
-            patch.setattr(groups, "LOOKS_AT_LONG_WAIT", 2)
+            patch.setattr(process_groups, "LONG_WAIT_HEARTBEATS", 2)
         loss = pipe.step(inputs, target=target)
     return store.get("said").decode(), loss
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.comms.lines import channels
+from penstock.comms.transport import channels
 from penstock.schedule.program import RECEIVES_AHEAD
 
 pytestmark = pytest.mark.ranks
@@ -87,13 +87,13 @@ def rank_watch(schedule):
         [Watched(sends=stage < 2) for stage in range(3)], nn.functional.mse_loss, schedule=schedule, microbatches=MICROBATCHES
     )
     batch, posted = torch.ones(MICROBATCHES, 4, requires_grad=True), [0]
-    take = channels.Incoming.take
+    take = channels.ReceiveChannel.take
 
     def counting(self, transfer, device):
         posted.append(len(self.posted))
         return take(self, transfer, device)
 
-    channels.Incoming.take = counting
+    channels.ReceiveChannel.take = counting
     (watched,) = pipe.stages.values()
     for _ in range(2):
         watched.peak_outputs = watched.peak_saved = 0

@@ -213,7 +213,7 @@ def test_a_model_from_the_meta_device_is_rebuilt_with_its_weights(by):
 
 def rank_memory() -> Any:
     """Parameters that have memory, before and after; tensors that this rank sent, by where they went."""
-    from penstock.comms.control import Control
+    from penstock.comms.control_group import ControlGroup
 
     with torch.device("meta"):
         model, loss_fn = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)]), nn.functional.mse_loss
@@ -221,12 +221,12 @@ def rank_memory() -> Any:
     optimizer = torch.optim.Adam(pipe.parameters())
     pipe.step(torch.ones(4, 4), target=torch.ones(4, 4)), optimizer.step(), optimizer.zero_grad()
     had = {name for name, each in model.named_parameters() if not each.is_meta}
-    sent, send = [], Control.send
-    Control.send = lambda control, tensor, peer, what: sent.append(peer) or send(control, tensor, peer, what)
+    sent, send = [], ControlGroup.send
+    ControlGroup.send = lambda control, tensor, peer, what: sent.append(peer) or send(control, tensor, peer, what)
     try:
         pipe, optimizer = pipe.rebuild("zb-v", optimizer=optimizer)
     finally:
-        Control.send = send
+        ControlGroup.send = send
     has = {name for name, each in model.named_parameters() if not each.is_meta}
     assert has == set(pipe.state_dict())
     assert {id(each) for each in optimizer.state} == {id(each) for each in pipe.parameters()}

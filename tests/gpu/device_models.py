@@ -66,7 +66,7 @@ def on(device: str) -> ps.comms.Topology:
 def deterministic() -> Iterator[None]:
     """The same for plain PyTorch in this process, and afterwards not."""
     before = torch.are_deterministic_algorithms_enabled()
-    ps.randomness.repeat_bits()
+    ps.randomness.use_deterministic_algorithms()
     try:
         yield
     finally:

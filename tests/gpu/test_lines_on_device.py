@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.comms.groups import Groups
-from penstock.comms.lines.channels import Incoming, Outgoing, receiving_line, sending_line
-from penstock.comms.lines.group_line import Outbox
-from penstock.comms.lines.worker import SendFailure
+from penstock.comms.process_groups import ProcessGroups
+from penstock.comms.transport.channels import ReceiveChannel, SendChannel, open_receiver, open_sender
+from penstock.comms.transport.group_transport import PendingSends
+from penstock.comms.transport.send_thread import SendFailure
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 
@@ -28,12 +28,12 @@ def rank_messages(devices):
     """How many elements of the messages from rank 0 to rank 1 were wrong."""
     rank = int(os.environ["RANK"])
     topology = ps.comms.init_distributed("gloo", timeout=120, device=devices[rank])
-    device, groups = topology.device, Groups(topology, "messages")
+    device, groups = topology.device, ProcessGroups(topology, "messages")
     failure = SendFailure(groups)
     if rank == 0:
-        outgoing = Outgoing(sending_line(groups, "0-1", 1, Outbox(failure)), failure)
+        outgoing = SendChannel(open_sender(groups, "0-1", 1, PendingSends(failure)), failure)
     else:
-        incoming = Incoming(receiving_line(groups, "0-1", 0), 1, 0)
+        incoming = ReceiveChannel(open_receiver(groups, "0-1", 0), 1, 0)
 
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for number in range(MESSAGES[device.type]):

@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import torch_private
-from penstock.comms.groups import new_nccl
+from penstock.comms.process_groups import new_nccl_group
 
 # ---- trees of values
 
@@ -434,7 +434,7 @@ def test_what_is_asked_of_nccl_and_cuda_is_in_torchs_builds_for_it():
     options = torch_private.nccl_options(timedelta(seconds=5))
     assert options._timeout == timedelta(seconds=5)
     with pytest.raises(ValueError, match="no GPUs found"):  # after its arguments were read
-        new_nccl(dist.HashStore(), 0, 2, timedelta(seconds=5))
+        new_nccl_group(dist.HashStore(), 0, 2, timedelta(seconds=5))
     assert {"name", "send", "recv", "abort", "shutdown"} <= set(dir(dist.ProcessGroupNCCL))
     assert "enable_timing" in inspect.signature(torch.cuda.Event.__new__).parameters
 

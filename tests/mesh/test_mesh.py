@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.comms.launch import ranks
+from penstock.comms.launch import rank_processes
 from penstock.stage.auxiliary import auxiliary_loss
 from penstock.stage.dtensor import gather_full_tensor
 
@@ -849,7 +849,9 @@ def test_after_an_error_a_pipeline_on_a_new_mesh_of_the_same_shape_trains(name: 
 
 @pytest.mark.parametrize("name", ["pp2 dp2", "pp2 tp2"])
 def test_a_lost_rank_ends_all_pipelines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "LAST_WORDS", 1000.0)  # seconds: the launcher ends no rank that does not end itself
+    monkeypatch.setattr(
+        rank_processes, "ERROR_REPORT_SECONDS", 1000.0
+    )  # seconds: the launcher ends no rank that does not end itself
     with pytest.raises(ps.PenstockError, match="rank 3"):
         ps.launch(failing, 4, "ends", MESHES[name])
 

@@ -19,11 +19,11 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
 import penstock as ps
-from penstock.comms import devices, topology
-from penstock.comms.launch import ranks
-from penstock.comms.lines import channels
-from penstock.comms.lines.channels import Channels, in_rounds
+from penstock.comms import backends, topology
+from penstock.comms.launch import rank_processes
 from penstock.comms.topology import Topology
+from penstock.comms.transport import channels
+from penstock.comms.transport.channels import Channels, opening_order
 
 # Where a host that runs ahead waits, on the last stage's rank: at the end of a step, and behind the first one of a pipeline.
 FOR_THE_LOSS = {"engine/report.py weighted_sum", "engine/loss.py _compared"}
@@ -38,17 +38,17 @@ DEPTH = 15  # layers enough for 8 ranks with 2 stages each
         (["GPU-a", "GPU-b", "GPU-c"], "nccl"),
         (["GPU-a"], "nccl"),
         (["GPU-a", "GPU-b", "GPU-a"], "gloo"),  # NCCL refuses two ranks on one GPU
-        (["GPU-a", devices.NO_GPU], "gloo"),
+        (["GPU-a", backends.NO_GPU], "gloo"),
     ],
 )
 def test_nccl_carries_where_every_rank_has_a_gpu_of_its_own(told, backend):
-    assert devices.backend_for(told) == backend
+    assert backends.choose_backend(told) == backend
 
 
 def rank_of_gpus(told):
     """On which backend ranks agree that see the GPUs `told`, each as the only one of its process."""
     chosen, init = [], dist.init_process_group
-    devices.gpu_of = lambda device: told[int(os.environ["RANK"])]
+    backends.gpu_uuid = lambda device: told[int(os.environ["RANK"])]
     dist.init_process_group = lambda carriers, **how: (chosen.append(carriers), init("gloo", **how))
     return ps.comms.init_distributed(device="cpu").backend, chosen
 
@@ -64,7 +64,7 @@ def test_all_ranks_choose_the_same_backend_by_what_they_tell_each_other(told, ba
 
 @pytest.mark.parametrize("told", [None, "2"])
 def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_has_not(told, monkeypatch):
-    for name in devices.NCCL_SETTINGS:
+    for name in backends.NCCL_SETTINGS:
         monkeypatch.delenv(name, raising=False) if told is None else monkeypatch.setenv(name, told)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -76,10 +76,10 @@ def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_ha
     }
     for name, answer in driver.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    joined = topology._join(None, None, None)
-    assert (joined.backend, joined.device, devices.gpu_of(joined.device)) == ("nccl", torch.device("cuda", 0), "GPU-a")
-    assert {name: os.environ[name] for name in devices.NCCL_SETTINGS} == {
-        name: told or value for name, value in devices.NCCL_SETTINGS.items()
+    joined = topology._find_topology(None, None, None)
+    assert (joined.backend, joined.device, backends.gpu_uuid(joined.device)) == ("nccl", torch.device("cuda", 0), "GPU-a")
+    assert {name: os.environ[name] for name in backends.NCCL_SETTINGS} == {
+        name: told or value for name, value in backends.NCCL_SETTINGS.items()
     }
 
 
@@ -98,12 +98,12 @@ def test_what_this_machine_does_not_have_is_refused_in_a_sentence(available, ask
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     backend, device = asked
     with pytest.raises(ps.PenstockError, match=words):
-        topology._join(backend, None, device)
+        topology._find_topology(backend, None, device)
 
 
 def test_what_is_told_to_nccl_is_on_its_page():
     page = (Path(__file__).parents[2] / "docs/howto/gpu.md").read_text()
-    for name, value in devices.NCCL_SETTINGS.items():
+    for name, value in backends.NCCL_SETTINGS.items():
         assert f"| `{name}` | `{value}` |" in page
 
 
@@ -119,8 +119,8 @@ def rounds_of(channels):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8, 64])
 def test_lines_along_a_pipeline_are_opened_in_four_turns_however_long_it_is(ranks):
     neighbours = [*pairwise(range(ranks)), *((after, before) for before, after in pairwise(range(ranks)))]
-    assert sorted(in_rounds(neighbours)) == sorted(neighbours)
-    assert rounds_of(in_rounds(neighbours)) == (2 if ranks == 2 else 4)
+    assert sorted(opening_order(neighbours)) == sorted(neighbours)
+    assert rounds_of(opening_order(neighbours)) == (2 if ranks == 2 else 4)
     if ranks > 8:
         assert rounds_of(sorted(neighbours)) > ranks  # one after the other
 
@@ -134,7 +134,7 @@ def test_a_rank_opens_its_lines_in_these_rounds(rank, monkeypatch):
     joined, everyone = Topology(rank, 4), SimpleNamespace(barrier=lambda: nothing)
     program = SimpleNamespace(channels=[(a, b) for a in range(4) for b in (a - 1, a + 1) if 0 <= b < 4])
     Channels(program, joined, SimpleNamespace(topology=joined, everyone=everyone, openings=count()))
-    assert opened == [f"0/{a}-{b}" for a, b in in_rounds(program.channels) if rank in (a, b)]
+    assert opened == [f"0/{a}-{b}" for a, b in opening_order(program.channels) if rank in (a, b)]
 
 
 # ---- schedules ------------------------------------------------------------------------------------------------------
@@ -399,7 +399,9 @@ def rank_loses_another(how):
 @pytest.mark.ranks
 @pytest.mark.parametrize("how", ["lazy", "ahead", "recv_tensor", "leaves"])
 def test_who_waits_for_a_rank_that_dies_or_leaves_is_told(how, monkeypatch):
-    monkeypatch.setattr(ranks, "LAST_WORDS", 1000.0)  # seconds: the launcher ends no rank that does not end itself
+    monkeypatch.setattr(
+        rank_processes, "ERROR_REPORT_SECONDS", 1000.0
+    )  # seconds: the launcher ends no rank that does not end itself
     with pytest.raises(ps.LostRankError, match=r"rank 1 (is gone|was killed by SIGKILL|has finished)"):
         ps.launch(rank_loses_another, 3, how)
 

@@ -6,49 +6,49 @@ from itertools import product
 import pytest
 import torch
 
-from penstock.randomness import aside, generator_of, mix, repeat_bits
+from penstock.randomness import default_generator, fork_generator, mix_seed, use_deterministic_algorithms
 
 CPU = torch.device("cpu")
 
 
 def test_one_number_is_mixed_as_in_splitmix64():
     # the first outputs of the published generator for the seeds 0 and 1234567
-    assert mix(0) == 0xE220A8397B1DCDAF
-    assert mix(1234567) == 6457827717110365317
+    assert mix_seed(0) == 0xE220A8397B1DCDAF
+    assert mix_seed(1234567) == 6457827717110365317
 
 
 def test_seeds_of_neighbouring_numbers_are_all_different():
     grid = [*product(range(64)), *product(range(40), range(40)), *product(range(12), range(12), range(12))]
-    assert len({mix(*numbers) for numbers in grid}) == len(grid)
+    assert len({mix_seed(*numbers) for numbers in grid}) == len(grid)
 
 
 def test_the_order_of_the_numbers_counts():
-    assert mix(1, 2, 3) != mix(3, 2, 1)
-    assert mix(1, 2) != mix(2, 1)
+    assert mix_seed(1, 2, 3) != mix_seed(3, 2, 1)
+    assert mix_seed(1, 2) != mix_seed(2, 1)
 
 
 @pytest.mark.parametrize("numbers", [(0,), (2**64 - 1,), (2**70,), (-1, 5), (2**62, 3, 7)])
 def test_a_seed_has_64_bits_and_a_generator_takes_it(numbers):
-    seed = mix(*numbers)
+    seed = mix_seed(*numbers)
     assert 0 <= seed < 2**64
     assert torch.Generator().manual_seed(seed).initial_seed() == seed
 
 
 def test_half_of_the_bits_change_with_each_bit_of_the_number():
-    changes = [(mix(7, 1 << bit) ^ mix(7, 0)).bit_count() for bit in range(64)]
+    changes = [(mix_seed(7, 1 << bit) ^ mix_seed(7, 0)).bit_count() for bit in range(64)]
     assert 28 < sum(changes) / 64 < 36
     assert min(changes) > 12
 
 
 def test_the_generator_of_the_cpu_is_torchs_own():
-    assert generator_of(CPU) is torch.default_generator
+    assert default_generator(CPU) is torch.default_generator
 
 
 def test_what_is_drawn_aside_leaves_no_trace():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    with aside(CPU) as generator:
+    with fork_generator(CPU) as generator:
         generator.manual_seed(99)
         inside = torch.rand(4)
     assert torch.equal(torch.rand(4), expected)
@@ -56,7 +56,7 @@ def test_what_is_drawn_aside_leaves_no_trace():
 
 
 def fail_aside():
-    with aside(CPU) as generator:
+    with fork_generator(CPU) as generator:
         generator.manual_seed(99)
         raise RuntimeError("inside")
 
@@ -90,7 +90,7 @@ def test_one_switch_has_bits_repeat_and_leaves_the_users_workspace(monkeypatch, 
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
-    repeat_bits()
+    use_deterministic_algorithms()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "highest"

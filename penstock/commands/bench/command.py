@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from penstock.commands.source import table_of
-from penstock.comms.launch.server import start_ahead
+from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.errors import PenstockError
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -97,7 +97,7 @@ class Bench:
             if not 0 <= getattr(self, name) < math.inf:
                 raise PenstockError(f"--{name} {getattr(self, name):g} is no amount: use a number of 0 or more")
         schedule = table_of(self.schedule, self.ranks, self.microbatches)
-        start_ahead()
+        start_forkserver_early()
         from penstock.commands.bench.steps import bench
 
         bench(schedule, self.forward / 1e3, self.megabytes, self.steps)

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from penstock.commands.train.config import TrainConfig
-from penstock.comms.process import process_of
+from penstock.comms.process import read_process
 from penstock.errors import PenstockError
 
 ANY = "1f1b"  # the schedule for any number of ranks
@@ -52,7 +52,7 @@ def job_name() -> str:
 def _started(process: int) -> datetime:
     """When a process was started, by Linux's account; elsewhere: now."""
     try:
-        ticks = int(process_of(process).started)
+        ticks = int(read_process(process).started)
         up = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError):
         return datetime.now()

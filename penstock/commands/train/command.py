@@ -12,9 +12,9 @@ import tyro
 
 from penstock.commands.train.again import for_world, may_begin_again
 from penstock.commands.train.config import PLAN, TrainConfig, saved_options
-from penstock.comms.launch.server import start_ahead
+from penstock.comms.launch.forkserver import start_forkserver_early
 from penstock.comms.preemption import catch_preemption
-from penstock.comms.system import from_torchrun
+from penstock.comms.system import read_torchrun_integer
 from penstock.errors import PenstockError
 from penstock.view.files import writing
 
@@ -29,7 +29,7 @@ class Train(TrainConfig):
     def run(self) -> None:
         """Check first, then start."""
         catch_preemption()
-        processes = from_torchrun("WORLD_SIZE") if "RANK" in os.environ else self.processes
+        processes = read_torchrun_integer("WORLD_SIZE") if "RANK" in os.environ else self.processes
         config: TrainConfig = (
             dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
         )
@@ -44,7 +44,7 @@ class Train(TrainConfig):
             folder = self.resume or self.out
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-        start_ahead()
+        start_forkserver_early()
         from penstock.commands.train.job import train
 
         train(config)

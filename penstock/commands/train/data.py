@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.commands.train.config import HELD_OUT, PIXELS, text_files
-from penstock.randomness import mix
+from penstock.randomness import mix_seed
 
 MOST_BYTES = 8_000_000  # of text read: more than a short training sees
 
@@ -58,7 +58,7 @@ class Digits:
 
 
 def _generator(seed: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(mix(seed, step) >> 1)
+    return torch.Generator().manual_seed(mix_seed(seed, step) >> 1)
 
 
 def text(path: Path | None, context: int) -> Text:

@@ -25,7 +25,7 @@ from penstock.commands.train.progress import Progress, closing
 from penstock.commands.train.result import TrainResult
 from penstock.commands.train.setup import Setup, prepared
 from penstock.comms.launch.launcher import launch
-from penstock.comms.system import cores
+from penstock.comms.system import count_cores
 from penstock.errors import PenstockError
 from penstock.plan import load
 from penstock.schedule import Costs, Timeline, simulate
@@ -269,7 +269,7 @@ def _explained(setup: Setup, timelines: list[Timeline]) -> str:
         record.save(folder / FILE)
         list(write([record], html=folder / "timeline.html"))
     told = record.explanation
-    many = crowding(timelines[0].ranks, cores()) if config.device != "cuda" else ""
+    many = crowding(timelines[0].ranks, count_cores()) if config.device != "cuda" else ""
     better = advice(config, folder, balance, setup.parameters, measured) if folder is not None and balance else ""
     return f"{told.verdict_told}\n{told}{better}{many}" if told else ""
 

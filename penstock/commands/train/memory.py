@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.comms.process import process_of
+from penstock.comms.process import read_process
 
 MEMORY = Path("/dev/shm")
 ROOM = 2 * 3 * 1.1  # of what parameters take: two checkpoints, each of weights and Adam's two averages, and some more
@@ -62,7 +62,7 @@ def has_room(folder: Path, parameters: int) -> bool:
 
 def _folder_of(owner: int) -> Path | None:
     """The folder of a process that starts ranks, made if it is not there, for this user alone."""
-    folder = MEMORY / f"penstock-{socket.gethostname()}-{owner}-{process_of(owner).started}"
+    folder = MEMORY / f"penstock-{socket.gethostname()}-{owner}-{read_process(owner).started}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

@@ -18,7 +18,7 @@ from penstock.checkpoint.files import manifest
 from penstock.commands.train.config import PLAN, TrainConfig
 from penstock.commands.train.setup import prepared, task
 from penstock.comms.launch.launcher import launch
-from penstock.comms.system import cores
+from penstock.comms.system import count_cores
 from penstock.comms.topology import init_distributed
 from penstock.errors import PenstockError
 from penstock.partition.balance import Balance
@@ -104,7 +104,7 @@ def _fastest(config: TrainConfig, plans: Sequence[Plan]) -> Plan:
     fastest = plans[min(range(len(plans)), key=lambda number: median(took[number]))]
     asked = fastest.schedule.name, fastest.ranks, fastest.microbatches
     typed = asked == (config.schedule, config.ranks, config.microbatches)
-    shared = f"; its {fastest.ranks} ranks share {cores()} cores" if fastest.ranks * config.dp > _at_once(config) else ""
+    shared = f"; its {fastest.ranks} ranks share {count_cores()} cores" if fastest.ranks * config.dp > _at_once(config) else ""
     print(f"chosen: {'what was typed, ' if typed else ''}{_table(fastest)}: the fastest of those tried{shared}", flush=True)
     return fastest
 
@@ -115,7 +115,7 @@ def _table(chosen: Plan) -> str:
 
 def _at_once(config: TrainConfig) -> int:
     """How many ranks can compute at the same time."""
-    return torch.cuda.device_count() if config.device == "cuda" else cores()
+    return torch.cuda.device_count() if config.device == "cuda" else count_cores()
 
 
 def _tried(config: TrainConfig) -> list[float]:
@@ -163,7 +163,7 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
     batch, sizes = config.batch // config.dp, [parameters[name] for name in balance.names]
     layers = of_run(measured, balance, sizes, -(-batch // config.microbatches))
     layers.save(folder / COSTS)
-    if config.ranks * config.dp > cores() and config.device != "cuda":
+    if config.ranks * config.dp > count_cores() and config.device != "cuda":
         return "\nthe planner: `--plan auto` tries whether fewer ranks, which need not share cores, do better"
     with suppress(PenstockError):  # its table is no family's
         send = float(f"{fmean(measured.send or (0.0,)):.4g}")  # as it is told

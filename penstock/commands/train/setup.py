@@ -14,7 +14,7 @@ from penstock import checkpoint, comms
 from penstock.commands.train import data
 from penstock.commands.train.config import HEADS, TrainConfig
 from penstock.commands.train.memory import has_room
-from penstock.comms.encoding import told_by_all
+from penstock.comms.encoding import all_gather_values
 from penstock.comms.topology import Topology
 from penstock.model import GPT, GPTConfig, mlp
 from penstock.pipeline import Pipeline
@@ -128,4 +128,4 @@ def _of_rank_0(folder: Path | None, memory: Path | None, parameters: int) -> tup
         warnings.warn(f"{memory.parent} has no room for two checkpoints: they are kept on the disk only", stacklevel=3)
         memory = None
     seen = folder, memory, any(each is not None and checkpoint.exists(each) for each in (memory, folder))
-    return told_by_all(seen, topology.carrier)[0] if topology.world_size > 1 else seen
+    return all_gather_values(seen, topology.transport_device)[0] if topology.world_size > 1 else seen

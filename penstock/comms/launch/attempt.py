@@ -10,16 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from textwrap import shorten
 from typing import NamedTuple, TypeVar
 
-from penstock.comms.launch.rank_main import LeftError, Outcome
+from penstock.comms.launch.rank_main import EarlyExitError, RankResult
 from penstock.errors import LostRankError, PenstockError
 
 T = TypeVar("T")
-UNGUARDED = 86  # the exit code of a rank that launches ranks while it imports the program
+UNGUARDED_EXIT_CODE = 86  # the exit code of a rank that launches ranks while it imports the program
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # no program does it to itself
 LONGEST = 400  # characters of what ended an attempt
 
 
-class DiedError(LostRankError):
+class RankDiedError(LostRankError):
     """A rank's process ended without an outcome."""
 
     def __init__(self, text: str, by_itself: bool = False) -> None:
@@ -45,7 +45,7 @@ class Attempt(NamedTuple):
         return text if isinstance(self.error, PenstockError) else f"{type(self.error).__name__}: {text}"
 
 
-class Results(list[T]):
+class LaunchResults(list[T]):
     """What a function returned on each rank, and the attempts it took."""
 
     def __init__(self, values: Sequence[T], attempts: Sequence[Attempt]) -> None:
@@ -53,12 +53,12 @@ class Results(list[T]):
         self.attempts = tuple(attempts)
 
 
-def is_final(attempts: Sequence[Attempt]) -> bool:
+def would_fail_again(attempts: Sequence[Attempt]) -> bool:
     """Whether another attempt would end like the last: the program wanted to exit, or fails by the same mistake again."""
-    return isinstance(attempts[-1].error, SystemExit | LeftError) or repeated(attempts) > 0
+    return isinstance(attempts[-1].error, SystemExit | EarlyExitError) or count_same_failures(attempts) > 0
 
 
-def repeated(attempts: Sequence[Attempt]) -> int:
+def count_same_failures(attempts: Sequence[Attempt]) -> int:
     """How many attempts, the last ones, failed by the same mistake of the program at the same step, as the next would; 0: none.
 
     An error that it raised twice is its own. A crash may come from outside: it has to come three times, and at a step.
@@ -70,20 +70,20 @@ def repeated(attempts: Sequence[Attempt]) -> int:
     return needed if known and len(alike) == 1 and len(attempts) >= needed else 0
 
 
-def death(rank: int, exitcode: int | None) -> PenstockError:
+def exit_error(rank: int, exitcode: int | None) -> PenstockError:
     """What ended the process of `rank`."""
-    if exitcode == UNGUARDED:
+    if exitcode == UNGUARDED_EXIT_CODE:
         where = "this program launches ranks wherever it is imported, and every rank imports it"
         return PenstockError(f'{where}: put what launches under `if __name__ == "__main__":`')
     if exitcode is not None and exitcode < 0:
         number = -exitcode
         names = {each.value: each.name for each in signal.Signals}
         name = names.get(number, f"signal {number}")  # a real-time one has no name
-        return DiedError(f"rank {rank} was killed by {name}", number not in FROM_OUTSIDE)
-    return DiedError(f"rank {rank} ended with exit code {exitcode} before it was done", True)
+        return RankDiedError(f"rank {rank} was killed by {name}", number not in FROM_OUTSIDE)
+    return RankDiedError(f"rank {rank} ended with exit code {exitcode} before it was done", True)
 
 
-def attempt_of(ranks: int, outcomes: Mapping[int, Outcome]) -> Attempt:
+def diagnose_attempt(ranks: int, outcomes: Mapping[int, RankResult]) -> Attempt:
     """The attempt whose `ranks` came to these `outcomes`, in this order.
 
     The first error counts. One that only says that others are lost does not, unless there is no other.
@@ -95,14 +95,14 @@ def attempt_of(ranks: int, outcomes: Mapping[int, Outcome]) -> Attempt:
         attempt = Attempt(ranks)
     elif first is None:
         attempt = _lost(ranks, failed, outcomes.keys())
-    elif isinstance(failed[first].value, DiedError):
+    elif isinstance(failed[first].value, RankDiedError):
         attempt = _died(ranks, failed, first)
     else:
         attempt = _raised(ranks, failed, first)
     return attempt._replace(steps_done=steps)
 
 
-def _raised(ranks: int, failed: Mapping[int, Outcome], first: int) -> Attempt:
+def _raised(ranks: int, failed: Mapping[int, RankResult], first: int) -> Attempt:
     """A rank raised an error: its own, or that of another rank of which it had heard, which may have ended before."""
     named = failed[first].ranks
     origin = next((rank for rank in named if rank in failed and _is_own(failed[rank])), first)
@@ -114,15 +114,15 @@ def _raised(ranks: int, failed: Mapping[int, Outcome], first: int) -> Attempt:
     return Attempt(ranks, error, tuple(culprits), traceback=traceback, mistake=_mistake(error))
 
 
-def _is_own(outcome: Outcome) -> bool:
+def _is_own(outcome: RankResult) -> bool:
     """Whether a rank raised by itself what it failed with."""
-    return not outcome.lost_others and not outcome.ranks and not isinstance(outcome.value, DiedError)
+    return not outcome.lost_others and not outcome.ranks and not isinstance(outcome.value, RankDiedError)
 
 
-def _died(ranks: int, failed: Mapping[int, Outcome], first: int) -> Attempt:
+def _died(ranks: int, failed: Mapping[int, RankResult], first: int) -> Attempt:
     """Ranks died: the first, and those that were killed on their own; a rank may abort because another has gone."""
     error = failed[first].value
-    others = {rank: each.value for rank, each in failed.items() if isinstance(each.value, DiedError) and rank != first}
+    others = {rank: each.value for rank, each in failed.items() if isinstance(each.value, RankDiedError) and rank != first}
     culprits = (first, *[rank for rank, each in others.items() if not each.by_itself])
     deaths = "; ".join(str(failed[rank].value) for rank in culprits)
     for each in failed.values():
@@ -134,7 +134,7 @@ def _died(ranks: int, failed: Mapping[int, Outcome], first: int) -> Attempt:
     return Attempt(ranks, LostRankError(text), culprits, traceback=traceback, mistake=_mistake(error), died=True)
 
 
-def _lost(ranks: int, failed: Mapping[int, Outcome], heard_of: Collection[int]) -> Attempt:
+def _lost(ranks: int, failed: Mapping[int, RankResult], heard_of: Collection[int]) -> Attempt:
     """Ranks have lost others of which nothing is known: those are the culprits that are blamed and say nothing."""
     blamed = [rank for each in failed.values() for rank in each.ranks]
     silent = tuple(dict.fromkeys(rank for rank in blamed if rank not in heard_of))
@@ -147,6 +147,6 @@ def _lost(ranks: int, failed: Mapping[int, Outcome], heard_of: Collection[int]) 
 
 
 def _mistake(error: BaseException) -> str:
-    if isinstance(error, DiedError) and not error.by_itself:
+    if isinstance(error, RankDiedError) and not error.by_itself:
         return ""
     return f"{type(error).__name__}: {re.sub(r'[0-9]+', '#', str(error))}"

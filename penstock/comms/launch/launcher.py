@@ -12,13 +12,20 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from penstock.comms.launch.attempt import UNGUARDED, Attempt, Results, attempt_of, is_final, repeated
-from penstock.comms.launch.rank_main import Job
-from penstock.comms.launch.ranks import outcomes_of, part, started
-from penstock.comms.launch.server import ServerEndedError, server_context
-from penstock.comms.launch.work import pickled
+from penstock.comms.launch.attempt import (
+    UNGUARDED_EXIT_CODE,
+    Attempt,
+    LaunchResults,
+    count_same_failures,
+    diagnose_attempt,
+    would_fail_again,
+)
+from penstock.comms.launch.forkserver import ForkserverEndedError, forkserver_context
+from penstock.comms.launch.pickling import pickle_call
+from penstock.comms.launch.rank_main import RankTask
+from penstock.comms.launch.rank_processes import collect_results, join_finished_ranks, start_ranks
 from penstock.comms.preemption import catches_preemption, preempted
-from penstock.comms.system import named, say
+from penstock.comms.system import convert_os_errors, print_notice
 from penstock.errors import PenstockError
 
 T = TypeVar("T")
@@ -31,7 +38,7 @@ class RankTraceback(Exception):
         return str(self.args[0])
 
 
-def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0, least: int | None = None) -> Results[T]:
+def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0, least: int | None = None) -> LaunchResults[T]:
     """Run `function(*args)` on `ranks` processes of this machine at once; returns a list of their results, by rank.
 
     `function`: what every rank runs. A script's stands at its top level, and the script launches under
@@ -59,17 +66,17 @@ def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0
     """
     _end_if_imported_by_a_rank()
     _check(function, ranks, restarts, least)
-    work, attempts, running = pickled(function, args), list[Attempt](), ranks
+    work, attempts, running = pickle_call(function, args), list[Attempt](), ranks
     while True:
         values, attempt = _attempt(work, running, len(attempts), may_restart=len(attempts) < restarts)
         attempts.append(attempt)
         if attempt.error is None:
-            return Results(values, attempts)
-        if len(attempts) > restarts or preempted() or is_final(attempts):
+            return LaunchResults(values, attempts)
+        if len(attempts) > restarts or preempted() or would_fail_again(attempts):
             _raise(attempts)
         running = ranks if least is None else max(least, running - len(attempt.culprits))
         begin = "1 rank begins" if running == 1 else f"{running} ranks begin"
-        say(f"attempt {len(attempts)} of {restarts + 1} has ended: {attempt.end()}; {begin} again")
+        print_notice(f"attempt {len(attempts)} of {restarts + 1} has ended: {attempt.end()}; {begin} again")
 
 
 def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
@@ -85,20 +92,20 @@ def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
         raise PenstockError(f"cannot restart with {least!r} ranks at least: use 1 to {ranks}, or None for all of them")
 
 
-@named("ranks cannot be started")
+@convert_os_errors("ranks cannot be started")
 def _attempt(work: bytes, ranks: int, number: int, may_restart: bool) -> tuple[list[Any], Attempt]:
     """All ranks run once: what the function returned on each, if none has failed, and what became of them."""
     from torch.distributed import HashStore
 
-    context = multiprocessing.get_context("spawn") if _sees_gpu() else server_context()
-    job = Job(work, ranks, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}, catches_preemption())
+    context = multiprocessing.get_context("spawn") if _sees_gpu() else forkserver_context()
+    job = RankTask(work, ranks, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}, catches_preemption())
     try:
-        with started(job, context, HashStore()) as (processes, results):
-            outcomes = outcomes_of(processes, results, may_restart)
-            part([processes[rank] for rank in outcomes])
-    except ServerEndedError as error:
+        with start_ranks(job, context, HashStore()) as (processes, results):
+            outcomes = collect_results(processes, results, may_restart)
+            join_finished_ranks([processes[rank] for rank in outcomes])
+    except ForkserverEndedError as error:
         return [], Attempt(ranks, error)
-    attempt = attempt_of(ranks, outcomes)
+    attempt = diagnose_attempt(ranks, outcomes)
     return [outcomes[rank].value for rank in range(ranks)] if attempt.error is None else [], attempt
 
 
@@ -106,11 +113,11 @@ def _raise(attempts: Sequence[Attempt]) -> NoReturn:
     """Raise what ended the last of the `attempts`, and say so if it is not tried again since it came before."""
     last = attempts[-1]
     assert last.error is not None
-    if times := repeated(attempts):
+    if times := count_same_failures(attempts):
         where = "before the first step" if last.steps_done is None else f"after {last.steps_done} steps"
         note = f"the same error ended {times} attempts {where}: not tried again"
         last.error.add_note(note)
-        say(note)
+        print_notice(note)
     last.error.attempts = tuple(attempts)  # type: ignore[attr-defined]
     raise last.error from (RankTraceback(last.traceback) if last.traceback else None)
 
@@ -119,7 +126,7 @@ def _end_if_imported_by_a_rank() -> None:
     """A rank imports the program that launched it, under another name: without a guard, that launches ranks again."""
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
-            os._exit(UNGUARDED)
+            os._exit(UNGUARDED_EXIT_CODE)
 
 
 def _sees_gpu() -> bool:

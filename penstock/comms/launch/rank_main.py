@@ -14,17 +14,17 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from penstock.comms.launch.server import HELD
-from penstock.comms.launch.work import dumps, unpickled
+from penstock.comms.launch.forkserver import HELD_SIGNALS
+from penstock.comms.launch.pickling import choose_dumps, unpickle_call
 from penstock.comms.preemption import catch_preemption
-from penstock.comms.rendezvous import FINISHED, depart
-from penstock.comms.system import reason
+from penstock.comms.rendezvous import FINISHED, publish_departure
+from penstock.comms.system import explain_error
 from penstock.errors import LostRankError, PenstockError
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
 
 
-class Outcome(NamedTuple):
+class RankResult(NamedTuple):
     """What a rank came to."""
 
     well: bool
@@ -35,11 +35,11 @@ class Outcome(NamedTuple):
     steps_done: int | None = None  # by its pipelines
 
 
-class LeftError(PenstockError):
+class EarlyExitError(PenstockError):
     """A rank called `sys.exit()` as if all were well."""
 
 
-class Job(NamedTuple):
+class RankTask(NamedTuple):
     """What every rank of an attempt is started with."""
 
     work: bytes  # the function and its arguments, see work.py
@@ -48,13 +48,13 @@ class Job(NamedTuple):
     preemptible: bool = False  # the launching process catches what asks it to save and leave
 
 
-def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> None:
+def rank_main(job: RankTask, rank: int, sender: Connection, store: Connection) -> None:
     """One rank: the caller's environment with torchrun's in it, the function, the outcome sent home; `store` leads there."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launching process ends its ranks
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the server's
     if job.preemptible:
         catch_preemption()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     _end_with_launcher()
     os.environ.clear()  # of the server that this rank was forked from
     os.environ.update(
@@ -64,8 +64,8 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
     import torch
 
     from penstock import torch_private
-    from penstock.comms.launch.store import PipeStore
-    from penstock.comms.topology import current_world, shutdown
+    from penstock.comms.launch.pipe_store import PipeStore
+    from penstock.comms.topology import current_context, shutdown
 
     meeting_place = PipeStore(store)
     torch_private.meet_at(meeting_place)
@@ -74,14 +74,14 @@ def rank_main(job: Job, rank: int, sender: Connection, store: Connection) -> Non
     torch.set_num_threads(_threads())
     by_value = False
     try:
-        function, args, by_value = unpickled(job.work)
+        function, args, by_value = unpickle_call(job.work)
         value = function(*args)
         data, how = _pickled_result(value, rank, by_value), FINISHED
     except BaseException as error:
-        data, how = _pickled_error(error, rank, by_value), f"ended with {reason(error)}"
-    if world := current_world():
+        data, how = _pickled_error(error, rank, by_value), f"ended with {explain_error(error)}"
+    if world := current_context():
         world.depart(how)
-    depart(meeting_place, rank, how)  # and those that it has not joined
+    publish_departure(meeting_place, rank, how)  # and those that it has not joined
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # nobody reads it, or there is none
             stream.flush()
@@ -97,33 +97,33 @@ def _threads() -> int:
 
 def _pickled_result(value: Any, rank: int, by_value: bool) -> bytes:
     try:
-        return dumps(by_value)(Outcome(True, value, steps_done=_steps_done()))
+        return choose_dumps(by_value)(RankResult(True, value, steps_done=_steps_done()))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise PenstockError(f"rank {rank} cannot send home what its function returned ({error}): it must pickle") from error
 
 
 def _pickled_error(error: BaseException, rank: int, by_value: bool) -> bytes:
-    from penstock.comms.groups import is_of_transport
+    from penstock.comms.process_groups import is_transport_error
 
     if isinstance(error, SystemExit) and not error.code:  # which would end the launching program too, as if all were well
-        error = LeftError(f"rank {rank} called sys.exit() before its function was done")
+        error = EarlyExitError(f"rank {rank} called sys.exit() before its function was done")
     text = f"\n\nrank {rank}:\n" + "".join(traceback.format_exception(error))
     causes = list(_causes(error))
-    lost_others = any(isinstance(each, LostRankError) or is_of_transport(each) for each in causes)
+    lost_others = any(isinstance(each, LostRankError) or is_transport_error(each) for each in causes)
     ranks = next((each.ranks for each in causes if isinstance(each, PenstockError) and each.ranks), ())
     try:
-        data = dumps(by_value)(Outcome(False, error, text, lost_others, ranks, _steps_done()))
+        data = choose_dumps(by_value)(RankResult(False, error, text, lost_others, ranks, _steps_done()))
         str(pickle.loads(data).value)
         return data
     except Exception:
-        told = PenstockError(f"rank {rank}: {reason(error)}")
-        return pickle.dumps(Outcome(False, told, text, lost_others, ranks, _steps_done()))
+        told = PenstockError(f"rank {rank}: {explain_error(error)}")
+        return pickle.dumps(RankResult(False, told, text, lost_others, ranks, _steps_done()))
 
 
 def _steps_done() -> int | None:
-    from penstock.comms.topology import current_world
+    from penstock.comms.topology import current_context
 
-    world = current_world()
+    world = current_context()
     return world.activity.steps_done() if world else None
 
 

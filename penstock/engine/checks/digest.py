@@ -16,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks import is_power_of_two
 from penstock.errors import MismatchError
 from penstock.stage.tied_parameters import TiedParameters
@@ -73,10 +73,10 @@ def is_due(steps: int) -> bool:
     return steps % MOST_STEPS_BETWEEN == 0 or is_power_of_two(steps)
 
 
-def check_copies(control: Control, tied: TiedParameters, steps: int) -> None:
+def check_copies(control: ControlGroup, tied: TiedParameters, steps: int) -> None:
     """Raises MismatchError, the same on every rank, where owners of a tied parameter have other values. All ranks call it."""
     mine = {name: f"{crc_of(copy):08x}" for name, copy in tied.copies.items()}
-    everyone = control.gather_objects(mine, "to compare tied parameters")
+    everyone = control.all_gather_object(mine, "to compare tied parameters")
     for name in tied.owners:
         by_rank = {str(rank): digests[name] for rank, digests in enumerate(everyone) if name in digests}
         if len({*by_rank.values()}) > 1:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from penstock.comms.control import Control
+from penstock.comms.control_group import ControlGroup
 from penstock.errors import MismatchError
 from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local_shard
@@ -236,14 +236,14 @@ class Verdict(NamedTuple):
     place: tuple[Any, ...]  # the same if it happens there again
 
 
-def verdict(control: Control, watch: Watch, parameters: RankParameters, batch: Mapping[str, Sequence[Any]]) -> Verdict:
+def verdict(control: ControlGroup, watch: Watch, parameters: RankParameters, batch: Mapping[str, Sequence[Any]]) -> Verdict:
     """What all ranks come to once one of them has found something; all call it, when all have ended the step.
 
     `batch`: microbatches of inputs and of targets, as far as this rank reads them.
     """
     rank = control.topology.rank
     state, data = ([f"rank {rank}: {each}" for each in told] for told in (_state(parameters), _data(batch)))
-    everyone = control.gather_objects((watch.found, state, data), "to tell what is not finite")
+    everyone = control.all_gather_object((watch.found, state, data), "to tell what is not finite")
     first = min((found for found, *_ in everyone if found), key=lambda each: each[:2])
     for cause, told in ((STATE, [each for _, each, _ in everyone]), (DATA, [each for *_, each in everyone])):
         if several := [each for mine in told for each in mine]:

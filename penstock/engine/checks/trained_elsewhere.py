@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.comms.encoding import as_bytes
+from penstock.comms.encoding import view_as_bytes
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import local_shard
 from penstock.torch_private import tensor_slots, version_of
@@ -61,7 +61,7 @@ def sample(tensor: Tensor) -> Tensor:
     if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     step = -(-tensor.numel() // SAMPLE)
-    return as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
+    return view_as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
 
 
 def _find(tensors: Iterable[Tensor]) -> list[_Snapshot]:

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from penstock.randomness import generator_of
+from penstock.randomness import default_generator
 from penstock.stage.stage import Stage
 from penstock.torch_private import buffer_slots
 
@@ -21,7 +21,7 @@ class Undo:
         self._gradients = [(each, grad, None if grad is None else grad.detach().clone()) for each, grad in gradients]
         slots = [slot for stage in stages for slot in buffer_slots(stage.module)] if everything else []
         self._buffers = [(slot, slot.tensor.clone()) for slot in slots]
-        generators = {id(each): each for each in (generator_of(device), torch.default_generator)} if everything else {}
+        generators = {id(each): each for each in (default_generator(device), torch.default_generator)} if everything else {}
         self._random = [(each, each.get_state()) for each in generators.values()]
 
     def __enter__(self) -> "Undo":

@@ -118,7 +118,7 @@ def on_ranks(work: Callable[..., Any], ranks: int, mine: Any, *args: Any) -> lis
 
 
 def _on_rank(work: Callable[..., Any], path: Path, *args: Any) -> Any:
-    from penstock.comms.groups import is_of_transport
+    from penstock.comms.process_groups import is_transport_error
     from penstock.comms.topology import init_distributed
 
     init_distributed(backend="gloo", timeout=WAIT)
@@ -127,7 +127,7 @@ def _on_rank(work: Callable[..., Any], path: Path, *args: Any) -> Any:
     except (Missed, PenstockError):
         raise
     except Exception as error:
-        if is_of_transport(error):
+        if is_transport_error(error):
             raise LostRankError("a rank waits for a message that nobody sends") from error
         raise Missed(fault(error, path)) from error
 

@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from penstock.comms.groups import Groups
-from penstock.comms.reports import own_report, publish
-from penstock.comms.system import reason
+from penstock.comms.failure_reports import own_error_report, publish_report
+from penstock.comms.process_groups import ProcessGroups
+from penstock.comms.system import explain_error
 from penstock.errors import ResourceError
 
 
-class Worker:
+class SendThread:
     """A thread that does one thing after the other, of which none raises; it ends when nobody has the worker any more."""
 
     def __init__(self, name: str) -> None:
@@ -39,7 +39,7 @@ class SendFailure:
     the step; so ends whatever this rank waits for meanwhile.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         self._first: ResourceError | None = None
 
@@ -47,9 +47,9 @@ class SendFailure:
         """The `what` could not be sent because of `error`."""
         if self._first is None:
             rank = self._groups.topology.rank
-            self._first = ResourceError(f"rank {rank} could not send the {what}: {reason(error)}")
+            self._first = ResourceError(f"rank {rank} could not send the {what}: {explain_error(error)}")
             self._first.__cause__ = error
-            publish(self._groups, own_report(rank, self._first))
+            publish_report(self._groups, own_error_report(rank, self._first))
 
     def check(self) -> None:
         """Raise ResourceError if there was one."""

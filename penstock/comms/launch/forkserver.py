@@ -11,28 +11,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from penstock.comms.preemption import ASKING, catches_preemption
-from penstock.comms.system import FULL
+from penstock.comms.preemption import PREEMPTION_SIGNALS, catches_preemption
+from penstock.comms.system import DESCRIPTOR_TABLE_FULL
 from penstock.errors import LostRankError, PenstockError
 
 # The last two are what torch's first backward and first optimizer import: two seconds, once instead of on every rank.
 PRELOAD = [
-    *("penstock.comms.launch.in_server", "penstock.pipeline", "penstock.checkpoint"),
+    *("penstock.comms.launch.forkserver_child", "penstock.pipeline", "penstock.checkpoint"),
     *("torch.fx.experimental.symbolic_shapes", "torch._dynamo"),
 ]
-NOT_KNOWN = 255  # Python's exit code for a process whose server has ended
-HELD = {signal.SIGINT, *ASKING}
-GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
+FORKSERVER_ENDED_EXIT_CODE = 255  # Python's exit code for a process whose server has ended
+HELD_SIGNALS = {signal.SIGINT, *PREEMPTION_SIGNALS}
+GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # CUDA, ROCm, CUDA under Windows
 
 
-class ServerEndedError(LostRankError):
+class ForkserverEndedError(LostRankError):
     """The server has ended before the program, and with it all ranks."""
 
     def __init__(self) -> None:
         super().__init__("the server process that the ranks were forked from was killed")
 
 
-def start_ahead() -> None:
+def start_forkserver_early() -> None:
     """Start the server, which imports torch while this process does: `launch` is up sooner.
 
     To be called before torch is imported, when it is clear that ranks will be launched. Does nothing under torchrun, which has
@@ -40,13 +40,13 @@ def start_ahead() -> None:
     """
     if (
         "RANK" not in os.environ
-        and not any(map(os.path.exists, GPUS))
+        and not any(map(os.path.exists, GPU_DEVICE_FILES))
         and "forkserver" in multiprocessing.get_all_start_methods()
     ):
-        server_context()
+        forkserver_context()
 
 
-def server_context() -> Any:
+def forkserver_context() -> Any:
     """Processes forked from the server, which runs from now on. Ctrl-C never reaches it: it ends with this process."""
     from multiprocessing import forkserver, resource_tracker
 
@@ -54,10 +54,10 @@ def server_context() -> Any:
     context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server starts it too, and that would let signals through again
     try:
-        with held():
+        with hold_signals():
             forkserver.ensure_running()
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DESCRIPTOR_TABLE_FULL:
             raise
         told = f"ranks cannot be started: {error.strerror or error}"
         raise PenstockError(f"{told}; set TMPDIR to a folder that can be written to, with a short path") from error
@@ -65,12 +65,12 @@ def server_context() -> Any:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Processes started inside hold back the signals that are for their program: a rank until it knows what to do with them.
 
     Those that ask it to leave only where it catches them: the server forks the program's own processes too.
     """
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD if catches_preemption() else {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS if catches_preemption() else {signal.SIGINT})
     try:
         yield
     finally:

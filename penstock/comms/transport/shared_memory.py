@@ -17,14 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
-from penstock.comms.system import FULL
+from penstock.comms.system import DESCRIPTOR_TABLE_FULL
 
 NAME = "penstock"
 SECRET = struct.Struct("8q")  # how the memory begins, by which a process knows that it has opened the right file
 CAN_SHARE = hasattr(os, "memfd_create")  # Linux
 
 
-def make(size: int) -> tuple[mmap.mmap | None, int]:
+def create_shared_memory(size: int) -> tuple[mmap.mmap | None, int]:
     """Memory of `size` bytes that begins with a new secret, and the file to open it by; (None, -1) if the system refuses it."""
     if not CAN_SHARE:
         return None, -1
@@ -44,7 +44,7 @@ def make(size: int) -> tuple[mmap.mmap | None, int]:
     return memory, file
 
 
-def open_of(process: int, file: int, secret: bytes) -> mmap.mmap | None:
+def open_shared_memory(process: int, file: int, secret: bytes) -> mmap.mmap | None:
     """The memory that `process` has made.
 
     None where it is a process of another machine (in containers many have the same number), or this one has no such way.
@@ -68,37 +68,37 @@ def open_of(process: int, file: int, secret: bytes) -> mmap.mmap | None:
 
 
 def _raise_if_table_is_full(error: Exception) -> None:
-    if isinstance(error, OSError) and error.errno in FULL:
+    if isinstance(error, OSError) and error.errno in DESCRIPTOR_TABLE_FULL:
         raise error
 
 
-HEADER = 64  # bytes before a block's data; the first says whether the block is in use
+HEADER_BYTES = 64  # bytes before a block's data; the first says whether the block is in use
 FREE, BUSY = 0, 1
 PAGE = mmap.PAGESIZE  # the least size of a block, and what comes before the first
 LEAST = PAGE.bit_length() - 1  # PAGE == 2**LEAST
-SPARE = 2**24  # bytes
+SPARE_BYTES = 2**24  # bytes
 KEPT_FREE = 2  # times what is in flight
 LINES = 16  # that may be needed where a process' addresses are limited
 
 
 @dataclass(slots=True)
-class Block:
+class SharedBlock:
     """A place for a message."""
 
     start: int
     written: int = 0  # bytes that have been written to since it has had no memory
 
 
-class Blocks:
+class BlockAllocator:
     """The blocks of a line, as its sender gives them out."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory, self._end = memory, PAGE
-        self._by_power: list[list[Block]] = [[] for _ in range(len(memory).bit_length())]
+        self._by_power: list[list[SharedBlock]] = [[] for _ in range(len(memory).bit_length())]
 
     def take(self, size: int) -> int:
         """Where a block for `size` bytes begins, in use from now on. Raises OSError if there are no addresses left."""
-        needed = HEADER + size
+        needed = HEADER_BYTES + size
         power = (needed - 1).bit_length() if needed > PAGE else LEAST
         for block in self._by_power[power]:
             if self._is_free(block.start):
@@ -115,14 +115,14 @@ class Blocks:
         """Whether nobody needs what lies in the block at `start`."""
         return self._memory[start] == FREE
 
-    def _new(self, power: int) -> Block:
+    def _new(self, power: int) -> SharedBlock:
         """A new block of 2**power bytes; where there is no room for one, a larger one that is free."""
         if self._end + 2**power > len(self._memory):
             for block in chain(*self._by_power[power:]):
                 if self._is_free(block.start):
                     return block
             raise OSError(errno.ENOMEM, f"no room in this line's {len(self._memory):,} bytes of addresses: raise `ulimit -v`")
-        self._by_power[power].append(block := Block(self._end))
+        self._by_power[power].append(block := SharedBlock(self._end))
         self._end += 2**power
         return block
 
@@ -130,14 +130,14 @@ class Blocks:
         """Have free blocks take no memory, if they take too much."""
         free = [block for block in self.all if block.written and self._is_free(block.start)]
         idle = sum(block.written for block in free)
-        if idle > max(SPARE, KEPT_FREE * (self.written - idle)):
+        if idle > max(SPARE_BYTES, KEPT_FREE * (self.written - idle)):
             for block in free:
                 with suppress(OSError):  # some sandboxes know no such advice: then the block keeps its memory
                     self._memory.madvise(mmap.MADV_REMOVE, block.start, -(-block.written // PAGE) * PAGE)
                     block.written = 0
 
     @property
-    def all(self) -> list[Block]:
+    def all(self) -> list[SharedBlock]:
         """All blocks there have been so far."""
         return list(chain(*self._by_power))
 
@@ -147,7 +147,7 @@ class Blocks:
         return sum(block.written for block in self.all)
 
 
-def addresses() -> int:
+def mapping_bytes() -> int:
     """The bytes of a line's mapping: twice this machine's memory, or less where a process may not have that many addresses."""
     import resource  # there is none on Windows
 

@@ -23,12 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.comms.groups import Groups
-from penstock.comms.lines import wire
-from penstock.comms.lines.shared_memory import FREE, HEADER, SECRET, Blocks, addresses, make, open_of
-from penstock.comms.lines.wire import TensorSpec
-from penstock.comms.lines.worker import SendFailure, Worker
+from penstock.comms.process_groups import ProcessGroups
 from penstock.comms.topology import CPU
+from penstock.comms.transport import message_spec
+from penstock.comms.transport.message_spec import TensorSpec
+from penstock.comms.transport.send_thread import SendFailure, SendThread
+from penstock.comms.transport.shared_memory import (
+    FREE,
+    HEADER_BYTES,
+    SECRET,
+    BlockAllocator,
+    create_shared_memory,
+    mapping_bytes,
+    open_shared_memory,
+)
 
 SMALL = 2**16  # bytes; a larger message is not copied out of its block
 LARGE = 2**20  # bytes; copying more is worth a thread
@@ -39,9 +47,9 @@ NO_PROCESS = -1  # in the place of the sender's process: it has no memory to sha
 OFFER_LENGTH = 3 + SECRET.size // 8  # numbers: the sender's process, the file of the memory, the pipe's end, the secret
 
 
-def open_sender(groups: Groups, peer: int, failure: SendFailure) -> "MemorySender | None":
+def open_memory_sender(groups: ProcessGroups, peer: int, failure: SendFailure) -> "MemorySender | None":
     """The sending end of a new line to the rank `peer`; None at both ends if the two see no memory in common."""
-    memory, file = make(addresses())
+    memory, file = create_shared_memory(mapping_bytes())
     if memory is None:
         groups.everyone.send([torch.full((OFFER_LENGTH,), NO_PROCESS, device="cpu")], peer, OPENING_TAG).wait()
         return None
@@ -65,7 +73,7 @@ def open_sender(groups: Groups, peer: int, failure: SendFailure) -> "MemorySende
     return sender
 
 
-def open_receiver(groups: Groups, peer: int) -> "MemoryReceiver | None":
+def open_memory_receiver(groups: ProcessGroups, peer: int) -> "MemoryReceiver | None":
     """The receiving end of a new line from the rank `peer`; None at both ends if the two see no memory in common."""
     offer = torch.zeros(OFFER_LENGTH, dtype=torch.int64, device="cpu")
     groups.everyone.recv([offer], peer, OPENING_TAG).wait()
@@ -73,7 +81,7 @@ def open_receiver(groups: Groups, peer: int) -> "MemoryReceiver | None":
     if process == NO_PROCESS:
         return None
 
-    memory = open_of(process, file, SECRET.pack(*secret))
+    memory = open_shared_memory(process, file, SECRET.pack(*secret))
     receiver = MemoryReceiver(memory, _open_pipe(process, pipe), groups.topology.timeout) if memory else None
     groups.everyone.send([torch.tensor([float(receiver is not None)], device="cpu")], peer, OPENING_TAG).wait()
     if receiver is not None:
@@ -88,7 +96,7 @@ def _open_pipe(process: int, file: int) -> int:
         raise dist.DistError("the sender is gone") from error
 
 
-_ends: "weakref.WeakSet[_End]" = weakref.WeakSet()
+_ends: "weakref.WeakSet[_PipeEnd]" = weakref.WeakSet()
 
 
 def _close_in_a_child() -> None:
@@ -107,7 +115,7 @@ def _free(memory: mmap.mmap, start: int, process: int) -> None:
         memory[start] = FREE
 
 
-class Views:
+class BlockViews:
     """What lies in the memory's blocks, as tensors: ordinary ones, also where an evaluation makes them in inference mode."""
 
     @torch.inference_mode(False)
@@ -120,15 +128,17 @@ class Views:
         last, view = self._last.get(start, (None, self._bytes))
         if last is not spec and (last is None or last.layout != spec.layout):  # an activation is laid out as its gradient
             with torch.inference_mode(False):
-                view = wire.shaped(self._bytes[start + HEADER : start + HEADER + spec.bytes], spec)
+                view = message_spec.tensor_from_bytes(
+                    self._bytes[start + HEADER_BYTES : start + HEADER_BYTES + spec.bytes], spec
+                )
             self._last[start] = spec, view
         return view
 
 
-class _End:
+class _PipeEnd:
     """One process' end of the pipe."""
 
-    carrier, way = CPU, "memory that both processes see"
+    transport_device, way = CPU, "memory that both processes see"
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -149,23 +159,23 @@ class _End:
         self._close_pipe()
 
 
-class MemorySender(_End):
+class MemorySender(_PipeEnd):
     """The sending end. From the first large message on, a thread does the copying, in the order of sending."""
 
     def __init__(self, memory: mmap.mmap, pipe: int, failure: SendFailure) -> None:
         super().__init__(pipe)
-        self.blocks, self._views, self._failure = Blocks(memory), Views(memory), failure
-        self._copying: Worker | None = None
+        self.blocks, self._views, self._failure = BlockAllocator(memory), BlockViews(memory), failure
+        self._copying: SendThread | None = None
         self._writing, self._closed = threading.Lock(), threading.Event()
 
     def describe(self, packed: Tensor) -> None:
         """Send a description."""
-        self.send(packed, wire.describe_tensor(packed), "description")
+        self.send(packed, message_spec.describe_tensor(packed), "description")
 
     def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
         """Send a tensor in the layout of `spec`."""
         if self._copying is None and spec.bytes > LARGE:
-            self._copying = Worker("penstock-copy")
+            self._copying = SendThread("penstock-copy")
         if self._copying is None:
             self._send(tensor, spec)
         else:
@@ -212,12 +222,12 @@ class MemorySender(_End):
             self._writing.release()
 
 
-class MemoryReceiver(_End):
+class MemoryReceiver(_PipeEnd):
     """The receiving end. A message lies in its block, whether it is waited for or not: there is nothing to post."""
 
     def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta) -> None:
         super().__init__(pipe)
-        self._memory, self._views, self._whole = memory, Views(memory), memoryview(memory)
+        self._memory, self._views, self._whole = memory, BlockViews(memory), memoryview(memory)
         self._patience, self._woken = timeout / timedelta(milliseconds=1), False
         self._poll = select.poll()
         self._poll.register(pipe, select.POLLIN)
@@ -232,7 +242,7 @@ class MemoryReceiver(_End):
 
     def wait(self, posted: Any, spec: TensorSpec) -> Tensor:
         """Wait for a tensor of `spec`. Raises RuntimeError if the sender is lost or silent."""
-        return self._taken(self._ticket()[0], spec) if spec.bytes else wire.empty(spec, CPU)
+        return self._taken(self._ticket()[0], spec) if spec.bytes else message_spec.empty_tensor(spec, CPU)
 
     def _ticket(self) -> tuple[int, int]:
         waited = 0.0
@@ -252,9 +262,9 @@ class MemoryReceiver(_End):
             tensor = self._views.at(start, spec).clone()
             self._memory[start] = FREE
             return tensor
-        view = self._whole[start + HEADER : start + HEADER + spec.bytes]
+        view = self._whole[start + HEADER_BYTES : start + HEADER_BYTES + spec.bytes]
         weakref.finalize(view, _free, self._memory, start, os.getpid()).atexit = False
-        return wire.shaped(torch.frombuffer(view, dtype=torch.uint8), spec)
+        return message_spec.tensor_from_bytes(torch.frombuffer(view, dtype=torch.uint8), spec)
 
     def wake(self) -> None:
         """Wait no more, soon; called by another thread."""

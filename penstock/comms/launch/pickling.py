@@ -17,11 +17,11 @@ from typing import Any
 from penstock.errors import PenstockError
 
 
-def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The function and its arguments, for `unpickled`. Raises PenstockError if they do not pickle."""
     by_value = _is_typed(function)
     try:
-        return dumps(by_value)((function, args, _typed_lines() if by_value else None))
+        return choose_dumps(by_value)((function, args, _typed_lines() if by_value else None))
     except Exception as error:  # of whatever an object does when it is pickled
         name = getattr(function, "__qualname__", repr(function))
         hint = "define it at the top level of a module, and pass arguments that pickle"
@@ -31,7 +31,7 @@ def pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         raise PenstockError(f"cannot send {name} to other processes ({error}): {hint}") from error
 
 
-def unpickled(work: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
+def unpickle_call(work: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
     """The function, its arguments, and whether they came by value: so do results go back."""
     try:
         function, args, lines = pickle.loads(work)
@@ -48,7 +48,7 @@ def unpickled(work: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
     return function, args, True
 
 
-def dumps(by_value: bool) -> Callable[[Any], bytes]:
+def choose_dumps(by_value: bool) -> Callable[[Any], bytes]:
     """What pickles an object by value, or by name."""
     if not by_value:
         return pickle.dumps
@@ -58,7 +58,7 @@ def dumps(by_value: bool) -> Callable[[Any], bytes]:
 
 
 @contextmanager
-def missing_program_hidden() -> Iterator[None]:
+def hide_missing_main_file() -> Iterator[None]:
     """Processes started inside import the program they belong to, but do not look for one that is in no file: `<stdin>`."""
     main = sys.modules["__main__"]
     hidden = {} if _has_file(main) or not hasattr(main, "__file__") else {"__file__": main.__file__}
@@ -97,7 +97,7 @@ def _unpicklable(function: Any) -> list[str]:
         used = inspect.getclosurevars(inspect.unwrap(function))
         for name, value in {**used.globals, **used.nonlocals}.items():
             try:
-                dumps(True)(value)
+                choose_dumps(True)(value)
             except Exception:
                 names.append(name)
     return names

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.comms.encoding import bytes_of, decode, encoded
+from penstock.comms.encoding import decode, encode_to_tensor, tensor_bytes
 from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec
 from penstock.trees import flatten, unflatten
@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
 
 
-class Constant(NamedTuple):
+class ConstantSpec(NamedTuple):
     """A leaf that is no tensor (a number, None, a string): it is part of the description."""
 
     value: Any
@@ -45,7 +45,7 @@ class MessageSpec(NamedTuple):
     """The description of one message: its structure and its leaves."""
 
     tree: TreeSpec
-    leaves: tuple[TensorSpec | Constant, ...]
+    leaves: tuple[TensorSpec | ConstantSpec, ...]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.leaves)) or "nothing"
@@ -68,9 +68,9 @@ class MessageSpec(NamedTuple):
         )
 
 
-def describe(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
+def describe_message(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
     """The description of a message."""
-    described = [describe_tensor(leaf) if isinstance(leaf, Tensor) else Constant(leaf, type(leaf)) for leaf in leaves]
+    described = [describe_tensor(leaf) if isinstance(leaf, Tensor) else ConstantSpec(leaf, type(leaf)) for leaf in leaves]
     return MessageSpec(tree, tuple(described))
 
 
@@ -80,20 +80,20 @@ def describe_tensor(tensor: Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, tensor.nbytes)
 
 
-def memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
+def flat_memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """The bare memory of `tensor` in the layout of `spec`, as a contiguous tensor; `tensor` itself where it is that."""
     tensor = tensor.detach().resolve_conj().resolve_neg()  # those two are flags, not memory
     if tensor.stride() != spec.stride:
-        tensor = empty(spec, tensor.device).copy_(tensor)
+        tensor = empty_tensor(spec, tensor.device).copy_(tensor)
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def empty(spec: TensorSpec, device: torch.device) -> Tensor:
+def empty_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
     """A buffer for a tensor of `spec`."""
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
 
 
-def rebuild(spec: MessageSpec, tensors: list[Tensor]) -> Any:
+def rebuild_message(spec: MessageSpec, tensors: list[Tensor]) -> Any:
     """The message `spec` describes, its tensors in place and requiring a gradient where the sender's did."""
     rest = iter(tensors)
     leaves = [_of(leaf, next(rest)) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
@@ -104,21 +104,21 @@ def _of(spec: TensorSpec, tensor: Tensor) -> Tensor:
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
-def shaped(data: Tensor, spec: TensorSpec) -> Tensor:
+def tensor_from_bytes(data: Tensor, spec: TensorSpec) -> Tensor:
     """Bare bytes as the tensor `spec` describes."""
     return data.view(spec.dtype).as_strided(spec.shape, spec.stride)
 
 
-def pack(spec: MessageSpec) -> Tensor:
+def pack_spec(spec: MessageSpec) -> Tensor:
     """`spec` as bytes; its structure travels as an example of it. Raises MismatchError for what does not travel."""
     example = unflatten(range(len(spec.leaves)), spec.tree)
     leaves = [leaf if isinstance(leaf, TensorSpec) else [leaf.value] for leaf in spec.leaves]
-    return encoded((example, leaves))
+    return encode_to_tensor((example, leaves))
 
 
-def unpack(data: Tensor) -> MessageSpec:
+def unpack_spec(data: Tensor) -> MessageSpec:
     """The description `pack` made bytes of. Raises MismatchError for anything else."""
-    return _unpacked(bytes_of(data))
+    return _unpacked(tensor_bytes(data))
 
 
 @lru_cache(64)  # of one step many are alike
@@ -127,7 +127,7 @@ def _unpacked(data: bytes) -> MessageSpec:
         case (example, list(leaves)) if all(_is_leaf(leaf) for leaf in leaves):
             numbers, tree = flatten(example)
             if numbers == list(range(len(leaves))):
-                told = [leaf if isinstance(leaf, TensorSpec) else Constant(leaf[0], type(leaf[0])) for leaf in leaves]
+                told = [leaf if isinstance(leaf, TensorSpec) else ConstantSpec(leaf[0], type(leaf[0])) for leaf in leaves]
                 return MessageSpec(tree, tuple(told))
     raise MismatchError("what another rank sent describes no message: all ranks must run the same release of Penstock")
 

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.comms.control import WaitFailed, waiting
-from penstock.comms.groups import DESTINATION, SOURCE, Groups, is_of_transport
-from penstock.comms.lines import wire
-from penstock.comms.lines.group_line import GroupReceiver, GroupSender, Outbox
-from penstock.comms.lines.memory_line import MemoryReceiver, MemorySender, open_receiver, open_sender
-from penstock.comms.lines.wire import MessageSpec
-from penstock.comms.lines.worker import SendFailure
-from penstock.comms.system import is_refusal, named, reason
+from penstock.comms.control_group import WaitError, convert_transport_errors
+from penstock.comms.process_groups import DESTINATION_RANK, SOURCE_RANK, ProcessGroups, is_transport_error
+from penstock.comms.system import convert_os_errors, explain_error, is_out_of_resources
 from penstock.comms.topology import CPU, Topology
+from penstock.comms.transport import message_spec
+from penstock.comms.transport.group_transport import GroupReceiver, GroupSender, PendingSends
+from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySender, open_memory_receiver, open_memory_sender
+from penstock.comms.transport.message_spec import MessageSpec
+from penstock.comms.transport.send_thread import SendFailure
 from penstock.errors import MismatchError, PenstockError, ResourceError
 from penstock.schedule.program import Program, Transfer
 from penstock.trees import flatten
 
-Specs = dict[Transfer, MessageSpec]
+MessageSpecs = dict[Transfer, MessageSpec]
 SendingLine = MemorySender | GroupSender
 ReceivingLine = MemoryReceiver | GroupReceiver
 
@@ -36,38 +36,43 @@ ReceivingLine = MemoryReceiver | GroupReceiver
 class Channels:
     """All channels of one rank, for one pipeline."""
 
-    def __init__(self, program: Program, topology: Topology, groups: Groups | None) -> None:
-        self.outgoing: dict[int, Outgoing] = {}
-        self.incoming: dict[int, Incoming] = {}
+    def __init__(self, program: Program, topology: Topology, groups: ProcessGroups | None) -> None:
+        self.outgoing: dict[int, SendChannel] = {}
+        self.incoming: dict[int, ReceiveChannel] = {}
         self.lines: dict[str, SendingLine | ReceivingLine] = {}  # by the ranks at their ends
-        self._outbox: Outbox | None = None
+        self._outbox: PendingSends | None = None
         if groups is None:
             return
-        outbox = self._outbox = Outbox(SendFailure(groups))
-        rank, of_job, opening = groups.topology.rank, topology.of_job, next(groups.openings)
-        for source, destination in in_rounds(program.channels):  # the same order everywhere: opening one waits for its peer
+        outbox = self._outbox = PendingSends(SendFailure(groups))
+        rank, of_job, opening = groups.topology.rank, topology.get_global_rank, next(groups.openings)
+        for source, destination in opening_order(program.channels):  # the same order everywhere: opening one waits for its peer
             start, end = of_job(source), of_job(destination)
             name, in_store = f"{start}-{end}", f"{opening}/{start}-{end}"
-            with named(f"rank {rank} could not open the line {name}"), waiting("for the other ranks to open their lines"):
+            with (
+                convert_os_errors(f"rank {rank} could not open the line {name}"),
+                convert_transport_errors("for the other ranks to open their lines"),
+            ):
                 if rank == start:
-                    self.lines[name] = line = sending_line(groups, in_store, end, outbox)
-                    self.outgoing[destination] = Outgoing(line, outbox.failure)
+                    self.lines[name] = line = open_sender(groups, in_store, end, outbox)
+                    self.outgoing[destination] = SendChannel(line, outbox.failure)
                 elif rank == end:
-                    self.lines[name] = arriving = receiving_line(groups, in_store, start)
-                    self.incoming[source] = Incoming(arriving, rank, start)
-        with waiting("for the other ranks to open their lines"):  # so that no rank goes ahead where another fails to
+                    self.lines[name] = arriving = open_receiver(groups, in_store, start)
+                    self.incoming[source] = ReceiveChannel(arriving, rank, start)
+        with convert_transport_errors(
+            "for the other ranks to open their lines"
+        ):  # so that no rank goes ahead where another fails to
             groups.everyone.barrier().wait()
 
-    def begin(self, specs: Specs | None) -> None:
+    def begin(self, specs: MessageSpecs | None) -> None:
         """Start a step whose messages are described in `specs`; None: each is described when it is sent."""
         for end in self._ends():
             end.specs, end.known = ({}, False) if specs is None else (specs, True)
 
-    def learned(self) -> Specs:
+    def learned(self) -> MessageSpecs:
         """What this rank's messages of the step were like."""
         return {transfer: spec for end in self._ends() for transfer, spec in end.specs.items()}
 
-    def _ends(self) -> "list[Outgoing | Incoming]":
+    def _ends(self) -> "list[SendChannel | ReceiveChannel]":
         return [*self.outgoing.values(), *self.incoming.values()]
 
     def end(self) -> None:
@@ -77,7 +82,7 @@ class Channels:
             self._outbox.empty()
 
 
-def in_rounds(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def opening_order(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The channels in an order in which many can be opened at once: round after round, a rank in one channel of each at most.
 
     Along a pipeline each rank's first is with the one neighbour, then the other's turn comes: four rounds, however long it is.
@@ -92,32 +97,32 @@ def in_rounds(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(rounds, key=lambda channel: (rounds[channel], channel))
 
 
-def sending_line(groups: Groups, name: str, peer: int, outbox: Outbox) -> SendingLine:
+def open_sender(groups: ProcessGroups, name: str, peer: int, outbox: PendingSends) -> SendingLine:
     """The sending end of the new line `name` to the rank `peer`: NCCL between GPUs, memory on one machine, else Gloo."""
-    line = open_sender(groups, peer, outbox.failure) if groups.topology.backend != "nccl" else None
-    return line or GroupSender(*_groups_of_two(groups, name, SOURCE), outbox)
+    line = open_memory_sender(groups, peer, outbox.failure) if groups.topology.backend != "nccl" else None
+    return line or GroupSender(*_groups_of_two(groups, name, SOURCE_RANK), outbox)
 
 
-def receiving_line(groups: Groups, name: str, peer: int) -> ReceivingLine:
+def open_receiver(groups: ProcessGroups, name: str, peer: int) -> ReceivingLine:
     """The receiving end of the new line `name` from the rank `peer`."""
-    line = open_receiver(groups, peer) if groups.topology.backend != "nccl" else None
-    return line or GroupReceiver(*_groups_of_two(groups, name, DESTINATION))
+    line = open_memory_receiver(groups, peer) if groups.topology.backend != "nccl" else None
+    return line or GroupReceiver(*_groups_of_two(groups, name, DESTINATION_RANK))
 
 
-def _groups_of_two(groups: Groups, name: str, end: int) -> tuple[Any, Any, torch.device]:
+def _groups_of_two(groups: ProcessGroups, name: str, end: int) -> tuple[Any, Any, torch.device]:
     """What carries descriptions, what carries tensors, and where those must be."""
     gloo = groups.gloo(name, end, 2)
     if groups.topology.backend != "nccl":
         return gloo, gloo, CPU
-    return gloo, groups.nccl(f"{name}-nccl", end), groups.topology.carrier
+    return gloo, groups.nccl(f"{name}-nccl", end), groups.topology.transport_device
 
 
-class Outgoing:
+class SendChannel:
     """The sending end of a channel."""
 
     def __init__(self, line: SendingLine, failure: SendFailure) -> None:
         self.line, self._failure = line, failure
-        self.specs: Specs = {}
+        self.specs: MessageSpecs = {}
         self.known = False
 
     def send(self, transfer: Transfer, value: Any) -> None:
@@ -133,26 +138,26 @@ class Outgoing:
             else:
                 self._send_tree(transfer, value)
         except (OSError, MemoryError, RuntimeError) as error:
-            if is_refusal(error):
+            if is_out_of_resources(error):
                 self._failure.tell(transfer, error)
                 self._failure.check()
-            if not is_of_transport(error):
+            if not is_transport_error(error):
                 raise
 
     def _send_tree(self, transfer: Transfer, value: Any) -> None:
         leaves, tree = flatten(value)
-        spec = wire.describe(leaves, tree)
+        spec = message_spec.describe_message(leaves, tree)
         if not self.known:
             self.specs[transfer] = spec
-            self.line.describe(wire.pack(spec))
+            self.line.describe(message_spec.pack_spec(spec))
         elif spec != (agreed := self.specs[transfer]):
             leaves, spec = _fit(transfer, leaves, spec, agreed), agreed
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
             self._send(transfer, leaf, leaf_spec)
 
-    def _send(self, transfer: Transfer, leaf: Any, spec: wire.TensorSpec | wire.Constant) -> None:
-        if isinstance(spec, wire.TensorSpec) and spec.bytes:
-            carrier = self.line.carrier
+    def _send(self, transfer: Transfer, leaf: Any, spec: message_spec.TensorSpec | message_spec.ConstantSpec) -> None:
+        if isinstance(spec, message_spec.TensorSpec) and spec.bytes:
+            carrier = self.line.transport_device
             self.line.send(leaf if leaf.device == carrier else leaf.detach().to(carrier), spec, transfer)
 
 
@@ -160,9 +165,9 @@ def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: Messa
     """`leaves` as `agreed` describes them, where only the layout differs or a gradient is absent; else MismatchError."""
     fitted = []
     for leaf, leaf_spec, wanted in zip(leaves, spec.leaves, agreed.leaves, strict=False):
-        if isinstance(wanted, wire.TensorSpec) and leaf is None:
+        if isinstance(wanted, message_spec.TensorSpec) and leaf is None:
             leaf = torch.zeros(wanted.shape, dtype=wanted.dtype, device="cpu")
-        elif not isinstance(wanted, wire.TensorSpec) or not isinstance(leaf_spec, wire.TensorSpec):
+        elif not isinstance(wanted, message_spec.TensorSpec) or not isinstance(leaf_spec, message_spec.TensorSpec):
             if leaf_spec != wanted:
                 break
         elif leaf_spec._replace(stride=wanted.stride) != wanted:
@@ -177,14 +182,14 @@ def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: Messa
     return fitted
 
 
-class Incoming:
+class ReceiveChannel:
     """The receiving end of a channel."""
 
     def __init__(self, line: ReceivingLine, rank: int, source: int) -> None:
         self.line, self.rank, self.source = line, rank, source
-        self.specs: Specs = {}
+        self.specs: MessageSpecs = {}
         self.known = False
-        self.posted: deque[tuple[Transfer, list[tuple[Any, wire.TensorSpec]]]] = deque()
+        self.posted: deque[tuple[Transfer, list[tuple[Any, message_spec.TensorSpec]]]] = deque()
         self.early: dict[Transfer, Any] = {}  # arrived, to be consumed later; rarely anything
 
     def post(self, transfer: Transfer) -> None:
@@ -203,15 +208,15 @@ class Incoming:
             arriving, posted = self.posted.popleft()
             try:
                 if not self.known:
-                    self.specs[arriving] = wire.unpack(self.line.description())
+                    self.specs[arriving] = message_spec.unpack_spec(self.line.description())
                     posted = self._post(self.specs[arriving])
                 spec = self.specs[arriving]
                 tensors = [self.line.wait(each, leaf) for each, leaf in posted]
             except (OSError, MemoryError, RuntimeError) as error:
                 raise self._failure(arriving, error) from error
-            if device != self.line.carrier:
+            if device != self.line.transport_device:
                 tensors = [tensor.to(device) for tensor in tensors]
-            message = wire.rebuild(spec, tensors)
+            message = message_spec.rebuild_message(spec, tensors)
             if arriving is transfer:
                 return message
             self.early[arriving] = message
@@ -219,9 +224,9 @@ class Incoming:
 
     def _failure(self, transfer: Transfer, error: Exception) -> PenstockError:
         """What it means that a receive has ended with `error`."""
-        if is_refusal(error):
-            return ResourceError(f"rank {self.rank} could not receive the {transfer}: {reason(error)}")
-        return WaitFailed(f"for the {transfer} from rank {self.source}", self.source, error)
+        if is_out_of_resources(error):
+            return ResourceError(f"rank {self.rank} could not receive the {transfer}: {explain_error(error)}")
+        return WaitError(f"for the {transfer} from rank {self.source}", self.source, error)
 
-    def _post(self, spec: MessageSpec) -> list[tuple[Any, wire.TensorSpec]]:
+    def _post(self, spec: MessageSpec) -> list[tuple[Any, message_spec.TensorSpec]]:
         return [(self.line.post(leaf), leaf) for leaf in spec.tensors]

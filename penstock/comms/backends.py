@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.comms.system import batch_threads
+from penstock.comms.system import batch_thread_policy
 from penstock.errors import PenstockError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -24,29 +24,29 @@ NO_GPU = "none"
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # Penstock ends waits in vain: torch's watchdog ends the process
 
 
-def gpu_of(device: torch.device) -> str:
+def gpu_uuid(device: torch.device) -> str:
     """What tells a GPU from all others, those of other machines too; NO_GPU for what NCCL does not reach."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return NO_GPU
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def backend_for(gpus: Sequence[str]) -> str:
+def choose_backend(gpus: Sequence[str]) -> str:
     """What carries tensors between ranks on these `gpus`: NCCL, which refuses two ranks on one, else Gloo."""
     return "nccl" if NO_GPU not in gpus and len(set(gpus)) == len(gpus) else "gloo"
 
 
-def common_backend(device: torch.device, store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
+def agree_on_backend(device: torch.device, store: Any, rank: int, ranks: int, timeout: timedelta) -> str:
     """What carries tensors between all ranks, of which this one is on `device`. All call it; RuntimeError if they do not."""
-    keys, gpu = [f"gpu-{each}" for each in range(ranks)], gpu_of(device)
+    keys, gpu = [f"gpu-{each}" for each in range(ranks)], gpu_uuid(device)
     store.set(keys[rank], gpu)
     if gpu == NO_GPU:
-        return backend_for([gpu])  # which decides it
+        return choose_backend([gpu])  # which decides it
     store.wait(keys, timeout)
-    return backend_for([store.get(key).decode() for key in keys])
+    return choose_backend([store.get(key).decode() for key in keys])
 
 
-def settle_nccl() -> None:
+def set_nccl_defaults() -> None:
     """How NCCL is to behave where the user's environment does not say it."""
     for name, value in NCCL_SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -57,7 +57,7 @@ NAME, ADDRESS = struct.Struct("256s"), slice(20, 24)  # of a request, and of the
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
-def interface_to(host: str, elsewhere: bool) -> str | None:
+def find_interface(host: str, elsewhere: bool) -> str | None:
     """The name of the interface by which this machine reaches `host`; None if it does not, over IPv4, or is no Linux.
 
     `elsewhere`: there are ranks on other machines. Then a loopback will not do, which is what a machine's own name may stand
@@ -78,9 +78,9 @@ def check_interfaces(given: str) -> None:
             raise PenstockError(f"{told}: set it to one of these, or leave it unset")
 
 
-def gloo_device() -> Any:
+def create_gloo_device() -> Any:
     """What Gloo's groups connect through: a network interface, and an event loop thread."""
-    with batch_threads():
+    with batch_thread_policy():
         if os.environ.get("MASTER_ADDR") in LOOPBACK:
             return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         if interface := os.environ.get("GLOO_SOCKET_IFNAME"):

@@ -4,7 +4,7 @@ All pipelines of the ranks share one control group. Each row of numbers that the
 belongs to. So a rank that saves while others step, or steps another pipeline than they do, is told by the next row.
 
 The failure protocol: a rank that cannot go on writes a report to the store and closes its groups. That wakes every rank
-that waits on it, which does the same, and so on; then each reads the reports (reports.py) and raises the same error.
+that waits on it, which does the same, and so on; then each reads the reports (failure_reports.py) and raises the same error.
 A rank that is blamed by another and leaves no report is lost.
 """
 
@@ -20,22 +20,22 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from penstock import torch_private
-from penstock.comms import reports
-from penstock.comms.breaking import break_off
-from penstock.comms.encoding import encoded, exchanged
-from penstock.comms.groups import Groups, is_of_transport
-from penstock.comms.reports import Report
-from penstock.comms.system import named, reason
-from penstock.comms.topology import Topology, lost_or_silent
+from penstock.comms import failure_reports
+from penstock.comms.abort import abort_group
+from penstock.comms.encoding import all_gather_encoded, encode_to_tensor
+from penstock.comms.failure_reports import FailureReport
+from penstock.comms.process_groups import ProcessGroups, is_transport_error
+from penstock.comms.system import convert_os_errors, explain_error
+from penstock.comms.topology import Topology, describe_wait_failure
 from penstock.errors import LostRankError, MismatchError, NonFiniteError, PenstockError, ResourceError
 
 EXCHANGE_TAG, TRANSFER_TAG = 1, 2
-WIDEST = 14  # numbers of a row
+MAX_ROW_NUMBERS = 14  # numbers of a row
 CALL = struct.Struct("6d")  # the name of a call, as the numbers in front of a row that have its bytes
 OF_PIPELINE = " of pipeline "  # behind the name, and before the number, where a pipeline's method is called
 
 
-class WaitFailed(PenstockError):
+class WaitError(PenstockError):
     """A wait for another rank ended badly. Never leaves Penstock: it becomes what the reports say happened."""
 
     def __init__(self, what: str, peer: int | None, cause: BaseException) -> None:
@@ -43,7 +43,7 @@ class WaitFailed(PenstockError):
         self.what, self.peer, self.cause = what, peer, cause
 
 
-class Pending(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A tensor on its way to or from another rank."""
 
     work: Any
@@ -53,11 +53,11 @@ class Pending(NamedTuple):
 
     def wait(self) -> None:
         """Wait until it has arrived."""
-        with failing(f"for rank {self.peer} {self.what}", self.peer):
+        with convert_runtime_errors(f"for rank {self.peer} {self.what}", self.peer):
             self.work.wait()
 
 
-class failing:
+class convert_runtime_errors:
     """Around operations of the control group: one that ends badly becomes a WaitFailed; `what` and `peer` as there."""
 
     def __init__(self, what: str, peer: int | None = None) -> None:
@@ -67,36 +67,36 @@ class failing:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, RuntimeError):
-            raise WaitFailed(self._what, self._peer, error) from error
+            raise WaitError(self._what, self._peer, error) from error
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def convert_transport_errors(what: str) -> Iterator[None]:
     """Around collectives of others, whose own errors stay what they are: the same for one that ends because a rank is lost."""
     try:
         yield
     except RuntimeError as error:
-        if not is_of_transport(error):
+        if not is_transport_error(error):
             raise
-        raise WaitFailed(what, None, error) from error
+        raise WaitError(what, None, error) from error
 
 
 _count = itertools.count()  # of control groups of all ranks in this process, the same on every rank: their names
 
 
-def control_of(topology: Topology) -> "Control":
+def shared_control_group(topology: Topology) -> "ControlGroup":
     """The control group of all ranks, the same for all pipelines until a rank is lost."""
     if not isinstance(topology, Topology):
         raise MismatchError(f"topology= takes what ps.comms.init_distributed() returns, got {topology!r}")
     if topology.world_size == 1:
-        return Control(topology, "alone")
-    shared: Control | None = topology.world.control
+        return ControlGroup(topology, "alone")
+    shared: ControlGroup | None = topology.context.control_group
     if shared is None or shared.lost or shared.topology != topology or shared.topology.store is not topology.store:
-        topology.world.control = shared = Control(topology, f"penstock/{next(_count)}")
+        topology.context.control_group = shared = ControlGroup(topology, f"penstock/{next(_count)}")
     return shared
 
 
-class Control:
+class ControlGroup:
     """The control group of all ranks, or one of them for a purpose of its own.
 
     Pipelines of a mesh have process groups that others have made for these ranks. A failure of a call of theirs breaks them off
@@ -107,12 +107,12 @@ class Control:
         self.topology, self.name = topology, name
         self._meshes: dict[int, Sequence[Any]] = {}  # pipeline -> the process groups of its mesh
         self._waits_in: dict[int, Sequence[Any]] = {}  # the same of the pipelines whose calls ranks are in
-        self.ended: dict[int, str] = {}  # pipeline whose mesh is broken off -> why
+        self.ended_pipelines: dict[int, str] = {}  # pipeline whose mesh is broken off -> why
         self.alone = topology.world_size == 1
-        self.generation = 0  # how often the groups have been closed since a rank failed
+        self.times_closed = 0  # how often the groups have been closed since a rank failed
         self.lost = False  # a rank was
         self.failure = ""  # how
-        self.groups: Groups | None = None
+        self.groups: ProcessGroups | None = None
         self._group: Any = None
         self._peers = [rank for rank in range(topology.world_size) if rank != topology.rank]
         self._sending: list[Any] = []
@@ -121,7 +121,7 @@ class Control:
         self._has_begun = False  # the call, on all ranks: they have met in it
 
     @contextmanager
-    def collective(self, call: str, pipeline: int | None = None, announces: bool = True) -> Iterator[None]:
+    def collective_call(self, call: str, pipeline: int | None = None, announces: bool = True) -> Iterator[None]:
         """Around what all ranks do as one `call`: if a rank makes another call, or fails inside, all raise the same error.
 
         `announces`: False for a call whose first wait for other ranks is an exchange of this group.
@@ -134,19 +134,19 @@ class Control:
         self._enter_meshes([pipeline])
         try:
             if announces:
-                self.gather((), f"to call {call}")
+                self.all_gather_row((), f"to call {call}")
             yield
         except NonFiniteError:  # on all of them already, at the end of the step
             raise
         except BaseException as error:
-            self.fail(error)
+            self.fail_on_all_ranks(error)
         finally:
             self._call = outer
             self._waits_in.clear()
             self._waits_in.update(waits_in)
             self._in_call.release()
 
-    def add_mesh(self, pipeline: int, groups: Sequence[Any]) -> None:
+    def add_mesh_groups(self, pipeline: int, groups: Sequence[Any]) -> None:
         """Ranks may wait in these process groups during calls of `pipeline`, and during this one."""
         if groups:
             self._meshes[pipeline] = groups
@@ -155,7 +155,7 @@ class Control:
     def _enter_meshes(self, pipelines: Iterable[int | None]) -> None:
         self._waits_in.update({each: self._meshes[each] for each in pipelines if each in self._meshes})
 
-    def connect(self) -> Groups | None:
+    def open_groups(self) -> ProcessGroups | None:
         """Open the groups if they are not open; None in a world of one.
 
         Raises LostRankError once a rank was lost, ResourceError if a rank cannot open them.
@@ -164,41 +164,41 @@ class Control:
             raise LostRankError(f"this pipeline ended when {self.failure}: start the ranks again")
         if self.groups is None and not self.alone:
             what = "connect to the other ranks"
-            self.groups = Groups(self.topology, f"{self.name}/{self.generation}", self._waits_in)
+            self.groups = ProcessGroups(self.topology, f"{self.name}/{self.times_closed}", self._waits_in)
             try:
-                with failing(f"to {what}"), named(f"rank {self.topology.rank} could not {what}"):
+                with convert_runtime_errors(f"to {what}"), convert_os_errors(f"rank {self.topology.rank} could not {what}"):
                     self._group = self.groups.everyone
                     self._post_receives()
-            except (ResourceError, WaitFailed) as error:
-                self.fail(error)
+            except (ResourceError, WaitError) as error:
+                self.fail_on_all_ranks(error)
         return self.groups
 
-    def gather(self, row: Sequence[float], what: str) -> list[list[float]]:
+    def all_gather_row(self, row: Sequence[float], what: str) -> list[list[float]]:
         """Every rank's `row` of numbers, by rank. `what` says what the others are to do, should it fail: `to end the step`."""
-        self.tell(row, what)
-        return self.hear(what)
+        self.begin_all_gather_row(row, what)
+        return self.finish_all_gather_row(what)
 
-    def tell(self, row: Sequence[float], what: str) -> None:
+    def begin_all_gather_row(self, row: Sequence[float], what: str) -> None:
         """The first half of `gather`: send this rank's `row`, at most WIDEST numbers, to every other, without waiting.
 
         A message to each and receives posted one exchange ahead make it one latency, whatever the number of ranks; Gloo's
         own all-gather goes around in a ring.
         """
-        self.connect()
+        self.open_groups()
         self._told = [*_name_as_numbers(self._call), *map(float, row)]
         if self.alone:
             return
-        mine = torch.tensor([*self._told, *[0.0] * (WIDEST - len(row))], dtype=torch.float64, device="cpu")
+        mine = torch.tensor([*self._told, *[0.0] * (MAX_ROW_NUMBERS - len(row))], dtype=torch.float64, device="cpu")
         sent, self._sending = self._sending, []
         for number, peer in enumerate(self._peers):
-            with failing(f"for rank {peer} {what}", peer):
+            with convert_runtime_errors(f"for rank {peer} {what}", peer):
                 self._sending.append((self._group.send([mine], peer, EXCHANGE_TAG), mine))
                 if sent:
                     sent[number][0].wait()  # long received
         self._heard, self._receiving = (self._rows, self._receiving), []
         self._post_receives()
 
-    def hear(self, what: str) -> list[list[float]]:
+    def finish_all_gather_row(self, what: str) -> list[list[float]]:
         """The second half: wait for the others' rows. Raises MismatchError if they belong to another call."""
         if self.alone:
             return [self._told[NAME:]]
@@ -207,12 +207,12 @@ class Control:
             for peer, work in zip(self._peers, receiving, strict=True):
                 if self.groups is not None and not self._has_begun:
                     self.groups.awaited = peer, what
-                with failing(f"for rank {peer} {what}", peer):
+                with convert_runtime_errors(f"for rank {peer} {what}", peer):
                     if isinstance(work, RuntimeError):
                         raise work
                     work.wait()
             self._has_begun = True
-        except WaitFailed:
+        except WaitError:
             self._enter_meshes(map(_pipeline_of, rows.tolist()))  # of the ranks that have come so far
             raise
         finally:
@@ -227,7 +227,7 @@ class Control:
 
     def _post_receives(self) -> None:
         """Post the receives of the next exchange; a peer that has ended meanwhile matters only if there is one."""
-        self._rows = torch.zeros(self.topology.world_size, NAME + WIDEST, dtype=torch.float64, device="cpu")
+        self._rows = torch.zeros(self.topology.world_size, NAME + MAX_ROW_NUMBERS, dtype=torch.float64, device="cpu")
         self._receiving = [self._post_receive(peer) for peer in self._peers]
 
     def _post_receive(self, peer: int) -> Any:
@@ -236,16 +236,16 @@ class Control:
         except RuntimeError as error:
             return error
 
-    def gather_objects(self, value: Any, what: str) -> list[Any]:
+    def all_gather_object(self, value: Any, what: str) -> list[Any]:
         """Every rank's `value`, by rank."""
         if self.alone:
             return [value]
-        mine = encoded(value)
-        sizes = [int(size) for (size,) in self.gather([mine.numel()], what)]
-        with failing(f"for the other ranks {what}"):
-            return exchanged(mine, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
+        mine = encode_to_tensor(value)
+        sizes = [int(size) for (size,) in self.all_gather_row([mine.numel()], what)]
+        with convert_runtime_errors(f"for the other ranks {what}"):
+            return all_gather_encoded(mine, sizes, lambda rows, row: self._group.allgather([rows], [row]).wait())
 
-    def send(self, tensor: torch.Tensor, peer: int, what: str) -> Pending:
+    def send(self, tensor: torch.Tensor, peer: int, what: str) -> PendingTransfer:
         """Begin to send a tensor on the CPU to `peer`, which receives one of as many bytes; `what` as in `gather`."""
         return self._transfer("send", tensor, peer, what)
 
@@ -254,56 +254,56 @@ class Control:
         self._transfer("recv", tensor, peer, what).wait()
         return tensor
 
-    def _transfer(self, way: str, tensor: torch.Tensor, peer: int, what: str) -> Pending:
-        self.connect()
-        with failing(f"for rank {peer} {what}", peer):
-            return Pending(getattr(self._group, way)([tensor], peer, TRANSFER_TAG), tensor, peer, what)
+    def _transfer(self, way: str, tensor: torch.Tensor, peer: int, what: str) -> PendingTransfer:
+        self.open_groups()
+        with convert_runtime_errors(f"for rank {peer} {what}", peer):
+            return PendingTransfer(getattr(self._group, way)([tensor], peer, TRANSFER_TAG), tensor, peer, what)
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def fail_on_all_ranks(self, error: BaseException) -> NoReturn:
         """End the call on every rank because of `error`; raises what happened, the same on every rank."""
         if broken := _of_device(error):
-            error = LostRankError(f"rank {self.topology.rank} has lost its GPU: {reason(broken)}", [self.topology.rank])
+            error = LostRankError(f"rank {self.topology.rank} has lost its GPU: {explain_error(broken)}", [self.topology.rank])
             self.failure, self.lost = str(error), True
         if self.alone or self.groups is None:  # there is nobody, or nobody any more, to tell
             raise error
-        if self.groups.woken and isinstance(error, Exception) and not isinstance(error, WaitFailed):
-            error = WaitFailed("for a rank that failed meanwhile", None, error)  # it computed on what never came
+        if self.groups.woken and isinstance(error, Exception) and not isinstance(error, WaitError):
+            error = WaitError("for a rank that failed meanwhile", None, error)  # it computed on what never came
         groups, mine = self.groups, self._report(error)
-        reports.publish(groups, mine)
+        failure_reports.publish_report(groups, mine)
         self._close()
-        if not isinstance(error, WaitFailed):
+        if not isinstance(error, WaitError):
             self._note(error)
             raise error
-        verdict = reports.verdict(groups, *reports.read(groups, mine))
+        verdict = failure_reports.diagnose(groups, *failure_reports.collect_reports(groups, mine))
         self.lost = self.lost or isinstance(verdict, LostRankError)
         self._note(verdict)
-        raise verdict from (None if is_of_transport(error.cause) else error.cause)  # the transport's words help nobody
+        raise verdict from (None if is_transport_error(error.cause) else error.cause)  # the transport's words help nobody
 
     def _note(self, error: BaseException) -> None:
         """Remember what has ended the calls that ranks were in."""
         self.failure = self.failure or (str(error) if self.lost else "")
-        self.ended.update({pipeline: str(error) for pipeline, why in self.ended.items() if not why})
+        self.ended_pipelines.update({pipeline: str(error) for pipeline, why in self.ended_pipelines.items() if not why})
 
     def _close(self) -> None:
         """Close the groups; the next `connect` opens new ones."""
         if self.groups is not None:
             self.groups.close()
         self.groups = self._group = None
-        self.generation += 1
+        self.times_closed += 1
         self._sending = []
         for pipeline, groups in self._waits_in.items():
             for group in groups:
-                break_off(group)
-            self.ended[pipeline] = ""
+                abort_group(group)
+            self.ended_pipelines[pipeline] = ""
             self._meshes.pop(pipeline, None)
         if self._waits_in:
             torch_private.forget_meshes()  # other meshes' tensors would wait in these groups
 
-    def _report(self, error: BaseException) -> Report:
-        if not isinstance(error, WaitFailed):
-            return reports.own_report(self.topology.rank, error)
-        end = lost_or_silent(error.cause, self.topology.timeout)
-        return Report(self.topology.rank, time.time(), None, error.what, error.peer, end)
+    def _report(self, error: BaseException) -> FailureReport:
+        if not isinstance(error, WaitError):
+            return failure_reports.own_error_report(self.topology.rank, error)
+        end = describe_wait_failure(error.cause, self.topology.timeout)
+        return FailureReport(self.topology.rank, time.time(), None, error.what, error.peer, end)
 
 
 def _of_device(error: BaseException | None) -> torch.AcceleratorError | None:

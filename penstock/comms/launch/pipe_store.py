@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.comms.encoding import decode, encode
-from penstock.comms.rendezvous import looks
+from penstock.comms.rendezvous import poll
 
 # What a rank may ask for. Nothing of it waits (a value is asked for once it is there), so several threads can share a pipe.
 ANSWERS = {
@@ -22,7 +22,7 @@ ANSWERS = {
 }
 
 
-def serve(store: dist.HashStore, end: Connection) -> None:
+def serve_store(store: dist.HashStore, end: Connection) -> None:
     """Answer what a rank asks of `store` over this end of its pipe, in a thread, until the rank is gone."""
     threading.Thread(target=_serve, args=(store, end), name="penstock-store", daemon=True).start()
 
@@ -73,7 +73,7 @@ class PipeStore(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Until all of them have a value."""
-        for _ in looks((timeout or self.timeout).total_seconds()):
+        for _ in poll((timeout or self.timeout).total_seconds()):
             if self.check(keys):
                 return
         raise dist.DistStoreError(f"timed out: nobody has set {', '.join(keys)}")

@@ -1,0 +1,52 @@
+"""Abort a process group, so that every rank that waits in it wakes up.
+
+torch's Gloo groups have no call for that. A receive that times out does it: it fails every operation of its group on this rank
+and closes the connections, so the operations of the peers fail too, within milliseconds. So a receive is made to time out on
+purpose. NCCL's communicators have `abort()`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock import torch_private
+
+UNUSED_TAG = 2**20  # no message has this tag
+SHORTEST_TIMEOUT = timedelta(milliseconds=1)
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """End all waits of this rank in torch's `group`, and all waits of other ranks there for this one."""
+    for backend in torch_private.backends_of(group):
+        abort_backend(backend)
+
+
+@contextmanager
+def abort_on_error(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
+    """Abort `groups` if the block raises, so that no other rank waits there for this one. They cannot be used again."""
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            abort_group(group)
+        raise
+
+
+def abort_backend(backend: Any) -> None:
+    """End all waits in one backend (ProcessGroupGloo, ProcessGroupNCCL) of a group.
+
+    Under Gloo a receive from a peer that has aborted already fails at once and closes nothing. So one is made from every peer.
+    """
+    if backend.name() != "gloo":
+        with suppress(RuntimeError):
+            backend.abort()
+        return
+
+    for peer in range(backend.size()):
+        if peer != backend.rank():
+            with suppress(RuntimeError):
+                backend.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG).wait(SHORTEST_TIMEOUT)

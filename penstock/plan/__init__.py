@@ -4,6 +4,7 @@
 `measuring`   the same measured, as the engine would run each layer alone
 `beside`      what a step takes beside its layers, measured
 `estimating`  the same estimated, by counting operations; and of a run, from its measured steps
+`grouping`    which rows of a batch share a microbatch
 `stages`      what stages of such layers cost a rank: time, activations, what is there all the time
 `timing`      a table as numbers, to be timed again and again
 `candidate`   one table with its cut, and the recomputation that makes it fit
@@ -20,6 +21,7 @@ from penstock.lazy import lazy_exports
 if TYPE_CHECKING:
     from penstock.plan.beside import Overheads, overheads
     from penstock.plan.estimating import estimate, of_transformers
+    from penstock.plan.grouping import group_rows
     from penstock.plan.layers import Layer, Layers
     from penstock.plan.measuring import measure
     from penstock.plan.planning import plan
@@ -33,6 +35,7 @@ __all__ = [
     "Plan",
     "bytes_of",
     "estimate",
+    "group_rows",
     "is_plan",
     "load",
     "measure",
@@ -52,6 +55,7 @@ __getattr__, __dir__ = lazy_exports(
         **dict.fromkeys(("Overheads", "overheads"), "beside"),
         **dict.fromkeys(("estimate", "of_transformers"), "estimating"),
         "bytes_of": "request",
+        "group_rows": "grouping",
         "measure": "measuring",
         "plan": "planning",
     },

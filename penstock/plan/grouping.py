@@ -1,0 +1,121 @@
+"""Which rows of a batch share a microbatch: rows have lengths, and each microbatch is padded to its longest."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.errors import MismatchError
+
+Cost = Callable[[int, int], float]  # (rows, longest) -> seconds, or any unit
+LARGEST_COSTS_TRIED = 16
+
+
+def group_rows(
+    lengths: Sequence[int], microbatches: int, cost: Cost | None = None, limit: float | None = None
+) -> list[list[int]]:
+    """Share rows out over microbatches so that the pipeline's step is short. Return the row numbers of each microbatch.
+
+        groups = group_rows([5, 120, 7, 118, 60, 6], microbatches=3)  # [[0, 2, 5], [1, 3], [4]]
+
+    A rank works the sum of all microbatches' costs, and waits about once for the most expensive one while the pipeline fills
+    and drains; that sum is made small. Sorted by length, neighbours waste the least padding, so each group is a run of the
+    sorted rows, and dynamic programming finds the best runs. Cheap groups come first and last, expensive ones in the middle:
+    then the pipeline fills and drains quickly.
+
+    `lengths`: tokens of each row, at least 1. `microbatches`: how many groups to make, none of them empty.
+    `cost(rows, longest)`: what a microbatch costs, in any unit; by default its padded tokens, rows x longest.
+    `limit`: the most padded tokens of a microbatch. The result depends on these alone, never on the number of ranks.
+
+    Raises MismatchError for fewer rows than microbatches, a length below 1, and a limit that cannot be kept.
+    """
+    _check(lengths, microbatches, limit)
+    order = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))
+    ordered = [lengths[row] for row in order]
+    costs = _costs_of_runs(ordered, cost, limit)
+    ends = _best_ends(costs, microbatches)
+    if ends is None:
+        raise MismatchError(
+            f"{len(lengths)} rows do not fit into {microbatches} microbatches of at most {limit:g} padded tokens: "
+            f"give {_fewest_groups(costs)} microbatches or more, or a higher limit"
+        )
+
+    runs = list(zip([0, *ends], ends, strict=False))
+    runs.sort(key=lambda run: (costs[run].item(), run))
+    return [sorted(order[start:end]) for start, end in (*runs[::2], *reversed(runs[1::2]))]
+
+
+def _check(lengths: Sequence[int], microbatches: int, limit: float | None) -> None:
+    if not 1 <= microbatches <= len(lengths):
+        raise MismatchError(f"{len(lengths)} rows cannot be shared out over {microbatches} microbatches: each needs one")
+    if min(lengths) < 1:
+        raise MismatchError(f"row {lengths.index(min(lengths))} has length {min(lengths)}: a row has at least one token")
+    if limit is not None and max(lengths) > limit:
+        row = lengths.index(max(lengths))
+        raise MismatchError(
+            f"row {row} has {lengths[row]} tokens, more than the limit of {limit:g} of a microbatch: "
+            "shorten it, or give a higher limit"
+        )
+
+
+def _costs_of_runs(lengths: Sequence[int], cost: Cost | None, limit: float | None) -> Tensor:
+    """Entry [start, end]: the cost of a microbatch of the sorted rows start .. end - 1; infinite where there can be none."""
+    longest = torch.tensor([0, *lengths], dtype=torch.float64, device="cpu")
+    position = torch.arange(len(lengths) + 1, dtype=torch.float64, device="cpu")
+    rows = position[None, :] - position[:, None]
+    tokens = rows * longest[None, :]
+    costs = tokens.clone()
+
+    if cost is not None:
+        for end in range(1, len(lengths) + 1):
+            for start in range(end):
+                costs[start, end] = cost(end - start, lengths[end - 1])
+    costs[rows < 1] = torch.inf
+    if limit is not None:
+        costs[tokens > limit] = torch.inf
+    return costs
+
+
+def _best_ends(costs: Tensor, groups: int) -> list[int] | None:
+    """The end of each of the `groups` runs for which (sum + largest) of the costs is least; None if there is no way."""
+    candidates = costs[torch.isfinite(costs)].unique()
+    last_row_alone = costs[-2, -1]
+    candidates = candidates[candidates >= last_row_alone]
+    step = max(1, len(candidates) // LARGEST_COSTS_TRIED)
+    best, best_ends = torch.inf, None
+
+    for largest in (*candidates[::step].tolist(), torch.inf):
+        found = _cheapest_runs(costs.where(costs <= largest, torch.inf), groups)
+        if found is not None:
+            starts, ends = [0, *found], found
+            chosen = [costs[run].item() for run in zip(starts, ends, strict=False)]
+            if sum(chosen) + max(chosen) < best:
+                best, best_ends = sum(chosen) + max(chosen), ends
+    return best_ends
+
+
+def _cheapest_runs(costs: Tensor, groups: int) -> list[int] | None:
+    """The ends of the runs of the least sum."""
+    total = torch.full_like(costs[0], torch.inf)
+    total[0] = 0
+    starts = []
+    for _ in range(groups):
+        total, start = (total[:, None] + costs).min(dim=0)
+        starts.append(start.tolist())
+    if not torch.isfinite(total[-1]):
+        return None
+
+    ends, end = [], len(total) - 1
+    for start in reversed(starts):
+        ends.append(end)
+        end = start[end]
+    return ends[::-1]
+
+
+def _fewest_groups(costs: Tensor) -> int:
+    """How many runs it takes at least: each as long as it may be."""
+    groups, start, rows = 0, 0, len(costs) - 1
+    while start < rows:
+        start = int(torch.isfinite(costs[start]).nonzero().max())
+        groups += 1
+    return groups

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from engines import Case
 from measure import Lap, Record
 
-from penstock.commands.bench.steps import action_costs
+from penstock.commands.machine.steps import action_costs
 from penstock.schedule import Costs, Kind, Measurement, Timeline, simulate
 
 

@@ -29,7 +29,7 @@ from split import Ours, Theirs
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.commands.doctor import ping_pong
+from penstock.commands.machine.doctor import ping_pong
 from penstock.comms.topology import Topology
 from penstock.model import GPT, GPTConfig
 

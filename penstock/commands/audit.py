@@ -1,38 +1,38 @@
-"""The command `penstock audit`: two runs compared by the digests they have kept."""
+"""`penstock audit`: compare two runs by their digests."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
+from penstock.commands.options import command
 from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
 
 
-@dataclass(frozen=True)
+@command(run_a="RUN_A", run_b="RUN_B")
 class Audit:
-    """Compare two runs by the digests they have kept: names the first step, kind and name that differ.
+    """Find the first step in which two runs differ.
 
-    Exit code 0: the same to the bit; 1: not the same; 2: not comparable, or different where no bits are promised.
+    Exit code 0: the same to the bit. 1: different. 2: not comparable, or different where no equal bits are promised.
     """
 
     run_a: tyro.conf.Positional[Path]
-    """The folder of a run."""
+    """Folder of a run."""
     run_b: tyro.conf.Positional[Path]
-    """That of another, on any other ranks, cut and schedule."""
+    """Folder of another run; its ranks, cut and schedule may differ."""
 
     def run(self) -> None:
-        """Read, compare, tell."""
+        """Compare the digests, print the result and exit."""
         from penstock.checkpoint.audit import compare
 
         try:
             for folder in (self.run_a, self.run_b):
                 if not folder.exists():
                     raise PenstockError(f"{folder} does not exist{nearest_path(folder)}")
-            same, told = compare(self.run_a, self.run_b)
+            same, report = compare(self.run_a, self.run_b)
         except PenstockError as error:
             print(f"penstock: {error}", file=sys.stderr)
             sys.exit(2)
-        print(told)
+        print(report)
         sys.exit(0 if same else 1)

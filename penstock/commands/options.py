@@ -1,14 +1,42 @@
-"""How options are typed that may be left out: where one is given, it is read and told as what it then is, without None."""
+"""A command is a frozen dataclass: a field is an option, the line below it its help, the class's docstring what it does."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import io
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+T = TypeVar("T")
 _registry = ConstructorRegistry()
+
+
+@dataclass_transform(frozen_default=True)
+def command(**metavars: str) -> Callable[[type[T]], type[T]]:
+    """Make a class a command. `metavars`: field -> the word that stands for its value in `--help`, if not its type's."""
+
+    def make(cls: type[T]) -> type[T]:
+        made: Any = dataclass(frozen=True)(cls)
+        hints = get_type_hints(made, include_extras=True)
+        made.__annotations__ = {
+            field.name: Annotated[
+                hints[field.name], tyro.conf.arg(metavar=metavars.get(field.name), help_behavior_hint=_describe_default)
+            ]
+            for field in fields(made)
+        }
+        return cls
+
+    return make
+
+
+def _describe_default(default: str) -> str:
+    return "" if default in ("", "None", "False") else f"(default: {default})"
 
 
 @_registry.primitive_rule
@@ -19,7 +47,7 @@ def _without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | No
         return None
     [kind] = {*kinds} - {NoneType}
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
-    if not isinstance(spec, PrimitiveConstructorSpec):  # nothing that is typed as one word
+    if not isinstance(spec, PrimitiveConstructorSpec):  # a type whose values are not typed as one word
         return None
     return replace(
         spec,
@@ -28,7 +56,16 @@ def _without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | No
     )
 
 
-def parsed(command: Any, words: Sequence[str], **how: Any) -> Any:
-    """A `command`, a class or a union of such, with the options in `words`; `how` is tyro's. Raises SystemExit."""
-    with _registry:
-        return tyro.cli(command, args=words, **how)
+def parse_options(command: type[T], words: Sequence[str], name: str, default: T | None = None) -> T:
+    """Parse the options `words` of the command called `name`. Raises SystemExit for wrong ones, and after `--help`."""
+    printed = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding, errors="replace")
+    try:
+        with _registry, redirect_stdout(printed):  # only help is printed there
+            return tyro.cli(
+                command, args=words, prog=f"penstock {name}", default=tyro.MISSING_NONPROP if default is None else default
+            )
+    finally:
+        width = shutil.get_terminal_size().columns
+        printed.seek(0)
+        for line in printed.read().splitlines():  # tyro leaves the paragraphs of a description unwrapped
+            print(line if len(line) <= width else textwrap.fill(line, width))

@@ -1,11 +1,10 @@
-"""`penstock plan`: the fastest step of a model that fits the memory."""
+"""`penstock plan`: the fastest way to run a model on given ranks within their memory."""
 
 import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,45 +12,56 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from penstock.commands.options import command
 from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
 from penstock.learn.puzzles.judge import Missed, fault, loaded
 from penstock.learn.written import FAULTS
 from penstock.plan import Layers, bytes_of, plan, robustness
-from penstock.plan import Plan as Planned
+from penstock.plan import Plan as BestPlan
 from penstock.plan.estimating import COSTS
 from penstock.schedule.timing.explanation import bytes_told
 from penstock.view.files import writing
 
 TRANSFORMERS = "transformers:"
-MORE_MEMORY = (1.1, 1.25, 1.5)
-NOISE, DRAWS = 0.1, 200
+MORE_MEMORY = (1.1, 1.25, 1.5)  # factors of the limit that are tried too
+NOISE, DRAWS = 0.1, 200  # relative change of action times, and how often they are drawn
 
 
-@dataclass(frozen=True)
+@command(
+    model="[FILE.py:FUNCTION | transformers:CONFIG.json]",
+    ranks="P", dp="N[,N]", memory="BYTES", batch="ROWS", microbatches="M[,M]", schedules="NAME[,NAME]",
+    send="MS", bandwidth="GB/S", speed="TFLOPS", costs="FILE | RUN", save_costs="FILE", out="FILE",
+)  # fmt: skip
 class Plan:
-    """Find the cut, schedule, microbatches and recomputation whose step is the shortest in the memory there is."""
+    """Find the fastest way to run a model on given ranks.
+
+    A plan is a cut, a schedule, a number of microbatches and what is recomputed. It must fit the memory of the ranks.
+
+    FUNCTION takes no arguments and returns (model, args) or (model, args, loss_fn, target), where args is one microbatch
+    for the model's forward. With loss_fn the loss counts too. Each layer is measured on this machine.
+
+    CONFIG.json describes a model of transformers. Its layers are estimated for --speed and --tokens, without a device.
+    """
 
     model: tyro.conf.Positional[str | None] = None
-    """FILE.py:FUNCTION. The function takes nothing and gives (model, args), with args a microbatch for its forward; or
-    (model, args, loss_fn, target), to count the loss too. Each layer is measured here. Or transformers:CONFIG.json, a model of
-    transformers, which needs no device: its layers are estimated for --speed and --tokens."""
+    """Model to measure, or to estimate."""
     ranks: int = 4
-    """P: the most processes the model is cut over; with --dp those of all replicas."""
+    """Most ranks to use, those of all replicas together."""
     dp: str = "1"
-    """Replicas of the pipeline, which share ranks and rows; or numbers to choose from: 1,2,4."""
+    """Replicas of the pipeline, or numbers of replicas to choose from, such as 1,2,4."""
     memory: str = "1TB"
-    """Of each rank, for parameters, gradients, optimizer state, activations and messages: 2GB, 500MB."""
+    """Memory of each rank, such as 500MB: parameters, gradients, optimizer state, activations and messages."""
     batch: int = 64
-    """Rows of a step."""
+    """Rows of a step, those of all replicas together."""
     microbatches: str | None = None
-    """Numbers of microbatches to choose from: 8,16. Default: any that divides the batch."""
+    """Numbers of microbatches to choose from, such as 8,16; by default all that divide the batch."""
     schedules: str | None = None
-    """Families to choose from: 1f1b,zb-h1. Default: all, and tables made for the model."""
+    """Families to choose from, such as 1f1b,zb-h1; by default all, and tables searched for the model."""
     effort: Literal["quick", "normal", "long"] = "normal"
-    """quick: published tables only, in seconds. normal, long: tables made for the model too, in half a minute or minutes."""
+    """quick tries published tables, in seconds; normal and long also search for tables, up to minutes."""
     seed: int = 0
-    """Of the search. The same gives the same plans."""
+    """Seed of the search: the same seed gives the same plans."""
     optimizer: float = 2.0
     """Bytes of optimizer state for each byte of parameters."""
     send: float = 0.0
@@ -59,18 +69,18 @@ class Plan:
     bandwidth: float = float("inf")
     """Gigabytes a second between two ranks."""
     speed: float = 100.0
-    """Of a rank, for estimates: 1e12 operations a second that it reaches."""
+    """Speed of a rank for estimates, in 1e12 operations a second."""
     tokens: int = 1024
-    """Of a row, for estimates."""
+    """Tokens of a row for estimates."""
     costs: Path | None = None
-    """Take the layers' costs from this file, or from the folder of a run, instead of measuring a model."""
+    """Read the layers' costs from this file or run instead of measuring a model."""
     save_costs: Path | None = None
-    """Write what was measured to this file, for --costs."""
+    """Write the measured costs to this file, for --costs."""
     out: Path | None = None
     """Write the best plan to this file, for Pipeline(plan=..), `penstock train --plan` and `penstock show`."""
 
     def run(self) -> None:
-        """Measure or read, plan, tell."""
+        """Measure or read the layers' costs, plan, print the plans."""
         check_writable(self.save_costs, self.out)
         layers = self._layers()
         if self.save_costs is not None:
@@ -78,16 +88,16 @@ class Plan:
                 layers.save(self.save_costs)
             print(f"wrote {self.save_costs}")
         limit = bytes_of(self.memory)
-        with Watched() as watched:
-            plans = self._planned(layers, limit, self.effort, watched)
+        with SearchBar() as bar:
+            plans = self._plans(layers, limit, self.effort, bar)
         best = plans[0]
-        if self.out is not None:  # before anything is told: whoever reads that may stop at any line
+        if self.out is not None:  # before printing: a reader like `head` may end the output early
             with writing(self.out):
                 best.save(self.out)
         print(table(plans, limit))
         print(f"\n{best}")
         for factor in MORE_MEMORY:
-            more = self._planned(layers, factor * limit, "quick")[0]
+            more = self._plans(layers, factor * limit, "quick")[0]
             if more.seconds < 0.99 * best.seconds:
                 less = 1 - more.seconds / best.seconds
                 print(f"with {bytes_told(factor * limit)} a rank: {1e3 * more.seconds:.4g} ms, {less:.1%} less")
@@ -119,9 +129,9 @@ class Plan:
         loss_fn, target = loss or (None, None)
         return measure(model, args, loss_fn=loss_fn, target=target)
 
-    def _planned(
+    def _plans(
         self, layers: Layers, memory: float, effort: Any, progress: Callable[..., object] | None = None
-    ) -> list[Planned]:
+    ) -> list[BestPlan]:
         counts = self.microbatches and whole_numbers("--microbatches", self.microbatches)
         return plan(
             layers,
@@ -140,101 +150,103 @@ class Plan:
         )
 
 
-class Watched:
-    """A bar on a terminal while tables are searched for. Ctrl-C ends that, with the best so far; once more, it ends all."""
+class SearchBar:
+    """Show a bar on a terminal during a search. Ctrl-C ends the search with the best so far, a second Ctrl-C the program."""
 
     def __init__(self) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TextColumn("best {task.fields[best]}, Ctrl-C takes it")
         self.bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-        self.task, self.enough = self.bars.add_task("", total=1, visible=False, best=""), False
+        self.task, self.interrupted = self.bars.add_task("", total=1, visible=False, best=""), False
 
-    def __enter__(self) -> "Watched":
-        self.before = signal.signal(signal.SIGINT, self._stop)
+    def __enter__(self) -> "SearchBar":
+        self.previous_handler = signal.signal(signal.SIGINT, self._stop)
         self.bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.bars.stop()
-        signal.signal(signal.SIGINT, self.before)
+        signal.signal(signal.SIGINT, self.previous_handler)
 
     def _stop(self, *_: object) -> None:
-        if self.enough:
+        if self.interrupted:
             raise KeyboardInterrupt
-        self.enough = True
+        self.interrupted = True
 
-    def __call__(self, what: str, share: float, seconds: float) -> bool:
-        """So much is done; whether that is enough."""
+    def __call__(self, description: str, share: float, seconds: float) -> bool:
+        """Show the share of the work that is done and the best step so far. Return whether the search is to end."""
         best = f"{1e3 * seconds:.4g} ms" if math.isfinite(seconds) else "not yet found"
-        self.bars.update(self.task, description=what, completed=share, best=best, visible=True)
-        return self.enough
+        self.bars.update(self.task, description=description, completed=share, best=best, visible=True)
+        return self.interrupted
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises PenstockError for a path that no file can have, before minutes are spent on what is to be written there."""
+    """Raise PenstockError for a path where no file can be written, before minutes of work for it."""
     for path in filter(None, paths):
         if not path.absolute().parent.is_dir():
             raise PenstockError(f"{path} cannot be written: there is no folder {path.parent}")
         if path.is_dir():
-            raise PenstockError(f"{path} cannot be written: it is a folder, and a file is asked for")
+            raise PenstockError(f"{path} cannot be written: it is a folder")
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise PenstockError(f"{path} cannot be written: you have no right to")
+            raise PenstockError(f"{path} cannot be written: permission denied")
 
 
 def built(source: str) -> Sequence[Any]:
-    """What the function gives that `source`, FILE.py:FUNCTION, names. Raises PenstockError if it is none."""
+    """Return what the function `source`, FILE.py:FUNCTION, returns. Raises PenstockError if there is no such function."""
     file, _, name = source.partition(".py:")
     if not name:
         raise PenstockError(f"{source} names no function: write it as model.py:build")
     if not Path(file := f"{file}.py").is_file():
         raise PenstockError(f"{source} names no function: {file} is no file{nearest_path(Path(file))}")
-    sys.path.insert(0, str(Path(file).parent))  # as if it had been started
+    sys.path.insert(0, str(Path(file).parent))  # as for a script that is started
     try:
-        made = getattr(loaded(Path(file)), name, None)
-        given = made() if callable(made) else None
+        function = getattr(loaded(Path(file)), name, None)
+        result = function() if callable(function) else None
     except Missed as error:
         raise PenstockError(str(error)) from error
     except PenstockError:
         raise
     except FAULTS as error:
         raise PenstockError(f"{name}() fails: {fault(error, Path(file))}") from error
-    if not isinstance(given, tuple) or len(given) not in (2, 4):
-        raise PenstockError(f"{source} is to be a function that gives (model, args) or (model, args, loss_fn, target)")
-    return given
+    if not isinstance(result, tuple) or len(result) not in (2, 4):
+        raise PenstockError(f"{source} must be a function that returns (model, args) or (model, args, loss_fn, target)")
+    return result
 
 
 def numbers(option: str, text: str) -> list[float]:
-    """The numbers that `text` lists. Raises PenstockError for anything else."""
+    """Return the numbers that `text` lists. Raises PenstockError if it is no list of numbers."""
     try:
-        return [float(each) for each in text.split(",")]
+        return [float(number) for number in text.split(",")]
     except ValueError as error:
         raise PenstockError(f"{option} {text} is no list of numbers: write them as 8,16") from error
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Likewise whole ones."""
-    found = numbers(option, text)
-    if not all(each.is_integer() for each in found):
+    """Return the whole numbers that `text` lists. Raises PenstockError for anything else."""
+    values = numbers(option, text)
+    if not all(value.is_integer() for value in values):
         raise PenstockError(f"{option} {text}: give whole numbers, as in 8,16")
-    return [int(each) for each in found]
+    return [int(value) for value in values]
 
 
-def table(plans: Sequence[Planned], limit: float) -> str:
-    """A row for each plan."""
+def table(plans: Sequence[BestPlan], limit: float) -> str:
+    """Return a table as text, with a row for each plan."""
     rows = [("", "step", "above bound", "bubble", "fullest rank", "recomputes", "M", "schedule", "ranks", "cut before")]
-    for number, each in enumerate(plans, 1):
-        again = sum(way is not None for way in each.recompute)
+    for number, candidate in enumerate(plans, 1):
+        recomputed_stages = sum(policy is not None for policy in candidate.recompute)
         rows.append(
             (
                 str(number),
-                f"{1e3 * each.seconds:.4g} ms",
-                f"{each.above:.1%}",
-                f"{each.timeline.bubble:.1%}",
-                f"{bytes_told(max(each.peak_memory))} ({max(each.peak_memory) / limit:.0%})",
-                f"{again} of {each.schedule.stages}",
-                str(each.microbatches),
-                each.schedule.name,
-                f"{each.ranks}{f' x {each.dp}' if each.dp > 1 else ''}",
-                ", ".join(each.cuts) if len(each.cuts) < 8 else f"{', '.join(each.cuts[:3])}, .. {each.cuts[-1]}",
+                f"{1e3 * candidate.seconds:.4g} ms",
+                f"{candidate.above:.1%}",
+                f"{candidate.timeline.bubble:.1%}",
+                f"{bytes_told(max(candidate.peak_memory))} ({max(candidate.peak_memory) / limit:.0%})",
+                f"{recomputed_stages} of {candidate.schedule.stages}",
+                str(candidate.microbatches),
+                candidate.schedule.name,
+                f"{candidate.ranks}{f' x {candidate.dp}' if candidate.dp > 1 else ''}",
+                ", ".join(candidate.cuts)
+                if len(candidate.cuts) < 8
+                else f"{', '.join(candidate.cuts[:3])}, .. {candidate.cuts[-1]}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,17 +1,21 @@
-"""The commands `penstock show` and `penstock compare`: find, prove and time, or read; then draw."""
+"""`penstock schedules`, `penstock show` and `penstock compare`: list, draw and compare schedules, plans and runs."""
 
 import re
-from dataclasses import dataclass
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
 
 import tyro
 
+from penstock.commands.options import command
 from penstock.commands.source import table_of, table_written_in
 from penstock.errors import PenstockError
 from penstock.plan import is_plan
 from penstock.plan import load as load_plan
 from penstock.schedule import Costs, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
+from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.table import collector_paused
 from penstock.view.differences import differences
 from penstock.view.files import write, writing
@@ -19,25 +23,26 @@ from penstock.view.reading import load
 from penstock.view.record import Record
 from penstock.view.terminal import colors, draw, summary, terminal_width
 
-WORK = ("model", "batch", "layers", "width", "context")  # of a run's options: what makes its steps longer
-LONG = 10**6  # forwards of a schedule, from which on a person wonders
+WORK_OPTIONS = ("model", "batch", "layers", "width", "context")  # options of a run that make its steps longer
+SLOW_FORWARDS = 10**6  # forwards of a schedule above which proving and timing take minutes
+COSTS = {"ranks": "P", "microbatches": "M", "stages_per_rank": "V", "group_size": "N"}  # words for values in --help
 _LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
 
 
 def is_recorded(source: str) -> bool:
-    """Whether `source` is a run or a timeline that was kept, and not a schedule."""
+    """Return whether `source` is a run or a saved timeline, and not a schedule."""
     return source not in names() and (source.endswith(".json") or Path(source).is_dir())
 
 
 def recorded(source: str) -> Record:
-    """The run, timeline or plan that `source` is. Raises PenstockError if it is none."""
+    """Load the run, timeline or plan `source`. Raises PenstockError if it is none."""
     return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan(source) else load(source)
 
 
 def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Table, str]:
-    """The schedule of that name, or in that CSV or Python file, and what was proved of it; also PyTorch's lowered tables.
+    """Return the schedule of that name or file, and the proof as text. A file may be CSV, PyTorch's lowered CSV or Python.
 
-    Raises PenstockError for what cannot be built, read or proved.
+    Raises PenstockError if the schedule cannot be built, read or proved.
     """
     if source.endswith(".csv") and _is_lowered(Path(source)):
         script = from_lowered_csv(source)
@@ -49,137 +54,171 @@ def proved(source: str, ranks: int, microbatches: int, **options: int | None) ->
 
 
 def _is_lowered(path: Path) -> bool:
-    """Whether a table says itself what is sent and received when."""
+    """Return whether the CSV file has sends and receives of its own."""
     return path.is_file() and _LOWERED.search(path.read_text(encoding="utf-8-sig", errors="replace")) is not None
 
 
-@dataclass(frozen=True)
+@command()
+class Schedules:
+    """List the schedules with their bubbles and memory."""
+
+    def run(self) -> None:
+        """Print a line for each schedule, or several lines where the terminal is narrower."""
+        print("\n".join(_schedules(terminal_width() if sys.stdout.isatty() else None)))
+        print(
+            "\nP ranks, V stages on each, M microbatches (any number). F, I, W: the time of one microbatch's forward, backward"
+            "\nto the input and backward to the weights on one rank; B = I + W, T = F + B. `penstock show NAME` draws one."
+        )
+
+
+def _schedules(width: int | None) -> Iterator[str]:
+    """Yield the lines of a table of the schedules; if it is wider than `width`, yield a paragraph for each schedule."""
+    heads = ("schedule", "what it does", "stages on a rank", "bubble", "in flight on rank r")
+    rows = [(name, family.summary, family.stages, family.bubble, family.in_flight) for name, family in FAMILIES.items()]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+
+    if width is None or sum(widths) + 2 * len(widths) <= width:
+        for row in (heads, *rows):
+            yield "  ".join(cell.ljust(column) for cell, column in zip(row, widths, strict=True)).rstrip()
+        return
+
+    for name, summary_text, *cells in rows:
+        details = "; ".join(f"{head}: {cell}" for head, cell in zip(heads[2:], cells, strict=True))
+        yield textwrap.fill(f"{name}: {summary_text}; {details}", width, subsequent_indent="    ")
+
+
+@command()
 class Simulated:
-    """How a schedule is built, and what the simulator is told of it."""
+    """Options that build a schedule and give the simulator its costs."""
 
     ranks: int = 4
-    """P: processes the model is cut over."""
+    """P, the processes that the model is cut over."""
     microbatches: int = 8
-    """M: microbatches each batch is split into."""
+    """M, the microbatches that a batch is split into."""
     stages_per_rank: Optional[int] = None
-    """V, for schedules that leave it open."""
+    """V, the stages on each rank, for the schedules that take any number."""
     group_size: Optional[int] = None
     """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
     forward: float = 1.0
-    """What a stage's forward of one microbatch costs."""
+    """Time of a stage's forward of one microbatch."""
     backward: float = 2.0
-    """What its backward costs."""
+    """Time of a stage's backward of one microbatch."""
     weights: Optional[float] = None
-    """The part of it that is the backward to the weights. Default: half."""
+    """Part of the backward's time that computes the weights' gradients; half of it by default."""
     send: float = 0.0
-    """What a message between two ranks costs."""
+    """Time of a message between two ranks."""
     overlap: float = 0.0
     """Share of the shorter action of an overlapped pair that the longer one hides."""
 
     def proved(self, source: str) -> tuple[Table, str]:
-        """The schedule of that name or file, and what was proved of it."""
+        """Return the schedule of that name or file, and the proof as text."""
         options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
         return proved(source, self.ranks, self.microbatches, **options)
 
     def timed(self, schedule: Table, parts: float = 1) -> Timeline:
-        """When each action would run; a stage costs one of `parts` of what is told, and takes as much less memory."""
+        """Simulate the schedule with the options' costs, of time and memory, divided by `parts`."""
         weights = self.backward / 2 if self.weights is None else self.weights
         if weights > self.backward:
             raise PenstockError(f"--weights {weights:g} is a part of --backward {self.backward:g}: give no more than that")
-        forward, inputs, weights = (each / parts for each in (self.forward, self.backward - weights, weights))
+        forward, inputs, weights = (cost / parts for cost in (self.forward, self.backward - weights, weights))
         return simulate(schedule, Costs(forward, inputs, weights, self.send, act=1 / parts, overlap=self.overlap))
 
 
-@dataclass(frozen=True)
+@command(schedule="[SCHEDULE | RUN | FILE]", csv="FILE", html="FILE", perfetto="FILE", svg="FILE", png="FILE", **COSTS)
 class Show(Simulated):
-    """Draw a schedule as it would run, timed by the simulator, or a run as it was measured, with its bubble and memory."""
+    """Draw a schedule, a plan or a run, with bubble and memory.
+
+    A schedule is timed by the simulator, at the costs that the options give. A run is drawn as it was measured.
+    A FILE is a table as .csv, a .py with a function schedule(rank, ranks, microbatches), which is run here, a plan.json,
+    or the timeline.json of a run.
+    """
 
     schedule: tyro.conf.Positional[str] = "1f1b"
-    """A name that `penstock schedules` lists, a CSV table, a Python file with a function schedule(rank, ranks, microbatches),
-    which is run, the folder of a run, its timeline.json, or a plan.json."""
+    """Name that `penstock schedules` lists, folder of a run, or file."""
     table: bool = False
-    """Print the bare table as well."""
+    """Print the table too."""
     csv: Optional[str] = None
-    """Also write the table to this file, in PyTorch's compute-only form."""
+    """Write the table to this file, in PyTorch's compute-only form."""
     html: Optional[Path] = None
-    """Also draw it as a page for the browser: one file, with zoom, causes of idle time, memory and critical path."""
+    """Write a page for the browser, one file: zoom, causes of idle time, memory, critical path."""
     perfetto: Optional[Path] = None
-    """Also write it as a trace that ui.perfetto.dev opens."""
+    """Write a trace that ui.perfetto.dev opens."""
     svg: Optional[Path] = None
-    """Also draw it as a figure for a paper."""
+    """Write a figure for a paper."""
     png: Optional[Path] = None
-    """The same as an image (needs Pillow: pip install 'penstock[png]')."""
+    """Write the same figure as an image; needs Pillow: pip install 'penstock[png]'."""
     memory: bool = False
-    """These two figures show memory, also where it is not known in bytes."""
+    """Show memory in the figures of --svg and --png, even if it is not known in bytes."""
     path: bool = False
-    """They show the critical path."""
+    """Show the critical path in those figures."""
     arrows: bool = False
-    """They show a line from each action that sends to the one that receives."""
+    """Show messages in those figures, as lines from the sending to the receiving action."""
     embed: bool = False
-    """The page is the chart alone, for the frame of another page, whose theme it takes."""
+    """Write only the chart into the page of --html, to be framed by another page."""
 
     def run(self) -> None:
-        """Build, prove, time, draw - or read and draw; files first, since whoever reads the rest may stop at any line."""
-        with collector_paused():  # millions of actions, if so many are asked for
-            record, told = self._recorded() if is_recorded(self.schedule) else self._simulated()
-            files = write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._also())
-            print("\n".join([*told, *(f"wrote {path}" for path in files)]))
+        """Write the files, then print the picture: a reader like `head` may end the output early."""
+        with collector_paused():  # a large schedule has millions of actions
+            record, lines = self._recorded() if is_recorded(self.schedule) else self._simulated()
+            files = write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._extras())
+            print("\n".join([*lines, *(f"wrote {path}" for path in files)]))
 
-    def _also(self) -> list[str]:
+    def _extras(self) -> list[str]:
         return [name for name in ("memory", "path", "arrows") if getattr(self, name)]
 
     def _simulated(self) -> tuple[Record, list[str]]:
-        if self.ranks * self.microbatches > LONG:
+        if self.ranks * self.microbatches > SLOW_FORWARDS:
             print("millions of actions are proved and timed one by one: that takes minutes", flush=True)
         schedule, proof = self.proved(self.schedule)
-        timeline, told = self.timed(schedule), [proof, *([str(schedule)] if self.table else [])]
-        told += [draw(timeline, terminal_width(), colors()), summary(timeline)]
+        timeline, lines = self.timed(schedule), [proof, *([str(schedule)] if self.table else [])]
+        lines += [draw(timeline, terminal_width(), colors()), summary(timeline)]
         if (parts := schedule.stages / schedule.ranks) > 1:
-            same = self.timed(schedule, parts)
-            of_rank = f"makespan {same.makespan:g}, memory at most {max(same.peak_memory):g} on a rank"
-            told.append(f"these costs are of a stage; at those of a rank, as in `penstock compare`: {of_rank}")
+            rank_costs = self.timed(schedule, parts)
+            result = f"makespan {rank_costs.makespan:g}, memory at most {max(rank_costs.peak_memory):g} on a rank"
+            lines.append(f"these costs are of a stage; at those of a rank, as in `penstock compare`: {result}")
         if self.csv is not None:
             with writing(self.csv):
                 schedule.to_csv(self.csv)
-            told.append(f"wrote {self.csv}")
-        return Record((timeline,)), told
+            lines.append(f"wrote {self.csv}")
+        return Record((timeline,)), lines
 
     def _recorded(self) -> tuple[Record, list[str]]:
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
-        record, told = recorded(self.schedule), list[str]()
-        drawn = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
-        for label, timeline in drawn.items():
-            told += [label, draw(timeline, terminal_width(), colors(), list(drawn.values())), summary(timeline, record.unit)]
+        record, lines = recorded(self.schedule), list[str]()
+        timelines = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
+        for label, timeline in timelines.items():
+            picture = draw(timeline, terminal_width(), colors(), list(timelines.values()))
+            lines += [label, picture, summary(timeline, record.unit)]
         if record.explanation:
-            told.append(f"verdict: {record.explanation.verdict_told}")
-        return record, told
+            lines.append(f"verdict: {record.explanation.verdict_told}")
+        return record, lines
 
 
-@dataclass(frozen=True)
+@command(first="[SCHEDULE | RUN | FILE]", second="[SCHEDULE | RUN | FILE]", html="FILE", **COSTS)
 class Compare(Simulated):
-    """Draw two schedules, or two runs, one above the other at one scale, and say how they differ.
+    """Draw two schedules or runs, and list how they differ.
 
-    Costs are those of a rank, whatever number of stages a schedule gives it.
+    Both are drawn at one scale. Costs are those of a rank, however many stages a schedule puts on it.
     """
 
     first: tyro.conf.Positional[str] = "1f1b"
-    """A schedule, a table or a run, as for `penstock show`."""
+    """Schedule, run or file, as for `penstock show`."""
     second: tyro.conf.Positional[str] = "zb-h1"
-    """Another."""
+    """The schedule, run or file to compare it with."""
     html: Optional[Path] = None
-    """Also draw both on a page for the browser."""
+    """Draw both on a page for the browser, in this file."""
 
     def run(self) -> None:
-        """Draw both, then the numbers; the page first, as in `penstock show`."""
+        """Write the page, then print both pictures and the differences."""
         sources = (self.first, self.second)
         records = [self._record(source) for source in sources]
-        told = differences(records[0], records[1], [_done(source) for source in sources])
+        report = differences(records[0], records[1], [_work(source) for source in sources])
         files = [*write(records, self.html)]
         for record in records:
             print(record.name)
-            print(draw(record.usual, terminal_width(), colors(), [each.usual for each in records]))
-        print(told)
+            print(draw(record.usual, terminal_width(), colors(), [record.usual for record in records]))
+        print(report)
         for path in files:
             print(f"wrote {path}")
 
@@ -190,10 +229,10 @@ class Compare(Simulated):
         return Record((self.timed(schedule, schedule.stages / schedule.ranks),))
 
 
-def _done(source: str) -> dict[str, Any]:
-    """What the run in the folder `source` trained, and on how many rows; nothing where that is not known."""
-    from penstock.commands.train.config import SETTINGS, saved_options  # most that is shown has no need of them
+def _work(source: str) -> dict[str, Any]:
+    """Return the options of the run `source` that decide its work; nothing if `source` is no run."""
+    from penstock.commands.train.config import SETTINGS, saved_options  # most sources do not need them
 
     if not (Path(source) / SETTINGS).is_file():
         return {}
-    return {name: value for name, value in saved_options(Path(source), source).items() if name in WORK}
+    return {name: value for name, value in saved_options(Path(source), source).items() if name in WORK_OPTIONS}

@@ -1,4 +1,4 @@
-"""The schedule that a name, a CSV file or a Python file stands for. No torch."""
+"""Load the schedule that a name, a CSV file or a Python file stands for. No torch."""
 
 import difflib
 from pathlib import Path
@@ -9,26 +9,26 @@ from penstock.schedule import Schedule, build, verify
 
 
 def table_of(name: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
-    """The schedule called `name`, built with those `options` that are not None, or the table in the CSV file of that name.
+    """Build the schedule `name` with the `options` that are not None, or read the CSV file of that name; prove it.
 
-    It is proved. Raises PenstockError for what cannot be built or proved, and for options of a file.
+    Raises PenstockError if it cannot be built or proved, and if options are given for a file.
     """
     if name.endswith(".csv"):
         _check_file(name, options)
         return Schedule.from_csv(name)
     if name.endswith(".py"):
-        told = f"{name} would be run, which only `penstock show` and `penstock compare` do"
-        raise PenstockError(f"{told}: let `penstock show {name} --csv mine.csv` write its table, and use that")
-    given = {option: value for option, value in options.items() if value is not None}
-    schedule = build(name, ranks=ranks, microbatches=microbatches, **given)
+        problem = f"{name} would be run, which only `penstock show` and `penstock compare` do"
+        raise PenstockError(f"{problem}: let `penstock show {name} --csv mine.csv` write its table, and use that")
+    set_options = {option: value for option, value in options.items() if value is not None}
+    schedule = build(name, ranks=ranks, microbatches=microbatches, **set_options)
     verify(schedule)
     return schedule
 
 
 def table_written_in(path: str, ranks: int, microbatches: int, **options: int | None) -> Schedule:
-    """The table that a function in the Python file `path` makes, not yet proved.
+    """Run the Python file `path` and return the table that its function `schedule` makes, not proved.
 
-    The file is run: only for a path that the user has typed. Raises PenstockError for what is no schedule, and for options.
+    Call it only for a path that the user has typed. Raises PenstockError if there is no schedule, and for options.
     """
     from penstock.learn.written import table_in
 
@@ -37,10 +37,10 @@ def table_written_in(path: str, ranks: int, microbatches: int, **options: int | 
 
 
 def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:
-    """What the studio is asked to show the table in the CSV or Python file `path`, which is run, proved or not; or a plan."""
+    """Return the studio's question for the file `path`: a table as CSV, a Python file, which is run, a plan or a timeline."""
     if path.endswith(".py"):
-        made = table_written_in(path, ranks, microbatches)
-        return {"rows": made.texts(), "placement": made.placement, "name": Path(path).name}
+        table = table_written_in(path, ranks, microbatches)
+        return {"rows": table.texts(), "placement": table.placement, "name": Path(path).name}
     if not path.endswith((".csv", ".json")):
         raise PenstockError(f"{path} is no table: the studio opens a .csv or a .py file, a plan.json or a run's timeline.json")
     _check_file(path, {})
@@ -51,15 +51,15 @@ def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:
 
 
 def _check_file(name: str, options: dict[str, int | None]) -> None:
-    """Raise PenstockError unless there is a file `name`, and no option is given that belongs to a family of schedules."""
-    if given := [option for option, value in options.items() if value is not None]:
-        raise PenstockError(f"the table {name} is read as it stands: leave out {', '.join(given)}")
+    """Raise PenstockError if there is no file `name`, or if an option of a family of schedules is given."""
+    if set_options := [option for option, value in options.items() if value is not None]:
+        raise PenstockError(f"the table {name} is read as it stands: leave out {', '.join(set_options)}")
     if not Path(name).is_file():
         raise PenstockError(f"the table {name} does not exist{nearest_path(Path(name))}")
 
 
 def nearest_path(path: Path) -> str:
-    """The end of a sentence about a `path` that is none or does not exist: the nearest one that does."""
+    """Return the end of an error about a wrong `path`: the nearest path that exists, or what to give."""
     parent = path.parent
     names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(path.name, [] if path.exists() else names, n=1)

@@ -1,4 +1,4 @@
-"""Text and a trained GPT that is cut over ranks: continued, and measured by its loss. Every rank runs these."""
+"""Continue a text with a trained GPT over ranks, or compute its loss on a text. Every rank calls these functions."""
 
 import codecs
 import io
@@ -20,36 +20,36 @@ from penstock.pipeline import Pipeline
 MICROBATCHES = 4
 
 
-def _trained(source: Path, config: TrainConfig) -> Pipeline:
-    """The GPT with the weights of the newest whole checkpoint."""
+def _load_pipeline(source: Path, config: TrainConfig) -> Pipeline:
+    """Return the GPT with the weights of the newest whole checkpoint."""
     comms.init_distributed(device=None if config.device == "auto" else config.device)
     pipe = Pipeline(gpt(config), token_loss, "gpipe", MICROBATCHES)
     checkpoint.resume(source, pipe)
     return pipe
 
 
-def write_on(source: Path, config: TrainConfig, prompt: str, options: dict[str, Any]) -> None:
-    """Continue `prompt`; rank 0 prints each byte when it is there, as far as it makes letters."""
-    pipe, letters = _trained(source, config), codecs.getincrementaldecoder("utf-8")(errors="replace")
+def continue_text(source: Path, config: TrainConfig, prompt: str, options: dict[str, Any]) -> None:
+    """Continue `prompt`; rank 0 prints each letter as soon as its bytes are complete."""
+    pipe, decoder = _load_pipeline(source, config), codecs.getincrementaldecoder("utf-8")(errors="replace")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the model may write any letter
 
     def show(text: str) -> None:
         if pipe.position.world.rank == 0:
-            print("".join(each if each.isprintable() or each in "\n\t" else "?" for each in text), end="", flush=True)
+            print("".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text), end="", flush=True)
 
     show(prompt)
-    tokens = torch.tensor([list(prompt.encode(errors="surrogateescape"))])  # as it was typed
-    pipe.generate(tokens, on_token=lambda column: show(letters.decode(bytes(column.tolist()))), **options)
-    show(letters.decode(b"", final=True) + "\n")
+    tokens = torch.tensor([list(prompt.encode(errors="surrogateescape"))])  # the bytes that were typed
+    pipe.generate(tokens, on_token=lambda column: show(decoder.decode(bytes(column.tolist()))), **options)
+    show(decoder.decode(b"", final=True) + "\n")
 
 
 def evaluate(source: Path, config: TrainConfig, path: Path, batch: int) -> str:
-    """The mean loss over all bytes but the first, in words; the model sees at most its context of them at once."""
+    """Return the mean loss over all bytes but the first, as text; each prediction sees at most the model's context."""
     text = data.read(path).long()
     if len(text) < 2:
-        raise PenstockError(f"--data {path} has {len(text)} bytes: 2 or more are needed, one to see and one to tell")
-    pipe, total = _trained(source, config), 0.0
+        raise PenstockError(f"--data {path} has {len(text)} bytes: 2 or more are needed, one to see and one to predict")
+    pipe, total = _load_pipeline(source, config), 0.0
     for inputs, target in _pieces(text, config.context, batch):
         _, loss = pipe.eval(inputs, target=target)
         total += loss.item() * target.numel()
@@ -61,8 +61,8 @@ def evaluate(source: Path, config: TrainConfig, path: Path, batch: int) -> str:
 
 
 def _pieces(text: Tensor, context: int, batch: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets, (batch, context) each, one after the other; what is left over makes a shorter one."""
+    """Return inputs and targets, (batch, context) each, in order; the last pair is one row of the remaining bytes."""
     whole = (len(text) - 1) // context * context
     inputs, targets = (text[start : start + whole].view(-1, context).split(batch) for start in (0, 1))
-    rest = [(text[None, whole:-1], text[None, whole + 1 :])] if whole < len(text) - 1 else []
-    return [*zip(inputs, targets, strict=True), *rest] if whole else rest
+    remainder = [(text[None, whole:-1], text[None, whole + 1 :])] if whole < len(text) - 1 else []
+    return [*zip(inputs, targets, strict=True), *remainder] if whole else remainder

@@ -1,13 +1,13 @@
-"""`penstock generate` and `penstock eval`: what a run has trained, put to use."""
+"""`penstock generate`, `penstock eval` and `penstock export`: use the model that a run has trained."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
+from penstock.commands.options import command
 from penstock.commands.source import nearest_path
 from penstock.commands.train.config import SETTINGS, TrainConfig, saved_options
 from penstock.comms.launch.forkserver import start_forkserver_early
@@ -17,24 +17,24 @@ from penstock.errors import PenstockError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@command(source="RUN", prompt="TEXT", ranks="P")
 class Generate:
-    """Continue a text with the GPT that a run has trained, and print it as it comes."""
+    """Continue a text with the GPT of a run."""
 
     source: tyro.conf.Positional[Path]
-    """The folder of a run, or one checkpoint in it."""
+    """Folder of a run, or one checkpoint in it."""
     prompt: str = "def "
-    """The text to continue."""
+    """Text to continue."""
     ranks: int = 2
-    """Processes the model is cut over (under torchrun: its processes)."""
+    """Processes that the model is cut over; torchrun's number under torchrun."""
     max_new_tokens: int = 200
     """Bytes to add."""
     temperature: float = 0.7
-    """How bold: 0 always takes the likeliest byte."""
+    """Randomness of the choice: 0 always takes the likeliest byte."""
     top_k: int | None = None
-    """Take one of so many likeliest bytes only."""
+    """Choose among this many likeliest bytes only."""
     seed: int = 0
-    """Of what is drawn: another one, another text."""
+    """Seed of the random choice: the same seed gives the same text."""
 
     def run(self) -> None:
         """Check first, then start."""
@@ -44,24 +44,24 @@ class Generate:
         if not self.prompt:
             raise PenstockError("--prompt is empty: give it a letter or more")
         start_forkserver_early()
-        from penstock.commands.text import write_on
+        from penstock.commands.text import continue_text
 
         options = {name: getattr(self, name) for name in least if name != "ranks"}
-        _on_ranks(self.ranks, write_on, self.source, config, self.prompt, options)
+        _on_ranks(self.ranks, continue_text, self.source, config, self.prompt, options)
 
 
-@dataclass(frozen=True)
+@command(source="RUN", ranks="P", batch="ROWS")
 class Eval:
-    """Mean loss and perplexity of the GPT that a run has trained, on text of your own."""
+    """Compute the loss of a run's GPT on a text."""
 
     source: tyro.conf.Positional[Path]
-    """The folder of a run, or one checkpoint in it."""
+    """Folder of a run, or one checkpoint in it."""
     data: Path
-    """A file, or a folder whose files are read, up to 8 MB."""
+    """Text: a file, or a folder whose files are read, up to 8 MB."""
     ranks: int = 2
-    """Processes the model is cut over (under torchrun: its processes)."""
+    """Processes that the model is cut over; torchrun's number under torchrun."""
     batch: int = 32
-    """Pieces of text, as long as the model's context, that go in together."""
+    """Rows of a batch; a row is a piece of text as long as the model's context."""
 
     def run(self) -> None:
         """Check first, then start."""
@@ -72,30 +72,53 @@ class Eval:
         start_forkserver_early()
         from penstock.commands.text import evaluate
 
-        told = _on_ranks(self.ranks, evaluate, self.source, config, self.data, self.batch)
+        result = _on_ranks(self.ranks, evaluate, self.source, config, self.data, self.batch)
         if os.environ.get("RANK", "0") == "0":
-            print(told)
+            print(result)
+
+
+@command(source="RUN", out="[FILE | FOLDER]", max_shard_size="BYTES")
+class Export:
+    """Write a run's weights to safetensors files.
+
+    The weights are those of the run's newest whole checkpoint.
+    """
+
+    source: tyro.conf.Positional[Path]
+    """Folder of a run, or one checkpoint in it."""
+    out: tyro.conf.Positional[Path] = Path("model.safetensors")
+    """File to write, or, without the ending .safetensors, a folder of files that transformers loads."""
+    max_shard_size: str = "5GB"
+    """Largest file in the folder."""
+
+    def run(self) -> None:
+        """Join the checkpoint's files, without starting ranks."""
+        if not self.source.exists():
+            raise PenstockError(f"{self.source} does not exist{nearest_path(self.source)}")
+        from penstock import checkpoint
+
+        print(f"wrote {self.out} from {checkpoint.export_folder(self.source, self.out, self.max_shard_size)}")
 
 
 def _trained(source: Path) -> TrainConfig:
-    """The settings of the run that is, or has, `source`. Raises PenstockError if it has trained no GPT."""
+    """Return the settings of the run that `source` is or lies in. Raises PenstockError if it has trained no GPT."""
     folder = source if (source / SETTINGS).is_file() or not (source.parent / SETTINGS).is_file() else source.parent
     saved = saved_options(folder, str(source))
     if saved["model"] != "gpt":
         raise PenstockError(f"{source} has trained a model of images ({saved['model']}), not of text: give a run of the GPT")
-    saved["device"] = "cpu" if saved["device"] == "cpu" else "auto"  # where it was trained need not be where it is used
+    saved["device"] = "cpu" if saved["device"] == "cpu" else "auto"  # this machine may have other devices
     return TrainConfig(**{name: saved[name] for name in ("layers", "width", "context", "dropout", "device")})
 
 
-def _check(config: TrainConfig, given: dict[str, tuple[Any, int]]) -> None:
-    """Raises PenstockError for an option below the least it can be, and for more ranks than the model has layers."""
-    for name, (value, least) in given.items():
+def _check(config: TrainConfig, options: dict[str, tuple[Any, int]]) -> None:
+    """Raise PenstockError for an option below its least value, and for more ranks than the model has layers."""
+    for name, (value, least) in options.items():
         if value is not None and not value >= least:
             raise PenstockError(f"--{name.replace('_', '-')} {value} is too small: use {least} or more")
-    if given["ranks"][0] > config.depth + 3:
-        raise PenstockError(f"--ranks {given['ranks'][0]} are more than the model's {config.depth + 3} layers: use fewer")
+    if options["ranks"][0] > config.depth + 3:
+        raise PenstockError(f"--ranks {options['ranks'][0]} are more than the model's {config.depth + 3} layers: use fewer")
 
 
 def _on_ranks(ranks: int, function: Callable[..., T], *args: Any) -> T:
-    """What rank 0, or this rank of torchrun's, gets of `function(*args)`."""
+    """Run `function(*args)` on every rank. Return the result of rank 0, or under torchrun of this rank."""
     return function(*args) if "RANK" in os.environ else launch(function, ranks, *args)[0]

@@ -1,17 +1,20 @@
 """The commands, run as a person would."""
 
+import ast
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from prompt import penstock, python
 from safetensors.torch import load_file
 
-from penstock.commands import cli, doctor
+from penstock.commands import cli, show
+from penstock.commands.machine import doctor
 from penstock.commands.train.config import TrainConfig, saved_options
 from penstock.errors import PenstockError
 from penstock.model import GPT, GPTConfig
@@ -47,7 +50,7 @@ def test_train_compares_bit_for_bit_and_leaves_metrics_and_weights_of_the_uncut_
 
 
 WRONG_OPTIONS = [
-    (["tran"], "there is no command 'tran' (did you mean train?): choose from train, generate, "),
+    (["tran"], "there is no command 'tran' (did you mean train?): choose from lab, puzzle, "),
     (["schedules", "--long"], "Unrecognized options: --long"),
     (["train", "--schedule", "1f1"], "unknown schedule '1f1' (did you mean 1f1b?)"),
     (["train", "--ranks", "0"], "--ranks 0 is too small: use 1 or more"),
@@ -240,14 +243,35 @@ def test_an_environment_that_torchrun_has_not_made_is_told(monkeypatch, tmp_path
     assert "PenstockError: RANK=0 is set here, but not all that torchrun sets with it" in done.stderr
 
 
-@pytest.mark.parametrize("name", [*cli.COMMANDS, "bench collectives"])
-def test_every_command_tells_its_options(name, monkeypatch, capsys):
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_help_of_every_command_fits_80_columns_and_names_its_values(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["penstock", *name.split(), "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match=r"^0$"):
         cli.main()
-    told = capsys.readouterr().out
-    assert told.startswith(f"usage: penstock {name} [-h]")
-    assert "None}" not in told
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: penstock {name} [-h]")
+    assert max(map(len, printed.splitlines())) <= 80
+    for word in ("None", "STR", "[INT]", "[PATH]", "(default: )"):
+        assert word not in printed
+
+
+def test_the_help_lists_every_command_on_a_line_in_its_group(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["penstock", "--help"])
+    cli.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line[:-1] for line in lines if line.endswith(":")] == [*cli.GROUPS]
+    for name in cli.COMMANDS:
+        assert [line for line in lines if re.match(rf"  {name}  +[A-Z].*\.$", line)], name
+
+
+@pytest.mark.parametrize("path", sorted(Path(cli.__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_the_help_of_an_option_is_one_line_of_the_source(path):  # tyro breaks the line where the source does
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            for text in node.body[1:]:
+                assert not (isinstance(text, ast.Expr) and "\n" in getattr(text.value, "value", "")), ast.unparse(text)
 
 
 def test_a_word_that_is_no_number_is_told(monkeypatch, capsys):
@@ -316,7 +340,7 @@ def test_schedules_lists_them_all():
 
     listed = [line.split()[0] for line in penstock("schedules").stdout.splitlines()[1:] if line]
     assert listed[: len(names())] == names()
-    narrow = "\n".join(cli._schedules(80)).splitlines()
+    narrow = "\n".join(show._schedules(80)).splitlines()
     assert max(map(len, narrow)) <= 80
     assert [line.split(":")[0] for line in narrow if not line.startswith(" ")] == names()
 
@@ -345,7 +369,7 @@ def test_bench_and_doctor_say_what_they_measured(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("version", "told"), [("2.15.0+cpu", ""), ("2.16.0", "- Penstock is tested with torch up to 2.15: ")])
 def test_doctor_says_when_torch_is_newer_than_what_was_tested(capsys, version, told):
-    doctor._tested(version)
+    doctor._warn_if_untested(version)
     said = capsys.readouterr().out
     assert said.startswith(told)
     assert bool(said) == bool(told)

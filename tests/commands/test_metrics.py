@@ -4,6 +4,8 @@ import json
 import sys
 import time
 import types
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,7 +115,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
 
 def test_ranks_that_share_cores_are_told_so():
     assert crowding(2, 2) == ""
-    assert crowding(4, 2) == "\n4 ranks share 2 cores: an action's time contains waiting for a core, which no table can shorten"
+    assert crowding(4, 2) == "4 ranks share 2 cores: an action's time includes waiting for a core"
 
 
 def test_what_a_run_came_to_is_told_where_its_records_are_lost_and_its_folder_has_any_name(tmp_path, capsys):
@@ -126,3 +128,25 @@ def test_what_a_run_came_to_is_told_where_its_records_are_lost_and_its_folder_ha
     closing(run, alone, tmp_path)
     assert "The same 1 steps" in (told := capsys.readouterr().out)
     assert "equal to the last bit, all steps" in told
+
+
+def test_the_result_of_a_run_fits_a_screen(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs", "gpt-interleaved-1f1b-4x8-20260101-120000")
+    folder.mkdir(parents=True)
+    (folder / "report.txt").touch()
+    alone = TrainResult(1, losses=[5.0, 2.0], seconds=[1.0, 1.0], idle_shares=[0.0, 0.0], validation_loss=2.0)
+    run = replace(
+        alone,
+        ranks=4,
+        planned="a step of the table: planned 100.5 ms, measured 111.5 ms (+10.9%)\n" + "a rank\n" * 4,
+        explanation="rank 0 is slow: 359 ms, 57.7 % of the step; another cut: -16.9 %; zb-v: -10.1 %, predicted\n"
+        + "more\n" * 12,
+        crowding=crowding(4, 2),
+        prompt="line\n" * 3 + "def",
+        sample="    return self.value\n" * 40,
+    )
+    closing(run, alone, folder)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(-(-max(1, len(line)) // 80) for line in lines) <= 24

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import PenstockError
 from penstock.commands import cli
-from penstock.commands.plan import Plan, Watched, built
+from penstock.commands.plan import Plan, SearchBar, built
 from penstock.commands.search import Search
 from penstock.commands.source import question_of
 from penstock.commands.train.config import TrainConfig
@@ -92,10 +92,10 @@ def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, ca
 
 
 def test_ctrl_c_takes_the_best_so_far():
-    with Watched() as watched:
-        assert not watched("table 1 of 1", 0.5, 0.08)
+    with SearchBar() as bar:
+        assert not bar("table 1 of 1", 0.5, 0.08)
         os.kill(os.getpid(), signal.SIGINT)
-        assert watched("table 1 of 1", 0.6, 0.08)
+        assert bar("table 1 of 1", 0.6, 0.08)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 

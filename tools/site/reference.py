@@ -113,6 +113,10 @@ def with_options(page: str) -> str:
 def _help(command: str) -> str:
     environment = {**os.environ, "COLUMNS": "92", "NO_COLOR": "1", "TERM": "dumb"}
     said = subprocess.run(
-        [sys.executable, "-m", "penstock", command, "--help"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "penstock", *command.split(), "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return "\n".join(line.rstrip() for line in said.stdout.strip().splitlines())

@@ -1,15 +1,15 @@
-"""The command `penstock train`: its options, those of a resumed run, and the way to the job."""
+"""`penstock train`: its options, those of a resumed run, and the start of the job."""
 
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from penstock.commands.options import command
 from penstock.commands.train.again import for_world, may_begin_again
 from penstock.commands.train.config import PLAN, TrainConfig, saved_options
 from penstock.comms.launch.forkserver import start_forkserver_early
@@ -19,24 +19,31 @@ from penstock.errors import PenstockError
 from penstock.view.files import writing
 
 
-@dataclass(frozen=True)
+@command(
+    ranks="P", dp="N", tp="N", schedule="NAME | FILE", plan="auto | BYTES | FILE", microbatches="M", stages_per_rank="V",
+    group_size="N", batch="ROWS", learning_rate="RATE", checkpoint_every="STEPS", keep="N", digests_every="STEPS", resume="RUN",
+    restarts="N", least="N", out="FOLDER",
+)  # fmt: skip
 class Train(TrainConfig):
-    """Train a model cut over several ranks of this machine on real data, and compare it with one process."""
+    """Train a small model over several processes.
+
+    The model learns real data: text, or images of digits. With --compare the same steps run in one process too.
+    """
 
     ranks: Annotated[int, tyro.conf.arg(aliases=["--pp"])] = TrainConfig.ranks
-    """Processes the model is cut over, P (under torchrun: its processes)."""
+    """P, the processes that the model is cut over; torchrun's number under torchrun."""
 
     def run(self) -> None:
-        """Check first, then start."""
+        """Check the options, then train."""
         catch_preemption()
         processes = read_torchrun_integer("WORLD_SIZE") if "RANK" in os.environ else self.processes
         config: TrainConfig = (
             dataclasses.replace(self, ranks=processes // (self.dp * self.tp)) if self.dp * self.tp > 0 else self
         )
         if "RANK" in os.environ and may_begin_again(self) and min(self.dp, self.tp) > 0:
-            config, told = for_world(self, processes)
-            if told and os.environ["RANK"] == "0":
-                print(told, flush=True)
+            config, changes = for_world(self, processes)
+            if changes and os.environ["RANK"] == "0":
+                print(changes, flush=True)
         if config.processes not in (processes, 0):
             raise PenstockError(f"--dp {self.dp} --tp {self.tp} do not divide torchrun's {processes} processes: start others")
         config.check()
@@ -51,14 +58,17 @@ class Train(TrainConfig):
 
     @classmethod
     def of_run(cls, words: Sequence[str]) -> "Train":
-        """The options where `words` do not give them: with --resume RUN that run's; but another schedule has its own V."""
-        given = {word.split("=")[0]: word.partition("=")[2] or following for word, following in pairwise([*words, ""])}
-        if not given.get("--resume"):
+        """Return the defaults of the options that `words` do not set: with --resume RUN those of that run.
+
+        Another schedule, number of ranks or of microbatches drops the run's plan; another schedule also its V.
+        """
+        typed = {word.split("=")[0]: word.partition("=")[2] or following for word, following in pairwise([*words, ""])}
+        if not typed.get("--resume"):
             return cls()
-        saved = saved_options(folder := Path(given["--resume"]))
-        saved["plan"] = saved["plan"] and str(folder / PLAN)  # wherever the folder is now
-        if given.keys() & {"--schedule", "--ranks", "--pp", "--microbatches"}:
+        saved = saved_options(folder := Path(typed["--resume"]))
+        saved["plan"] = saved["plan"] and str(folder / PLAN)  # the folder may have moved
+        if typed.keys() & {"--schedule", "--ranks", "--pp", "--microbatches"}:
             saved |= {"plan": None}
-        if "--schedule" in given:
+        if "--schedule" in typed:
             saved |= {"stages_per_rank": None, "group_size": None}
         return cls(**{**saved, "data": saved["data"] and Path(saved["data"]), "out": Path(saved["out"])})

@@ -1,4 +1,4 @@
-"""What `penstock train` can be told: typed options, checked before anything is started. No torch."""
+"""The options of `penstock train`, checked before anything is started. No torch."""
 
 import importlib.util
 import json
@@ -20,83 +20,78 @@ class TrainConfig:
     """Train a model cut over several ranks of this machine."""
 
     ranks: int = 4
-    """Processes the model is cut over, P (under torchrun: its processes)."""
+    """P, the processes that the model is cut over; torchrun's number under torchrun."""
     dp: int = 1
-    """Replicas of that pipeline, each with its share of a batch's rows: ranks x dp x tp processes."""
+    """Replicas of the pipeline, which share the rows of a batch; ranks x dp x tp processes are started."""
     tp: int = 1
-    """Processes that share the products of each stage."""
+    """Processes that share the matrix products of each stage."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How replicas are held equal: whole copies (DistributedDataParallel), or parameters spread over them (fully_shard)."""
+    """Replicas as whole copies (DistributedDataParallel), or with sharded parameters (fully_shard)."""
     schedule: str = "1f1b"
-    """A name that `penstock schedules` lists, or the path of a CSV table."""
+    """Name that `penstock schedules` lists, or CSV table."""
     plan: str | None = None
-    """Take schedule, cut, microbatches and recomputation from this plan.json, or plan them before the first step: for ranks
-    with `2GB` of memory, or with any (`auto`). A plan may use fewer ranks."""
+    """Plan before the first step, for any memory (auto) or ranks with 2GB, or follow a plan.json; may use fewer ranks."""
     microbatches: int = 8
-    """M: microbatches each batch is split into."""
+    """M, the microbatches that a batch is split into."""
     stages_per_rank: int | None = None
-    """V, for schedules that leave it open."""
+    """V, the stages on each rank, for the schedules that take any number."""
     group_size: int | None = None
     """Microbatches that pass through all stages of a rank together, for the interleaved schedules."""
     model: Literal["gpt", "mlp"] = "gpt"
-    """A small GPT that learns bytes of text, or the 16-layer MLP on handwritten digits."""
+    """Small GPT that learns bytes of text, or MLP that learns handwritten digits."""
     data: Path | None = None
-    """Text for the GPT: a file or a folder. Default: the sources of Python's standard library."""
-    steps: int = 200
+    """Text for the GPT, a file or a folder; by default the sources of Python's standard library."""
+    steps: int = 100
     """Optimizer steps."""
     batch: int = 32
     """Rows of a batch: sequences of text, or images."""
     learning_rate: float = 1e-3
-    """Adam's peak learning rate, after a short warm-up; it falls to a tenth."""
+    """Peak learning rate of Adam; it rises in a short warm-up and falls to a tenth."""
     layers: int | None = None
-    """Blocks of the GPT (default 8), or hidden layers of the MLP (default 16)."""
+    """Blocks of the GPT, 8 by default, or hidden layers of the MLP, 16 by default."""
     width: int = 128
     """Features of each layer."""
     context: int = 64
-    """Bytes the GPT sees at once."""
+    """Bytes that the GPT sees at once."""
     dropout: float = 0.0
-    """Share of the GPT's features dropped in training."""
+    """Share of the GPT's features that training drops."""
     seed: int = 0
-    """Of weights, batches, dropout and the sample."""
+    """Seed of weights, batches, dropout and the sample."""
     device: Device = "auto"
-    """Where stages live; several ranks may share one GPU."""
+    """Device of the stages; several ranks may share one GPU."""
     compare: bool = False
-    """Run the same steps in one process too and compare: loss to the last bit, time, memory."""
+    """Run the same steps in one process too, and compare loss, time and memory."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints, which are written while training goes on; 0: only one, at the end. Default: 100, or 10 for a
-    run that may begin again."""
+    """Steps between checkpoints, 100 by default, 10 with --restarts; 0 writes only the one at the end."""
     keep: int = 3
-    """Checkpoints that are kept, the last ones."""
+    """Number of checkpoints to keep, the newest ones."""
     digests_every: int = 10
-    """Steps between those whose digests are kept for `penstock audit`: of weights, gradients, optimizer state; 0: none."""
+    """Steps between digests of weights, gradients and optimizer state, for `penstock audit`; 0 writes none."""
     resume: Path | None = None
-    """The folder of a run to go on with, from its newest whole checkpoint. Options not given are as in that run; ranks,
-    schedule and microbatches may be others, steps the same or more."""
+    """Continue this run from its newest whole checkpoint, with its options where no others are given."""
     restarts: int = 0
-    """How often ranks begin again after one has died, was stopped or raised (under torchrun: its --max-restarts): from the step
-    before, which is kept in memory, or the newest checkpoint."""
+    """Number of times that the ranks start again after a rank failed; torchrun's --max-restarts under torchrun."""
     least: int | None = None
-    """Begin again without the processes that failed, but with so many at least; default: with all of them."""
+    """Start again without the ranks that failed, with this many or more; by default all ranks start again."""
     timeline: bool = True
-    """Keep the last steps' timeline in the run's folder, measured over planned: `timeline.html` to look at."""
+    """Write timeline.html to the run's folder: the last steps, measured and planned."""
     watch: bool = False
-    """Serve the run's page on this machine while it trains: loss, speed, bubble, memory, the last timeline. `penstock watch`
-    opens it later."""
+    """Serve the run's page while it trains: loss, speed, bubble, memory, timeline."""
     out: Path = Path("runs")
-    """Folder in which the run gets a folder of its own."""
+    """Folder in which the run makes its folder."""
 
     @property
     def processes(self) -> int:
-        """All of them."""
+        """Return the number of processes: ranks x dp x tp."""
         return self.ranks * self.dp * self.tp
 
     @property
     def depth(self) -> int:
-        """The number of layers, its default filled in."""
+        """Return the number of layers, the model's default if none is given."""
         return (8 if self.model == "gpt" else 16) if self.layers is None else self.layers
 
     def table(self) -> Schedule:
-        """The proved table of this run."""
+        """Return the proved table of this run."""
         if self.plan is not None and self.plan.endswith(".json"):
             return load(self.plan).schedule
         return table_of(
@@ -104,7 +99,7 @@ class TrainConfig:
         )
 
     def check(self) -> Schedule:
-        """The proved table of this run. Raises PenstockError, with a value that works, for what cannot be run."""
+        """Return the proved table of this run. Raises PenstockError, with a value that works, for options that do not."""
         for name in ("ranks", "dp", "tp", "microbatches", "steps", "batch", "depth", "width", "context", "keep"):
             if getattr(self, name) < 1:
                 raise PenstockError(f"--{name.replace('depth', 'layers')} {getattr(self, name)} is too small: use 1 or more")
@@ -155,14 +150,14 @@ class TrainConfig:
         return table
 
     def _check_digits(self) -> None:
-        """Raises PenstockError without scikit-learn, and for a width that the images do not fit into."""
+        """Raise PenstockError without scikit-learn, and for a width smaller than the images."""
         if importlib.util.find_spec("sklearn") is None:
             raise PenstockError("--model mlp: the digits come with scikit-learn: pip install 'penstock[mlp]'")
         if self.width < PIXELS:
             raise PenstockError(f"--width {self.width} is less than the images' {PIXELS} pixels: use {PIXELS} or more")
 
     def _check_text(self, path: Path) -> None:
-        """Raises PenstockError if there is no text at `path`, or too little to learn from."""
+        """Raise PenstockError if there is no text at `path`, or too little to learn from."""
         if not path.exists():
             raise PenstockError(f"--data {path} does not exist{nearest_path(path)}")
         size = sum(file.stat().st_size for file in text_files(path))
@@ -173,18 +168,18 @@ class TrainConfig:
             )
 
     def _check_same_run(self, saved: dict[str, Any]) -> None:
-        """Raises PenstockError where this is to be another run than the one it resumes."""
-        mine = self.described()
+        """Raise PenstockError for an option that differs from the resumed run's and decides its numbers."""
+        options = self.described()
         for name in SAME:
-            if mine[name] != saved[name]:
+            if options[name] != saved[name]:
                 option = f"--{name.replace('_', '-')}"
                 raise PenstockError(
-                    f"{option} {mine[name]}: the run in {self.resume} has {saved[name]}, and a resumed run keeps it: "
+                    f"{option} {options[name]}: the run in {self.resume} has {saved[name]}, and a resumed run keeps it: "
                     f"leave out {option}, or start a new run"
                 )
 
     def described(self) -> dict[str, Any]:
-        """The options as JSON, paths as texts."""
+        """Return the options as JSON values, paths as texts."""
         options = {**asdict(self), "layers": self.depth, "data": None if self.data is None else self.data.resolve()}
         return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
@@ -192,37 +187,37 @@ class TrainConfig:
 HEADS = 4
 PIXELS = 64  # of an image of a digit
 HELD_OUT = 0.05  # share of a text
-SETTINGS, PLAN = "run.json", "plan.json"  # their names in the folder of a run
-SAME = ("model", "data", "batch", "learning_rate", "layers", "width", "context", "dropout", "seed")  # if resumed
+SETTINGS, PLAN, REPORT = "run.json", "plan.json", "report.txt"  # file names in the folder of a run
+SAME = ("model", "data", "batch", "learning_rate", "layers", "width", "context", "dropout", "seed")  # a resumed run keeps them
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file at `path`, or all below the folder."""
+    """Return the file `path`, or all files below the folder `path`."""
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
-def saved_options(folder: Path, told: str = "") -> dict[str, Any]:
-    """The options of the run in `folder`, which was `told` as that. Raises PenstockError if there is none."""
+def saved_options(folder: Path, typed: str = "") -> dict[str, Any]:
+    """Return the options of the run in `folder`. Raises PenstockError, which names what was `typed`, if there is none."""
     path = folder / SETTINGS
     if not path.is_file():
-        instead = ": give the folder of a run" if folder.is_dir() else nearest_path(folder)
-        raise PenstockError(f"{told or f'--resume {folder}'} is no run, it has no {SETTINGS}{instead}")
+        advice = ": give the folder of a run" if folder.is_dir() else nearest_path(folder)
+        raise PenstockError(f"{typed or f'--resume {folder}'} is no run, it has no {SETTINGS}{advice}")
     try:
         saved = {"plan": None, **json.loads(path.read_text())["config"]}
         kinds = get_type_hints(TrainConfig)
-        kept = {name: saved[name] for name in kinds if name in {*saved, *SAME, "out"} - {"resume", "compare", "watch"}}
-        if wrong := [name for name, value in kept.items() if not _is_of(kinds[name], value)]:
-            raise ValueError(f"{wrong[0]} is {kept[wrong[0]]!r}")
-        return kept
+        options = {name: saved[name] for name in kinds if name in {*saved, *SAME, "out"} - {"resume", "compare", "watch"}}
+        if wrong := [name for name, value in options.items() if not _has_type(kinds[name], value)]:
+            raise ValueError(f"{wrong[0]} is {options[wrong[0]]!r}")
+        return options
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        instead = f"{'give' if told else 'resume'} another run"
-        raise PenstockError(f"{path} is damaged, it is not what `penstock train` wrote there: {instead}") from error
+        advice = f"{'give' if typed else 'resume'} another run"
+        raise PenstockError(f"{path} is damaged, it is not what `penstock train` wrote there: {advice}") from error
 
 
-def _is_of(kind: Any, value: Any) -> bool:
-    """Whether `value`, as JSON has it, can be an option of that kind."""
+def _has_type(kind: Any, value: Any) -> bool:
+    """Return whether the JSON value `value` can be an option of type `kind`."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if kinds := get_args(kind):
-        return any(_is_of(each, value) for each in kinds)
+        return any(_has_type(member, value) for member in kinds)
     return type(value) in {Path: (str,), float: (float, int)}.get(kind, (kind,))

@@ -12,23 +12,23 @@ from torch import Tensor
 from penstock.commands.train.config import HELD_OUT, PIXELS, text_files
 from penstock.randomness import mix_seed
 
-MOST_BYTES = 8_000_000  # of text read: more than a short training sees
+MAX_TEXT_BYTES = 8_000_000  # more than a short training sees
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to learn, and bytes held out; a batch is `rows` windows of `context` bytes, its target the same one byte on."""
+    """Bytes of text. A batch is `rows` windows of `context` bytes; its target is the same windows one byte later."""
 
     train: Tensor  # (bytes,) uint8
     held_out: Tensor
     context: int
 
     def batch(self, seed: int, step: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The batch of `step`, the same on every rank: (rows, context) int64 inputs and targets."""
+        """Return the batch of `step`, the same on every rank: inputs and targets, (rows, context) int64 each."""
         return self._windows(self.train, _generator(seed, step), rows)
 
     def validation(self, rows: int, batches: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Always the same batches of the held-out part."""
+        """Yield batches of the held-out part, the same in every call."""
         for number in range(batches):
             yield self._windows(self.held_out, _generator(0, number), rows)
 
@@ -47,13 +47,13 @@ class Digits:
     held_out: int  # images at the end
 
     def batch(self, seed: int, step: int, rows: int) -> tuple[Tensor, Tensor]:
-        """The batch of `step`: (rows, width) images and their (rows,) classes."""
+        """Return the batch of `step`: images (rows, width) and their classes (rows,)."""
         chosen = torch.randint(len(self.inputs) - self.held_out, (rows,), generator=_generator(seed, step))
         return self.inputs[chosen], self.classes[chosen]
 
     def validation(self, rows: int, batches: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The held-out images, in at most `batches` batches of `rows`."""
-        held_out = zip(*(each[-self.held_out :].split(rows) for each in (self.inputs, self.classes)), strict=True)
+        """Yield the held-out images, in at most `batches` batches of `rows`."""
+        held_out = zip(*(tensor[-self.held_out :].split(rows) for tensor in (self.inputs, self.classes)), strict=True)
         yield from islice(held_out, batches)
 
 
@@ -62,18 +62,18 @@ def _generator(seed: int, step: int) -> torch.Generator:
 
 
 def text(path: Path | None, context: int) -> Text:
-    """The bytes that `read` gives, the last of them held out."""
-    everything = read(path)
-    held_out = int(len(everything) * HELD_OUT)
-    return Text(everything[:-held_out], everything[-held_out:], context)
+    """Return the bytes of `read`, the last of them held out."""
+    content = read(path)
+    held_out = int(len(content) * HELD_OUT)
+    return Text(content[:-held_out], content[-held_out:], context)
 
 
 def read(path: Path | None) -> Tensor:
-    """The bytes, uint8, of a file, of all files below a folder, or (None) of the Python sources of the standard library."""
+    """Read a file, all files below a folder, or for None the sources of Python's standard library. Return (bytes,) uint8."""
     data = bytearray()
     for file in text_files(path) if path is not None else _sources():
-        data += file.read_bytes()[: MOST_BYTES - len(data)]
-        if len(data) >= MOST_BYTES:
+        data += file.read_bytes()[: MAX_TEXT_BYTES - len(data)]
+        if len(data) >= MAX_TEXT_BYTES:
             break
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
@@ -85,7 +85,7 @@ def _sources() -> list[Path]:
 
 
 def digits(width: int) -> Digits:
-    """Scikit-learn's 1797 handwritten digits (8 x 8, from UCI's Optical Recognition of Handwritten Digits)."""
+    """Return scikit-learn's 1797 handwritten digits (8 x 8, from UCI's Optical Recognition of Handwritten Digits)."""
     from sklearn.datasets import load_digits
 
     loaded = load_digits()

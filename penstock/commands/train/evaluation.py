@@ -1,4 +1,4 @@
-"""What a trained model is worth: its loss on what was held out, and how it goes on with text."""
+"""Evaluate a trained model: its loss on the held-out part, and a sample of text."""
 
 from penstock.commands.train.data import Text
 from penstock.commands.train.setup import Setup
@@ -9,7 +9,7 @@ TEMPERATURE = 0.7
 
 
 def validation_loss(setup: Setup) -> float:
-    """Mean loss over the held-out part."""
+    """Return the mean loss over the held-out part."""
     losses, rows = 0.0, 0
     for batch in setup.source.validation(setup.config.batch, VALIDATION_BATCHES):
         inputs, target = setup.share(batch)
@@ -19,10 +19,12 @@ def validation_loss(setup: Setup) -> float:
 
 
 def sample(setup: Setup) -> tuple[str, str]:
-    """Held-out text, and how the model goes on. Of images, nothing."""
+    """Return held-out text and the model's continuation of it; two empty strings for a model of images."""
     if not isinstance(setup.source, Text):
         return "", ""
     prompt = setup.source.held_out[: setup.source.context].long()[None]  # (1, context)
     text = setup.pipe.generate(prompt, max_new_tokens=SAMPLE_BYTES, temperature=TEMPERATURE, seed=setup.config.seed)
-    shown, drawn = (bytes(part.tolist()).decode(errors="replace") for part in text[0].split([prompt.shape[1], SAMPLE_BYTES]))
-    return shown, drawn
+    prompt_text, continuation = (
+        bytes(part.tolist()).decode(errors="replace") for part in text[0].split([prompt.shape[1], SAMPLE_BYTES])
+    )
+    return prompt_text, continuation

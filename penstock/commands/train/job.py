@@ -1,4 +1,4 @@
-"""The main job: a model cut over ranks learns real data, step by step, and is compared with one process."""
+"""The main job: train a model over ranks on real data, step by step, and compare it with one process."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from penstock import checkpoint, comms
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.saving import claim
 from penstock.commands.train.again import for_world, job_name, may_begin_again
-from penstock.commands.train.config import SAME, SETTINGS, TrainConfig
+from penstock.commands.train.config import REPORT, SAME, SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
 from penstock.commands.train.memory import memory_of_agent, memory_of_launch
 from penstock.commands.train.metrics import Metrics, recorded
-from penstock.commands.train.planned import advice, against_plan, kept, with_plan
+from penstock.commands.train.planned import advice, compare_with_plan, save_plan, with_plan
 from penstock.commands.train.progress import Progress, closing
 from penstock.commands.train.result import TrainResult
-from penstock.commands.train.setup import Setup, prepared
+from penstock.commands.train.setup import Setup, set_up
 from penstock.comms.launch.launcher import launch
 from penstock.comms.system import count_cores
 from penstock.errors import PenstockError
@@ -34,32 +34,32 @@ from penstock.view.files import write
 from penstock.view.record import FILE, Record, save
 from penstock.view.watch.server import watched
 
-EXPLAINED = 5  # last steps: their timelines are kept and told in words
-OFTEN, SELDOM = 10, 100  # steps between checkpoints
-WAITS_EVERY = 10  # steps: what ranks waited for is gathered so often
+EXPLAINED_STEPS = 5  # last steps, whose timelines are written and explained
+CHECKPOINT_STEPS, RESTART_CHECKPOINT_STEPS = 100, 10  # between checkpoints; the second for runs that may restart
+WAITS_STEPS = 10  # between steps whose waits are gathered from all ranks
 
 
 def train(config: TrainConfig) -> None:
-    """The whole job: train, compare if asked, say what came out and where it is.
+    """Train, compare with one process if `--compare` says so, and print the result.
 
     Under torchrun this process is one of its ranks; otherwise the ranks are started here.
     """
     config, chosen = with_plan(config)
     folder = _folder(config)
-    with TemporaryDirectory() as until_begun:
+    with TemporaryDirectory() as plan_folder:
         if chosen is not None and os.environ.get("RANK", "0") == "0":
-            config = kept(config, chosen, Path(until_begun))
-        _trained(config, folder)
+            config = save_plan(config, chosen, Path(plan_folder))
+        _run(config, folder)
 
 
-def _trained(config: TrainConfig, folder: Path) -> None:
+def _run(config: TrainConfig, folder: Path) -> None:
     if "RANK" in os.environ:
-        for option, given in {"--compare": config.compare, "--restarts": config.restarts}.items():
-            if given:
-                raise PenstockError(f"{option} starts processes of its own: use it without torchrun")
+        for option, value in {"--compare": config.compare, "--restarts": config.restarts}.items():
+            if value:
+                raise PenstockError(f"{option} starts processes: use it without torchrun")
         first = os.environ["RANK"] == "0"
         memory = memory_of_agent() if first and may_begin_again(config) else None
-        with _seen(config, folder):
+        with _page_served(config, folder):
             result = train_rank(config, folder, memory)
         if memory is not None:
             shutil.rmtree(memory, ignore_errors=True)
@@ -68,7 +68,7 @@ def _trained(config: TrainConfig, folder: Path) -> None:
         comms.shutdown()
         _leave_if_preempted(result)
         return
-    with _seen(config, folder), memory_of_launch(config.restarts > 0) as memory:
+    with _page_served(config, folder), memory_of_launch(config.restarts > 0) as memory:
         launched = launch(train_rank, config.processes, config, folder, memory, restarts=config.restarts, least=config.least)
         result = launched[0]
     compare = config.compare and not result.preempted
@@ -78,8 +78,8 @@ def _trained(config: TrainConfig, folder: Path) -> None:
 
 
 @contextmanager
-def _seen(config: TrainConfig, folder: Path) -> Iterator[None]:
-    """Meanwhile the run's page is served, where that was asked for; under torchrun by rank 0."""
+def _page_served(config: TrainConfig, folder: Path) -> Iterator[None]:
+    """Serve the run's page meanwhile if `--watch` says so; under torchrun rank 0 serves it."""
     if not config.watch or os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -105,50 +105,54 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def train_rank(config: TrainConfig, folder: Path | None, memory: Path | None = None) -> TrainResult:
-    """One rank's part, or with one rank the whole; rank 0 makes `folder` and writes into it, if there is to be one.
+    """Train on this rank; rank 0 makes `folder`, if there is one, and writes into it.
 
     `memory`: a folder in memory, for a checkpoint after each step.
     """
     topology = comms.init_distributed(device=None if config.device == "auto" else config.device)
-    config, told = for_world(config, topology.world_size)
-    if told and topology.rank == 0:
-        print(told, flush=True)
-    setup = prepared(config, folder, memory)
-    run = _begun(setup)
+    config, changes = for_world(config, topology.world_size)
+    if changes and topology.rank == 0:
+        print(changes, flush=True)
+    setup = set_up(config, folder, memory)
+    run = _initial_result(setup)
     timelines = _train(setup, run)
     if run.preempted:
         return run
     run.validation_loss = validation_loss(setup)
     run.prompt, run.sample = sample(setup)
-    if setup.speaks and timelines and not setup.alone:
+    if setup.is_writer and timelines and not setup.alone:
         run.clock_error = setup.pipe.clock_error
-        run.explanation = _explained(setup, timelines)
-        run.planned = against_plan(config, timelines)
+        run.planned = compare_with_plan(config, timelines)
+        run.explanation = _explanation(setup, timelines)
+        run.crowding = crowding(timelines[0].ranks, count_cores()) if config.device != "cuda" else ""
+        if setup.folder is not None:
+            lines = (run.planned, run.explanation, run.crowding)
+            (setup.folder / REPORT).write_text("".join(f"{text}\n" for text in lines if text), encoding="utf-8")
     if setup.folder is not None:
         checkpoint.export(setup.pipe, setup.folder / "model.safetensors")
-        if setup.speaks:
+        if setup.is_writer:
             _write_settings(setup.folder, config, asdict(run))
     return run
 
 
-def _begun(setup: Setup) -> TrainResult:
-    """What the run has come to: nothing yet, or what was recorded of the one that goes on from its newest whole checkpoint."""
+def _initial_result(setup: Setup) -> TrainResult:
+    """Return an empty result, or resume the newest whole checkpoint and return the records up to it."""
     config, pipe = setup.config, setup.pipe
     run = TrainResult(setup.topology.world_size, pipe.position.copies > 1)
     run.rows_per_step, run.tokens_per_step = config.batch, config.batch * (config.context if config.model == "gpt" else 1)
     planned = simulate(pipe.schedule, Costs())
     run.planned_bubble, run.planned_idle = planned.bubble, planned.idle_share
-    folder = config.resume or (setup.folder if setup.begun else None)
+    folder = config.resume or (setup.folder if setup.has_checkpoint else None)
     if folder is None:
         return run
     folders = folder if setup.memory is None else [setup.memory, folder]
     checkpoint.resume(folders, pipe, setup.optimizer, setup.rate)
     if pipe.step_count > config.steps:
         raise PenstockError(
-            f"{folder} has come to step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
+            f"{folder} is at step {pipe.step_count}: give --steps {pipe.step_count} or more, not {config.steps}"
         )
     records = recorded(folder, pipe.step_count)
-    for record in records if len(records) == pipe.step_count else ():  # else some are lost: it is told from here on
+    for record in records if len(records) == pipe.step_count else ():  # otherwise some records are lost: results begin here
         run.losses.append(record["loss"])
         run.seconds.append(record["seconds"])
         run.idle_shares.append(record["idle_share"])
@@ -156,19 +160,19 @@ def _begun(setup: Setup) -> TrainResult:
 
 
 def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
-    """All steps: each is told and, where it is due, followed by a checkpoint. The last ones' timelines."""
+    """Run all steps, each with its record and a checkpoint where one is due. Return the timelines of the last steps."""
     timelines: list[Timeline] = []
     if setup.folder is not None:
         claim(setup.folder, setup.pipe)
     with ExitStack() as stack:
-        listeners, trail = _listeners(setup, run, stack), _trail(setup)
+        writers, trail = _writers(setup, run, stack), _trail(setup)
         for record in _steps(setup, run, trail):
-            if record["step"] > setup.config.steps - EXPLAINED:
+            if record["step"] > setup.config.steps - EXPLAINED_STEPS:
                 timelines.append(setup.pipe.timeline())
-            if setup.config.watch and (record["step"] % WAITS_EVERY == 0 or record["step"] == 1):
-                _show(setup, record["step"])
-            for listen in listeners:
-                listen(record)
+            if setup.config.watch and (record["step"] % WAITS_STEPS == 0 or record["step"] == 1):
+                _save_timeline(setup, record["step"])
+            for write_record in writers:
+                write_record(record)
             setup.save_in_memory()
             if setup.pipe.preempted and record["step"] < setup.config.steps:
                 run.preempted = True
@@ -179,17 +183,17 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
     return timelines
 
 
-def _show(setup: Setup, step: int) -> None:
-    """Leave this step's timeline in the folder of the run, for those who watch it. All ranks call it."""
+def _save_timeline(setup: Setup, step: int) -> None:
+    """Write this step's timeline to the folder of the run, for its page. All ranks call it."""
     timeline = setup.pipe.timeline()
-    if setup.speaks and setup.folder is not None:
-        with manifest.replaced(setup.folder / FILE) as beside:
-            save(timeline, None, beside, (f"step {step}",), setup.pipe.balance.stage_costs if setup.pipe.balance else ())
+    if setup.is_writer and setup.folder is not None:
+        with manifest.replaced(setup.folder / FILE) as temporary:
+            save(timeline, None, temporary, (f"step {step}",), setup.pipe.balance.stage_costs if setup.pipe.balance else ())
 
 
-def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callable[[dict[str, Any]], None]]:
-    """Who is told of every step, as long as `stack` is open: on rank 0 the console, and where there is a folder its metrics."""
-    if not setup.speaks:
+def _writers(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callable[[dict[str, Any]], None]]:
+    """Return functions that write a step's record, open until `stack` closes: to rank 0's console and the folder's metrics."""
+    if not setup.is_writer:
         return []
     progress = stack.enter_context(Progress(setup.config, run))
     if setup.pipe.balance is not None and len(setup.pipe.balance.stage_costs) > 1:
@@ -202,7 +206,7 @@ def _listeners(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callabl
 
 
 def _trail(setup: Setup) -> checkpoint.Trail | None:
-    """What keeps the run's digests, if any are to be kept."""
+    """Return the writer of the run's digests, or None without digests."""
     config = setup.config
     if setup.folder is None or not config.digests_every:
         return None
@@ -212,7 +216,7 @@ def _trail(setup: Setup) -> checkpoint.Trail | None:
 
 
 def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> Iterator[dict[str, Any]]:
-    """Train, and after each step say how it went."""
+    """Train, and yield a record of each step."""
     config, pipe = setup.config, setup.pipe
     for step in range(pipe.step_count, config.steps):
         begin = time.perf_counter()
@@ -240,27 +244,27 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> It
             "idle_share": report.idle_share,
             "idle_share_of_the_table": run.planned_idle,
             "peak_memory_bytes": run.peak_memory,
-            **(pipe.metrics() if step % WAITS_EVERY == 0 or step + 1 == config.steps else {}),
+            **(pipe.metrics() if step % WAITS_STEPS == 0 or step + 1 == config.steps else {}),
         }
 
 
 def _is_due(step: int, config: TrainConfig) -> bool:
-    """Whether a checkpoint is written after this step; the one after the last step is written in any case."""
-    default = OFTEN if may_begin_again(config) else SELDOM
+    """Return whether a checkpoint is written after this step; the last step always has one."""
+    default = RESTART_CHECKPOINT_STEPS if may_begin_again(config) else CHECKPOINT_STEPS
     every = default if config.checkpoint_every is None else config.checkpoint_every
     return every > 0 and step % every == 0 and step < config.steps
 
 
 def _write_settings(folder: Path, config: TrainConfig, results: dict[str, Any]) -> None:
-    """What is run, and what it came to."""
+    """Write the options and the results of the run."""
     if config.plan is not None:
-        config = kept(config, load(config.plan), folder)
-    with manifest.replaced(folder / SETTINGS) as beside:
-        beside.write_text(json.dumps({"config": config.described(), **results}, indent=1))
+        config = save_plan(config, load(config.plan), folder)
+    with manifest.replaced(folder / SETTINGS) as temporary:
+        temporary.write_text(json.dumps({"config": config.described(), **results}, indent=1))
 
 
-def _explained(setup: Setup, timelines: list[Timeline]) -> str:
-    """Where the time of these steps went, in words; and drawn in the folder, over what their own costs make of the table."""
+def _explanation(setup: Setup, timelines: list[Timeline]) -> str:
+    """Explain in words where the time of these steps went, the verdict first. Draw them in the run's folder, over the plan."""
     config, folder, balance = setup.config, setup.folder, setup.pipe.balance
     measured = Measurement.of(*timelines, layers=balance.stage_costs if balance else ())
     labels = tuple(f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines)))
@@ -268,14 +272,13 @@ def _explained(setup: Setup, timelines: list[Timeline]) -> str:
     if folder is not None and config.timeline:
         record.save(folder / FILE)
         list(write([record], html=folder / "timeline.html"))
-    told = record.explanation
-    many = crowding(timelines[0].ranks, count_cores()) if config.device != "cuda" else ""
-    better = advice(config, folder, balance, setup.parameters, measured) if folder is not None and balance else ""
-    return f"{told.verdict_told}\n{told}{better}{many}" if told else ""
+    explanation = record.explanation
+    better_plan = advice(config, folder, balance, setup.parameters, measured) if folder is not None and balance else ""
+    return f"{explanation.verdict_told}\n{explanation}{better_plan}" if explanation else ""
 
 
 def crowding(ranks: int, cores: int) -> str:
-    """What to bear in mind where ranks on the CPU outnumber its cores."""
+    """Return a warning if ranks on the CPU outnumber its cores, else an empty text."""
     if ranks <= cores:
         return ""
-    return f"\n{ranks} ranks share {cores} cores: an action's time contains waiting for a core, which no table can shorten"
+    return f"{ranks} ranks share {cores} cores: an action's time includes waiting for a core"

@@ -1,7 +1,7 @@
-"""A folder in memory for the checkpoints of a run that may begin again; it is gone when the run is, whatever ends that.
+"""A folder in memory for the checkpoints of a run that may restart. It is deleted when the run ends, however that happens.
 
-It is named after the process that starts the ranks again: the one that called `launch`, or torchrun's agent. A small process of
-our own waits for the end of that one, which may be a SIGKILL, and deletes the folder then.
+The folder is named after the process that restarts the ranks: the caller of `launch`, or torchrun's agent. Even SIGKILL may end
+that process, so a small process waits for its end and deletes the folder then.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any
 from penstock.comms.process import read_process
 
 MEMORY = Path("/dev/shm")
-ROOM = 2 * 3 * 1.1  # of what parameters take: two checkpoints, each of weights and Adam's two averages, and some more
+ROOM_FACTOR = 2 * 3 * 1.1  # bytes for a byte of parameters: two checkpoints of weights and Adam's two averages, and 10 %
 CLEANER = """
 import os, select, shutil, sys, time
 try:
@@ -33,7 +33,7 @@ for _ in range(10):  # ranks end a moment later, and may write until then
 
 @contextmanager
 def memory_of_launch(wanted: bool) -> Iterator[Path | None]:
-    """The folder of a launch by this process, as long as that lasts; None if it is not `wanted`, or there is no such memory."""
+    """Make the folder of a launch by this process, and delete it at the end; None if not `wanted`, or without such memory."""
     folder = _folder_of(os.getpid()) if wanted else None
     cleaner = _clean_up_after(os.getpid(), folder) if folder else None
     try:
@@ -46,29 +46,29 @@ def memory_of_launch(wanted: bool) -> Iterator[Path | None]:
 
 
 def memory_of_agent() -> Path | None:
-    """The folder of torchrun's agent, which started this rank; None without such memory, and with ranks on several machines."""
+    """Make the folder of torchrun's agent, this rank's parent; None without such memory, or with ranks on several machines."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return None
     folder = _folder_of(agent := os.getppid())
     if folder and not any(folder.iterdir()):
-        _clean_up_after(agent, folder).returncode = 0  # it outlives this rank, as it should: nobody is to wait for it
+        _clean_up_after(agent, folder).returncode = 0  # the process outlives this rank; nothing waits for it
     return folder
 
 
 def has_room(folder: Path, parameters: int) -> bool:
-    """Whether two checkpoints fit into the memory of `folder`; `parameters`: bytes. Those that are there have shown it."""
-    return any(folder.iterdir()) or shutil.disk_usage(folder).free > ROOM * parameters
+    """Return whether two checkpoints fit into the memory of `folder`, or are there already; `parameters`: bytes."""
+    return any(folder.iterdir()) or shutil.disk_usage(folder).free > ROOM_FACTOR * parameters
 
 
 def _folder_of(owner: int) -> Path | None:
-    """The folder of a process that starts ranks, made if it is not there, for this user alone."""
+    """Make the folder of the process `owner`, for this user alone; return None if that fails."""
     folder = MEMORY / f"penstock-{socket.gethostname()}-{owner}-{read_process(owner).started}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return None
-    return folder if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() else None
+    return folder if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() else None
 
 
 def _clean_up_after(owner: int, folder: Path) -> "subprocess.Popen[bytes]":

@@ -10,12 +10,12 @@ from penstock.view.watch.growing import METRICS
 
 
 def recorded(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """What a run in `folder` recorded of its first `steps` steps; a line that was not finished is left out."""
+    """Return the records of a run's first `steps` steps; an unfinished last line is left out."""
     return [record for record in json_lines.read(folder / METRICS) if record["step"] <= steps]
 
 
 class Metrics:
-    """The metrics of a run in `folder`, which goes on after its first `steps` steps."""
+    """Write the metrics of a run to `folder`, after those of its first `steps` steps."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ class Metrics:
             self._board.close()
 
     def write(self, record: Mapping[str, float]) -> None:
-        """Add what one step, `record["step"]`, came to; it is there when this returns. Raises PenstockError if it cannot be."""
+        """Append the record of the step `record["step"]` to the file. Raises PenstockError if it cannot be written."""
         with writing(self._path):
             json_lines.add(self._path, record)
         if self._board is not None:
@@ -41,7 +41,7 @@ class Metrics:
 
 
 def _board(folder: Path, steps: int) -> Any:
-    """TensorBoard's writer; None where TensorBoard is not installed."""
+    """Return TensorBoard's writer, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,25 +1,25 @@
-"""What the main job prints: progress while it runs, and what it came to."""
+"""The output of the main job: progress while it runs, and at the end its result on one screen."""
 
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from penstock.commands.train.config import TrainConfig
+from penstock.commands.train.config import REPORT, TrainConfig
 from penstock.commands.train.result import TrainResult
 
-REORDERED = 1e-4  # by so much, relatively, losses may differ whose sums have another order
-LINES = 10  # progress lines of a whole run where there is no terminal
+REORDERED_TOLERANCE = 1e-4  # relative difference of losses whose sums have another order
+PROGRESS_LINES = 10  # of a whole run, without a terminal
+MAX_SAMPLE_LINES = 4
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """Show a bar on a terminal; print a line every few steps elsewhere."""
 
     def __init__(self, config: TrainConfig, run: TrainResult) -> None:
         self.unit = "tokens" if config.model == "gpt" else "images"
@@ -29,10 +29,10 @@ class Progress:
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[state]}"),
         )
         self.bars = Bars(*columns, console=Console(file=sys.stdout), disable=not sys.stdout.isatty())
-        self.task = self.bars.add_task(self.name, total=self.steps, told="")
+        self.task = self.bars.add_task(self.name, total=self.steps, state="")
 
     def __enter__(self) -> "Progress":
         self.bars.start()
@@ -42,49 +42,57 @@ class Progress:
         self.bars.stop()
 
     def say(self, text: str) -> None:
-        """A few lines, above the bar."""
+        """Print lines above the bar."""
         print(text, flush=True)
 
     def step(self, record: dict[str, Any]) -> None:
-        """One step more."""
-        told = (
+        """Show the record of a step."""
+        state = (
             f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} {self.unit}/s  "
             f"ranks idle {record['idle_share']:.0%} (even stages {record['idle_share_of_the_table']:.0%})  "
             f"peak {megabytes(record['peak_memory_bytes'])}"
         )
-        self.bars.update(self.task, completed=record["step"], told=told)
-        if not sys.stdout.isatty() and (record["step"] % max(1, self.steps // LINES) == 0 or record["step"] == 1):
-            print(f"{self.name}  step {record['step']}/{self.steps}  {told}", flush=True)
+        self.bars.update(self.task, completed=record["step"], state=state)
+        if not sys.stdout.isatty() and (record["step"] % max(1, self.steps // PROGRESS_LINES) == 0 or record["step"] == 1):
+            print(f"{self.name}  step {record['step']}/{self.steps}  {state}", flush=True)
 
 
 def megabytes(size: float) -> str:
-    """A size to read."""
+    """Return a number of bytes as text."""
     return f"{size / 1e6:,.0f} MB"
 
 
 def closing(run: TrainResult, alone: TrainResult | None, folder: Path) -> None:
-    """What came out, on the console."""
+    """Print the result of the run, in at most 24 lines; `alone`: that of the same steps in one process, or None."""
     if run.preempted:
-        told = f"preempted after step {len(run.losses)}, which is saved"
-        print(f"\n{told}: go on with penstock train --resume {folder}", flush=True)
+        reason = f"preempted after step {len(run.losses)}, which is saved"
+        print(f"\n{reason}: go on with penstock train --resume {folder}", flush=True)
         return
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    came = f"{run.losses[0]:.4f} -> {run.losses[-1]:.4f}, " if run.losses else ""
-    console.print(f"\nloss {came}on the held-out part {run.validation_loss:.4f}")
-    if run.planned:
-        console.print(f"\n{run.planned}")
-    if run.explanation:
-        console.print(f"\n{run.explanation}")
+    progress = f"{run.losses[0]:.4f} -> {run.losses[-1]:.4f}, " if run.losses else ""
+    console.print(f"\nloss {progress}on the held-out part {run.validation_loss:.4f}")
+
+    for report in (run.planned, run.explanation):  # the first line of each; REPORT has the others
+        if report:
+            console.print(report.partition("\n")[0])
+    if run.crowding:
+        console.print(run.crowding)
     if run.clock_error:
         console.print(f"clocks of different machines: compared, to {run.clock_error * 1e6:.0f} us")
+
     if run.sample:
         console.print("\nThe model continues held-out text (dim) with:")
-        console.print(f"[dim]{_safe(run.prompt)}[/dim]{_safe(run.sample)}", markup=True)
+        prompt = _safe(run.prompt.splitlines()[-1])
+        sample = _safe("\n".join(run.sample.splitlines()[:MAX_SAMPLE_LINES]))
+        console.print(f"[dim]{prompt}[/dim]{sample}", markup=True)
+
     if alone is not None and run.losses:
+        console.print()
         console.print(_comparison(run, alone))
-    console.print(f"\nmetrics, checkpoints, weights and settings are in {folder}")
-    if (folder / "timeline.html").exists():
-        console.print(f"the last steps, measured over planned: open {folder / 'timeline.html'} in a browser")
+
+    console.print(f"\nmetrics, checkpoints and weights are in {folder}")
+    if (folder / REPORT).exists():
+        console.print(f"where the time went: {REPORT} there, and timeline.html for a browser")
 
 
 def _safe(text: str) -> str:
@@ -93,12 +101,12 @@ def _safe(text: str) -> str:
 
 
 def _comparison(run: TrainResult, alone: TrainResult) -> Table:
-    """The two runs side by side, and whether their losses are the same to the last bit."""
+    """Return a table of the two runs, with whether their losses are equal to the last bit."""
     steps = len(run.losses)
     table = Table(
-        title=f"The same {steps} steps, one thread a process{', sums in another order' if run.reordered else ''}",
+        title=f"The same {steps} steps, one thread in each process{', sums in another order' if run.reordered else ''}",
         title_justify="left",
-        box=SIMPLE,
+        box=None,
         pad_edge=False,
     )
     for heading in ("", f"{run.ranks} ranks", "one process", ""):
@@ -109,22 +117,22 @@ def _comparison(run: TrainResult, alone: TrainResult) -> Table:
     held_out = _verdict(run, [(run.validation_loss, alone.validation_loss)])
     table.add_row("held-out loss", digits(run.validation_loss), digits(alone.validation_loss), held_out)
     table.add_row("a step", f"{step * 1e3:.0f} ms", f"{step_alone * 1e3:.0f} ms", f"speed-up {step_alone / step:.2f}")
-    idle = [f"{statistics.median(each.idle_shares):.0%}" for each in (run, alone)]
+    idle = [f"{statistics.median(result.idle_shares):.0%}" for result in (run, alone)]
     table.add_row("ranks idle", *idle, f"even stages {run.planned_idle:.0%}")
     table.add_row("fullest rank", megabytes(run.peak_memory), megabytes(alone.peak_memory), "peak memory of its process")
     return table
 
 
-def _verdict(run: TrainResult, losses: list[tuple[float, float]], where: str = "") -> str:
-    """How equal these pairs are. Over replicas, and over ranks that share products, sums have another order."""
-    different = sum(a != b for a, b in losses)
+def _verdict(run: TrainResult, pairs: list[tuple[float, float]], where: str = "") -> str:
+    """Return in words how equal the pairs of losses are; with replicas or `tp` a small difference is expected."""
+    different = sum(a != b for a, b in pairs)
     if not different:
         return "equal to the last bit" + (f", {where}" if where else "")
-    if run.reordered and max(abs(a - b) / abs(b) for a, b in losses) < REORDERED:
-        return f"at most {max(abs(a - b) / abs(b) for a, b in losses):.0e} apart"
+    if run.reordered and max(abs(a - b) / abs(b) for a, b in pairs) < REORDERED_TOLERANCE:
+        return f"at most {max(abs(a - b) / abs(b) for a, b in pairs):.0e} apart"
     return f"DIFFERENT in {different} steps" if where else "DIFFERENT"
 
 
 def digits(loss: float) -> str:
-    """As many digits as tell a float32 from its neighbours."""
+    """Return a loss as text, with the nine digits that identify a float32."""
     return f"{loss:.9g}"

@@ -1,4 +1,4 @@
-"""What a training came to."""
+"""The result of a training."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TrainResult:
-    """What a run came to, on rank 0; it grows step by step."""
+    """The result of a run, on rank 0; it grows step by step."""
 
     ranks: int
     reordered: bool = False  # sums over replicas, or over ranks that share products, have another order than in one process
@@ -20,8 +20,9 @@ class TrainResult:
     validation_loss: float = math.nan
     prompt: str = ""
     sample: str = ""
-    planned_bubble: float = 0.0  # of the table, every stage alike, a backward twice a forward
-    planned_idle: float = 0.0  # of the table: the share of all ranks' time
-    clock_error: float = 0.0  # seconds by which the clocks of several machines may differ in it
-    planned: str = ""  # what a step was planned to take, and takes
-    explanation: str = ""  # where the time of the last steps went
+    planned_bubble: float = 0.0  # of the table with equal stages, a backward twice as long as a forward
+    planned_idle: float = 0.0  # of the same table: idle share of all ranks' time
+    clock_error: float = 0.0  # seconds by which the clocks of several machines may differ
+    planned: str = ""  # planned and measured time of a step; the first line is for the screen
+    explanation: str = ""  # where the time of the last steps went; the first line is the verdict
+    crowding: str = ""  # a warning that ranks share cores

@@ -1,4 +1,4 @@
-"""What a rank trains: the data, the model cut over the ranks, and its optimizer."""
+"""Set up the training of a rank: the data, the model cut over the ranks, the optimizer."""
 
 import math
 import warnings
@@ -20,20 +20,20 @@ from penstock.model import GPT, GPTConfig, mlp
 from penstock.pipeline import Pipeline
 from penstock.plan import load
 
-WARM_UP = 10  # steps
+WARM_UP_STEPS = 10
 
 Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """All that one rank trains with."""
+    """Everything that a rank trains with."""
 
     config: TrainConfig
     topology: Topology
-    folder: Path | None  # of the run, the same on every rank; None where nothing is kept
-    memory: Path | None  # a folder in memory, for a checkpoint after each step; None where nobody starts the ranks again
-    begun: bool  # there is a checkpoint in one of them: of an attempt before this one, or of the run that is resumed
+    folder: Path | None  # of the run, the same on every rank; None if nothing is written
+    memory: Path | None  # a folder in memory, for a checkpoint after each step; None if ranks are not restarted
+    has_checkpoint: bool  # in one of the folders: of an earlier attempt, or of the run that is resumed
     source: data.Text | data.Digits
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
@@ -41,63 +41,63 @@ class Setup:
     parameters: dict[str, int]  # bytes, of every layer of the uncut model
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank tells how it goes, and writes what one rank writes for all."""
+    def is_writer(self) -> bool:
+        """Return whether this rank prints progress and writes the run's files."""
         return self.topology.rank == 0
 
     @property
     def alone(self) -> bool:
-        """Whether one process has the whole model."""
+        """Return whether one process has the whole model."""
         return self.topology.world_size == 1
 
     def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The rows of inputs and target that this rank's replica has."""
+        """Return this replica's rows of the batch's inputs and target."""
         inputs, target = (part.tensor_split(self.pipe.position.replicas)[self.pipe.position.replica] for part in batch)
         return inputs, target
 
     def save(self, wait: bool = True) -> None:
-        """A checkpoint, if there is a folder."""
+        """Write a checkpoint, if the run has a folder."""
         if self.folder is not None:
             checkpoint.save(self.folder, self.pipe, self.optimizer, self.rate, keep=self.config.keep, wait=wait)
 
     def save_in_memory(self) -> None:
-        """A checkpoint that outlives the ranks, if they may be started again."""
+        """Write a checkpoint to memory that outlives the ranks, if they may be restarted."""
         if self.memory is not None:
             checkpoint.save(self.memory, self.pipe, self.optimizer, self.rate, keep=1)
 
 
-def prepared(config: TrainConfig, folder: Path | None, memory: Path | None = None) -> Setup:
-    """This rank's part of a new training; all ranks make the same call. `folder` and `memory` count on rank 0."""
+def set_up(config: TrainConfig, folder: Path | None, memory: Path | None = None) -> Setup:
+    """Set up this rank's part of a training. All ranks call it; `folder` and `memory` are those of rank 0."""
     topology = comms.current_topology()
     torch.manual_seed(config.seed)
     source, model, loss_fn = task(config)
-    sizes = {name: sum(each.nbytes for each in layer.parameters()) for name, layer in model.named_children()}
+    sizes = {name: sum(parameter.nbytes for parameter in layer.parameters()) for name, layer in model.named_children()}
     pipe = _cut(config, topology, source, model, loss_fn)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=config.learning_rate)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-    where = _of_rank_0(folder, memory, sum(sizes.values()))
-    return Setup(config, topology, *where, source, pipe, optimizer, rate, sizes)
+    folders = _broadcast_folders(folder, memory, sum(sizes.values()))
+    return Setup(config, topology, *folders, source, pipe, optimizer, rate, sizes)
 
 
 def task(config: TrainConfig) -> tuple[data.Text | data.Digits, nn.Sequential, Loss]:
-    """The data, the model and the loss."""
+    """Return the data, the model and the loss function."""
     if config.model == "mlp":
         return data.digits(config.width), mlp(config.width, config.depth, classes=10), nn.functional.cross_entropy
     return data.text(config.data, config.context), gpt(config), token_loss
 
 
 def gpt(config: TrainConfig) -> GPT:
-    """The GPT that a run trains."""
+    """Return the GPT of these options."""
     return GPT(GPTConfig(context=config.context, width=config.width, layers=config.depth, heads=HEADS, dropout=config.dropout))
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy: (batch, time, vocabulary) logits, (batch, time) tokens."""
+    """Return the mean cross-entropy of logits (batch, time, vocabulary) and tokens (batch, time)."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def _cut(config: TrainConfig, topology: Topology, source: Any, model: nn.Sequential, loss_fn: Loss) -> Pipeline:
-    """The model over the ranks, as planned, or cut by the times measured on a microbatch; on a single one it is whole."""
+    """Cut the model over the ranks, as planned or by the layers' measured times; one process keeps it whole."""
     if topology.world_size == 1 and config.plan is None:
         return Pipeline(model, loss_fn, "gpipe", config.microbatches, seed=config.seed)
     plan = None if config.plan is None else load(config.plan)
@@ -117,15 +117,15 @@ def _cut(config: TrainConfig, topology: Topology, source: Any, model: nn.Sequent
 
 
 def _rate(step: int, steps: int) -> float:
-    """Share of the peak learning rate: up in WARM_UP steps, then down along a cosine to a tenth."""
-    return min((step + 1) / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+    """Return the share of the peak learning rate: up in WARM_UP_STEPS steps, then down along a cosine to a tenth."""
+    return min((step + 1) / WARM_UP_STEPS, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
-def _of_rank_0(folder: Path | None, memory: Path | None, parameters: int) -> tuple[Path | None, Path | None, bool]:
-    """The folders that rank 0 has chosen, since each may have a clock of its own; whether there is a checkpoint in them."""
+def _broadcast_folders(folder: Path | None, memory: Path | None, parameters: int) -> tuple[Path | None, Path | None, bool]:
+    """Return rank 0's folders, whose names contain its clock, and whether one has a checkpoint; `parameters`: bytes."""
     topology = comms.current_topology()
     if memory is not None and topology.rank == 0 and not has_room(memory, parameters):
         warnings.warn(f"{memory.parent} has no room for two checkpoints: they are kept on the disk only", stacklevel=3)
         memory = None
-    seen = folder, memory, any(each is not None and checkpoint.exists(each) for each in (memory, folder))
-    return all_gather_values(seen, topology.transport_device)[0] if topology.world_size > 1 else seen
+    result = folder, memory, any(path is not None and checkpoint.exists(path) for path in (memory, folder))
+    return all_gather_values(result, topology.transport_device)[0] if topology.world_size > 1 else result

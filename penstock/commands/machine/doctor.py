@@ -1,4 +1,4 @@
-"""What this machine offers: devices, backends, what a message costs, and what is missing."""
+"""`penstock doctor`: list devices, backends, message times and missing extras."""
 
 import importlib.util
 import platform
@@ -25,7 +25,7 @@ from penstock.torch_private import NEWEST, release
 
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
-Act = Callable[[Tensor], Any]  # send or receive it
+Transfer = Callable[[Tensor], Any]  # sends or receives the tensor
 EXTRAS = {  # module -> what it is for
     "sklearn": "penstock train --model mlp (pip install 'penstock[mlp]')",
     "tensorboard": "metrics in TensorBoard (pip install 'penstock[tensorboard]')",
@@ -36,20 +36,20 @@ EXTRAS = {  # module -> what it is for
 
 
 def examine() -> None:
-    """Print it all; a minus sign is in front of what is missing."""
+    """Print what this machine offers; a minus sign marks what is missing."""
     print(f"+ Python {platform.python_version()}, torch {torch.__version__}, penstock {penstock.__version__}")
-    _tested(torch.__version__)
-    print(f"+ {count_cores()} processor cores: more ranks than that share them, and computing takes longer than the table says")
+    _warn_if_untested(torch.__version__)
+    print(f"+ {count_cores()} processor cores: more ranks than cores share them, and actions take longer than the table says")
     _devices()
-    _say(dist.is_gloo_available(), "Gloo, for CPUs", "Gloo: this build of torch does not have it")
-    _say(dist.is_nccl_available(), "NCCL, for GPUs", "NCCL: this build of torch does not have it")
+    _print_item(dist.is_gloo_available(), "Gloo, for CPUs", "Gloo: this build of torch does not have it")
+    _print_item(dist.is_nccl_available(), "NCCL, for GPUs", "NCCL: this build of torch does not have it")
     for module, use in EXTRAS.items():
-        _say(importlib.util.find_spec(module) is not None, f"{module}, for {use}", f"{module}, needed for {use}")
+        _print_item(importlib.util.find_spec(module) is not None, f"{module}, for {use}", f"{module}, needed for {use}")
     begin = time.perf_counter()
-    launch(_nothing, 2)
+    launch(_do_nothing, 2)
     print(f"+ two ranks start in {time.perf_counter() - begin:.2f} s, the first time in a program")
     begin = time.perf_counter()
-    launch(_nothing, 2)
+    launch(_do_nothing, 2)
     print(f"+ two ranks start in {time.perf_counter() - begin:.2f} s, later")
     for device in ["cpu", *["cuda"] * torch.cuda.is_available()]:
         for way, times in launch(ping_pong, 2, device)[0].items():
@@ -58,11 +58,11 @@ def examine() -> None:
                 print(f"+ {way}, {size:>9,} bytes take {seconds * 1e6:6.0f} us, {size / seconds / 1e9:.2f} GB/s")
 
 
-def _say(there: bool, present: str, absent: str) -> None:
-    print(f"+ {present}" if there else f"- {absent}")
+def _print_item(found: bool, present: str, absent: str) -> None:
+    print(f"+ {present}" if found else f"- {absent}")
 
 
-def _tested(version: str) -> None:
+def _warn_if_untested(version: str) -> None:
     if release(version) > NEWEST:
         print(
             f"- Penstock is tested with torch up to {'.'.join(map(str, NEWEST))}: what {version} does differently is not known"
@@ -79,19 +79,19 @@ def _devices() -> None:
         print("+ mps: Apple's GPU (messages go through host memory)")
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def ping_pong(device: str) -> dict[str, dict[int, float]]:
-    """By way, floats of a message on `device` -> seconds to the other rank, the median over rounds there and back."""
+    """Return, for each way to send, floats of a message on `device` -> seconds, half of the median round trip."""
     topology = comms.init_distributed("gloo", device=device)
     groups, other = ProcessGroups(topology, "doctor"), 1 - topology.rank
     outbox = PendingSends(SendFailure(groups))
     if topology.rank == 0:
-        outgoing, incoming = open_sender(groups, "there", other, outbox), open_receiver(groups, "back", other)
+        outgoing, incoming = open_sender(groups, "forth", other, outbox), open_receiver(groups, "back", other)
     else:
-        incoming, outgoing = open_receiver(groups, "there", other), open_sender(groups, "back", other, outbox)
+        incoming, outgoing = open_receiver(groups, "forth", other), open_sender(groups, "back", other, outbox)
 
     def send(ball: Tensor) -> None:
         outgoing.send(ball, describe_tensor(ball))
@@ -102,23 +102,23 @@ def ping_pong(device: str) -> dict[str, dict[int, float]]:
         torch.get_device_module(topology.device).synchronize()
         outbox.empty()
 
-    ways: dict[str, tuple[Act, Act]] = {f"a message on {topology.device.type} by {outgoing.way}": (send, receive)}
+    ways: dict[str, tuple[Transfer, Transfer]] = {f"a message on {topology.device.type} by {outgoing.way}": (send, receive)}
     if device == "cpu":
         ways["a message by Gloo"] = partial(dist.send, dst=other), partial(dist.recv, src=other)
-    first, where = topology.rank == 0, topology.device
+    first, own_device = topology.rank == 0, topology.device
     result = {
-        way: {floats: _seconds(first, torch.zeros(floats, device=where), *both) for floats in SIZES}
-        for way, both in ways.items()
+        way: {floats: _seconds(first, torch.zeros(floats, device=own_device), *transfers) for floats in SIZES}
+        for way, transfers in ways.items()
     }
     groups.close()
     return result
 
 
-def _seconds(first: bool, ball: Tensor, send: Act, receive: Act) -> float:
+def _seconds(first: bool, ball: Tensor, send: Transfer, receive: Transfer) -> float:
     times = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
-        for act in (send, receive) if first else (receive, send):
-            act(ball)
+        for transfer in (send, receive) if first else (receive, send):
+            transfer(ball)
         times.append((time.perf_counter() - begin) / 2)
     return median(times)

@@ -1,4 +1,4 @@
-"""How fast torch's collectives are: every operation over sizes, and the latency and bandwidth that fit its times."""
+"""`penstock bench collectives`: time torch's collectives over sizes, and fit latency and bandwidth."""
 
 import csv
 import time
@@ -18,12 +18,12 @@ WARM_UP, FEWEST_SAMPLES, MOST_SAMPLES = 3, 5, 400
 OPERATIONS = ("broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
 COLUMNS = ("operation", "ranks", "bytes", "samples", "median_s", "algorithm_GBps", "bus_factor", "bus_GBps")
 NOTES = """
-bytes      one rank's tensor, of broadcast, reduce, all_reduce and send; of the others all pieces together, the larger side of
-           what one rank gives and gets
-time       from when the last rank started to when the last was done, the median of the samples
+bytes      broadcast, reduce, all_reduce and send: one rank's tensor; the others: all pieces together, the larger of what a rank
+           sends and receives
+time       from the last rank's start to the last rank's end, the median of the samples
 alg GB/s   bytes / time
-bus GB/s   alg x 2(n-1)/n for all_reduce, x 1 for broadcast, reduce and send, x (n-1)/n for the others, n ranks: what a link
-           carries if the work is shared evenly, counted as nccl-tests counts
+bus GB/s   alg x 2(n-1)/n for all_reduce, x 1 for broadcast, reduce and send, x (n-1)/n for the others, n ranks: the load
+           of a link if the work is shared evenly, counted as nccl-tests counts
 fit        time = latency + bytes / bandwidth, by least squares of relative errors over the sizes"""
 
 
@@ -38,13 +38,13 @@ class Row(NamedTuple):
 
     @property
     def speeds(self) -> tuple[float, float, float]:
-        """Algorithm bandwidth in GB/s, what it is multiplied by to be the bus's, and bus bandwidth in GB/s."""
+        """Return algorithm bandwidth in GB/s, the bus factor, and their product, the bus bandwidth in GB/s."""
         algorithm, factor = self.bytes / self.seconds / 1e9, bus_factor(self.operation, self.ranks)
         return algorithm, factor, algorithm * factor
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """What a link carries of each byte if the work is shared evenly."""
+    """Return how often a byte crosses a link if the work is shared evenly."""
     shared = (ranks - 1) / ranks
     return {"broadcast": 1.0, "reduce": 1.0, "send": 1.0, "all_reduce": 2 * shared}.get(operation, shared)
 
@@ -75,7 +75,7 @@ def bench(
 
 
 def run_on_rank(operations: Sequence[str], sizes: Sequence[int], seconds: float) -> list[Row]:
-    """Measure on every rank; rank 0 prints each row when it is there."""
+    """Measure on every rank; rank 0 prints each row at once."""
     topology, barrier, rows = comms.init_distributed(), dist.new_group(backend="gloo"), list[Row]()
 
     def say(text: str) -> None:
@@ -98,7 +98,9 @@ def run_on_rank(operations: Sequence[str], sizes: Sequence[int], seconds: float)
 def measure(operation: str, size: int, seconds: float, topology: comms.Topology, barrier: dist.ProcessGroup) -> Row:
     """Time one operation at about `size` bytes for about `seconds`, on every rank."""
     ranks, rank, device = topology.world_size, topology.rank, topology.device
-    whole = torch.full((max(1, round(size / 4 / ranks)) * ranks,), 0.0, device=device)  # written, so that its pages are there
+    whole = torch.full(
+        (max(1, round(size / 4 / ranks)) * ranks,), 0.0, device=device
+    )  # written, so that its pages are allocated
     piece, result = torch.full_like(whole[: whole.numel() // ranks], 0.0), torch.full_like(whole, 0.0)
     pieces = list(result.view(ranks, -1)) if rank == 0 else None
     call: Callable[[], object] = {
@@ -114,9 +116,9 @@ def measure(operation: str, size: int, seconds: float, topology: comms.Topology,
     }[operation]
 
     def sample() -> tuple[float, float]:
-        """When it began and ended on this rank, by the clock that all processes of a machine share."""
+        """Return its begin and end on this rank, by the clock that all processes of a machine share."""
         _synchronize(device)
-        dist.barrier(barrier)  # a group of its own, whose connections the operation does not use
+        dist.barrier(barrier)  # another group: the operation's connections stay idle
         begin = time.perf_counter()
         call()
         _synchronize(device)
@@ -124,16 +126,16 @@ def measure(operation: str, size: int, seconds: float, topology: comms.Topology,
 
     begin, end = [sample() for _ in range(WARM_UP)][-1]
     count = torch.tensor([min(MOST_SAMPLES, max(FEWEST_SAMPLES, round(seconds / (end - begin))))])
-    dist.broadcast(count, 0, group=barrier)  # as many on every rank
-    mine = torch.tensor([sample() for _ in range(int(count))], dtype=torch.float64)
-    gathered = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(gathered, mine, group=barrier)
+    dist.broadcast(count, 0, group=barrier)  # the same number on every rank
+    samples = torch.tensor([sample() for _ in range(int(count))], dtype=torch.float64)
+    gathered = [torch.empty_like(samples) for _ in range(ranks)]
+    dist.all_gather(gathered, samples, group=barrier)
     begins, ends = torch.stack(gathered[: 2 if operation == "send" else ranks]).unbind(dim=2)  # (ranks, samples)
-    return Row(operation, ranks, 4 * whole.numel(), len(mine), median((ends.amax(0) - begins.amax(0)).tolist()))
+    return Row(operation, ranks, 4 * whole.numel(), len(samples), median((ends.amax(0) - begins.amax(0)).tolist()))
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Latency in seconds and bandwidth in bytes a second, with the least squares of relative errors."""
+    """Fit latency in seconds and bandwidth in bytes a second, by least squares of relative errors."""
     times, amounts = torch.tensor([seconds, sizes], dtype=torch.float64)
     columns = torch.stack([1 / times, amounts / times], dim=1)
     latency, per_byte = torch.linalg.lstsq(columns, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten().tolist()

@@ -1,4 +1,4 @@
-"""What a step takes against what its table says, with emulated devices, and what the engine itself costs."""
+"""`penstock bench steps`: measure a step on emulated devices against its table, and the engine's own time."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ WARM_UP = 3  # steps
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What one configuration took, on rank 0."""
+    """Times of one configuration, on rank 0."""
 
     seconds: list[float]  # of each step
     timeline: Timeline
@@ -28,7 +28,7 @@ class BenchResult:
 
 
 def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> BenchResult:
-    """Run on a rank: `steps` steps over emulated devices that hand on `floats` numbers a microbatch."""
+    """Run `steps` steps over emulated devices on this rank; a microbatch's activation has `floats` numbers."""
     topology = comms.init_distributed()
     pipe = Pipeline(
         [_device(forward) for _ in range(schedule.stages)],
@@ -49,23 +49,23 @@ def measure(schedule: Schedule, forward: float, floats: int, steps: int) -> Benc
 
 
 def _device(seconds: float) -> nn.Module:
-    """A stage that takes `seconds` for F, I and W each; for none, a bare product, the least that has a backward."""
+    """Return a stage that sleeps `seconds` in F, I and W each; for 0 a single product, the least work with a backward."""
     return EmulatedDevice(seconds, seconds, seconds) if seconds else EmulatedLayer(1, 0, 0)
 
 
 def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> None:
-    """Measure and print, for emulated devices and then for devices that take no time at all."""
+    """Measure and print the step on emulated devices, then the engine's time on devices without work."""
     floats = max(1, round(megabytes * 1e6 / 4))
     run = launch(measure, schedule.ranks, schedule, forward, floats, steps)[0]
     ideal = simulate(schedule, Costs(forward, forward, forward)).makespan
-    ran = Measurement.of(run.timeline)
-    fed = simulate(ran.schedule, action_costs(ran)).makespan
+    measurement = Measurement.of(run.timeline)
+    predicted = simulate(measurement.schedule, action_costs(measurement)).makespan
     step = statistics.median(run.seconds)
     spread = f"{min(run.seconds) * 1e3:.1f} to {max(run.seconds) * 1e3:.1f}"
     print(f"{schedule.name}: P={schedule.ranks} M={schedule.microbatches}, {megabytes:g} MB a message, {steps} steps")
     print(f"  a step                               {step * 1e3:8.1f} ms  ({spread})")
     print(f"  the table, at nominal costs          {ideal * 1e3:8.1f} ms  {step / ideal:.3f} times")
-    print(f"  the table, at the actions' own costs {fed * 1e3:8.1f} ms  {step / fed:.3f} times")
+    print(f"  the table, at the actions' own costs {predicted * 1e3:8.1f} ms  {step / predicted:.3f} times")
     bare = launch(measure, schedule.ranks, schedule, 0.0, floats, 5 * steps)[0]
     actions = len(schedule.actions[0])
     print(
@@ -74,6 +74,6 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
 
 
 def action_costs(measured: Measurement, send: float = 0.0, **message: Any) -> Costs:
-    """What the actions took, without the engine's time between them; `send` and what else is said of messages as in `Costs`."""
+    """Return the measured times of the actions as costs; `send` and `message` are passed on to `Costs`."""
     seconds = measured.seconds
     return Costs(seconds[Kind.F], seconds[Kind.I], seconds[Kind.W], send, backward=seconds[Kind.B], **message)

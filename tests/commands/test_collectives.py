@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import penstock as ps
 from penstock.commands import cli
-from penstock.commands.bench import collectives
-from penstock.commands.bench.command import bytes_of
+from penstock.commands.machine import collectives
+from penstock.commands.machine.command import bytes_of
 
 OPERATIONS = ["broadcast", "scatter", "gather", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 CALLS = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single", "all_to_all": "all_to_all_single"}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.audit import KINDS, compare, describe
+from penstock.checkpoint.training_digests import DIGEST_KINDS, compare_runs, tensor_description
 
 STEPS = 3
 
@@ -72,13 +72,13 @@ class Subject:
         self.pipe.load_state_dict(self.start)
         self.pipe.step_count = 0
         self.optimizer.state.clear()
-        trail, hit = checkpoint.Trail(folder, self.pipe, self.optimizer, every=1), ""
+        trail, hit = checkpoint.DigestLog(folder, self.pipe, self.optimizer, every=1), ""
         for number, (inputs, target) in enumerate(self.batches[: flip.step if flip else STEPS], 1):
             here = flip is not None and (flip.step, flip.rank) == (number, self.rank)
             hit = self._step(inputs, target, trail, flip if here else None) or hit
         return flip.kind if flip else "", "".join(self.pipe.gather(lambda: hit))
 
-    def _step(self, inputs: Tensor, target: Tensor, trail: checkpoint.Trail, flip: Flip | None) -> str:
+    def _step(self, inputs: Tensor, target: Tensor, trail: checkpoint.DigestLog, flip: Flip | None) -> str:
         kind, rng = (flip.kind, random.Random(flip.seed)) if flip else ("", random.Random())
         hit = ""
         self.pipe.step(inputs, target=target)
@@ -88,7 +88,7 @@ class Subject:
         if kind in ("weights", "optimizer"):
             state: Any = self.optimizer.state
             hit = self._hit(rng, lambda each: [each] if kind == "weights" else list(state[each].values()))
-        trail.note()
+        trail.record_step()
         self.optimizer.zero_grad()
         return hit
 
@@ -105,11 +105,11 @@ def rank_flips(folder: Path, count: int, seed: int) -> tuple[Counter[str], list[
     subject.run(folder / "undisturbed")
     found, missed = Counter[str](), list[str]()
     for number in range(count):
-        flip = Flip(rng.choice(KINDS), rng.randint(1, STEPS), rng.randrange(ranks), rng.getrandbits(32))
+        flip = Flip(rng.choice(DIGEST_KINDS), rng.randint(1, STEPS), rng.randrange(ranks), rng.getrandbits(32))
         kind, name = subject.run(folder / "flipped", flip)
         if subject.rank == 0:
-            same, text = compare(folder / "undisturbed", folder / "flipped")
-            hit = describe(kind, name)
+            same, text = compare_runs(folder / "undisturbed", folder / "flipped")
+            hit = tensor_description(kind, name)
             if same or f"step {flip.step} is the first that differs" not in text or f": {hit}\n" not in text:
                 missed.append(f"{number}: {flip} hit {hit}; {text}")
             else:
@@ -125,7 +125,7 @@ def main(options: Options) -> None:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             found, missed = ps.launch(rank_flips, ranks, Path(folder), options.flips, options.seed)[0]
-        kinds = ", ".join(f"{found[kind]} in {kind}" for kind in KINDS)
+        kinds = ", ".join(f"{found[kind]} in {kind}" for kind in DIGEST_KINDS)
         print(f"{ranks} rank{'s' * (ranks > 1)}: {found.total()} of {options.flips} found at their step and traced: {kinds}")
         print(f"  {time.perf_counter() - begin:.0f} s")
         for text in missed[:5]:

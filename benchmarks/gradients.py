@@ -26,7 +26,7 @@ from two_hosts import results_of, run
 
 import penstock as ps
 from penstock.learn.emulated_device import EmulatedDevice
-from penstock.mesh.position import MeshPosition, position_in
+from penstock.mesh.position import MeshPosition, mesh_position
 from penstock.schedule import Costs, Schedule, averaged, simulate
 
 PIPELINE = 2  # ranks of a replica
@@ -54,7 +54,7 @@ def work(options: Options) -> None:
     """What every rank runs: measures the link, then every configuration. Rank 0 writes down what came out."""
     topology = ps.comms.init_distributed(timeout=60)
     mesh = init_device_mesh("cpu", (2, PIPELINE), mesh_dim_names=("dp", "pp"))  # a replica on each host
-    position = position_in(mesh, topology)
+    position = mesh_position(mesh, topology)
     bandwidth = _bandwidth(mesh, options.kilobytes)
     rows = [_measured(options, name, mesh, position, bandwidth) for name in options.schedules]
     if topology.rank == 0 and options.results is not None:

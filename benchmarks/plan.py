@@ -37,10 +37,10 @@ from penstock.engine.build import Planned
 from penstock.learn.devices import DIM
 from penstock.learn.emulated_device import EmulatedDevice
 from penstock.partition.balance import balanced_starts
-from penstock.plan import Layer, Layers, Plan
-from penstock.plan.candidate import Cutting, Terms
+from penstock.plan import LayerCost, ModelProfile, Plan
+from penstock.plan.partition_search import Limits, PartitionSearch
 from penstock.plan.planning import Effort
-from penstock.plan.timing import TimedTable
+from penstock.plan.schedule_timer import ScheduleTimer
 from penstock.schedule import Schedule
 
 BLOCK, HEAD = (0.020, 0.020, 0.020), (0.048, 0.048, 0.048)  # seconds of F, I and W
@@ -88,11 +88,11 @@ def model_of(ranks: int) -> nn.Sequential:
     return nn.Sequential(*(Asleep(*seconds, parameters=DIM) for seconds in seconds_of(ranks)))
 
 
-def layers_of(ranks: int) -> Layers:
+def layers_of(ranks: int) -> ModelProfile:
     """What they cost, each sleep a little longer than told; and what they would hold."""
     times = [tuple(each + OVERSLEPT for each in seconds) for seconds in seconds_of(ranks)]
     rest = ACTIVATION, KEEP, 0.0, OUTPUT
-    return Layers.of([Layer(str(number), f, i, w, *rest) for number, (f, i, w) in enumerate(times)], ROWS)
+    return ModelProfile.from_layers([LayerCost(str(number), f, i, w, *rest) for number, (f, i, w) in enumerate(times)], ROWS)
 
 
 class Fixed(NamedTuple):
@@ -106,18 +106,18 @@ class Fixed(NamedTuple):
     seconds: float
 
 
-def default_of(layers: Layers, ranks: int, batch: int, terms: Terms) -> Fixed:
+def default_of(layers: ModelProfile, ranks: int, batch: int, terms: Limits) -> Fixed:
     """1f1b on an even cut, recomputing everything if it does not fit."""
     way: Literal["stage"] | None
     table = ps.schedule.build("1f1b", ranks, MICROBATCHES)
     for way in (None, "stage"):
-        line = Alike(layers.at(batch / MICROBATCHES), way)
-        begins = tuple(balanced_starts(line.seconds, ranks))
-        found = Cutting(line, TimedTable(table), terms).at(begins)
-        if not found.over:
+        line = Alike(layers.costs_at(batch / MICROBATCHES), way)
+        begins = tuple(balanced_starts(line.layer_seconds, ranks))
+        found = PartitionSearch(line, ScheduleTimer(table), terms).evaluate(begins)
+        if not found.excess_bytes:
             break
-    cuts, seconds = [layers.names[begin] for begin in begins[1:]], found.seconds
-    return Fixed(table, MICROBATCHES, cuts, (way,) * ranks, layers.names, seconds)
+    cuts, seconds = [layers.layer_names[begin] for begin in begins[1:]], found.seconds
+    return Fixed(table, MICROBATCHES, cuts, (way,) * ranks, layers.layer_names, seconds)
 
 
 class Task(NamedTuple):
@@ -163,7 +163,7 @@ def emulated(options: Options) -> tuple[list[Row], Pairs]:
     for ranks, share in product(options.ranks, options.shares):
         layers, batch = layers_of(ranks), ROWS * MICROBATCHES
         limit = limit_of(layers, ranks, batch, MICROBATCHES, share)
-        terms = Terms((limit,) * ranks, send=SEND, action=ACTION)
+        terms = Limits((limit,) * ranks, send=SEND, action=ACTION)
         found = planned(layers, batch, terms, options.effort)
         row, more = compared(found, default_of(layers, ranks, batch, terms), asleep, options)
         rows.append({"P": ranks, "memory": f"{share:.0%}", **row})
@@ -174,28 +174,28 @@ def emulated(options: Options) -> tuple[list[Row], Pairs]:
 def real(options: Options) -> tuple[list[Row], Pairs]:
     """Two ranks whose layers compute, measured here."""
     ranks = ps.launch(measured, 2)
-    layers, beside = Layers.mean([layers for layers, _ in ranks]), ranks[0][1]
-    terms = Terms((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=count_cores())
+    layers, beside = ModelProfile.mean_of([layers for layers, _ in ranks]), ranks[0][1]
+    terms = Limits((math.inf,) * 2, send=beside.send, bandwidth=beside.bandwidth, action=beside.action, cores=count_cores())
     row, pairs = compared(planned(layers, BATCH, terms, "quick"), default_of(layers, 2, BATCH, terms), computing, options)
     return [{"P": 2, "memory": "any", **row}], pairs
 
 
-def measured() -> tuple[Layers, ps.plan.Overheads]:
+def measured() -> tuple[ModelProfile, ps.plan.Overheads]:
     """On both ranks at once, as they will compute."""
     ps.comms.init_distributed()
-    task, beside = computing(2), ps.plan.overheads()
+    task, beside = computing(2), ps.plan.measure_overheads()
     first = slice(BATCH // MICROBATCHES)
     layers = ps.plan.measure(task.model, (task.inputs[first],), loss_fn=task.loss_fn, target=task.target[first])
-    return beside.without(layers), beside
+    return beside.subtract_from(layers), beside
 
 
-def planned(layers: Layers, batch: int, terms: Terms, effort: Effort) -> list[Plan]:
+def planned(layers: ModelProfile, batch: int, terms: Limits, effort: Effort) -> list[Plan]:
     """The best plan, and those of some families."""
     make = partial(
         ps.plan.plan,
         layers,
-        len(terms.limits),
-        terms.limits,
+        len(terms.memory_bytes),
+        terms.memory_bytes,
         batch=batch,
         microbatches=MICROBATCHES,
         optimizer=0.0,

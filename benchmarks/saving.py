@@ -18,7 +18,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.files.disk import in_memory
+from penstock.checkpoint.files.disk import is_in_memory
 
 STEPS = 24
 WARM_UP = 4
@@ -47,7 +47,7 @@ def train(folders: list[str], width: int) -> str:
     for number in range(STEPS):
         folder = folders[number % len(folders)]
         timed(times.setdefault("step", []), step)
-        where = "save in memory" if in_memory(Path(folder)) else "save on the disk"
+        where = "save in memory" if is_in_memory(Path(folder)) else "save on the disk"
         timed(times.setdefault(where, []), partial(checkpoint.save, folder, pipe, optimizer, keep=1))
 
     size = sum(value.nbytes for value in pipe.state_dict().values()) * 3 / 1e6

@@ -28,14 +28,14 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.audit import EVERY
+from penstock.checkpoint.training_digests import STEPS_BETWEEN_DIGESTS
 from penstock.schedule import Kind
 
 WARM_UP = 3  # turns
 HASHED = 2**24  # bytes, for the hashes alone
 REPEATS = 5
-BARE, DIGESTS, LOOK = "bare", f"digests every {EVERY} steps, the default", "on_nonfinite"
-INTERVALS = {DIGESTS: EVERY, LOOK: 1}  # steps
+BARE, DIGESTS, LOOK = "bare", f"digests every {STEPS_BETWEEN_DIGESTS} steps, the default", "on_nonfinite"
+INTERVALS = {DIGESTS: STEPS_BETWEEN_DIGESTS, LOOK: 1}  # steps
 
 
 @dataclass
@@ -81,7 +81,7 @@ def steps(options: Options, folder: str) -> Measured:
     for turn in range(WARM_UP + options.turns):
         times, first = {}, turn % len(names)  # none always goes first
         for name in [*names[first:], *names[:first]]:
-            trail = checkpoint.Trail(folder, pipes[name], optimizers[name], every=1) if name == DIGESTS else None
+            trail = checkpoint.DigestLog(folder, pipes[name], optimizers[name], every=1) if name == DIGESTS else None
             times[name] = _step(pipes[name], optimizers[name], batch, trail)
         turns.append(times)
     heartbeat = time.clock_gettime(beats) / (time.monotonic() - begin)
@@ -91,13 +91,13 @@ def steps(options: Options, folder: str) -> Measured:
     return Measured(turns[WARM_UP:], median(forwards), digested, heartbeat)
 
 
-def _step(pipe: ps.Pipeline, optimizer: Any, batch: torch.Tensor, trail: checkpoint.Trail | None) -> Times:
+def _step(pipe: ps.Pipeline, optimizer: Any, batch: torch.Tensor, trail: checkpoint.DigestLog | None) -> Times:
     dist.barrier()
     begin, used = time.perf_counter(), time.process_time()
     pipe.step(batch[0], target=batch[1])
     optimizer.step()
     if trail is not None:
-        trail.note()
+        trail.record_step()
     optimizer.zero_grad()
     return Times(time.perf_counter() - begin, time.process_time() - used)
 

@@ -21,13 +21,13 @@ from penstock.randomness import fork_generator, mix_seed
 from penstock.stage.microbatch import split_sizes
 
 
-class _Seeded:
+class _SeededBuilder:
     """Builds layers, each with the random numbers of its own number."""
 
     def __init__(self) -> None:
         self.seed = int(torch.randint(2**62, (), device="cpu"))  # advances the generator, so the next model is another
 
-    def build(self, number: int, make: Callable[[], nn.Module]) -> nn.Module:
+    def build_layer(self, number: int, make: Callable[[], nn.Module]) -> nn.Module:
         """The module `make` makes, initialised as layer `number`."""
         with fork_generator(CPU) as generator:
             generator.manual_seed(mix_seed(self.seed, number))
@@ -38,16 +38,16 @@ def _mlp_layers(dim: int, total_layers: int, classes: int, start: int, end: int)
     """Hidden layers `start` to `end` by their names in the monolith, the head behind the last of all."""
     if dim < 1 or classes < 1 or total_layers < 1:
         raise MismatchError(f"an MLP needs a dim, layers and classes of 1 or more, got {dim}, {total_layers} and {classes}")
-    seeded, layers = _Seeded(), OrderedDict[str, nn.Module]()
+    seeded, layers = _SeededBuilder(), OrderedDict[str, nn.Module]()
     for number in range(start, end):
-        layers[str(2 * number)] = seeded.build(number, lambda: Hidden(dim))
+        layers[str(2 * number)] = seeded.build_layer(number, lambda: HiddenLinear(dim))
         layers[str(2 * number + 1)] = nn.ReLU()
     if end == total_layers:
-        layers[str(2 * total_layers)] = seeded.build(total_layers, lambda: nn.Linear(dim, classes))
+        layers[str(2 * total_layers)] = seeded.build_layer(total_layers, lambda: nn.Linear(dim, classes))
     return layers
 
 
-class Hidden(nn.Linear):
+class HiddenLinear(nn.Linear):
     """A layer whose ReLU keeps the size of what passes, however deep (He et al. 2015); nn.Linear's own start shrinks it."""
 
     def __init__(self, dim: int) -> None:
@@ -118,11 +118,11 @@ class GPT(nn.Sequential):
     def __init__(self, config: GPTConfig = GPTConfig()) -> None:
         if config.width % config.heads:
             raise MismatchError(f"width {config.width} does not divide by {config.heads} heads")
-        seeded, blocks = _Seeded(), range(config.layers)
-        layers = OrderedDict[str, nn.Module](embedding=seeded.build(0, lambda: Embedding(config)))
-        layers |= {f"block{number}": seeded.build(1 + number, lambda: Block(config)) for number in blocks}
+        seeded, blocks = _SeededBuilder(), range(config.layers)
+        layers = OrderedDict[str, nn.Module](embedding=seeded.build_layer(0, lambda: GPTEmbedding(config)))
+        layers |= {f"block{number}": seeded.build_layer(1 + number, lambda: GPTBlock(config)) for number in blocks}
         layers["norm"] = nn.LayerNorm(config.width)
-        layers["head"] = seeded.build(1 + config.layers, lambda: Projection(config.width, config.vocabulary))
+        layers["head"] = seeded.build_layer(1 + config.layers, lambda: GPT2Linear(config.width, config.vocabulary))
         super().__init__(layers)
         self.config = config
 
@@ -136,7 +136,7 @@ class GPT(nn.Sequential):
         return {**blocks, "head": ColwiseParallel(output_layouts=Replicate())}
 
 
-class Embedding(nn.Module):
+class GPTEmbedding(nn.Module):
     """Tokens and their positions as vectors."""
 
     uses_cache = True
@@ -144,8 +144,8 @@ class Embedding(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.context = config.context
-        self.token = Vectors(config.vocabulary, config.width)
-        self.position = Vectors(config.context, config.width)
+        self.token = GPT2Embedding(config.vocabulary, config.width)
+        self.position = GPT2Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Embedding(nn.Module):
         return self.dropout(self.token(tokens) + self.position(positions))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Causal self-attention, then a two-layer perceptron, each added to what came in."""
 
     uses_cache = True
@@ -165,8 +165,8 @@ class Block(nn.Module):
         width, self.heads = config.width, config.heads
         self.dropout = nn.Dropout(config.dropout)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = Projection(width, 3 * width), Projection(width, width, 2 * config.layers)
-        self.up, self.down = Projection(width, 4 * width), Projection(4 * width, width, 2 * config.layers)
+        self.qkv, self.out = GPT2Linear(width, 3 * width), GPT2Linear(width, width, 2 * config.layers)
+        self.up, self.down = GPT2Linear(width, 4 * width), GPT2Linear(4 * width, width, 2 * config.layers)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, time, width) -> the same."""
@@ -185,7 +185,7 @@ class Block(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Vectors(nn.Embedding):
+class GPT2Embedding(nn.Embedding):
     """An embedding with GPT-2's initialisation."""
 
     def reset_parameters(self) -> None:
@@ -193,7 +193,7 @@ class Vectors(nn.Embedding):
         nn.init.normal_(self.weight, std=0.02)
 
 
-class Projection(nn.Linear):
+class GPT2Linear(nn.Linear):
     """A Linear with GPT-2's initialisation; `residuals`: the sums its output is one term of, over the whole depth."""
 
     def __init__(self, inputs: int, outputs: int, residuals: int = 1) -> None:

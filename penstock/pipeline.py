@@ -32,9 +32,9 @@ from penstock.engine.report import Outcome, StepReport
 from penstock.engine.source import Source
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
-from penstock.mesh.position import position_in
+from penstock.mesh.position import mesh_position
 from penstock.mesh.sampler import ReplicaSampler
-from penstock.mesh.tensor_parallel import Plan
+from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.partition.materialise import Init
 from penstock.randomness import fork_generator
 from penstock.schedule import MeasuredTimeline, Schedule
@@ -145,7 +145,7 @@ class Pipeline(NoModule):
         init: Init | None = None,
         mesh: DeviceMesh | None = None,
         data_parallel: str | ApplyDataParallel = "ddp",
-        tensor_parallel: Plan | None = None,
+        tensor_parallel: TensorParallelPlan | None = None,
         on_nonfinite: OnNonfinite | None = None,
         rows_dim: int | None = None,
         reduction: Reduction = "mean",
@@ -164,9 +164,9 @@ class Pipeline(NoModule):
 
         with self.collective("Pipeline(..)"), trained_elsewhere.unguarded(model):
             self._number = next(_count)  # of the pipeline: what its calls are told by
-            self.position = position_in(mesh, world)
+            self.position = mesh_position(mesh, world)
             self.topology = self.position.pipeline  # this rank's place in its pipeline
-            self._control.add_mesh_groups(self._number, self.position.beside)
+            self._control.add_mesh_groups(self._number, self.position.peer_groups)
 
             request = check_request(model, arguments, self.topology.world_size, before)
             self.schedule, self.rows_dim, self.seed = request.schedule, request.rows_dim, request.given.seed
@@ -192,7 +192,7 @@ class Pipeline(NoModule):
         self.balance = cut.balance  # how even the cut is, on the rank that chose it
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
         self._loss_checks: LossChecks | None = None  # on one rank that has the target
-        if loss_fn is not None and self.position.copy == 0 and self.topology.rank == self.last_rank:
+        if loss_fn is not None and self.position.stage_rank_index == 0 and self.topology.rank == self.last_rank:
             self._loss_checks = LossChecks(loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim)
         self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
         self._options = ["model", *arguments, *all_options()]  # read-only from here on
@@ -455,7 +455,7 @@ class Pipeline(NoModule):
         if not hasattr(dataset, "__len__"):
             told = f"a {type(dataset).__name__} has no length to sample from"
             raise MismatchError(f"{told}: let it share its rows out itself, by pipe.position.replica of pipe.position.replicas")
-        return ReplicaSampler(len(dataset), self.position.replica, self.position.replicas, shuffle, seed)
+        return ReplicaSampler(len(dataset), self.position.replica, self.position.num_replicas, shuffle, seed)
 
     # -- parameters: see parameters.py ------------------------------------------------------------------------------
 
@@ -543,7 +543,7 @@ class Pipeline(NoModule):
 
     def _gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
         """Those of all ranks, which all call it. Raises MismatchError for a `max_norm` that is no number of 0 or more."""
-        with self.collective("clip_grad_norm_()", announces=self.position.copies > 1):  # DTensors' norms wait for others
+        with self.collective("clip_grad_norm_()", announces=self.position.num_stage_ranks > 1):  # a DTensor's norm waits
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
             norms = self._parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's

@@ -50,27 +50,27 @@ from penstock.errors import PenstockError
 
 # ---- releases -------------------------------------------------------------------------------------------------------
 
-OLDEST, NEWEST = (2, 11), (2, 15)  # what pyproject.toml asks for, and `make matrix` tests
+OLDEST_RELEASE, NEWEST_RELEASE = (2, 11), (2, 15)  # what pyproject.toml asks for, and `make matrix` tests
 
 
-def release(version: str) -> tuple[int, int]:
+def release_of(version: str) -> tuple[int, int]:
     """The first two numbers of a version: `(2, 13)` of `2.13.0+cpu`."""
     major, minor, *_ = version.split(".")
     return int(major), int(minor)
 
 
-class _OldTorch(PenstockError, ImportError):
+class _TorchTooOldError(PenstockError, ImportError):
     """What stands on torch cannot be imported; also an ImportError, which the ranks' server passes over, so it is told once."""
 
 
-def refuse_older(version: str) -> None:
+def check_torch_release(version: str) -> None:
     """Raises PenstockError if torch lacks what this module stands on."""
-    if release(version) < OLDEST:
-        newer = ".".join(map(str, OLDEST))
-        raise _OldTorch(f"Penstock needs torch {newer} or newer, this is {version}: pip install 'torch>={newer}'")
+    if release_of(version) < OLDEST_RELEASE:
+        newer = ".".join(map(str, OLDEST_RELEASE))
+        raise _TorchTooOldError(f"Penstock needs torch {newer} or newer, this is {version}: pip install 'torch>={newer}'")
 
 
-refuse_older(torch.__version__)
+check_torch_release(torch.__version__)
 
 
 # ---- modules and tensors --------------------------------------------------------------------------------------------
@@ -83,24 +83,24 @@ class TensorSlot(NamedTuple):
     owner: nn.Module
     key: str  # its name there
     tensor: Tensor  # what was there when it was looked through
-    held: dict[str, Tensor | None]  # all the parameters, or all the buffers, of the owner
+    registry: dict[str, Tensor | None]  # all the parameters, or all the buffers, of the owner
 
-    def put(self, tensor: Tensor) -> None:
+    def replace(self, tensor: Tensor) -> None:
         """Have `tensor` there, whatever its kind; the slot's own brings back what was.
 
         `setattr` would do for a parameter in the place of a parameter; it also tells recurrent layers, which keep a list.
         """
-        self.held[self.key] = tensor
+        self.registry[self.key] = tensor
 
 
 def parameter_slots(module: nn.Module) -> list[TensorSlot]:
     """Every place of a parameter in `module`; the public `named_parameters` does not say whose it is."""
-    return _slots((prefix, owner, owner._parameters) for prefix, owner in module.named_modules())
+    return _tensor_slots((prefix, owner, owner._parameters) for prefix, owner in module.named_modules())
 
 
 def buffer_slots(module: nn.Module) -> list[TensorSlot]:
     """Every place of a buffer in `module`, of those that are not saved too."""
-    return _slots((prefix, owner, owner._buffers) for prefix, owner in module.named_modules())
+    return _tensor_slots((prefix, owner, owner._buffers) for prefix, owner in module.named_modules())
 
 
 def tensor_slots(module: nn.Module) -> list[TensorSlot]:
@@ -108,7 +108,7 @@ def tensor_slots(module: nn.Module) -> list[TensorSlot]:
     return parameter_slots(module) + buffer_slots(module)
 
 
-def _slots(owners: Iterable[tuple[str, nn.Module, Any]]) -> list[TensorSlot]:
+def _tensor_slots(owners: Iterable[tuple[str, nn.Module, Any]]) -> list[TensorSlot]:
     return [
         TensorSlot(f"{prefix}.{key}" if prefix else key, owner, key, tensor, held)
         for prefix, owner, held in owners
@@ -117,27 +117,27 @@ def _slots(owners: Iterable[tuple[str, nn.Module, Any]]) -> list[TensorSlot]:
     ]
 
 
-def layers_of(module: nn.Module) -> dict[str, nn.Module]:
+def children_by_name(module: nn.Module) -> dict[str, nn.Module]:
     """The children by name; one that stands in several places has several, unlike in the public `named_children`."""
     return {name: child for name, child in module._modules.items() if child is not None}
 
 
-def is_saved(module: nn.Module, name: str) -> bool:
+def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     """Whether `name` is a buffer of `module` itself, and part of its state_dict."""
     return name in module._buffers and name not in module._non_persistent_buffers_set
 
 
-def ready_to_draw(module: nn.Module) -> None:
+def make_weight_contiguous(module: nn.Module) -> None:
     """Before `reset_parameters()`: have the numbers of a convolution's weight drawn in one order, whatever its memory format.
 
     From torch 2.12 on it sees to that itself; before, another weight has to take the place of one that is not contiguous.
     """
-    if release(torch.__version__) < (2, 12) and isinstance(module, _ConvNd) and not module.weight.is_contiguous():
+    if release_of(torch.__version__) < (2, 12) and isinstance(module, _ConvNd) and not module.weight.is_contiguous():
         contiguous = torch.empty_like(module.weight, memory_format=torch.contiguous_format)
         module.weight = nn.Parameter(contiguous, module.weight.requires_grad)
 
 
-def swap_memory(tensor: Tensor, other: Tensor) -> None:
+def swap_tensors(tensor: Tensor, other: Tensor) -> None:
     """Exchange what two tensor objects are, as the public `torch.utils.swap_tensors`, which refuses weak references to them."""
     torch._C._swap_tensor_impl(tensor, other)
 
@@ -152,7 +152,7 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def import_compiler() -> None:
+def import_dynamo() -> None:
     """What torch imports when a mode sees its first operation, imported before: a forward that waits for this import is kept,
     with all its values, by a circle of frames (`torch.fx.wrap` holds its own) until garbage is collected next."""
     if "torch._dynamo" not in sys.modules:
@@ -172,7 +172,7 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(before or module._forward_hooks or module._backward_hooks)
 
 
-def is_extended(module: nn.Module) -> bool:
+def has_hooks_or_patched_forward(module: nn.Module) -> bool:
     """Whether this module, unlike others of its class, has hooks or a forward of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__
 
@@ -182,19 +182,19 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
-def is_captured(module: nn.Module) -> bool:
+def is_cuda_graphed(module: nn.Module) -> bool:
     """Whether the public `torch.cuda.make_graphed_callables` has put replays of CUDA graphs in the place of its forward."""
     return getattr(vars(module).get("forward"), "__qualname__", "").startswith("make_graphed_callables.")
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
+def unwrap_compiled(module: nn.Module) -> nn.Module:
     """The user's module inside what `torch.compile` made of it."""
     while (inner := getattr(module, "_orig_mod", None)) is not None:
         module = inner
     return module
 
 
-def uncompiled_name(name: str) -> str:
+def strip_compiled_prefix(name: str) -> str:
     """A name of a module's state without what torch.compile adds to it."""
     return name.replace("_orig_mod.", "")
 
@@ -232,7 +232,7 @@ def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor | Non
     _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """The public `function.apply`, without its care for `torch.func`, which takes half of the time: for use outside of that."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -257,7 +257,7 @@ def in_functional_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def version_of(tensor: Tensor) -> int:
+def tensor_version(tensor: Tensor) -> int:
     """How often its memory was changed in place, as far as autograd knows; what it checks itself before a backward."""
     return tensor._version
 
@@ -271,12 +271,12 @@ def shares_memory(tensor: Tensor) -> bool:
     return users is None or users(storage._cdata) > 2  # this tensor, and what was asked for its memory
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
+def view_base(tensor: Tensor) -> Tensor | None:
     """The tensor that `tensor` is a view of, if it is one for autograd."""
     return tensor._base
 
 
-def leaf_of(memory: Tensor, kind: type[Tensor]) -> Any:
+def make_leaf(memory: Tensor, kind: type[Tensor]) -> Any:
     """A trainable leaf of class `kind` with this `memory`, for `isinstance` a Parameter; a Parameter made so copies nothing."""
     leaf: Any = torch.Tensor._make_subclass(kind, memory, True)
     leaf._is_param = True
@@ -310,17 +310,17 @@ def nccl_options(timeout: timedelta) -> Any:
     return options
 
 
-def backends_of(group: dist.ProcessGroup) -> list[Any]:
+def group_backends(group: dist.ProcessGroup) -> list[Any]:
     """What carries the messages of `group`, for each kind of device; torch has no public name for it."""
     return [group._get_backend(device) for device in group._device_types]
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The one of them for `device`, which an operation that starts at once asks without going through `dist`."""
     return group._get_backend(device)
 
 
-def device_types(group: dist.ProcessGroup) -> Sequence[str]:
+def group_device_types(group: dist.ProcessGroup) -> Sequence[str]:
     """Where tensors may be that `group` carries: `cpu`, `cuda`."""
     return [device.type for device in group._device_types]
 
@@ -330,7 +330,7 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def meet_at(store: dist.Store) -> None:
+def set_env_rendezvous(store: dist.Store) -> None:
     """From now on this process' `init_process_group()` and rendezvous("env://") find `store`, and RANK and WORLD_SIZE.
 
     The public `register_rendezvous_handler` takes other schemes only, which every program would have to ask for.
@@ -347,13 +347,13 @@ def meet_at(store: dist.Store) -> None:
 # ---- graphs and exports (partition) ---------------------------------------------------------------------------------
 
 
-def guards_of(program: "ExportedProgram") -> list[str]:
+def export_guards(program: "ExportedProgram") -> list[str]:
     """What an export took for granted of sizes, each as Python of its arguments `L['name']`. No public call tells."""
     return [guard.strip() for guard in program._guards_code]
 
 
 @cache
-def guard_function(guard: str, argument: str) -> Callable[[Any], bool]:
+def compile_guard(guard: str, argument: str) -> Callable[[Any], bool]:
     """A guard as a function of `argument`, the name it is written with. Needs the words that guards are made of."""
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # this imports for a second
 
@@ -361,7 +361,7 @@ def guard_function(guard: str, argument: str) -> Callable[[Any], bool]:
 
 
 @contextmanager
-def shapes_only(tensors: Sequence[Tensor]) -> Iterator[None]:
+def without_shape_guards(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Inside, what an export's fake `tensors` go through is looked at for its shapes alone: what is asked about sizes becomes
     no guard, and no result is kept for another call, which with open sizes takes longer than to compute it.
     """
@@ -373,19 +373,19 @@ def shapes_only(tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-def as_exported() -> AbstractContextManager[None]:
+def pretend_exporting() -> AbstractContextManager[None]:
     """Inside, the public `torch.compiler.is_exporting()` says yes, so that code goes the ways it goes in an export."""
     from torch._export.utils import _compiling_state_context  # this imports for a second
 
     return _compiling_state_context()
 
 
-def sets_grad_mode(target: object) -> bool:
+def is_set_grad_call(target: object) -> bool:
     """Whether a node of an export calls a graph with gradients switched on or off: (enabled, graph, *arguments)."""
     return target is torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
-def written_arguments(operation: OpOverload) -> list[tuple[int, str]]:
+def mutated_arguments(operation: OpOverload) -> list[tuple[int, str]]:
     """Place and name of each argument that an operation writes to, which only its schema says."""
     arguments = enumerate(operation._schema.arguments)
     return [(place, each.name) for place, each in arguments if each.alias_info is not None and each.alias_info.is_write]
@@ -396,12 +396,12 @@ def written_arguments(operation: OpOverload) -> list[tuple[int, str]]:
 # of a step. `fully_shard` is imported where it is used, for a second.
 
 
-def leave_out_of_ddp(module: nn.Module, names: Sequence[str]) -> None:
+def ignore_in_ddp(module: nn.Module, names: Sequence[str]) -> None:
     """Whatever DistributedDataParallel makes of `module` later leaves the parameters of these names alone."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
-def left_out_of_ddp(module: nn.Module) -> Collection[str]:
+def ddp_ignored_names(module: nn.Module) -> Collection[str]:
     """The names that were given to `leave_out_of_ddp`, by us or the user."""
     return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
 
@@ -411,7 +411,7 @@ def has_comm_hook(parallel: DistributedDataParallel) -> bool:
     return bool(parallel._comm_hooks)
 
 
-def expect_last_backward(parallel: DistributedDataParallel, ends: Sequence[Tensor]) -> None:
+def prepare_ddp_last_backward(parallel: DistributedDataParallel, ends: Sequence[Tensor]) -> None:
     """The next backward is the last of a step, which its forward would say of each; what `ends` do not need is left out."""
     parallel.reducer._rebuild_buckets()  # once: in the order in which the first step's gradients came
     parallel.reducer.prepare_for_backward(list(ends))
@@ -422,19 +422,19 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[Tensor], size: i
     dist._broadcast_coalesced(group, tensors, size, 0)
 
 
-def replicate(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def replicate_with_fsdp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """`fully_shard` that shards nothing: unlike DistributedDataParallel it takes parameters that are DTensors."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     return replicate(module, mesh=mesh)  # type: ignore[return-value]
 
 
-def is_replicated(module: nn.Module) -> bool:
+def is_replicate_module(module: nn.Module) -> bool:
     """Whether `replicate` has made it."""
     return any(each.__name__ == "ReplicateModule" for each in type(module).__mro__)
 
 
-def fsdp_casts(module: nn.Module) -> bool:
+def fsdp_casts_inputs_or_outputs(module: nn.Module) -> bool:
     """Whether `fully_shard` was given a MixedPrecisionPolicy that casts what goes into `module`, or what it gives."""
     return fsdp_input_dtype(module) is not None or getattr(_fsdp_policy(module), "output_dtype", None) is not None
 
@@ -449,7 +449,7 @@ def _fsdp_policy(module: Any) -> Any:
     return module._get_fsdp_state()._mp_policy if hasattr(module, "_get_fsdp_state") else None
 
 
-def forget_meshes() -> None:
+def clear_dtensor_caches() -> None:
     """Have DTensors' operations take the mesh of what they are given.
 
     torch remembers what an operation gives, the mesh with it, and a later mesh of the same ranks and names is equal to that
@@ -463,12 +463,12 @@ def forget_meshes() -> None:
     debug._clear_fast_path_sharding_prop_cache()
 
 
-def begin_fsdp(module: Any) -> None:
+def init_fsdp(module: Any) -> None:
     """What the first forward of a whole module would do, where its layers are called one by one."""
     module._get_fsdp_state()._lazy_init()
 
 
-def fsdp_average(modules: Sequence[Any]) -> None:
+def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
     """Reduce the gradients of modules that do not sync them by themselves, and wait; the public `finalize_backward` is 2.15's.
 
     A root's last callback wants to know, since 2.15, who ends the backward, which its forward would have told it.
@@ -488,7 +488,7 @@ def fsdp_parameters(module: Any) -> list[Any]:
     return [each for group in _fsdp_groups(module) for each in group.fsdp_params]
 
 
-def has_whole_gradient(parameter: Any) -> bool:
+def has_unreduced_grad(parameter: Any) -> bool:
     """Whether a parameter of `fsdp_parameters` has a gradient that is not averaged yet."""
     if not hasattr(parameter, "_unsharded_param"):
         return False
@@ -496,7 +496,7 @@ def has_whole_gradient(parameter: Any) -> bool:
     return kept is not None or parameter.unsharded_param.grad is not None
 
 
-def put_zero_gradient(parameter: Any) -> None:
+def set_zero_grad(parameter: Any) -> None:
     """Give such a parameter, which has none, the gradient zero."""
     whole = parameter.unsharded_param
     whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)

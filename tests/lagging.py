@@ -283,7 +283,7 @@ def _settled(function: Any) -> Any:
 def install() -> None:
     """From now on pipelines of this rank run on such a device."""
     torch.UntypedStorage.resize_ = _settled(torch.UntypedStorage.resize_)
-    fsdp._beside.submit = _settled(fsdp._beside.submit)
+    fsdp._averaging_pool.submit = _settled(fsdp._averaging_pool.submit)
     stream = Stream()
 
     def within(method: Any) -> Any:

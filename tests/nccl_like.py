@@ -70,7 +70,7 @@ def install(manners: str = "lazy") -> None:
     join = topology._find_topology
     topology._find_topology = lambda backend, timeout, device: _joined(join("gloo", timeout, "cpu"))
     process_groups.new_nccl_group = NcclLike
-    torch_private.backend_of = lambda group, device: _of(group, topology.current_topology())
+    torch_private.group_backend = lambda group, device: _of(group, topology.current_topology())
     set_nccl_defaults()
     threading.Thread(target=_watchdog, daemon=True).start()
 

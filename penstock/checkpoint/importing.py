@@ -12,27 +12,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files.disk import Damaged, opened, reading
-from penstock.checkpoint.files.manifest import LARGEST
+from penstock.checkpoint.collective import (
+    control_group_for_call,
+    copy_into_model,
+    fail_together,
+    gather_state_mismatches,
+    with_tied_names,
+)
+from penstock.checkpoint.files.disk import DamagedFileError, errors_as_damaged, open_regular_file
+from penstock.checkpoint.files.manifest import MAX_MANIFEST_BYTES
 from penstock.checkpoint.files.tensor_files import TensorFiles
-from penstock.checkpoint.together import as_one, differences, put, settled, under_all_names
 from penstock.engine.cut import Origin
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.stage.rank_parameters import MISSING, UNEXPECTED, WRONG_SHAPE, describe_mismatches
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # either is in a folder that `save_pretrained` wrote
+WEIGHTS_FILE, WEIGHTS_INDEX_FILE = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+)  # either is in a folder that `save_pretrained` wrote
 
 
-class Source(NamedTuple):
+class TensorRecipe(NamedTuple):
     """What a tensor is made of: the names of tensors in the files, and how it is made of those."""
 
-    places: list[str]
-    made: Callable[[list[Tensor]], Tensor]
+    stored_names: list[str]
+    convert: Callable[[list[Tensor]], Tensor]
 
-    def of(self, there: Callable[[str], Tensor]) -> Tensor:
+    def build(self, there: Callable[[str], Tensor]) -> Tensor:
         """The tensor, where those in the files are `there`."""
-        return self.made([there(place) for place in self.places])
+        return self.convert([there(place) for place in self.stored_names])
 
 
 def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename: Callable[[str], str] | None = None) -> None:
@@ -52,18 +61,21 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
 
         checkpoint.import_weights(pipe, "Llama-3.2-1B")  # a folder with model.safetensors
     """
-    control = settled(pipe, "checkpoint.import_weights()")
-    with as_one(control, f"import {path}"):
-        homes = _homes(Path(path))
-        sources = _sources(pipe, _renamed(homes, rename))
+    control = control_group_for_call(pipe, "checkpoint.import_weights()")
+    with fail_together(control, f"import {path}"):
+        homes = _file_of_tensor(Path(path))
+        sources = _tensor_recipes(pipe, _stored_names_by_model_name(homes, rename))
         mine = [name for name in pipe.state_dict(strict=False) if name in sources]
-        files = _opened(homes, [place for name in mine for place in sources[name].places])
-        shapes = {name: sources[name].of(lambda place: torch.empty(files.shapes[place], device="meta")).shape for name in mine}
-        _check(differences(control, pipe, dict.fromkeys(sources) | shapes), path, strict, control.topology.rank == 0)
-        put(pipe, ((name, sources[name].of(files.mapped)) for name in mine))
+        files = _open_tensor_files(homes, [place for name in mine for place in sources[name].stored_names])
+        on_meta = lambda place: torch.empty(files.shapes[place], device="meta")  # noqa: E731
+        shapes = {name: sources[name].build(on_meta).shape for name in mine}
+        _check_mismatches(
+            gather_state_mismatches(control, pipe, dict.fromkeys(sources) | shapes), path, strict, control.topology.rank == 0
+        )
+        copy_into_model(pipe, ((name, sources[name].build(files.mapped_tensor)) for name in mine))
 
 
-def _renamed(names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
+def _stored_names_by_model_name(names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
     """Each name here -> the one in the files. Raises MismatchError for two that would be one."""
     found: dict[str, str] = {}
     for name in names:
@@ -73,53 +85,56 @@ def _renamed(names: Iterable[str], rename: Callable[[str], str] | None) -> dict[
     return found
 
 
-def _homes(path: Path) -> dict[str, Path]:
+def _file_of_tensor(path: Path) -> dict[str, Path]:
     """The file that each tensor is in."""
     if path.is_dir():
-        inside = [path / name for name in (SINGLE, INDEX) if (path / name).exists()]
+        inside = [path / name for name in (WEIGHTS_FILE, WEIGHTS_INDEX_FILE) if (path / name).exists()]
         if not inside:
             raise MismatchError(
-                f"{path} has neither {SINGLE} nor {INDEX} in it: give what save_pretrained or export has written"
+                f"{path} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE} in it: give a folder of save_pretrained or export"
             )
         path = inside[0]
     if path.suffix != ".json":
         return dict.fromkeys(TensorFiles(path), path)
-    with reading(path, "is no index of safetensors files, or is damaged"), opened(path, follow=True) as index:
-        homes = {name: str(file) for name, file in json.loads(index.read(LARGEST))["weight_map"].items()}
+    with (
+        errors_as_damaged(path, "is no index of safetensors files, or is damaged"),
+        open_regular_file(path, follow=True) as index,
+    ):
+        homes = {name: str(file) for name, file in json.loads(index.read(MAX_MANIFEST_BYTES))["weight_map"].items()}
     for file in homes.values():
         if Path(file).name != file or "\0" in file or not file.endswith(".safetensors"):
             raise MismatchError(f"{path} names {file!r}, but an index may only name safetensors files beside it")
     return {name: path.parent / file for name, file in homes.items()}
 
 
-def _sources(pipe: Pipeline, names: Mapping[str, str]) -> dict[str, Source]:
+def _tensor_recipes(pipe: Pipeline, names: Mapping[str, str]) -> dict[str, TensorRecipe]:
     """What each of the model's tensors is made of; `names`: those of the files' tensors as they are here -> in the files."""
     found = None
     if (
         pipe._engine.parameters.origin is not None
         and pipe._engine.parameters.state_mismatches(dict.fromkeys(names))[UNEXPECTED]
     ):
-        found = _transformers_sources(pipe._engine.parameters.origin, names)
+        found = _transformers_recipes(pipe._engine.parameters.origin, names)
     if found is None:
-        found = {name: Source([name], _same) for name in names}
-    sources = {name: Source([names[place] for place in places], made) for name, (places, made) in found.items()}
-    return under_all_names(sources, pipe._engine.parameters.aliases)
+        found = {name: TensorRecipe([name], _single_tensor) for name in names}
+    sources = {name: TensorRecipe([names[place] for place in places], made) for name, (places, made) in found.items()}
+    return with_tied_names(sources, pipe._engine.parameters.aliases)
 
 
-def _opened(homes: Mapping[str, Path], places: Sequence[str]) -> TensorFiles:
+def _open_tensor_files(homes: Mapping[str, Path], places: Sequence[str]) -> TensorFiles:
     """The files of these tensors."""
     files = TensorFiles(*dict.fromkeys(homes[place] for place in places))
     for place in places:
         if place not in files:
-            raise Damaged(f"{homes[place]} does not have {place}, which is in it by its index")
+            raise DamagedFileError(f"{homes[place]} does not have {place}, which is in it by its index")
     return files
 
 
-def _check(unfit: Mapping[str, Sequence[str]], path: str | Path, strict: bool, tell: bool) -> None:
+def _check_mismatches(unfit: Mapping[str, Sequence[str]], path: str | Path, strict: bool, tell: bool) -> None:
     """Raises MismatchError for what does not fit, or has rank 0 `tell` of it."""
     if unfit[WRONG_SHAPE] or (strict and any(unfit.values())):
         raise MismatchError(
-            f"{path} does not fit this model: {describe_mismatches(unfit)}{_prefix(unfit[MISSING], unfit[UNEXPECTED])}"
+            f"{path} does not fit this model: {describe_mismatches(unfit)}{_prefix_hint(unfit[MISSING], unfit[UNEXPECTED])}"
         )
     if any(unfit.values()) and tell:
         warnings.warn(
@@ -128,7 +143,7 @@ def _check(unfit: Mapping[str, Sequence[str]], path: str | Path, strict: bool, t
         )
 
 
-def _prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
+def _prefix_hint(missing: Sequence[str], unknown: Sequence[str]) -> str:
     """What to do if names in the files differ from the model's by what is in front of them."""
     pairs = [(ours, theirs) for ours in missing for theirs in unknown]
     more = Counter(theirs.removesuffix(ours) for ours, theirs in pairs if theirs.endswith(f".{ours}"))
@@ -144,7 +159,7 @@ def _prefix(missing: Sequence[str], unknown: Sequence[str]) -> str:
 # -- what transformers keeps in files in another form than in memory, made as `from_pretrained` makes it -----------------
 
 
-def _transformers_sources(origin: Origin, names: Iterable[str]) -> dict[str, Source] | None:
+def _transformers_recipes(origin: Origin, names: Iterable[str]) -> dict[str, TensorRecipe] | None:
     """What each tensor of the model is made of, if transformers says so; `names`: of the files' tensors."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -166,24 +181,26 @@ def _transformers_sources(origin: Origin, names: Iterable[str]) -> dict[str, Sou
         if target not in state and name in state:
             target, pattern = name, None
         pieces.setdefault(target, {})[name] = pattern
-    found: dict[str, Source] = {}
+    found: dict[str, TensorRecipe] = {}
     for first, patterns in pieces.items():
         converter = converter_of.get(next(iter(patterns.values())) or "")
         if converter is None:
-            found[first] = Source(list(patterns), _same)
+            found[first] = TensorRecipe(list(patterns), _single_tensor)
             continue
         for target in converter.target_patterns:
             name = first.replace(converter.target_patterns[0], target)
-            found[name] = Source(list(patterns), partial(_converted, converter, model, first, patterns, name))
+            found[name] = TensorRecipe(
+                list(patterns), partial(_convert_with_transformers, converter, model, first, patterns, name)
+            )
     return found
 
 
-def _same(tensors: list[Tensor]) -> Tensor:
+def _single_tensor(tensors: list[Tensor]) -> Tensor:
     """The one tensor that there is."""
     return tensors[0]
 
 
-def _converted(
+def _convert_with_transformers(
     converter: Any, model: Any, first: str, patterns: Mapping[str, str | None], name: str, tensors: list[Tensor]
 ) -> Tensor:
     """The tensor `name`, one of those that `converter` makes."""

@@ -9,11 +9,25 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.checkpoint.collective import (
+    MODEL_PREFIX,
+    control_group_for_call,
+    copy_into_model,
+    fail_together,
+    gather_state_mismatches,
+    newest_complete_checkpoint,
+    with_tied_names,
+)
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import unpack
 from penstock.checkpoint.files.tensor_files import TensorFiles
-from penstock.checkpoint.together import MODEL, as_one, differences, newest_whole, put, settled, under_all_names
-from penstock.checkpoint.training_state import check_optimizer, check_scaler, check_scheduler, restore_optimizer, restore_random
+from penstock.checkpoint.training_state import (
+    check_optimizer_matches,
+    restore_optimizer,
+    restore_random_states,
+    unpack_scaler_state,
+    unpack_scheduler_state,
+)
 from penstock.comms.system import print_notice
 from penstock.engine import optimizers
 from penstock.errors import MismatchError, PenstockError
@@ -43,36 +57,36 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
         if checkpoint.exists("runs/a"):
             epoch = checkpoint.resume("runs/a", pipe, optimizer)["epoch"]
     """
-    control, folders = settled(pipe, "checkpoint.resume()"), _listed(folder)
-    with as_one(control, f"resume from {', '.join(map(str, folders))}"):
+    control, folders = control_group_for_call(pipe, "checkpoint.resume()"), _folder_paths(folder)
+    with fail_together(control, f"resume from {', '.join(map(str, folders))}"):
         optimizers.check_optimizer(optimizer, pipe.topology.world_size)
-        chosen, content, files = newest_whole(control, *folders)
-        kept = _kept(content, files, pipe._engine.parameters.aliases)
-        unfit = differences(control, pipe, {name: files.shapes.get(MODEL + at) for name, at in kept.items()})
+        chosen, content, files = newest_complete_checkpoint(control, *folders)
+        kept = _stored_names(content, files, pipe._engine.parameters.aliases)
+        unfit = gather_state_mismatches(control, pipe, {name: files.shapes.get(MODEL_PREFIX + at) for name, at in kept.items()})
         if any(unfit.values()):
             raise MismatchError(f"{chosen} does not fit this model: {describe_mismatches(unfit)}")
         own = pipe.state_dict(strict=False)
-        state = {name: _value(kept[name], content, files) for name in own}
-        _check_types(state, own)
+        state = {name: _stored_value(kept[name], content, files) for name in own}
+        _check_same_types(state, own)
         names = {id(parameter): kept[name] for name, parameter in pipe.named_parameters()}
         extra = unpack(content["extra"], files)
         if optimizer is not None:
-            check_optimizer(optimizer, content["optimizer"], names)
+            check_optimizer_matches(optimizer, content["optimizer"], names)
         if scheduler is not None:
-            rate = check_scheduler(scheduler, content["scheduler"], files)
-        scale = check_scaler(chosen, pipe.scaler, content.get("scaler"), files)
-        with _undone_on_failure(chosen, pipe, optimizer, scheduler):
-            put(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
+            rate = unpack_scheduler_state(scheduler, content["scheduler"], files)
+        scale = unpack_scaler_state(chosen, pipe.scaler, content.get("scaler"), files)
+        with _roll_back_on_failure(chosen, pipe, optimizer, scheduler):
+            copy_into_model(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
             if optimizer is not None:
                 restore_optimizer(optimizer, content["optimizer"], names, files)
             if scheduler is not None:
                 scheduler.load_state_dict(rate)
             control.all_gather_row((), f"to check {chosen}")  # from here on nothing can fail, on any rank
-        put(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
+        copy_into_model(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
         if pipe.scaler is not None and scale:
             pipe.scaler.load_state_dict(scale)
         pipe.step_count = content["step"]
-        restore_random(content["random"], pipe.position.world.rank, pipe.topology.device, files)
+        restore_random_states(content["random"], pipe.position.world.rank, pipe.topology.device, files)
     if len(folders) > 1 and control.topology.rank == 0:
         print_notice(f"the ranks go on from {chosen}")
     return extra
@@ -83,10 +97,10 @@ def exists(folder: Folder | Sequence[Folder]) -> bool:
 
     Each rank answers for what it sees: on several machines, whose memories differ, ask of the disk alone.
     """
-    return any(each.is_dir() and bool(manifest.newest_first(each)) for each in _listed(folder))
+    return any(each.is_dir() and bool(manifest.checkpoints_newest_first(each)) for each in _folder_paths(folder))
 
 
-def _listed(folder: Folder | Sequence[Folder]) -> list[Path]:
+def _folder_paths(folder: Folder | Sequence[Folder]) -> list[Path]:
     """One folder, or several, as paths. Raises PenstockError for none."""
     folders = [Path(folder)] if isinstance(folder, str | os.PathLike) else [Path(each) for each in folder]
     if not folders:
@@ -94,20 +108,20 @@ def _listed(folder: Folder | Sequence[Folder]) -> list[Path]:
     return folders
 
 
-def _kept(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:
+def _stored_names(content: Mapping[str, Any], files: TensorFiles, aliases: Mapping[str, str]) -> dict[str, str]:
     """For each name in the checkpoint, and all of a parameter that is tied now, the one that its value is kept under."""
-    tensors = [name.removeprefix(MODEL) for name in files if name.startswith(MODEL)]
+    tensors = [name.removeprefix(MODEL_PREFIX) for name in files if name.startswith(MODEL_PREFIX)]
     stored = {name: name for name in [*tensors, *content["model"]]} | content["aliases"]
-    return under_all_names(stored, aliases)
+    return with_tied_names(stored, aliases)
 
 
-def _value(kept: str, content: Mapping[str, Any], files: TensorFiles) -> Any:
-    return files.mapped(MODEL + kept) if MODEL + kept in files else unpack(content["model"][kept], files)
+def _stored_value(kept: str, content: Mapping[str, Any], files: TensorFiles) -> Any:
+    return files.mapped_tensor(MODEL_PREFIX + kept) if MODEL_PREFIX + kept in files else unpack(content["model"][kept], files)
 
 
-def _check_types(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_same_types(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in own.items():
-        theirs, ours = (_type(each) for each in (state[name], value))
+        theirs, ours = (_type_name(each) for each in (state[name], value))
         if theirs != ours and (isinstance(value, Tensor) or isinstance(state[name], Tensor)):
             raise MismatchError(
                 f"{name} is {theirs} in the checkpoint, but {ours} in this model: build the model in that "
@@ -115,12 +129,12 @@ def _check_types(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             )
 
 
-def _type(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 @contextmanager
-def _undone_on_failure(chosen: Path, pipe: Pipeline, optimizer: Any, scheduler: Any) -> Iterator[None]:
+def _roll_back_on_failure(chosen: Path, pipe: Pipeline, optimizer: Any, scheduler: Any) -> Iterator[None]:
     """What may refuse its state: if anything fails inside, on any rank, all of it has the state of before.
 
     Raises MismatchError for an error of an optimizer's, a schedule's or a module's own.
@@ -131,7 +145,7 @@ def _undone_on_failure(chosen: Path, pipe: Pipeline, optimizer: Any, scheduler: 
     try:
         yield
     except BaseException as error:
-        put(pipe, others.items())
+        copy_into_model(pipe, others.items())
         if before is not None:
             optimizer.state, optimizer.param_groups = before
         if rate is not None:

@@ -12,14 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint import lock
-from penstock.checkpoint.audit import check_replicas
+from penstock.checkpoint import folder_lock
+from penstock.checkpoint.collective import (
+    MODEL_PREFIX,
+    SaveHandle,
+    control_group_for_call,
+    fail_together,
+    rank_state_to_write,
+    temporary_shards,
+)
 from penstock.checkpoint.files import manifest
 from penstock.checkpoint.files.packing import pack
-from penstock.checkpoint.files.tensor_files import MOST_BYTES
-from penstock.checkpoint.together import MODEL, Saving, as_one, own_state, settled, written
-from penstock.checkpoint.training_state import merged_optimizer, pack_optimizer, pack_random
-from penstock.checkpoint.weights import settings
+from penstock.checkpoint.files.tensor_files import MAX_SHARD_BYTES
+from penstock.checkpoint.training_digests import check_replicas_equal
+from penstock.checkpoint.training_state import merge_optimizers, pack_optimizer, pack_random_states
+from penstock.checkpoint.weights import transformers_configs
 from penstock.comms.abort import abort_on_error
 from penstock.comms.control_group import ControlGroup
 from penstock.engine.optimizers import check_optimizer
@@ -35,7 +42,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int = 3,
     wait: bool = True,
-) -> Saving:
+) -> SaveHandle:
     """Write `folder/step-00000120`, 120 being the steps done: all that training needs to go on, on any ranks and cut.
 
     All ranks call it, after the same step. It is there whole or not at all: it gets its name when all of it is on the disk.
@@ -52,7 +59,7 @@ def save(
     `wait`: False copies everything to host memory and leaves the writing to a thread, while training goes on. The next save
         or resume waits for that, and so does `wait()` of what this returns, which a program calls once before it ends.
 
-    A folder is that of rank 0's process, as long as a pipeline lives there that has saved into it (`lock.py`). The error
+    A folder is that of rank 0's process, as long as a pipeline lives there that has saved into it (`folder_lock.py`). The error
     of a save that was left to a thread is raised by the next `step`, before it begins, if nothing has waited before.
 
     Raises, on every rank: PenstockError if a rank cannot write, and if another process has the folder, which it names;
@@ -62,8 +69,11 @@ def save(
 
         saving = checkpoint.save("runs/a", pipe, optimizer, extra={"epoch": 3}, wait=False)
     """
-    control, name = settled(pipe, "checkpoint.save()"), manifest.folder_of(pipe.step_count)
-    with as_one(control, f"write the checkpoint {folder}/{name}", waits=not wait), abort_on_error(pipe.position.beside):
+    control, name = control_group_for_call(pipe, "checkpoint.save()"), manifest.folder_name(pipe.step_count)
+    with (
+        fail_together(control, f"write the checkpoint {folder}/{name}", waits=not wait),
+        abort_on_error(pipe.position.peer_groups),
+    ):
         final = Path(folder) / name
         if not is_whole_number(keep, 1):
             raise PenstockError(f"keep={keep!r} would keep no checkpoint: use a whole number of 1 or more")
@@ -72,43 +82,43 @@ def save(
                 raise MismatchError(f"save() takes something with a state_dict as {argument}, not a {type(each).__name__}")
         if not isinstance(extra, Mapping | None):
             raise MismatchError(f"save() takes a dict as extra, not a {type(extra).__name__}")
-        held = lock.take(final.parent, pipe) if control.topology.rank == 0 else None
+        held = folder_lock.acquire(final.parent, pipe) if control.topology.rank == 0 else None
         whether = ["none" if each is None else "one" for each in (optimizer, scheduler)]
         given = [str(final.parent), str(keep), *whether]
         rows = control.all_gather_row([pipe.step_count, zlib.crc32(repr(given).encode())], "to save")
-        check_steps([int(step) for step, _ in rows])
+        check_same_step_count([int(step) for step, _ in rows])
         if len({checksum for _, checksum in rows}) > 1:
-            check_given(control.all_gather_object(given, "to save"))
-        check_replicas(control, pipe, optimizer)
-        _warn_of_pending_gradients(pipe, optimizer)
-        part, tensors = collected(pipe, optimizer, scheduler, extra)
+            check_same_arguments(control.all_gather_object(given, "to save"))
+        check_replicas_equal(control, pipe, optimizer)
+        _warn_if_gradients_pending(pipe, optimizer)
+        part, tensors = collect_rank_state(pipe, optimizer, scheduler, extra)
         if not wait:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    write = partial(_write, control, final, part, tensors, keep, held)
+    write = partial(_write_checkpoint, control, final, part, tensors, keep, held)
     if wait:
         write()
-        return Saving(final)
+        return SaveHandle(final)
     thread = ThreadPoolExecutor(1, f"writing {final.name}")
-    pipe._engine.background_save = saving = Saving(final, thread.submit(write))
+    pipe._engine.background_save = saving = SaveHandle(final, thread.submit(write))
     thread.shutdown(wait=False)
     return saving
 
 
-def claim(folder: Path, pipe: Pipeline) -> None:
+def lock_run_folder(folder: Path, pipe: Pipeline) -> None:
     """Make `folder` this run's, before it writes there what is no checkpoint. All ranks call it; raises as `save` does."""
-    control = settled(pipe, "checkpoint.claim()")
-    with as_one(control, f"write to {folder}"):
+    control = control_group_for_call(pipe, "checkpoint.claim()")
+    with fail_together(control, f"write to {folder}"):
         if control.topology.rank == 0:
-            lock.take(folder, pipe)
+            folder_lock.acquire(folder, pipe)
 
 
-def check_steps(steps: Sequence[int]) -> None:
+def check_same_step_count(steps: Sequence[int]) -> None:
     """Raises MismatchError unless all ranks have done as many."""
     if len(set(steps)) > 1:
         raise MismatchError(f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them")
 
 
-def check_given(told: Sequence[Sequence[str]]) -> None:
+def check_same_arguments(told: Sequence[Sequence[str]]) -> None:
     """Raises MismatchError unless all ranks have given the same: folder, keep=, whether an optimizer and a scheduler."""
     for number, name in enumerate(("folder", "keep", "optimizer", "scheduler")):
         for rank, each in enumerate(told):
@@ -117,7 +127,7 @@ def check_given(told: Sequence[Sequence[str]]) -> None:
                 raise MismatchError(f"the ranks do not save alike, by {name}: {given}; give all of them the same")
 
 
-def _warn_of_pending_gradients(pipe: Pipeline, optimizer: Any) -> None:
+def _warn_if_gradients_pending(pipe: Pipeline, optimizer: Any) -> None:
     """Not with a scaler that is enabled: it skips steps, whose gradients nobody needs."""
     skips = pipe.scaler is not None and pipe.scaler.is_enabled()
     if optimizer is not None and pipe.position.world.rank == 0 and not skips and pipe._engine.factor.is_pending():
@@ -128,52 +138,57 @@ def _warn_of_pending_gradients(pipe: Pipeline, optimizer: Any) -> None:
         )
 
 
-def collected(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def collect_rank_state(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
     check_optimizer(optimizer, pipe.topology.world_size)
-    rank, aliases, state = pipe.position.world.rank, pipe._engine.parameters.aliases, own_state(pipe)
+    rank, aliases, state = pipe.position.world.rank, pipe._engine.parameters.aliases, rank_state_to_write(pipe)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {MODEL_PREFIX + name: value for name, value in state.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     part = {
         "step": pipe.step_count,
         "aliases": aliases,
-        "settings": settings(pipe),
+        "settings": transformers_configs(pipe),
         "model": {name: pack(value, f"state.{name}", tensors) for name, value in others.items()},
         "optimizer": None if optimizer is None else pack_optimizer(optimizer, names, state, tensors, rank),
         "scheduler": None if scheduler is None else pack(scheduler.state_dict(), f"scheduler.{rank}", tensors),
         "scaler": None if pipe.scaler is None else pack(pipe.scaler.state_dict(), f"scaler.{rank}", tensors),
         "extra": pack(dict(extra or {}), "extra", tensors) if rank == 0 else None,
-        "random": pack_random(rank, pipe.topology.device, tensors),
+        "random": pack_random_states(rank, pipe.topology.device, tensors),
     }
     return part, tensors
 
 
-def _write(
-    control: ControlGroup, final: Path, part: dict[str, Any], tensors: dict[str, Tensor], keep: int, held: lock.Lock | None
+def _write_checkpoint(
+    control: ControlGroup,
+    final: Path,
+    part: dict[str, Any],
+    tensors: dict[str, Tensor],
+    keep: int,
+    held: folder_lock.FolderLock | None,
 ) -> None:
     """Write and put in place what all ranks have collected; then delete what is older than the last `keep`.
 
     `held`: the folder's lock, on rank 0.
     """
     folder, beside = final.parent, final.with_name(f".{final.name}.part")
-    with as_one(control, f"write the checkpoint {final}"), held.busy if held else nullcontext():
+    with fail_together(control, f"write the checkpoint {final}"), held.write_mutex if held else nullcontext():
         if held:
-            manifest.delete_left_overs(folder)
-        with written(control, beside, tensors, json.dumps(part), MOST_BYTES, with_checksums=True) as everyone:
+            manifest.delete_leftovers(folder)
+        with temporary_shards(control, beside, tensors, json.dumps(part), MAX_SHARD_BYTES, with_checksums=True) as everyone:
             if held:
-                manifest.write(beside, merged([{**json.loads(text), "files": files} for files, text in everyone]))
-                manifest.put_in_place(beside, final)
+                manifest.write(beside, merge_manifests([{**json.loads(text), "files": files} for files, text in everyone]))
+                manifest.move_into_place(beside, final)
                 manifest.prune(folder, part["step"], keep)
 
 
-def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_manifests(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The manifest of all ranks' parts."""
     return {
         "step": parts[0]["step"],
         "settings": parts[0]["settings"],
         **{key: dict(item for part in parts for item in part[key].items()) for key in ("files", "aliases", "model")},
-        "optimizer": merged_optimizer([part["optimizer"] for part in parts]),
+        "optimizer": merge_optimizers([part["optimizer"] for part in parts]),
         "scheduler": next((part["scheduler"] for part in parts if part["scheduler"] is not None), None),
         "scaler": parts[0]["scaler"],
         "extra": parts[0]["extra"],

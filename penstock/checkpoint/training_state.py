@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files.disk import reading
+from penstock.checkpoint.files.disk import errors_as_damaged
 from penstock.checkpoint.files.packing import pack, unpack
 from penstock.engine.optimizers import MEMBERS, check_known, check_same_options, options_of
 from penstock.errors import MismatchError
@@ -34,7 +34,7 @@ def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: 
             }
         )
     state, kept = dict(packed["state"]), {}
-    for parameter, index in _numbered(optimizer, packed):
+    for parameter, index in _parameters_with_indices(optimizer, packed):
         if index in state:
             aside: dict[str, Tensor] = {}
             name = names[id(parameter)]
@@ -47,13 +47,13 @@ def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: 
     return {"kind": type(optimizer).__name__, "groups": groups, "state": kept}
 
 
-def _numbered(optimizer: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
+def _parameters_with_indices(optimizer: Any, packed: Any) -> Iterator[tuple[Tensor, int]]:
     """Each parameter of the optimizer, and its number in what `state_dict` has `packed`."""
     for group, told in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         yield from zip(group["params"], told["params"], strict=True)
 
 
-def merged_optimizer(parts: Sequence[Any]) -> Any:
+def merge_optimizers(parts: Sequence[Any]) -> Any:
     """The optimizers of all ranks as one. Raises MismatchError where they differ in more than their parameters."""
     ranks = {rank: part for rank, part in enumerate(parts) if part is not None}
     if not ranks:
@@ -78,7 +78,7 @@ def merged_optimizer(parts: Sequence[Any]) -> Any:
     return {"kind": ranks[first]["kind"], "groups": merged, "state": state}
 
 
-def check_optimizer(optimizer: Any, saved: Any, names: Names) -> None:
+def check_optimizer_matches(optimizer: Any, saved: Any, names: Names) -> None:
     """Raises MismatchError unless `restore_optimizer` can be done."""
     if saved is None:
         raise MismatchError("the checkpoint holds no optimizer: it was saved without optimizer=")
@@ -88,7 +88,7 @@ def check_optimizer(optimizer: Any, saved: Any, names: Names) -> None:
         counts = f"{len(saved['groups'])} parameter groups, but this one has {len(optimizer.param_groups)}"
         raise MismatchError(f"the checkpoint's optimizer has {counts}: make it with the same groups")
     for number, (group, then) in enumerate(zip(optimizer.param_groups, saved["groups"], strict=True)):
-        _check_numbers(group, then["options"]["dict"], f"the optimizer's group {number}")
+        _check_numbers_stay_numbers(group, then["options"]["dict"], f"the optimizer's group {number}")
     home = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     for number, group in enumerate(optimizer.param_groups):
         for name in [names.get(id(parameter)) for parameter in group["params"] if id(parameter) in names or parameter.numel()]:
@@ -97,7 +97,7 @@ def check_optimizer(optimizer: Any, saved: Any, names: Names) -> None:
                 raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {there}")
 
 
-def _check_numbers(own: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+def _check_numbers_stay_numbers(own: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
     """Raises MismatchError for a number here that is something else in the checkpoint."""
     for key in own.keys() & saved.keys():
         is_number = isinstance(own[key], int | float) and not isinstance(own[key], bool)
@@ -108,12 +108,12 @@ def _check_numbers(own: Mapping[str, Any], saved: Mapping[str, Any], where: str)
         raise MismatchError(f"{where} cannot have {', '.join(sorted(clash))} from a checkpoint")
 
 
-def check_scheduler(scheduler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def unpack_scheduler_state(scheduler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state that `scheduler` had. Raises MismatchError if it is none of one like this."""
     if saved is None:
         raise MismatchError("the checkpoint holds no learning-rate schedule: it was saved without scheduler=")
     state, own, kind = unpack(saved, tensors), scheduler.state_dict(), type(scheduler).__name__
-    _check_numbers(own, state, f"the {kind}")
+    _check_numbers_stay_numbers(own, state, f"the {kind}")
     if foreign := [key for key in state if key not in own and hasattr(scheduler, str(key))]:
         raise MismatchError(f"the checkpoint's schedule has {', '.join(map(str, foreign))}, which are no state of a {kind}")
     return state
@@ -125,19 +125,19 @@ def restore_optimizer(optimizer: Any, saved: Any, names: Names, tensors: Mapping
     for told, then in zip(packed["param_groups"], saved["groups"], strict=True):
         told.update(unpack(then["options"], tensors))
     state = {
-        index: {key: _laid_out(value, parameter) for key, value in unpack(saved["state"][name], tensors).items()}
-        for parameter, index in _numbered(optimizer, packed)
+        index: {key: _with_layout_of(value, parameter) for key, value in unpack(saved["state"][name], tensors).items()}
+        for parameter, index in _parameters_with_indices(optimizer, packed)
         if (name := names.get(id(parameter), "")) in saved["state"]
     }
     optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
-    for parameter, index in _numbered(optimizer, packed):
+    for parameter, index in _parameters_with_indices(optimizer, packed):
         for key, value in state.get(index, {}).items():  # torch has cast them to the parameter's type
             loaded = optimizer.state[parameter][key]
             if isinstance(value, Tensor) and loaded.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.to(loaded.device)
 
 
-def _laid_out(value: Any, parameter: Tensor) -> Any:
+def _with_layout_of(value: Any, parameter: Tensor) -> Any:
     """`value`, if it is a tensor of the parameter's shape, laid out in memory, or over ranks, as the parameter is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
@@ -146,7 +146,7 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
 
 
-def check_scaler(chosen: Path, scaler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def unpack_scaler_state(chosen: Path, scaler: Any, saved: Any, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state that a pipeline's `scaler` goes on with; empty if it has none, or is not enabled now or was not then.
 
     Raises MismatchError for one that a scaler does not take.
@@ -160,7 +160,7 @@ def check_scaler(chosen: Path, scaler: Any, saved: Any, tensors: Mapping[str, Te
     return state
 
 
-def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> Any:
+def pack_random_states(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> Any:
     """The states of the generators that this rank's own code draws from."""
     version, numbers, gauss = random.getstate()  # 625 numbers, which JSON is slow with
     states: dict[str, Any] = {"python": (version, torch.tensor(numbers, device="cpu"), gauss), "torch": torch.get_rng_state()}
@@ -173,38 +173,38 @@ def pack_random(rank: int, device: torch.device, tensors: dict[str, Tensor]) -> 
     return pack(states, f"random.{rank}", tensors)
 
 
-def check_random(path: Path, saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> None:
+def check_random_states(path: Path, saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Raises Damaged if `restore_random` could not be done."""
-    with reading(path, "has random numbers' states that no generator takes"):
-        states = _states(saved, rank, tensors)
+    with errors_as_damaged(path, "has random numbers' states that no generator takes"):
+        states = _unpack_random_states(saved, rank, tensors)
         random.Random().setstate(states["python"])
         if "numpy" in states:
-            _numpy_random().RandomState().set_state(states["numpy"])
+            _import_numpy_random().RandomState().set_state(states["numpy"])
         for name in ("torch", "cuda"):
             state = states.get(name, torch.empty(0, dtype=torch.uint8))
             if state.dtype != torch.uint8 or (name == "torch" and state.shape != torch.get_rng_state().shape):
                 raise ValueError
 
 
-def restore_random(saved: Sequence[Any], rank: int, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
+def restore_random_states(saved: Sequence[Any], rank: int, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
     """Put the generators into the states that `pack_random` found on this rank, or on rank 0."""
-    states = _states(saved, rank, tensors)
+    states = _unpack_random_states(saved, rank, tensors)
     random.setstate(states["python"])
     if "numpy" in states:
-        _numpy_random().set_state(states["numpy"])
+        _import_numpy_random().set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def _numpy_random() -> Any:
+def _import_numpy_random() -> Any:
     """numpy's generators, imported where a checkpoint has their state: what needs no numpy does not wait for it."""
     import numpy
 
     return numpy.random
 
 
-def _states(saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack_random_states(saved: Sequence[Any], rank: int, tensors: Mapping[str, Tensor]) -> Any:
     states = unpack(saved[rank if rank < len(saved) else 0], tensors)
     version, numbers, gauss = states["python"]
     if isinstance(numbers, Tensor):  # else of an older checkpoint

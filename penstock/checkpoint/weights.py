@@ -10,19 +10,26 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint.audit import check_replicas
+from penstock.checkpoint.collective import (
+    MODEL_PREFIX,
+    control_group_for_call,
+    fail_together,
+    newest_complete_checkpoint,
+    rank_state_to_write,
+    temporary_shards,
+)
 from penstock.checkpoint.files import manifest
-from penstock.checkpoint.files.disk import sync
-from penstock.checkpoint.files.tensor_files import TensorFiles, write_file
-from penstock.checkpoint.importing import INDEX, SINGLE
-from penstock.checkpoint.together import MODEL, as_one, newest_whole, own_state, settled, written
+from penstock.checkpoint.files.disk import fsync
+from penstock.checkpoint.files.tensor_files import TensorFiles, write_safetensors
+from penstock.checkpoint.importing import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
+from penstock.checkpoint.training_digests import check_replicas_equal
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.schedule.timing.explanation import bytes_meant
 
-_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights is made of
+_WEIGHTS_FILE_PATTERN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights is made of
 
 
 def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") -> None:
@@ -45,27 +52,34 @@ def export(pipe: Pipeline, path: str | Path, max_shard_size: int | str = "5GB") 
         checkpoint.export(pipe, "fine-tuned")
         model = AutoModelForCausalLM.from_pretrained("fine-tuned")  # likewise
     """
-    path, control = Path(path), settled(pipe, "checkpoint.export()")
-    with as_one(control, f"export to {path}"):
-        check_replicas(control, pipe)
-        _write(control, path, own_state(pipe), pipe._engine.parameters.aliases, settings(pipe), max_shard_size)
+    path, control = Path(path), control_group_for_call(pipe, "checkpoint.export()")
+    with fail_together(control, f"export to {path}"):
+        check_replicas_equal(control, pipe)
+        _write_weights(
+            control,
+            path,
+            rank_state_to_write(pipe),
+            pipe._engine.parameters.aliases,
+            transformers_configs(pipe),
+            max_shard_size,
+        )
 
 
-def export_folder(folder: str | Path, path: str | Path, max_shard_size: int | str = "5GB") -> Path:
+def export_checkpoint(folder: str | Path, path: str | Path, max_shard_size: int | str = "5GB") -> Path:
     """Write the weights in the newest whole checkpoint of `folder` (or in the checkpoint `folder`), as `export` does.
 
     For a program without ranks. Returns the checkpoint taken; raises MismatchError if none is whole, PenstockError if
     `path` cannot be written.
     """
     control = ControlGroup(Topology(), "alone")
-    with as_one(control, f"export {folder} to {path}"):
-        chosen, content, files = newest_whole(control, Path(folder))
-        state = {name.removeprefix(MODEL): files.mapped(name) for name in files if name.startswith(MODEL)}
-        _write(control, Path(path), state | content["model"], content["aliases"], content["settings"], max_shard_size)
+    with fail_together(control, f"export {folder} to {path}"):
+        chosen, content, files = newest_complete_checkpoint(control, Path(folder))
+        state = {name.removeprefix(MODEL_PREFIX): files.mapped_tensor(name) for name in files if name.startswith(MODEL_PREFIX)}
+        _write_weights(control, Path(path), state | content["model"], content["aliases"], content["settings"], max_shard_size)
     return chosen
 
 
-def settings(pipe: Pipeline) -> dict[str, Any]:
+def transformers_configs(pipe: Pipeline) -> dict[str, Any]:
     """The files that transformers keeps beside a model's weights -> what is in them, as JSON."""
     origin = pipe._engine.parameters.origin
     if origin is None or not hasattr(origin.config, "to_json_string"):
@@ -77,7 +91,7 @@ def settings(pipe: Pipeline) -> dict[str, Any]:
     return contents
 
 
-def _write(
+def _write_weights(
     control: ControlGroup,
     path: Path,
     state: Mapping[str, Any],
@@ -95,7 +109,7 @@ def _write(
     if one_file:
         tensors |= {name: tensors[first] for name, first in aliases.items() if first in tensors}
     parts = path.absolute().with_name(f".{path.name}.parts")
-    with written(control, parts, tensors, no_tensors, float("inf") if one_file else most) as everyone:
+    with temporary_shards(control, parts, tensors, no_tensors, float("inf") if one_file else most) as everyone:
         left_out = [name for _, names in everyone for name in names]
         if control.topology.rank != 0:
             return
@@ -103,42 +117,42 @@ def _write(
             warnings.warn(f"{path} holds tensors only: {', '.join(left_out)} left out", stacklevel=3)
         files = TensorFiles(parts)
         if one_file or files.nbytes <= most:
-            files = _joined(files, parts / SINGLE)
+            files = _join_shards(files, parts / WEIGHTS_FILE)
         if one_file:
-            os.replace(parts / SINGLE, path)
-            sync(path.parent)
+            os.replace(parts / WEIGHTS_FILE, path)
+            fsync(path.parent)
         else:
-            _put_folder(files, parts, path, contents)
+            _install_pretrained_folder(files, parts, path, contents)
 
 
-def _joined(files: TensorFiles, path: Path) -> TensorFiles:
+def _join_shards(files: TensorFiles, path: Path) -> TensorFiles:
     """The tensors of `files` in one, `path`."""
-    shards = {stored.file for stored in files.stored.values()}
+    shards = {stored.file for stored in files.locations.values()}
     if len(shards) == 1:
         os.rename(shards.pop(), path)
     else:
-        write_file(path, {name: files.mapped(name) for name in files})
+        write_safetensors(path, {name: files.mapped_tensor(name) for name in files})
     return TensorFiles(path)
 
 
-def _put_folder(files: TensorFiles, parts: Path, path: Path, contents: Mapping[str, Any]) -> None:
+def _install_pretrained_folder(files: TensorFiles, parts: Path, path: Path, contents: Mapping[str, Any]) -> None:
     """Make `files`, which are in `parts`, what `from_pretrained` expects in `path`, and put them there, the index last."""
-    shards = sorted({stored.file for stored in files.stored.values()})
+    shards = sorted({stored.file for stored in files.locations.values()})
     names = {file: f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number, file in enumerate(shards, 1)}
-    if shards == [parts / SINGLE]:
-        names = {parts / SINGLE: SINGLE}
+    if shards == [parts / WEIGHTS_FILE]:
+        names = {parts / WEIGHTS_FILE: WEIGHTS_FILE}
     else:
-        homes = {name: names[stored.file] for name, stored in sorted(files.stored.items())}
-        contents = {**contents, INDEX: {"metadata": {"total_size": files.nbytes}, "weight_map": homes}}
+        homes = {name: names[stored.file] for name, stored in sorted(files.locations.items())}
+        contents = {**contents, WEIGHTS_INDEX_FILE: {"metadata": {"total_size": files.nbytes}, "weight_map": homes}}
     for file, name in names.items():
         os.rename(file, parts / name)
     for name, content in contents.items():
-        with manifest.replaced(parts / name) as beside:
+        with manifest.atomic_replacement(parts / name) as beside:
             beside.write_text(json.dumps(content, indent=2) + "\n")
     path.mkdir(exist_ok=True)
     for old in sorted(path.iterdir(), reverse=True):  # the index first: no file of one export stands beside that of another
-        if _OURS.fullmatch(old.name):
+        if _WEIGHTS_FILE_PATTERN.fullmatch(old.name):
             old.unlink()
     for name in sorted([*names.values(), *contents]):
         os.replace(parts / name, path / name)
-    sync(path)
+    fsync(path)

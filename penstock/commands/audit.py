@@ -24,13 +24,13 @@ class Audit:
 
     def run(self) -> None:
         """Compare the digests, print the result and exit."""
-        from penstock.checkpoint.audit import compare
+        from penstock.checkpoint.training_digests import compare_runs
 
         try:
             for folder in (self.run_a, self.run_b):
                 if not folder.exists():
                     raise PenstockError(f"{folder} does not exist{nearest_path(folder)}")
-            same, report = compare(self.run_a, self.run_b)
+            same, report = compare_runs(self.run_a, self.run_b)
         except PenstockError as error:
             print(f"penstock: {error}", file=sys.stderr)
             sys.exit(2)

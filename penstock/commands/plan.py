@@ -17,9 +17,9 @@ from penstock.commands.source import nearest_path
 from penstock.errors import PenstockError
 from penstock.learn.puzzles.judge import Missed, fault, loaded
 from penstock.learn.written import FAULTS
-from penstock.plan import Layers, bytes_of, plan, robustness
+from penstock.plan import ModelProfile, parse_memory_size, plan, robustness
 from penstock.plan import Plan as BestPlan
-from penstock.plan.estimating import COSTS
+from penstock.plan.estimating import COSTS_FILE
 from penstock.schedule.timing.explanation import bytes_told
 from penstock.view.files import writing
 
@@ -87,7 +87,7 @@ class Plan:
             with writing(self.save_costs):
                 layers.save(self.save_costs)
             print(f"wrote {self.save_costs}")
-        limit = bytes_of(self.memory)
+        limit = parse_memory_size(self.memory)
         with SearchBar() as bar:
             plans = self._plans(layers, limit, self.effort, bar)
         best = plans[0]
@@ -109,28 +109,30 @@ class Plan:
         if self.out is not None:
             print(f"wrote {self.out}")
 
-    def _layers(self) -> Layers:
+    def _layers(self) -> ModelProfile:
         if (self.costs is None) == (self.model is None):
             raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
         if self.costs is not None:
-            costs = self.costs / COSTS if self.costs.is_dir() else self.costs
+            costs = self.costs / COSTS_FILE if self.costs.is_dir() else self.costs
             if costs != self.costs and not costs.is_file():
-                raise PenstockError(f"{self.costs} has no {COSTS}: a run of `penstock train` without --plan leaves it there")
-            return Layers.load(costs)
-        from penstock.plan import measure, of_transformers
+                raise PenstockError(
+                    f"{self.costs} has no {COSTS_FILE}: a run of `penstock train` without --plan leaves it there"
+                )
+            return ModelProfile.load(costs)
+        from penstock.plan import estimate_transformers, measure
 
         if str(self.model).startswith(TRANSFORMERS):
             config = Path(str(self.model).removeprefix(TRANSFORMERS))
             if config.suffix == ".json" and not config.is_file():
                 raise PenstockError(f"there is no {config}{nearest_path(config)}")
             print(f"estimates, for {self.speed:g}e12 operations a second and rows of {self.tokens} tokens: nothing is measured")
-            return of_transformers(config, self.tokens, 1e12 * self.speed)
+            return estimate_transformers(config, self.tokens, 1e12 * self.speed)
         model, args, *loss = built(str(self.model))
         loss_fn, target = loss or (None, None)
         return measure(model, args, loss_fn=loss_fn, target=target)
 
     def _plans(
-        self, layers: Layers, memory: float, effort: Any, progress: Callable[..., object] | None = None
+        self, layers: ModelProfile, memory: float, effort: Any, progress: Callable[..., object] | None = None
     ) -> list[BestPlan]:
         counts = self.microbatches and whole_numbers("--microbatches", self.microbatches)
         return plan(
@@ -237,7 +239,7 @@ def table(plans: Sequence[BestPlan], limit: float) -> str:
             (
                 str(number),
                 f"{1e3 * candidate.seconds:.4g} ms",
-                f"{candidate.above:.1%}",
+                f"{candidate.share_above_bound:.1%}",
                 f"{candidate.timeline.bubble:.1%}",
                 f"{bytes_told(max(candidate.peak_memory))} ({max(candidate.peak_memory) / limit:.0%})",
                 f"{recomputed_stages} of {candidate.schedule.stages}",

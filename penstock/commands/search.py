@@ -7,7 +7,7 @@ from typing import Literal
 from penstock.commands.options import command
 from penstock.commands.plan import SearchBar, check_writable
 from penstock.errors import PenstockError
-from penstock.plan import Layers, bytes_of
+from penstock.plan import ModelProfile, parse_memory_size
 from penstock.schedule import Costs, search, simulate
 from penstock.schedule.table import PLACEMENTS
 from penstock.view.files import writing
@@ -43,7 +43,7 @@ class Search:
     def run(self) -> None:
         """Read the costs, search, print the table and the bound."""
         check_writable(self.csv)
-        stages = Layers.load(self.costs).samples[-1].layers
+        stages = ModelProfile.load(self.costs).samples[-1].layers
         if self.ranks < 1 or len(stages) % self.ranks:
             raise PenstockError(f"{self.costs} has {len(stages)} stages, which do not divide by --ranks {self.ranks}")
         columns = dict(zip(stages[0]._fields, zip(*stages, strict=True), strict=True))
@@ -54,7 +54,7 @@ class Search:
         with SearchBar() as bar:
             progress = partial(bar, self.effort)
             found = search(
-                costs, placement, self.microbatches, bytes_of(self.memory), self.effort, self.seed, progress=progress
+                costs, placement, self.microbatches, parse_memory_size(self.memory), self.effort, self.seed, progress=progress
             )
         if self.csv is not None:  # before printing: a reader like `head` may end the output early
             with writing(self.csv):

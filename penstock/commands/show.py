@@ -12,7 +12,7 @@ import tyro
 from penstock.commands.options import command
 from penstock.commands.source import table_of, table_written_in
 from penstock.errors import PenstockError
-from penstock.plan import is_plan
+from penstock.plan import is_plan_file
 from penstock.plan import load as load_plan
 from penstock.schedule import Costs, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
 from penstock.schedule.catalog import FAMILIES
@@ -36,7 +36,7 @@ def is_recorded(source: str) -> bool:
 
 def recorded(source: str) -> Record:
     """Load the run, timeline or plan `source`. Raises PenstockError if it is none."""
-    return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan(source) else load(source)
+    return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan_file(source) else load(source)
 
 
 def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Table, str]:

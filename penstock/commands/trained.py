@@ -97,7 +97,7 @@ class Export:
             raise PenstockError(f"{self.source} does not exist{nearest_path(self.source)}")
         from penstock import checkpoint
 
-        print(f"wrote {self.out} from {checkpoint.export_folder(self.source, self.out, self.max_shard_size)}")
+        print(f"wrote {self.out} from {checkpoint.export_checkpoint(self.source, self.out, self.max_shard_size)}")
 
 
 def _trained(source: Path) -> TrainConfig:

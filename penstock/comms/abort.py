@@ -21,7 +21,7 @@ SHORTEST_TIMEOUT = timedelta(milliseconds=1)
 
 def abort_group(group: dist.ProcessGroup) -> None:
     """End all waits of this rank in torch's `group`, and all waits of other ranks there for this one."""
-    for backend in torch_private.backends_of(group):
+    for backend in torch_private.group_backends(group):
         abort_backend(backend)
 
 

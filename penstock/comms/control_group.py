@@ -297,7 +297,7 @@ class ControlGroup:
             self.ended_pipelines[pipeline] = ""
             self._meshes.pop(pipeline, None)
         if self._waits_in:
-            torch_private.forget_meshes()  # other meshes' tensors would wait in these groups
+            torch_private.clear_dtensor_caches()  # other meshes' tensors would wait in these groups
 
     def _report(self, error: BaseException) -> FailureReport:
         if not isinstance(error, WaitError):

@@ -80,7 +80,7 @@ def recv_tensor(
 
 def _backend(topology: Topology) -> Any:
     assert dist.group.WORLD is not None
-    return torch_private.backend_of(dist.group.WORLD, topology.transport_device)
+    return torch_private.group_backend(dist.group.WORLD, topology.transport_device)
 
 
 def _finish(work: Any, topology: Topology, peer: int) -> None:

@@ -78,14 +78,15 @@ class Agreement:
 
     def _check_rows(self, votes: Sequence[Vote], batch: Batch, what: str) -> None:
         """Raises MismatchError, with the shapes, if inputs and target of a replica differ in rows."""
-        counts = [(_said(votes, ranks, "rows"), _said(votes, ranks, "target_rows")) for ranks in self.position.counted]
+        pipelines = self.position.replica_pipelines
+        counts = [(_said(votes, ranks, "rows"), _said(votes, ranks, "target_rows")) for ranks in pipelines]
         apart = [replica for replica, (rows, target_rows) in enumerate(counts) if target_rows not in (NOTHING, rows)]
         if not apart:
             return
 
         shapes = self.control.all_gather_object(batch.shapes(), what)
         rows, target_rows = counts[apart[0]]
-        read = ", ".join([text for rank in self.position.counted[apart[0]] for text in shapes[rank]])
+        read = ", ".join([text for rank in self.position.replica_pipelines[apart[0]] for text in shapes[rank]])
         told = f"{_where(self.position, apart[0])}the batch has {rows:.0f} rows but the target has {target_rows:.0f} ({read})"
         raise MismatchError(f"{told}; {rows_dim_hint(batch.call.rows_dim)}")
 
@@ -118,7 +119,7 @@ class Agreement:
 
     def _read(self, votes: Sequence[Vote], batch: Batch, what: str) -> Agreed:
         """What the votes come to, but for what is known of their kind."""
-        rows = [int(_said(votes, ranks, "rows")) for ranks in self.position.counted]
+        rows = [int(_said(votes, ranks, "rows")) for ranks in self.position.replica_pipelines]
         most = self.programs.program.schedule.microbatches
         microbatches = [split_sizes(each, min(each, most)) for each in rows]
         weights = self._weights(votes, microbatches, batch, what)
@@ -158,7 +159,7 @@ class Agreement:
         counts = microbatches
         if any(vote.counts for vote in votes):
             told = self.control.all_gather_object(batch.counts, what)
-            counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.counted]
+            counts = [next(filter(None, (told[rank] for rank in ranks))) for ranks in self.position.replica_pipelines]
         total = sum(map(sum, counts))
         return [loss_shares(each, total) for each in counts]
 
@@ -176,18 +177,18 @@ def check_kind(votes: Sequence[Vote], position: MeshPosition) -> None:
     """Raises MismatchError if the kinds of batch that `votes` tell, of all ranks, do not fit together."""
     for replica, pipelines in enumerate(position.pipelines):
         _check_batch(votes, pipelines, _where(position, replica))
-    for copies in position.stages:
+    for copies in position.stage_ranks:
         if len({votes[rank].trained for rank in copies}) > 1:
             told = f"ranks {', '.join(map(str, copies))} have the same stages, but not the same parameters"
             raise MismatchError(f"{told} frozen: they must be alike")
-    if len({_said(votes, ranks, "counts") > 0 for ranks in position.counted}) > 1:
+    if len({_said(votes, ranks, "counts") > 0 for ranks in position.replica_pipelines}) > 1:
         raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
-    if len({_said(votes, ranks, "target_rows") == NOTHING for ranks in position.counted}) > 1:
+    if len({_said(votes, ranks, "target_rows") == NOTHING for ranks in position.replica_pipelines}) > 1:
         raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
 
 
 def _where(position: MeshPosition, replica: int) -> str:
-    return f"replica {replica}: " if position.replicas > 1 else ""
+    return f"replica {replica}: " if position.num_replicas > 1 else ""
 
 
 def _check_batch(votes: Sequence[Vote], pipelines: Sequence[Sequence[int]], where: str) -> None:

@@ -132,7 +132,7 @@ def split(call: Call, position: MeshPosition, schedule: Table, trained: bytes = 
     vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor, call.stepped)
     seed = mix_seed(call.seed, call.step) if call.training and call.seed is not None else None
     scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
-    return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.replicas)  # which are averaged
+    return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.num_replicas)  # which are averaged
 
 
 def _cast(device: torch.device) -> torch.dtype | None:

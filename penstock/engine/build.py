@@ -23,7 +23,7 @@ from penstock.engine.loss import check_reduction
 from penstock.engine.redistribute import PLANNED, Redistribution
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
-from penstock.mesh.parallelize import parallelize
+from penstock.mesh.parallelize import parallelize_stages
 from penstock.mesh.position import MeshPosition
 from penstock.partition.graph_stage import move_to
 from penstock.partition.materialise import Init, has_meta_tensors, materialise
@@ -93,7 +93,7 @@ def _check_kinds(model: Any, given: Any) -> None:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise MismatchError(_no_module(each))
-        if captured := [type(part).__name__ for part in each.modules() if torch_private.is_captured(part)]:
+        if captured := [type(part).__name__ for part in each.modules() if torch_private.is_cuda_graphed(part)]:
             raise MismatchError(
                 f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
                 "give the module as it was before make_graphed_callables"
@@ -234,7 +234,7 @@ def connect(
         program = verify(runs, skips=cut.skips).program
 
     sharing = given.tensor_parallel, given.data_parallel
-    replications = parallelize(position, modules, cut.replications, cut.tied, names, *sharing)
+    replications = parallelize_stages(position, modules, cut.replications, cut.tied, names, *sharing)
     control.all_gather_object(None, "to build the pipeline")
     stages = _stages(request, cut, compared, modules, replications, runs, position)
     tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, position.pipeline)

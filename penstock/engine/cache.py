@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.torch_private import is_compiled, is_extended
+from penstock.torch_private import has_hooks_or_patched_forward, is_compiled
 
 TOKENWISE = (
     *(nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
@@ -74,7 +74,7 @@ def extended(*tensors: Tensor, dim: int = -2) -> tuple[Tensor, ...]:
 
 def takes_part(module: nn.Module) -> bool:
     """Whether all layers of `module` take each token by itself, or use the cache; what is compiled does not."""
-    if is_compiled(module) or is_extended(module):
+    if is_compiled(module) or has_hooks_or_patched_forward(module):
         return False
     if type(module).forward is nn.Sequential.forward:
         return all(map(takes_part, module.children()))

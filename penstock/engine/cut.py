@@ -19,7 +19,7 @@ from penstock.schedule import Schedule, Skip
 from penstock.stage import tied_parameters
 from penstock.stage.neighbours import StageParameter, tied_parameter_skips
 from penstock.stage.replication import Replication
-from penstock.torch_private import uncompiled, uncompiled_name
+from penstock.torch_private import strip_compiled_prefix, unwrap_compiled
 
 
 class Origin(NamedTuple):
@@ -45,7 +45,7 @@ class Cut(NamedTuple):
     @property
     def order(self) -> list[str] | None:
         """All names in the uncut model, in its order, if that is what was cut."""
-        return None if self.whole is None else [uncompiled_name(name) for name in self.whole.state_dict()]
+        return None if self.whole is None else [strip_compiled_prefix(name) for name in self.whole.state_dict()]
 
     def aliases(self, names: Sequence[Mapping[str, str]]) -> dict[str, str]:
         """Further names, in the uncut model, of a tensor that has several -> the first; `names` as in `Parameters`.
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
             states = [(names[stage], module.state_dict(keep_vars=True)) for stage, module in self.every.items()]
             named = [(known[own], value) for known, state in states for own, value in state.items()]
         else:
-            named = [(uncompiled_name(name), value) for name, value in self.whole.state_dict(keep_vars=True).items()]
+            named = [(strip_compiled_prefix(name), value) for name, value in self.whole.state_dict(keep_vars=True).items()]
         tensors = [(name, value) for name, value in named if isinstance(value, Tensor)]
         first = {id(tensor): name for name, tensor in reversed(tensors)}
         return {name: first[id(tensor)] for name, tensor in tensors if first[id(tensor)] != name}
@@ -117,7 +117,7 @@ def agreed_cut(
     mine = table.stages_of(position.pipeline.rank)
     cut = Cut(
         modules={stage: bare[stage] for stage in mine},
-        replications={stage: data_parallel.kind_of(bare[stage], stages[stage]) for stage in mine},
+        replications={stage: data_parallel.replication_of(bare[stage], stages[stage]) for stage in mine},
         every=bare,
         numbers=_layer_numbers(bare, structure.layers),
         tied=structure.tied,
@@ -166,7 +166,7 @@ def check_bare(model: Any, table: Schedule, *cutting: Any) -> None:
     """Raises MismatchError for a bare module that is no nn.Sequential, nor to be cut by what is given for that, if there are
     several stages: whether it is the model or a stage of it is for its author to say.
     """
-    wraps = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or uncompiled(model) is not model
+    wraps = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) or unwrap_compiled(model) is not model
     if table.stages > 1 and wraps:
         told = f"{type(model).__name__} is a wrapper of a model: give Pipeline the model itself"
         raise MismatchError(f"{told}; to compile it, stage.compile() for each stage of pipe.stages.values()")
@@ -210,7 +210,7 @@ def _check_forms(everyone: Sequence[GivenModel]) -> None:
 
 def _check_own_stages(parts: Sequence[Structure], position: MeshPosition, table: Schedule) -> None:
     """Each rank gives the stages that the table places on it, no more and no fewer."""
-    for place, ranks in enumerate(position.stages):
+    for place, ranks in enumerate(position.stage_ranks):
         for rank in ranks:
             numbers, placed = list(parts[rank].layers), table.stages_of(place)
             if set(numbers) != set(placed):

@@ -27,7 +27,7 @@ from penstock.engine.cache import Cache, context_of, takes_part
 from penstock.engine.clock import Clock
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
-from penstock.mesh.fsdp import begin
+from penstock.mesh.fsdp import begin_step
 from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import split_sizes
@@ -91,7 +91,7 @@ def generate(
     generation = Generation(engine, tokens, kwargs, request, rows_dim)
     engine.forget()
     with convert_transport_errors("for the replicas to begin to generate"):
-        begin([engine.stages[index].replication for index in generation.program.stages])
+        begin_step([engine.stages[index].replication for index in generation.program.stages])
     for _ in range(request.max_new_tokens):
         column = generation.add_token(channels)
         if on_token is not None:
@@ -111,7 +111,7 @@ class Generation:
         self.engine, self.text, self.kwargs, self.request = engine, tokens, dict(kwargs), request
         self.rows_dim = rows_dim  # of what the model takes and gives
         told = _agreed(engine, tokens, request)
-        rows = [told[ranks[0]].rows for ranks in engine.position.counted]
+        rows = [told[ranks[0]].rows for ranks in engine.position.replica_pipelines]
         self.first_row = sum(rows[: engine.position.replica])  # rows of all replicas are numbered
         self.sizes = split_sizes(len(tokens), min(len(tokens), engine.schedule.microbatches))
         self.program = engine.programs.of(training=False, microbatches=len(self.sizes))
@@ -176,8 +176,8 @@ class Generation:
                 ended = bool((before | (column == eos)).all())
             mine = column.tolist(), ended
         everyone = engine.control.all_gather_object(mine, "to choose the next tokens")
-        self.ended = all(everyone[ranks[last]][1] for ranks in engine.position.counted)
-        tokens, _ = everyone[engine.position.counted[engine.position.replica][last]]
+        self.ended = all(everyone[ranks[last]][1] for ranks in engine.position.replica_pipelines)
+        tokens, _ = everyone[engine.position.replica_pipelines[engine.position.replica][last]]
         return torch.tensor(tokens, device=self.text.device)
 
 

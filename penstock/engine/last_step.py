@@ -95,6 +95,6 @@ def _measured(
         sizes=tuple(by_stage[stage] for stage in range(table.stages)) if known else (),
         memory_unit="bytes" if known else "",
         between=tuple([report.between[rank] for rank in ranks]),
-        averaging=tuple([report.averaging[rank] for rank in ranks]) if position.copies > 1 else (),
+        averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_stage_ranks > 1 else (),
         skips=dict.fromkeys(skips, Border()),
     )

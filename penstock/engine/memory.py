@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.schedule import Size
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
-from penstock.torch_private import TorchDispatchMode, import_compiler, is_compiled, storage_key
+from penstock.torch_private import TorchDispatchMode, import_dynamo, is_compiled, storage_key
 from penstock.trees import leaves
 
 Act = Callable[..., Any]  # (action, values) -> what is made
@@ -81,7 +81,7 @@ class MemoryMeasurement:
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
-        import_compiler()
+        import_dynamo()
         self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
         self._chosen: dict[int, int] = {}  # stage -> its microbatch
         self._skipped: frozenset[int] = frozenset()

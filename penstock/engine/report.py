@@ -68,10 +68,10 @@ class BackgroundSave(Protocol):
     """A checkpoint's writing beside the steps: it fails on every rank or on none, but each learns that at its own moment."""
 
     @property
-    def failed(self) -> bool:
+    def has_unreported_error(self) -> bool:
         """Whether this rank knows that it has failed, and has told nobody."""
 
-    def settle(self) -> None:
+    def wait_unless_reported(self) -> None:
         """Wait until it has ended on this rank; raises what went wrong, if that has not been told."""
 
 
@@ -107,12 +107,14 @@ def conclude(
     `last_rank`, of every pipeline, has the loss; of the first `wanted` microbatches each one's own is told.
     """
     everyone = [Ended(*row) for row in control.all_gather_row(mine, what)]
-    ended = [everyone[ranks[last_rank]] for ranks in position.counted]
+    ended = [everyone[ranks[last_rank]] for ranks in position.replica_pipelines]
     values, each = [one.loss for one in ended], list[float]()
     if wanted or any(one.auxiliary for one in everyone):  # summed exactly, so that it does not matter which rank has which
         told: list[Losses] = control.all_gather_object(losses, what)
-        values += [loss * weight for ranks in position.counted for rank in ranks for _, loss, weight in told[rank].auxiliary]
-        each = [_of_microbatch([told[rank] for rank in position.counted[position.replica]], m) for m in range(wanted)]
+        values += [
+            loss * weight for ranks in position.replica_pipelines for rank in ranks for _, loss, weight in told[rank].auxiliary
+        ]
+        each = [_of_microbatch([told[rank] for rank in position.replica_pipelines[position.replica]], m) for m in range(wanted)]
     dtype = DTYPES[int(next((one.dtype for one in ended if one.dtype != NOTHING), 0))]  # a replica may have nothing that counts
     device = control.topology.device
     loss, *of_each = (torch.full((), value, dtype=dtype, device=device) for value in (math.fsum(values), *each))

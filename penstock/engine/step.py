@@ -44,8 +44,8 @@ from penstock.engine.memory import MemoryMeasurement
 from penstock.engine.profiling import ReceiveRanges, SendRanges, action_ranges, message_ranges
 from penstock.engine.report import BackgroundSave, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
 from penstock.errors import NonFiniteError, ResourceError
-from penstock.mesh.fsdp import begin
-from penstock.mesh.parallelize import average
+from penstock.mesh.fsdp import begin_step
+from penstock.mesh.parallelize import finish_gradient_averaging
 from penstock.mesh.position import MeshPosition
 from penstock.partition.attributes import AttributeSnapshot
 from penstock.schedule.program import Step, Transfer
@@ -121,7 +121,7 @@ class Engine:
             batch.vote, why
         )  # before any wait, so that a rank in another call does not wait for this one
         with convert_transport_errors("for the replicas to begin the step"):
-            begin([self.stages[index].replication for index in self._whole.stages])
+            begin_step([self.stages[index].replication for index in self._whole.stages])
         measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
         ahead = self._head_start(batch, clock, measurement)
         agreed = self.agreement.reach(batch, why)
@@ -137,7 +137,7 @@ class Engine:
         actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
         self.run(agreed.program.steps, self._observed(actions.acts, measurement), channels, clock, ahead)
         self.unregistered.check(before)
-        average(list(self.stages.values()), self.parameters, self.position, batch.training)
+        finish_gradient_averaging(list(self.stages.values()), self.parameters, self.position, batch.training)
         clock.averaged()
 
         outcome = self._conclude(actions, clock, measurement)
@@ -152,7 +152,7 @@ class Engine:
     def settle_background_save(self) -> None:
         """Wait until it has ended on this rank; raises what went wrong, if that has not been told."""
         if self.background_save is not None:
-            self.background_save.settle()
+            self.background_save.wait_unless_reported()
             self.background_save = None
 
     def check_model(self) -> None:
@@ -234,7 +234,7 @@ class Engine:
         agreed, losses = actions.agreed, actions.told()
         ran = [step.action for step in agreed.program.steps]
         total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
-        has_failed = self.background_save is not None and self.background_save.failed
+        has_failed = self.background_save is not None and self.background_save.has_unreported_error
         flags = has_failed, preempted(), self.watch is not None and self.watch.at_the_end()
         mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *clock.around(), *flags)
         why = f"to end the step, after {ran[-1] if ran else 'nothing'}"

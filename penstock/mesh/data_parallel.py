@@ -12,31 +12,33 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock import torch_private
 from penstock.errors import MismatchError
 from penstock.mesh.ddp import DDPReplication
-from penstock.mesh.fsdp import FSDPReplication, sharded_in
+from penstock.mesh.fsdp import FSDPReplication, fsdp_modules
 from penstock.mesh.position import MeshPosition
 from penstock.stage.dtensor import local_shard
 from penstock.stage.replication import NoReplication, Replication
 
-BROADCAST_BYTES = 1 << 25  # of one message
+BROADCAST_BUCKET_BYTES = 1 << 25  # of one message
 ApplyDataParallel = Callable[[nn.Module, DeviceMesh], nn.Module]  # a stage, the axis `dp` -> the stage, held equal along it
 
 
-def ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def apply_ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """`module` held equal by DistributedDataParallel."""
     return DistributedDataParallel(module, process_group=mesh.get_group(), gradient_as_bucket_view=True, init_sync=False)
 
 
-def fsdp(module: nn.Module, mesh: DeviceMesh) -> Any:
+def apply_fsdp(module: nn.Module, mesh: DeviceMesh) -> Any:
     """`module`, its parameters spread by `fully_shard`."""
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard(module, mesh=mesh)
 
 
-WAYS: dict[str, ApplyDataParallel] = {"ddp": ddp, "fsdp": fsdp}
+APPLY_BY_NAME: dict[str, ApplyDataParallel] = {"ddp": apply_ddp, "fsdp": apply_fsdp}
 
 
-def over(module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, borrowed: Sequence[str]) -> Replication:
+def make_data_parallel(
+    module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, borrowed: Sequence[str]
+) -> Replication:
     """`module` in a copy on every rank along `dp`, all with the first one's values, and from now on held equal by `apply`.
 
     `borrowed`: names of parameters whose gradients go to another stage. Raises MismatchError if `apply` holds nothing equal.
@@ -44,24 +46,24 @@ def over(module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, bo
     mesh = position.dp
     assert mesh is not None
     group = mesh.get_group()
-    share((*module.parameters(), *module.buffers()), group)
+    broadcast_from_first((*module.parameters(), *module.buffers()), group)
     if not any(True for _ in module.parameters()):
         return NoReplication()
-    torch_private.leave_out_of_ddp(module, borrowed)
-    if apply is ddp and position.tp is not None:
-        apply = torch_private.replicate  # DistributedDataParallel does not take parameters that are shared along `tp`
+    torch_private.ignore_in_ddp(module, borrowed)
+    if apply is apply_ddp and position.tp is not None:
+        apply = torch_private.replicate_with_fsdp  # DistributedDataParallel does not take parameters that are shared along `tp`
     wrap = partial(apply, module, mesh)
-    if apply is ddp and not any(each.requires_grad and name not in borrowed for name, each in module.named_parameters()):
+    if apply is apply_ddp and not any(each.requires_grad and name not in borrowed for name, each in module.named_parameters()):
         return DDPReplication(module, None, group, wrap)
     made = wrap()
-    replication = kind_of(module, made, group, wrap)
+    replication = replication_of(module, made, group, wrap)
     if isinstance(replication, NoReplication):
         told = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(made).__name__}"
         raise MismatchError(f"{told}, no DistributedDataParallel and not sharded: return what it makes")
     return replication
 
 
-def kind_of(
+def replication_of(
     module: nn.Module, made: Any, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
 ) -> Replication:
     """What `made` says others have of `module`: DistributedDataParallel or `fully_shard` has made it, or perhaps nobody.
@@ -70,17 +72,17 @@ def kind_of(
     """
     if isinstance(made, DistributedDataParallel):
         return DDPReplication(module, made, group, wrap)
-    return FSDPReplication(made, group) if isinstance(made, nn.Module) and sharded_in(made) else NoReplication()
+    return FSDPReplication(made, group) if isinstance(made, nn.Module) and fsdp_modules(made) else NoReplication()
 
 
-def share_state(module: nn.Module, group: dist.ProcessGroup) -> None:
+def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     """After a step: the buffers that are state, BatchNorm's statistics for instance, become replica 0's."""
     state = module.state_dict(keep_vars=True)
-    share([each for name, each in module.named_buffers() if name in state], group)
+    broadcast_from_first([each for name, each in module.named_buffers() if name in state], group)
 
 
-def share(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Give all of `group` the values that its first rank has."""
     mine = [local_shard(tensor.detach()) for tensor in tensors]
     if mine:
-        torch_private.broadcast_coalesced(group, mine, BROADCAST_BYTES)
+        torch_private.broadcast_coalesced(group, mine, BROADCAST_BUCKET_BYTES)

@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import torch_private
-from penstock.mesh.vote import Vote
+from penstock.mesh.gradient_presence import GradientPresence
 from penstock.stage.replication import Replication
 from penstock.torch_private import run_backward
 
@@ -44,7 +44,7 @@ class DDPReplication(Replication):
             parallel.register_comm_hook(None, self._sum)
 
     def _found(self) -> list[nn.Parameter]:
-        left_out = torch_private.left_out_of_ddp(self._module)
+        left_out = torch_private.ddp_ignored_names(self._module)
         return [each for name, each in self._module.named_parameters() if each.requires_grad and name not in left_out]
 
     def _sum(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -73,7 +73,7 @@ class DDPReplication(Replication):
 
     def _expect(self, ends: Sequence[Tensor]) -> "_LastBackward":
         if self._parallel is not None:
-            torch_private.expect_last_backward(self._parallel, self.graph_ends(ends))
+            torch_private.prepare_ddp_last_backward(self._parallel, self.graph_ends(ends))
         unused = self._parallel is not None and self._parallel.find_unused_parameters
         self._last = _LastBackward(() if unused else self._trainable)
         return self._last
@@ -107,7 +107,7 @@ class _LastBackward:
         self.parameters = parameters
         self.sums: list[Any] = []  # what to wait for
         self._arrived: set[int] = set()  # ids of parameters that have got their gradient
-        self._used: Vote | None = None  # which parameters have a gradient on any replica
+        self._used: GradientPresence | None = None  # which parameters have a gradient on any replica
         arrive = self._arrived.add  # the hooks know no more of this, or it would outlive its step
         self._hooks = [each.register_post_accumulate_grad_hook(lambda each: arrive(id(each))) for each in parameters]
 
@@ -118,14 +118,14 @@ class _LastBackward:
         used = [each.grad is not None for each in self.parameters]
         _add_zeros([each for each in self.parameters if id(each) not in self._arrived])
         if group is not None and self.parameters:
-            self._used = Vote(used, group, self.parameters[0].device)
+            self._used = GradientPresence(used, group, self.parameters[0].device)
 
     def end(self) -> None:
         """Wait for the sums."""
         for work in self.sums:
             work.wait()
         if self._used is not None:
-            for parameter, anywhere in zip(self.parameters, self._used.heard(), strict=True):
+            for parameter, anywhere in zip(self.parameters, self._used.on_any_replica(), strict=True):
                 if not anywhere:
                     parameter.grad = None
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock import torch_private
-from penstock.mesh.vote import Vote
+from penstock.mesh.gradient_presence import GradientPresence
 from penstock.stage.replication import NoReplication, Replication
 
-_beside = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives keep who calls them
+_averaging_pool = ThreadPoolExecutor(1, "penstock-average")  # on the CPU these collectives keep who calls them
 
 
 class FSDPReplication(Replication):
@@ -33,7 +33,7 @@ class FSDPReplication(Replication):
     parameters_ready = False
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self._modules = sharded_in(module)
+        self._modules = fsdp_modules(module)
         self._group = group
         self._device = next(module.parameters()).device
         self._fetching: list[Any] = []
@@ -44,10 +44,10 @@ class FSDPReplication(Replication):
         if self._fetching:
             return
         for module in self._modules:
-            torch_private.begin_fsdp(module)
+            torch_private.init_fsdp(module)
         self._set_last_backward(False)
         for module in self._modules:
-            if not torch_private.is_replicated(module):
+            if not torch_private.is_replicate_module(module):
                 module.set_reshard_after_forward(False)
         self._fetching = [module.unshard(async_op=True) for module in self._modules]
 
@@ -69,7 +69,7 @@ class FSDPReplication(Replication):
     def after_last_backward(self) -> None:
         """Begin to average the gradients; each rank keeps its share of them and of the parameters."""
         if self.backwards_match and self._device.type == "cpu":
-            self._averaging = _beside.submit(self._average)
+            self._averaging = _averaging_pool.submit(self._average)
         elif self.backwards_match:
             self._average()
 
@@ -77,16 +77,16 @@ class FSDPReplication(Replication):
         self._set_last_backward(True)
         if self._group is not None:
             self._fill(self._group)
-        torch_private.fsdp_average(self._modules)
+        torch_private.reduce_fsdp_gradients(self._modules)
 
     def _fill(self, group: dist.ProcessGroup) -> None:
         """Give zeros to parameters that have a gradient on another replica only: all must average the same ones."""
         parameters = [each for module in self._modules for each in torch_private.fsdp_parameters(module)]
-        mine = [torch_private.has_whole_gradient(each) for each in parameters]
-        used = Vote(mine, group, self._device).heard()
+        mine = [torch_private.has_unreduced_grad(each) for each in parameters]
+        used = GradientPresence(mine, group, self._device).on_any_replica()
         for parameter, here, anywhere in zip(parameters, mine, used, strict=True):
             if anywhere and not here:
-                torch_private.put_zero_gradient(parameter)
+                torch_private.set_zero_grad(parameter)
 
     def finish_step(self, training: bool) -> None:
         """Wait until that is done; where the last backwards were not alike, do it only now."""
@@ -99,13 +99,13 @@ class FSDPReplication(Replication):
         self._fetching, self._averaging, self.parameters_ready = [], None, False
 
 
-def sharded_in(module: nn.Module) -> list[Any]:
+def fsdp_modules(module: nn.Module) -> list[Any]:
     """The parts of `module`, itself among them, that `fully_shard` was applied to."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # who has applied it has imported it, which takes a second
     return [each for each in module.modules() if isinstance(each, fsdp.FSDPModule)] if fsdp is not None else []
 
 
-def begin(stages: list[Replication]) -> None:
+def begin_step(stages: list[Replication]) -> None:
     """Before a step: tell each of a rank's stages which comes into use after it, and fetch the first one's parameters."""
     for stage, after in pairwise([*stages, NoReplication()]):
         stage.begin_step()

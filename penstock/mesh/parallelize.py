@@ -8,7 +8,7 @@ from penstock import torch_private
 from penstock.comms.control_group import convert_transport_errors
 from penstock.errors import MismatchError
 from penstock.mesh import data_parallel, tensor_parallel
-from penstock.mesh.data_parallel import share_state
+from penstock.mesh.data_parallel import broadcast_buffers
 from penstock.mesh.position import MeshPosition
 from penstock.stage.neighbours import StageParameter
 from penstock.stage.rank_parameters import RankParameters
@@ -17,13 +17,13 @@ from penstock.stage.stage import Stage
 
 
 @convert_transport_errors("for the ranks beside it to build the pipeline")
-def parallelize(
+def parallelize_stages(
     position: MeshPosition,
     modules: Mapping[int, nn.Module],
     replications: Mapping[int, Replication],
     tied: Sequence[Sequence[StageParameter]],
     names: Sequence[Mapping[str, str]],
-    plan: tensor_parallel.Plan | None,
+    plan: tensor_parallel.TensorParallelPlan | None,
     way: str | data_parallel.ApplyDataParallel,
 ) -> dict[int, Replication]:
     """What other pipelines of the mesh have of this rank's stages.
@@ -32,25 +32,25 @@ def parallelize(
     each entry -> the name in the uncut model. Raises MismatchError for a `plan` without an axis `tp` or one that does not fit,
     and for tied parameters that would be cut.
     """
-    if position.beside:
-        torch_private.forget_meshes()  # a step that failed has closed the groups of the one before
-    apply = data_parallel.WAYS.get(way) if isinstance(way, str) else way
+    if position.peer_groups:
+        torch_private.clear_dtensor_caches()  # a step that failed has closed the groups of the one before
+    apply = data_parallel.APPLY_BY_NAME.get(way) if isinstance(way, str) else way
     if apply is None:
         raise MismatchError(f"data_parallel={way!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage")
-    tensor_parallel.check(plan, names, position)
-    if tied and (position.tp is not None or (position.dp is not None and apply is not data_parallel.ddp)):
+    tensor_parallel.check_plan(plan, names, position)
+    if tied and (position.tp is not None or (position.dp is not None and apply is not data_parallel.apply_ddp)):
         told = ", ".join(names[stage][name] for stage, name in tied[0])
         raise MismatchError(f"parameters of several stages ({told}) can be neither sharded nor split over tp")
     found = dict(replications)
     for stage, module in modules.items():
         if position.tp is not None and plan is not None:
-            data_parallel.share((*module.parameters(), *module.buffers()), position.tp.get_group())
-            tensor_parallel.apply(plan, module, names[stage], position.tp)
+            data_parallel.broadcast_from_first((*module.parameters(), *module.buffers()), position.tp.get_group())
+            tensor_parallel.parallelize_stage(plan, module, names[stage], position.tp)
         if position.dp is not None:
             if not isinstance(found[stage], NoReplication):
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             borrowed = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
-            found[stage] = data_parallel.over(module, position, apply, borrowed)
+            found[stage] = data_parallel.make_data_parallel(module, position, apply, borrowed)
     if len({type(each) for each in found.values() if not isinstance(each, NoReplication)}) > 1:
         raise MismatchError(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
@@ -58,13 +58,15 @@ def parallelize(
     return found
 
 
-def average(stages: Iterable[Stage], parameters: RankParameters, position: MeshPosition, training: bool) -> None:
+def finish_gradient_averaging(
+    stages: Iterable[Stage], parameters: RankParameters, position: MeshPosition, training: bool
+) -> None:
     """Wait until gradients are averaged over replicas; sum what ranks along `tp` have of them."""
     with convert_transport_errors("for the replicas to average the gradients"):
         for stage in stages:
             stage.replication.finish_step(training)
         if position.tp is not None and training:
-            tensor_parallel.complete(parameters.parameters())
+            tensor_parallel.sum_partial_gradients(parameters.parameters())
         if position.dp is not None and training:
             for stage in stages:
-                share_state(stage.module, position.dp.get_group())
+                broadcast_buffers(stage.module, position.dp.get_group())

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 
-AXES = ("dp", "tp", "pp")
+MESH_AXES = ("dp", "tp", "pp")
 
 
 @dataclass(frozen=True)
@@ -40,29 +40,29 @@ class MeshPosition:
     mesh: DeviceMesh | None = None
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """The size of `dp`."""
         return len(self.pipelines)
 
     @cached_property
-    def counted(self) -> list[tuple[int, ...]]:
+    def replica_pipelines(self) -> list[tuple[int, ...]]:
         """Of each replica, the ranks of one pipeline: those beside it along `tp` say the same."""
         return [shards[0] for shards in self.pipelines]
 
     @property
-    def copies(self) -> int:
+    def num_stage_ranks(self) -> int:
         """How many ranks have a stage of this rank's."""
-        return self.replicas * len(self.pipelines[0])
+        return self.num_replicas * len(self.pipelines[0])
 
     @property
-    def copy(self) -> int:
+    def stage_rank_index(self) -> int:
         """Which of them this rank is."""
         return self.replica * len(self.pipelines[0]) + self.shard
 
     @property
     def dp(self) -> DeviceMesh | None:
         """The axis, if it has more than one rank."""
-        return self.mesh["dp"] if self.mesh is not None and self.replicas > 1 else None
+        return self.mesh["dp"] if self.mesh is not None and self.num_replicas > 1 else None
 
     @cached_property
     def tp(self) -> DeviceMesh | None:
@@ -70,17 +70,17 @@ class MeshPosition:
         return self.mesh["tp"] if self.mesh is not None and len(self.pipelines[0]) > 1 else None
 
     @cached_property
-    def stages(self) -> list[tuple[int, ...]]:
+    def stage_ranks(self) -> list[tuple[int, ...]]:
         """For each place in a pipeline, the ranks that stand there: they have the same stages."""
         return list(zip(*[ranks for shards in self.pipelines for ranks in shards], strict=True))
 
     @property
-    def beside(self) -> list[Any]:
+    def peer_groups(self) -> list[Any]:
         """The process groups that this rank's pipeline shares with those beside it."""
         return [mesh.get_group() for mesh in (self.dp, self.tp) if mesh is not None]
 
 
-def position_in(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
+def mesh_position(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
     """Where this rank stands in `mesh`; without one, all ranks are one pipeline.
 
     Raises MismatchError for axes of other names, and for a mesh that is not made of all ranks.
@@ -90,13 +90,13 @@ def position_in(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
     if not isinstance(mesh, DeviceMesh):
         raise MismatchError(f"mesh= takes a DeviceMesh, for instance of ps.comms.init_mesh(pp=2, dp=2), got {mesh!r}")
     names = mesh.mesh_dim_names or ()
-    if not names or set(names) - set(AXES):
+    if not names or set(names) - set(MESH_AXES):
         raise MismatchError(f"the mesh has axes {names or 'without names'}: use any of 'pp', 'dp' and 'tp', or init_mesh")
     if mesh.mesh.numel() != topology.world_size:
         raise MismatchError(f"the mesh has {mesh.mesh.numel()} ranks, but {topology.world_size} are running: use all of them")
     sizes = dict(zip(names, mesh.mesh.shape, strict=True))
-    ranks = mesh.mesh.permute([names.index(axis) for axis in AXES if axis in names])
-    ranks = ranks.reshape([sizes.get(axis, 1) for axis in AXES])
+    ranks = mesh.mesh.permute([names.index(axis) for axis in MESH_AXES if axis in names])
+    ranks = ranks.reshape([sizes.get(axis, 1) for axis in MESH_AXES])
     replica, shard, rank = (torch.nonzero(ranks == topology.rank)[0]).tolist()
     pipelines = tuple(tuple(tuple(row) for row in shards) for shards in ranks.tolist())
     mine = pipelines[replica][shard]

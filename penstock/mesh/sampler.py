@@ -38,10 +38,10 @@ class ReplicaSampler(Sampler[int]):
         taken = len(self) * self.replicas
         begin, self.epoch = self.epoch * taken, self.epoch + 1
         first, last = begin // self.rows, (begin + taken - 1) // self.rows  # of the shuffles that the epoch takes from
-        numbers = [row for which in range(first, last + 1) for row in self._shuffled(which)]
+        numbers = [row for which in range(first, last + 1) for row in self._row_order(which)]
         return iter(numbers[begin - first * self.rows :][:taken][self.replica :: self.replicas])
 
-    def _shuffled(self, which: int) -> list[int]:
+    def _row_order(self, which: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.rows))
         return torch.randperm(

@@ -17,10 +17,10 @@ from penstock.mesh.position import MeshPosition
 from penstock.stage import tied_parameters
 
 # Names of submodules in the uncut model, with * for any part between two dots -> ColwiseParallel(), RowwiseParallel(), ..
-Plan = Mapping[str, Any]
+TensorParallelPlan = Mapping[str, Any]
 
 
-def check(plan: Plan | None, names: Sequence[Mapping[str, str]], position: MeshPosition) -> None:
+def check_plan(plan: TensorParallelPlan | None, names: Sequence[Mapping[str, str]], position: MeshPosition) -> None:
     """Raises MismatchError for a `plan` without an axis `tp` or the reverse, and for a name in it that no submodule with
     parameters has; `names` as in `Parameters`.
     """
@@ -31,32 +31,34 @@ def check(plan: Plan | None, names: Sequence[Mapping[str, str]], position: MeshP
         raise MismatchError(
             f"the mesh has {position.tp.size()} ranks along tp: say by tensor_parallel= which products they share"
         )
-    modules = {module for stage in names for name in stage.values() for module in _around(name)}
+    modules = {module for stage in names for name in stage.values() for module in _enclosing_modules(name)}
     for pattern in plan or ():
-        if not any(_fits(module, pattern) for module in modules):
+        if not any(_matches(module, pattern) for module in modules):
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or sorted(modules)[:5]
             raise MismatchError(
                 f"tensor_parallel has {pattern!r}, but the model has no such part; it has {', '.join(near)}, .."
             )
 
 
-def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceMesh) -> None:
+def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mapping[str, str], mesh: DeviceMesh) -> None:
     """`parallelize_module` for a stage, whose own names are mapped to the uncut model's by `names`."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # imports for a second
 
-    check_optimizer_groups()
+    install_optimizer_check()
 
-    around = [pair for name, whole in names.items() for pair in zip(_around(name), _around(whole), strict=False)]
+    around = [
+        pair for name, whole in names.items() for pair in zip(_enclosing_modules(name), _enclosing_modules(whole), strict=False)
+    ]
     wholes = dict(around)  # a submodule's own name -> the uncut model's
     styles = {
         name: style
         for name, _ in module.named_modules()
         for pattern, style in plan.items()
-        if name and _fits(wholes.get(name, name), pattern)
+        if name and _matches(wholes.get(name, name), pattern)
     }
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel) and style.use_local_output:
-            _check_heads(module, name, wholes.get(name, name), mesh.size())
+            _check_heads_divide(module, name, wholes.get(name, name), mesh.size())
     together = tied_parameters.names_by_parameter({0: module})
     parallelize_module(module, mesh, styles)
     now = tied_parameters.names_by_parameter({0: module})
@@ -67,7 +69,7 @@ def apply(plan: Plan, module: nn.Module, names: Mapping[str, str], mesh: DeviceM
         )
 
 
-def _check_heads(module: nn.Module, name: str, whole_name: str, ranks: int) -> None:
+def _check_heads_divide(module: nn.Module, name: str, whole_name: str, ranks: int) -> None:
     """Raises MismatchError where a product that makes the heads of an attention would give some rank a part of a head.
 
     Models of transformers, and others after them, have a `head_dim` beside their projections, and view the output as heads.
@@ -85,12 +87,12 @@ def _check_heads(module: nn.Module, name: str, whole_name: str, ranks: int) -> N
 
 
 @cache
-def check_optimizer_groups() -> None:
+def install_optimizer_check() -> None:
     """Have all optimizers of this process look before each step whether torch's kernels for many tensors take their groups."""
-    register_optimizer_step_pre_hook(lambda optimizer, *_: _check_groups(optimizer))
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _check_no_mixed_groups(optimizer))
 
 
-def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+def _check_no_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
     """Raises MismatchError for a group of tensors and DTensors that `foreach` or `fused` would update at once."""
     for number, group in enumerate(optimizer.param_groups):
         parameters = [each for each in group["params"] if each.grad is not None]
@@ -104,17 +106,17 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _around(name: str) -> list[str]:
+def _enclosing_modules(name: str) -> list[str]:
     """The submodules that the entry `name` is in, from its own to the outermost."""
     return list(accumulate(name.split(".")[:-1], "{}.{}".format))[::-1]
 
 
-def _fits(module: str, pattern: str) -> bool:
+def _matches(module: str, pattern: str) -> bool:
     parts, wanted = module.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def complete(parameters: Iterable[nn.Parameter]) -> None:
+def sum_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """At the end of a step: sum gradients of which each rank has a term, as norms leave them that see parts of a sequence."""
     for parameter in parameters:
         gradient: Any = parameter.grad

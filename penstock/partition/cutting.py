@@ -18,7 +18,7 @@ from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
 from penstock.partition.rows import unwrap_tree
 from penstock.partition.unit_times import measure_unit_seconds, record_unit_inputs
-from penstock.torch_private import has_hooks, layers_of, uncompiled_name
+from penstock.torch_private import children_by_name, has_hooks, strip_compiled_prefix
 
 _SHARED = "_penstock_shared"  # an attribute of a stage
 
@@ -119,13 +119,13 @@ class CuttableModel:
         if not isinstance(example_kwargs or {}, Mapping):
             raise MismatchError(f"example_kwargs are a dict of the forward's keywords, got {type(example_kwargs).__name__}")
         self.example, self.rows_dim = (tuple(example_args or ()), dict(example_kwargs or {})), rows_dim
-        chain = type(model).forward is nn.Sequential.forward and layers_of(model).keys() >= set(cuts or ())
+        chain = type(model).forward is nn.Sequential.forward and children_by_name(model).keys() >= set(cuts or ())
         if chain or not self._has_example:  # an export calls them
             _check_whole(model)
         self._times: dict[nn.Module, float] = {}  # of the units, once they are measured
         with restore_attributes(model) as changed, record_attribute_reads(model) as read:
             self._graph = None if chain else self._followed()
-        self.unit_order = list(layers_of(model)) if self._graph is None else self._graph.unit_order()
+        self.unit_order = list(children_by_name(model)) if self._graph is None else self._graph.unit_order()
         self.read_attributes = AttributeSnapshot(model, self.unit_order, () if chain else read - changed)
 
     @property
@@ -213,7 +213,7 @@ class CuttableModel:
         running statistics that several would move.
         """
         if self._graph is None:
-            layers = list(layers_of(self.model).items())
+            layers = list(children_by_name(self.model).items())
             places = [0, *map(self.unit_order.index, starts), len(layers)]
             stages: list[nn.Module] = [nn.Sequential(OrderedDict(layers[start:end])) for start, end in pairwise(places)]
         else:
@@ -289,7 +289,7 @@ def model_names_of_stages(stages: Sequence[Mapping[str, str]], whole: bool = Fal
 
 def uncompiled_names(module: nn.Module) -> dict[str, str]:
     """The names of a stage's state -> the same without what torch.compile adds to them."""
-    return {name: uncompiled_name(name) for name in module.state_dict()}
+    return {name: strip_compiled_prefix(name) for name in module.state_dict()}
 
 
 UNCALLED = (nn.ModuleList, nn.ModuleDict)  # containers without a forward

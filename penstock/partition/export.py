@@ -28,8 +28,8 @@ from penstock.partition.opaque_units import UNIT, UnitCall, opaque_units
 from penstock.partition.rows import rows_dim_of, unwrap_tree
 from penstock.partition.unit_times import replace_tensors
 from penstock.torch_private import (
-    guards_of,
-    sets_grad_mode,
+    export_guards,
+    is_set_grad_call,
     tensor_slots,
     tree_flatten,
     tree_leaves,
@@ -172,7 +172,7 @@ def _open_sizes(leaf: Any) -> dict[int, Any] | None:
 
 def _guards(program: ExportedProgram) -> list[str]:
     """What the forward between the units assumed of sizes."""
-    guards = [guard.replace("L['values']", "values") for guard in guards_of(program)]
+    guards = [guard.replace("L['values']", "values") for guard in export_guards(program)]
     return [guard for guard in guards if not guard.endswith(NOT_ONE)]
 
 
@@ -217,7 +217,7 @@ class _Unflattener:
             return self._unit(index, tensors, sizes, gradients)
         if node.target is operator.getitem and isinstance(self.values[arguments[0]], list):
             return self.values[arguments[0]][arguments[1]]
-        if sets_grad_mode(node.target):
+        if is_set_grad_call(node.target):
             enabled, inner, *given = arguments
             inside = getattr(module, str(inner.target))
             self.values |= zip(inside.graph.find_nodes(op="placeholder"), map(self._value, given), strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MismatchError
-from penstock.torch_private import TreeSpec, guard_function, tree_flatten
+from penstock.torch_private import TreeSpec, compile_guard, tree_flatten
 
 
 class TensorSpec(NamedTuple):
@@ -55,7 +55,7 @@ class GraphInputs(NamedTuple):
                 raise MismatchError(f"the model was cut for a forward with {each.name}=, which is missing")
             leaves += [named_values[each.name]] if each.spec is None else _leaves(each, named_values[each.name], cast)
         for guard in self.guards:
-            if not guard_function(guard, "values")(named_values):
+            if not compile_guard(guard, "values")(named_values):
                 told = re.sub(r"values\['(\w+)'\]", r"\1", guard)
                 raise MismatchError(f"the model was cut for {told}, which does not hold here: give an example like this batch")
         return leaves

@@ -17,7 +17,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import map_arg
 
 from penstock.partition.model_graph import DEVICE, NO_GRAD, NUMBER, ModelGraph, train_eval_mismatch_error
-from penstock.torch_private import fsdp_input_dtype, is_saved
+from penstock.torch_private import fsdp_input_dtype, is_persistent_buffer
 
 CallLayer = Callable[..., Any]  # how what may draw random numbers is called: its number, it, args, kwargs
 Route = tuple[int, int]  # from one stage to another
@@ -214,7 +214,7 @@ def add_model_part(stage: nn.Module, whole: ModelGraph, name: str) -> None:
         if not hasattr(here, part):
             here.add_module(part, nn.Module())
         here = here.get_submodule(part)
-    _add(here, last, getattr(owner, last), saved=is_saved(owner, last))
+    _add(here, last, getattr(owner, last), saved=is_persistent_buffer(owner, last))
 
 
 def _add(module: nn.Module, name: str, part: Any, saved: bool) -> None:

@@ -20,12 +20,12 @@ from penstock.randomness import fork_generator, mix_seed
 from penstock.torch_private import (
     TensorSlot,
     TorchDispatchMode,
-    is_saved,
-    ready_to_draw,
+    is_persistent_buffer,
+    make_weight_contiguous,
+    mutated_arguments,
     storage_key,
-    swap_memory,
+    swap_tensors,
     tensor_slots,
-    written_arguments,
 )
 from penstock.trees import map_tensors
 
@@ -73,7 +73,7 @@ def materialise(
                 _initialise(submodule, watch.may_write(name, submodule), [_model_of(name, models), init])
         left = {key: slot for key, slot in made.items() if key not in watch.written}
         buffers = [slot for slot in left.values() if not isinstance(slot.tensor, nn.Parameter)]
-        _check([slot for slot in buffers if not is_saved(slot.owner, slot.key)], names or {}, init)
+        _check([slot for slot in buffers if not is_persistent_buffer(slot.owner, slot.key)], names or {}, init)
     except BaseException:
         for slot in made.values():
             if not slot.tensor.is_meta:
@@ -95,7 +95,7 @@ def _wanted(slots: Sequence[TensorSlot], only: Container[str] | None) -> dict[in
 def reallocate(tensor: Tensor, device: torch.device) -> None:
     """Give `tensor` new memory of the same layout on `device`, its values undefined; it stays the object it is."""
     new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    swap_memory(tensor, new.requires_grad_(tensor.requires_grad))
+    swap_tensors(tensor, new.requires_grad_(tensor.requires_grad))
 
 
 def _children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -128,7 +128,7 @@ def _model_of(name: str, models: Mapping[str, Init]) -> Init | None:
 def _initialise(submodule: nn.Module, has_own: bool, inits: Sequence[Init | None]) -> None:
     reset = getattr(submodule, "reset_parameters", getattr(submodule, "_reset_parameters", None))
     if has_own and callable(reset):
-        ready_to_draw(submodule)
+        make_weight_contiguous(submodule)
         reset()
     for init in filter(None, inits):
         init(submodule)
@@ -180,7 +180,7 @@ class _Watch(TorchDispatchMode):
         given: Any
         args, kwargs = list(args), dict(kwargs or {})
         target = partial(self._target, random=torch.Tag.nondeterministic_seeded in func.tags)
-        for place, name in written_arguments(func):
+        for place, name in mutated_arguments(func):
             given, where = (kwargs, name) if name in kwargs else (args, place)
             given[where] = map_tensors(target, given[where])
         return func(*args, **kwargs)

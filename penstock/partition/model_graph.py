@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from penstock.errors import MismatchError
 from penstock.partition.graph_inputs import GraphInputs
-from penstock.torch_private import OpOverload, written_arguments
+from penstock.torch_private import OpOverload, mutated_arguments
 
 DEVICE = "penstock.device"  # what a graph reads of the stage that runs it
 NO_GRAD = "no_grad"  # in a node's meta: it stands inside a `torch.no_grad()`
@@ -78,7 +78,7 @@ def _acts(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
     if isinstance(node.target, OpOverload):
-        return bool(written_arguments(node.target))
+        return bool(mutated_arguments(node.target))
     name = _name(node)
     changes = name.endswith("_") or "setitem" in name or name in ASSIGNING
     return changes or bool(node.kwargs.get("inplace")) or node.is_impure()

@@ -16,7 +16,7 @@ from torch import fx, nn
 from penstock.errors import MismatchError
 from penstock.partition.graph_inputs import GraphInputs, InputParameter, varargs_error
 from penstock.partition.model_graph import ASSIGNING, NO_GRAD, ModelGraph, first_line, train_then_eval
-from penstock.torch_private import version_of
+from penstock.torch_private import tensor_version
 
 INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
 
@@ -81,7 +81,7 @@ def _casts() -> list[bool]:
 
 
 def _followed(model: nn.Module, units: Mapping[str, nn.Module]) -> fx.Graph:
-    drawn, written = (random.getstate(), torch.get_rng_state()), [version_of(each) for each in model.buffers()]
+    drawn, written = (random.getstate(), torch.get_rng_state()), [tensor_version(each) for each in model.buffers()]
     try:
         with torch.enable_grad():
             graph = _Tracer(units).trace(model)
@@ -89,7 +89,7 @@ def _followed(model: nn.Module, units: Mapping[str, nn.Module]) -> fx.Graph:
             told = f"the forward of {type(model).__name__} draws random numbers between its layers"
             raise MismatchError(f"{told}, which would be the same in every step once it is cut: draw them in a layer")
         made = [node for node in graph.nodes if node.op == "get_attr" and str(node.target).startswith("_tensor_constant")]
-        if made or [version_of(each) for each in model.buffers()] != written:
+        if made or [tensor_version(each) for each in model.buffers()] != written:
             told = f"the forward of {type(model).__name__} makes or changes a tensor between its layers"
             raise MismatchError(f"{told}, which cannot be followed without data: do it in a layer, or give example_args")
         return graph

@@ -19,7 +19,7 @@ from penstock.comms.topology import CPU
 from penstock.errors import MismatchError
 from penstock.partition.materialise import META, has_meta_tensors
 from penstock.randomness import fork_generator
-from penstock.torch_private import as_exported, tensor_slots, tree_leaves
+from penstock.torch_private import pretend_exporting, tensor_slots, tree_leaves
 from penstock.trees import map_tensors, tensors
 
 _ROUNDS, _SECONDS = 3, 2.0  # measured at least so often, and on until so long
@@ -66,7 +66,7 @@ def record_unit_inputs(
             stack.callback(handle.remove)
         stack.enter_context(replace_tensors(model, lambda tensor: tensor.to(META) if meta else tensor))
         stack.enter_context(META if meta else nullcontext())
-        stack.enter_context(as_exported() if meta else nullcontext())  # where no value is looked at
+        stack.enter_context(pretend_exporting() if meta else nullcontext())  # where no value is looked at
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))  # the graph, without activations
         stack.enter_context(torch.enable_grad())
         stack.enter_context(fork_generator(module_device(model)))

@@ -1,17 +1,17 @@
 """The fastest step that fits: a model's layers measured, and cut, schedule, microbatches and recomputation chosen for them.
 
-`layers`      what each layer of a model costs, for any number of rows; read from JSON and written
-`measuring`   the same measured, as the engine would run each layer alone
-`beside`      what a step takes beside its layers, measured
-`estimating`  the same estimated, by counting operations; and of a run, from its measured steps
-`grouping`    which rows of a batch share a microbatch
-`stages`      what stages of such layers cost a rank: time, activations, what is there all the time
-`timing`      a table as numbers, to be timed again and again
-`candidate`   one table with its cut, and the recomputation that makes it fit
-`bounds`      what no plan can be below, and what bounds this one
-`result`      a plan, as an object and as JSON
-`request`     what it is asked for, checked, and what is said where nothing fits
-`planning`    the search for it
+`model_profile`     the cost of each layer of a model, for any number of rows; a JSON file
+`measuring`         profile a model by running each layer alone, as the engine would
+`overheads`         measure the engine's time for an action, and messages
+`estimating`        profile a model by counting operations, or from the measured steps of a run
+`stage_costs`       the cost of a stage of consecutive layers: time, activations, parameters
+`schedule_timer`    a fast makespan of one table for many costs
+`partition_search`  partitions of the layers for one table, with the recomputation that makes them fit
+`bounds`            a lower bound of a step, and why a plan is above it
+`result`            a plan, as an object and as JSON
+`arguments`         checks of the arguments of `plan`, and the error when nothing fits
+`planning`          `plan`: the search
+`grouping`          which rows of a batch share a microbatch
 """
 
 from typing import TYPE_CHECKING
@@ -19,44 +19,44 @@ from typing import TYPE_CHECKING
 from penstock.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from penstock.plan.beside import Overheads, overheads
-    from penstock.plan.estimating import estimate, of_transformers
+    from penstock.plan.arguments import parse_memory_size
+    from penstock.plan.estimating import estimate, estimate_transformers
     from penstock.plan.grouping import group_rows
-    from penstock.plan.layers import Layer, Layers
     from penstock.plan.measuring import measure
+    from penstock.plan.model_profile import LayerCost, ModelProfile
+    from penstock.plan.overheads import Overheads, measure_overheads
     from penstock.plan.planning import plan
-    from penstock.plan.request import bytes_of
-    from penstock.plan.result import Plan, is_plan, load, read, robustness, says_plan
+    from penstock.plan.result import Plan, is_plan_file, is_plan_text, load, parse_plan, robustness
 
 __all__ = [
-    "Layer",
-    "Layers",
+    "LayerCost",
+    "ModelProfile",
     "Overheads",
     "Plan",
-    "bytes_of",
     "estimate",
+    "estimate_transformers",
     "group_rows",
-    "is_plan",
+    "is_plan_file",
+    "is_plan_text",
     "load",
     "measure",
-    "of_transformers",
-    "overheads",
+    "measure_overheads",
+    "parse_memory_size",
+    "parse_plan",
     "plan",
-    "read",
     "robustness",
-    "says_plan",
 ]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        **dict.fromkeys(("Layer", "Layers"), "layers"),
-        **dict.fromkeys(("Plan", "is_plan", "load", "read", "robustness", "says_plan"), "result"),
-        **dict.fromkeys(("Overheads", "overheads"), "beside"),
-        **dict.fromkeys(("estimate", "of_transformers"), "estimating"),
-        "bytes_of": "request",
+        **dict.fromkeys(("LayerCost", "ModelProfile"), "model_profile"),
+        **dict.fromkeys(("Plan", "is_plan_file", "is_plan_text", "load", "parse_plan", "robustness"), "result"),
+        **dict.fromkeys(("Overheads", "measure_overheads"), "overheads"),
+        **dict.fromkeys(("estimate", "estimate_transformers"), "estimating"),
         "group_rows": "grouping",
         "measure": "measuring",
+        "parse_memory_size": "arguments",
         "plan": "planning",
     },
 )

@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from penstock.plan.layers import Layer
+from penstock.plan.model_profile import LayerCost
 from penstock.schedule import Timeline
 
 
-def least(
-    layers: Sequence[Layer], ranks: int, microbatches: int, cores: float = math.inf, speeds: Sequence[float] = ()
+def min_step_seconds(
+    layers: Sequence[LayerCost], ranks: int, microbatches: int, cores: float = math.inf, speeds: Sequence[float] = ()
 ) -> float:
     """Seconds of a step below which none can be that runs so many microbatches on so many ranks.
 
@@ -31,7 +31,9 @@ def least(
     return max((work + fill) / sum(used), work / (cores * used[0]), max(alone) / used[0])
 
 
-def why(layers: Sequence[Layer], timeline: Timeline, microbatches: int, again: float, reduced: float = 0.0) -> str:
+def bottleneck_sentence(
+    layers: Sequence[LayerCost], timeline: Timeline, microbatches: int, again: float, reduced: float = 0.0
+) -> str:
     """In a sentence, what costs the step most of what it takes more than evenly shared work would.
 
     `timeline` is the planned step; `again` are the seconds of recomputation in it, `reduced` those after it in which replicas

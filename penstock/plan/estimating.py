@@ -20,8 +20,8 @@ from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
 from penstock.partition.rows import unwrap_tree
 from penstock.partition.unit_times import RecordedUnit, replace_tensors
-from penstock.plan.layers import Layer, Layers
-from penstock.plan.measuring import Alone, in_order, recorded
+from penstock.plan.measuring import TensorsToTensors, costs_in_layer_order, record_layer_inputs
+from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.schedule import Kind, Measurement
 from penstock.torch_private import storage_key
 
@@ -34,7 +34,7 @@ def estimate(
     speed: float,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     target: Any = None,
-) -> Layers:
+) -> ModelProfile:
     """What every layer of `model`, which may be on the meta device, would cost for a microbatch of one row, like the example.
 
     `speed`: operations a second that a rank reaches. Only products count (matrices, convolutions, attention): what moves
@@ -52,18 +52,20 @@ def estimate(
     whole = CuttableModel(model, None, example_args, example_kwargs)
     example = unwrap_tree((*whole.example, target))
     with restore_attributes(model):
-        units = recorded(whole, example, loss_fn, rows=1)
-        return Layers.of(in_order(whole, units, [_estimated(unit, speed) for unit in units], example))
+        units = record_layer_inputs(whole, example, loss_fn, rows=1)
+        return ModelProfile.from_layers(
+            costs_in_layer_order(whole, units, [_estimate_unit(unit, speed) for unit in units], example)
+        )
 
 
-def _estimated(unit: RecordedUnit, speed: float) -> Layer:
-    with replace_tensors(unit.module, _on_meta):
-        return _counted(unit, speed)
+def _estimate_unit(unit: RecordedUnit, speed: float) -> LayerCost:
+    with replace_tensors(unit.module, _to_meta):
+        return _count_unit(unit, speed)
 
 
-def _counted(unit: RecordedUnit, speed: float) -> Layer:
-    module = Alone(unit)
-    parameters, given = list(unit.module.parameters()), list(map(_on_meta, module.tensors()))
+def _count_unit(unit: RecordedUnit, speed: float) -> LayerCost:
+    module = TensorsToTensors(unit)
+    parameters, given = list(unit.module.parameters()), list(map(_to_meta, module.argument_tensors()))
     held = set(map(storage_key, parameters))
     kept: dict[int, int] = {}
 
@@ -74,19 +76,19 @@ def _counted(unit: RecordedUnit, speed: float) -> Layer:
 
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor), FlopCounterMode(display=False) as forward:
         output = module(given)
-    inputs = _operations(output, [tensor for tensor in given if tensor.requires_grad])
-    both = _operations(output, [tensor for tensor in [*given, *parameters] if tensor.requires_grad])
+    inputs = _backward_operations(output, [tensor for tensor in given if tensor.requires_grad])
+    both = _backward_operations(output, [tensor for tensor in [*given, *parameters] if tensor.requires_grad])
     times = [each / speed for each in (forward.get_total_flops(), inputs, both - inputs)]
     size = sum(kept.values())
     ends = sum(each.nbytes for each in parameters), sum(tensor.nbytes for tensor in output)
-    return Layer._make((unit.name, *times, size, size, *ends, 0.0, 0.0))
+    return LayerCost._make((unit.name, *times, size, size, *ends, 0.0, 0.0))
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
+def _to_meta(tensor: Tensor) -> Tensor:
     return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
-def _operations(output: Sequence[Tensor], of: Sequence[Tensor]) -> int:
+def _backward_operations(output: Sequence[Tensor], of: Sequence[Tensor]) -> int:
     """Of a backward that gives these gradients."""
     ends = [tensor for tensor in output if tensor.requires_grad]
     if not ends or not of:
@@ -96,7 +98,7 @@ def _operations(output: Sequence[Tensor], of: Sequence[Tensor]) -> int:
     return int(counter.get_total_flops())
 
 
-def of_transformers(path: Path, tokens: int, speed: float) -> Layers:
+def estimate_transformers(path: Path, tokens: int, speed: float) -> ModelProfile:
     """The same of the causal language model that a config.json of transformers describes, for rows of so many tokens.
 
     In bfloat16. Raises PenstockError where there is no such file, or no transformers.
@@ -124,10 +126,10 @@ def _token_loss(output: Any, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target.to(logits.device).flatten())
 
 
-COSTS = "costs.json"  # its name in the folder of a run
+COSTS_FILE = "costs.json"  # its name in the folder of a run
 
 
-def of_run(measured: Measurement, balance: Balance, parameters: Sequence[float], rows: int) -> Layers:
+def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence[float], rows: int) -> ModelProfile:
     """What the layers of `balance`, with so many bytes of `parameters` each, took in steps with microbatches of so many rows.
 
     The engine's time for an action is in its layers'; what messages took is not: that is `measured.send`.
@@ -140,6 +142,6 @@ def of_run(measured: Measurement, balance: Balance, parameters: Sequence[float],
             share = balance.costs[place] / balance.stage_costs[stage] if balance.stage_costs[stage] else 1 / (end - start)
             forward, full, inputs, weights = (share * times[kind][stage] for kind in Kind)
             activation, keep = (share * each for each in sizes[stage])
-            layer = Layer(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])
+            layer = LayerCost(balance.names[place], forward, full - weights, weights, activation, keep, parameters[place])
             layers.append(layer._replace(split=max(0.0, inputs + weights - full)))
-    return Layers.of(layers, rows)
+    return ModelProfile.from_layers(layers, rows)

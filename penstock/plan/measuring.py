@@ -21,22 +21,22 @@ from penstock.partition.graph_stage import GraphStage
 from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import RecordedUnit, module_device, record_unit_inputs, replace_tensors, with_memory
-from penstock.plan.layers import Layer, Layers, Sample
+from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import fork_generator
 from penstock.schedule import Action, Kind, Size
 from penstock.stage import microbatch
 from penstock.stage.neighbours import Neighbours
 from penstock.stage.stage import Stage
-from penstock.torch_private import as_exported, gradient_hooks, tree_flatten, tree_unflatten
+from penstock.torch_private import gradient_hooks, pretend_exporting, tree_flatten, tree_unflatten
 
-ROUNDS, SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
-ENOUGH = 50  # rounds whose median more would not change
-CACHE = 1 << 20  # floats that are touched before each run, as the work of other layers does in a step
-FEWER = 4  # the second sample has one row for so many of the first
-MIDDLE = 1  # the number of a stage that gets messages and gives some
+MIN_ROUNDS, MIN_SECONDS = 3, 2.0  # a layer is measured at least so often, and all of them on until so long
+MAX_ROUNDS = 50  # rounds whose median more would not change
+CACHE_EVICTION_FLOATS = 1 << 20  # floats that are touched before each run, as the work of other layers does in a step
+SMALL_SAMPLE_DIVISOR = 4  # the second sample has one row for so many of the first
+MIDDLE_STAGE = 1  # the number of a stage that gets messages and gives some
 
 T = TypeVar("T")
-Times = tuple[float, ...]  # seconds of F and B; and of F, I and W where the backward is in two
+ActionSeconds = tuple[float, ...]  # seconds of F and B; and of F, I and W where the backward is in two
 
 
 def measure(
@@ -47,9 +47,9 @@ def measure(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     target: Any = None,
     device: torch.device | None = None,
-    rounds: int = ROUNDS,
-    seconds: float = SECONDS,
-) -> Layers:
+    rounds: int = MIN_ROUNDS,
+    seconds: float = MIN_SECONDS,
+) -> ModelProfile:
     """What every layer of `model` costs: seconds of F, I and W, and bytes, for a microbatch like the example and a smaller one.
 
     `example_args`, `example_kwargs`: what the forward is called with, for one microbatch; `ps.Rows(tensor, dim)` for a tensor
@@ -69,13 +69,13 @@ def measure(
     [rows] = microbatch.nonempty_split_sizes(example, "the example", 1)
     samples = []
     with restore_attributes(model):
-        for count in sorted({max(1, rows // FEWER), rows}):
+        for count in sorted({max(1, rows // SMALL_SAMPLE_DIVISOR), rows}):
             sizes = [count, rows - count] if count < rows else [rows]
             part = microbatch.split(example, sizes)[0]
-            units = recorded(whole, part, loss_fn, count)
-            layers = in_order(whole, units, _layers(units, device, rounds, seconds), part)
-            samples.append(Sample(count, tuple(layers)))
-    return Layers(tuple(samples))
+            units = record_layer_inputs(whole, part, loss_fn, count)
+            layers = costs_in_layer_order(whole, units, _measure_units(units, device, rounds, seconds), part)
+            samples.append(ProfileSample(count, tuple(layers)))
+    return ModelProfile(tuple(samples))
 
 
 class _WithLoss(nn.Module):
@@ -99,7 +99,7 @@ class _Loss(nn.Module):
         return output if self.loss_fn is None else self.loss_fn(output, target)
 
 
-def recorded(
+def record_layer_inputs(
     whole: CuttableModel, example: tuple[Any, ...], loss_fn: Callable[[Any, Any], Tensor] | None, rows: int
 ) -> list[RecordedUnit]:
     """Every layer, the loss last, with what it is called with on an example of so many `rows`."""
@@ -121,37 +121,37 @@ def recorded(
         raise MismatchError(f"{told}, of which all and a quarter are measured: {first_line(error)}") from error
 
 
-def _layers(units: Sequence[RecordedUnit], device: torch.device | None, rounds: int, seconds: float) -> list[Layer]:
-    times: list[list[Times]] = [[] for _ in units]
+def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, rounds: int, seconds: float) -> list[LayerCost]:
+    times: list[list[ActionSeconds]] = [[] for _ in units]
     until = perf_counter() + seconds
-    while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < ENOUGH):
+    while len(times[0]) < rounds or (perf_counter() < until and len(times[0]) < MAX_ROUNDS):
         for unit, each in zip(units, times, strict=True):
-            each.append(_alone(unit, device, _times))
+            each.append(_run_as_stage(unit, device, _measure_seconds))
     found = []
     for unit, each in zip(units, times, strict=True):
         forward, backward, *in_two = (median(column) for column in zip(*each, strict=True))
         weights = min(in_two[-1], backward)
         longer = max(0.0, sum(in_two) - forward - backward)
-        size = _alone(unit, device, _bytes)
-        found.append(Layer(unit.name, forward, backward - weights, weights, *size, split=longer))
+        size = _run_as_stage(unit, device, _measure_bytes)
+        found.append(LayerCost(unit.name, forward, backward - weights, weights, *size, split=longer))
     return found
 
 
-def in_order(
-    whole: CuttableModel, units: Sequence[RecordedUnit], found: Sequence[Layer], example: tuple[Any, ...]
-) -> list[Layer]:
+def costs_in_layer_order(
+    whole: CuttableModel, units: Sequence[RecordedUnit], found: Sequence[LayerCost], example: tuple[Any, ...]
+) -> list[LayerCost]:
     """What was `found` of the units as the layers of the model, the last one with the loss. A unit may be several of them."""
     of_unit = {unit.module: layer for unit, layer in zip(units, found, strict=True)}
     *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.unit_order), units[-1].module]]
     sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
-    both = Layer._make((last.name, *sums))._replace(output=last.output)
+    both = LayerCost._make((last.name, *sums))._replace(output=last.output)
     layers += [both._replace(activation=last.activation, ends=loss.activation + loss.ends)]
-    for border, size in _carried(whole, example).items():
+    for border, size in _border_bytes(whole, example).items():
         layers[border] = layers[border]._replace(output=size)
     return layers
 
 
-def _carried(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]:
+def _border_bytes(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]:
     """Bytes over the border behind each layer, with what flies past it to a later one; none where layers are a chain."""
     stages, carried = whole.cut(whole.unit_order[1:]), defaultdict[int, float](float)
     if not all(isinstance(stage, GraphStage) for stage in stages):
@@ -169,7 +169,7 @@ def _carried(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]
     args, kwargs, _ = trees.map_tensors(lambda tensor: tensor.to("meta") if meta else tensor, example)
     with (
         replace_tensors(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
-        as_exported() if meta else nullcontext(),
+        pretend_exporting() if meta else nullcontext(),
         fork_generator(module_device(whole.model)),
         torch.no_grad(),
     ):
@@ -177,7 +177,7 @@ def _carried(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, float]
     return carried
 
 
-class Alone(nn.Module):
+class TensorsToTensors(nn.Module):
     """A unit as a module that takes the tensors of its arguments, and gives the tensors of its output that have a gradient."""
 
     def __init__(self, unit: RecordedUnit) -> None:
@@ -185,7 +185,7 @@ class Alone(nn.Module):
         self.unit = unit.module
         self.leaves, self.tree = tree_flatten((unit.args, dict(unit.kwargs or {})))
 
-    def tensors(self) -> list[Tensor]:
+    def argument_tensors(self) -> list[Tensor]:
         """Of the arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
@@ -197,7 +197,7 @@ class Alone(nn.Module):
         return trees.tensors(self.unit(*args, **kwargs))
 
 
-def _alone(unit: RecordedUnit, device: torch.device | None, run: Callable[[Stage, list[Tensor]], T]) -> T:
+def _run_as_stage(unit: RecordedUnit, device: torch.device | None, run: Callable[[Stage, list[Tensor]], T]) -> T:
     """What `run` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
     where = device or module_device(unit.module, (unit.args, unit.kwargs))
     make = partial(with_memory, device=where)
@@ -212,22 +212,22 @@ def _alone(unit: RecordedUnit, device: torch.device | None, run: Callable[[Stage
             (each, hook) for each, some in zip(unit.module.parameters(), hooks, strict=True) for hook in some
         ]:
             parameter.register_hook(hook)
-        module = Alone(unit)
-        inputs = trees.map_tensors(make, module.tensors())
-        stage = Stage(MIDDLE, module, where, neighbours=Neighbours((MIDDLE - 1,), ()))
+        module = TensorsToTensors(unit)
+        inputs = trees.map_tensors(make, module.argument_tensors())
+        stage = Stage(MIDDLE_STAGE, module, where, neighbours=Neighbours((MIDDLE_STAGE - 1,), ()))
         stage.begin_step()  # as before any step: it learns which parameters there are
         return run(stage, inputs)
 
 
-def _message(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
+def _new_message(inputs: Sequence[Tensor]) -> list[list[Tensor]]:
     """A message with `inputs`, which the unit may change."""
     return [[tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]]
 
 
-def _times(stage: Stage, inputs: list[Tensor]) -> Times:
+def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
     """Of one run with the backward as one and one with it in two, each after one to warm up."""
     device = inputs[0].device if inputs else CPU
-    synchronise, others = torch.get_device_module(device).synchronize, torch.zeros(CACHE, device=device)
+    synchronise, others = torch.get_device_module(device).synchronize, torch.zeros(CACHE_EVICTION_FLOATS, device=device)
 
     def took(run: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[float, T]:
         """Seconds of a call that finds the caches as other layers leave them, and its result."""
@@ -240,7 +240,7 @@ def _times(stage: Stage, inputs: list[Tensor]) -> Times:
 
     times = []
     for split in (False, False, True, True):
-        forward, output = took(stage.forward, 0, _message(inputs), split_backward=split)
+        forward, output = took(stage.forward, 0, _new_message(inputs), split_backward=split)
         gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
         backward, _ = took(stage.backward, 0, gradients)
         weights, _ = took(stage.backward_weight, [0])
@@ -248,9 +248,9 @@ def _times(stage: Stage, inputs: list[Tensor]) -> Times:
     return *times[1][:2], *times[3]
 
 
-def _bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float, float]:
+def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float, float]:
     """Of the activation, of what W keeps, of parameters, of the output; and what it keeps of that: the next layer counts it."""
-    measured = MemoryMeasurement({MIDDLE: stage})
+    measured = MemoryMeasurement({MIDDLE_STAGE: stage})
     acts = measured.around(
         {
             Kind.F: lambda action, values: stage.forward(0, values, split_backward=True),
@@ -258,14 +258,14 @@ def _bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, flo
             Kind.W: lambda action, values: stage.backward_weight([0]),
         }
     )
-    output = acts[Kind.F](Action(Kind.F, MIDDLE, 0), _message(inputs))
+    output = acts[Kind.F](Action(Kind.F, MIDDLE_STAGE, 0), _new_message(inputs))
     gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
     carried, ends = sum(tensor.nbytes for tensor in output), Memory(output)
     del output
     kept_output = ends.alive()
-    acts[Kind.I](Action(Kind.I, MIDDLE, 0), gradients)
+    acts[Kind.I](Action(Kind.I, MIDDLE_STAGE, 0), gradients)
     del gradients
-    acts[Kind.W](Action(Kind.W, MIDDLE, 0), None)
-    size = measured.sizes.get(MIDDLE, Size(0, 0))  # none of a compiled layer
+    acts[Kind.W](Action(Kind.W, MIDDLE_STAGE, 0), None)
+    size = measured.sizes.get(MIDDLE_STAGE, Size(0, 0))  # none of a compiled layer
     parameters = sum(parameter.nbytes for parameter in stage.module.parameters())
     return max(0, size.act - kept_output.gone()), size.keep, parameters, carried, kept_output.gone()

@@ -8,24 +8,28 @@ from typing import Any, Literal, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.partition.balance import balanced_starts as balanced
-from penstock.plan import request
-from penstock.plan.bounds import least, why
-from penstock.plan.candidate import Candidate, Cutting, Starts, Terms
-from penstock.plan.layers import Layer, Layers, as_layers
-from penstock.plan.request import nothing_fits
+from penstock.plan import arguments
+from penstock.plan.arguments import nothing_fits_message
+from penstock.plan.bounds import bottleneck_sentence, min_step_seconds
+from penstock.plan.model_profile import LayerCost, ModelProfile, as_profile
+from penstock.plan.partition_search import EvaluatedPartition, Limits, PartitionSearch, StageStarts
 from penstock.plan.result import Plan
-from penstock.plan.stages import ADAM, Line
-from penstock.plan.timing import TimedTable
+from penstock.plan.schedule_timer import ScheduleTimer
+from penstock.plan.stage_costs import ADAM_STATE_RATIO, LayerChain
 from penstock.schedule import build, search, simulate
 from penstock.schedule.catalog import FAMILIES
 
 Effort = Literal["quick", "normal", "long"]
-SHOWN = 5  # plans
-STEPS = ((24, 60_000), (8, 300_000), (2, 1_200_000))  # so many ways get better cuts, which cost so many actions to time
-PARTS = 0.25, 0.5, 0.75, 1.0  # that bytes have in first cuts, where memory is short
-LARGEST = 50_000  # actions of a table that is tried, with several stages on a rank
-INTERLEAVED = (2, 3, 4)  # stages on a rank that are tried for a family that leaves them open
-TABLES = {  # are searched for with which effort, for how many of the best ways
+MAX_PLANS = 5  # plans
+IMPROVEMENT_ROUNDS = (
+    (24, 60_000),
+    (8, 300_000),
+    (2, 1_200_000),
+)  # so many ways get better cuts, which cost so many actions to time
+MEMORY_WEIGHTS = 0.25, 0.5, 0.75, 1.0  # that bytes have in first cuts, where memory is short
+MAX_INTERLEAVED_ACTIONS = 50_000  # actions of a table that is tried, with several stages on a rank
+INTERLEAVED_STAGES_PER_RANK = (2, 3, 4)  # stages on a rank that are tried for a family that leaves them open
+TABLE_SEARCHES = {  # are searched for with which effort, for how many of the best ways
     "quick": (),
     "normal": (("quick", 2), ("quick", 1)),
     "long": (("quick", 3), ("normal", 1), ("long", 1)),
@@ -33,58 +37,58 @@ TABLES = {  # are searched for with which effort, for how many of the best ways
 Progress = Callable[[str, float, float], object]
 
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """A table, and the best cut that is known for it."""
 
-    cutting: Cutting
-    best: Candidate
+    search: PartitionSearch
+    best: EvaluatedPartition
 
     @property
-    def key(self) -> float:
+    def penalized_seconds(self) -> float:
         """Seconds; what does not fit counts as longer, and may yet come to fit."""
-        return self.best.seconds * (1 + 4 * self.best.over / sum(self.cutting.terms.limits))
+        return self.best.seconds * (1 + 4 * self.best.excess_bytes / sum(self.search.limits.memory_bytes))
 
     @property
-    def rank(self) -> tuple[float, ...]:
+    def sort_key(self) -> tuple[float, ...]:
         """The less, the better: what does not fit; the time; and where that is the same, recomputation, stages and memory."""
-        best, memory = self.best, sum(choice.bytes for choice in self.best.choices)
-        return best.over, float(f"{best.seconds:.6g}"), best.again, len(best.starts), memory
+        best, memory = self.best, sum(choice.peak_bytes for choice in self.best.choices)
+        return best.excess_bytes, float(f"{best.seconds:.6g}"), best.recompute_seconds, len(best.starts), memory
 
-    def descended(self, actions: int, random: Random) -> "Way":
+    def improve(self, actions: int, random: Random) -> "Candidate":
         """With a better cut, if one is found while so many actions are timed."""
-        return self._replace(best=self.cutting.descended(self.best, actions, random))
+        return self._replace(best=self.search.improve(self.best, actions, random))
 
-    def with_cut_of(self, others: Sequence["Way"]) -> "Way":
+    def with_best_partition_of(self, others: Sequence["Candidate"]) -> "Candidate":
         """With the cut of another table that has as many stages, where that is better."""
         cuts = {way.best.starts for way in others if len(way.best.starts) == len(self.best.starts)}
-        found = [self.best, *map(self.cutting.at, cuts - {self.best.starts})]
-        return self._replace(best=min(found, key=lambda each: (each.over, each.seconds)))
+        found = [self.best, *map(self.search.evaluate, cuts - {self.best.starts})]
+        return self._replace(best=min(found, key=lambda each: (each.excess_bytes, each.seconds)))
 
 
-class Task(NamedTuple):
+class ReplicaTask(NamedTuple):
     """What one replica of the pipeline is planned for."""
 
-    layers: Layers
+    profile: ModelProfile
     rows: int  # of a step
-    counts: Sequence[int]  # into how many microbatches they may be split
-    terms: Terms
+    microbatch_counts: Sequence[int]  # into how many microbatches they may be split
+    limits: Limits
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """The most there are."""
-        return len(self.terms.limits)
+        return len(self.limits.memory_bytes)
 
-    def line(self, microbatches: int) -> Line:
+    def layer_chain(self, microbatches: int) -> LayerChain:
         """The layers at so many microbatches: the time of the usual one, the bytes of the one with the most rows."""
-        usual, largest = self.layers.at(self.rows / microbatches), self.layers.at(-(-self.rows // microbatches))
+        usual, largest = self.profile.costs_at(self.rows / microbatches), self.profile.costs_at(-(-self.rows // microbatches))
         sizes = ("activation", "keep", "output", "ends")
-        return Line(
+        return LayerChain(
             [one._replace(**{name: getattr(most, name) for name in sizes}) for one, most in zip(usual, largest, strict=True)]
         )
 
 
 def plan(
-    layers: Layers | Sequence[Layer],
+    layers: ModelProfile | Sequence[LayerCost],
     ranks: int,
     memory: float | str | Sequence[float | str],
     *,
@@ -94,7 +98,7 @@ def plan(
     schedules: str | Sequence[str] | None = None,
     effort: Effort = "normal",
     seed: int = 0,
-    optimizer: float = ADAM,
+    optimizer: float = ADAM_STATE_RATIO,
     send: float = 0.0,
     bandwidth: float = float("inf"),
     action: float = 0.0,
@@ -126,115 +130,130 @@ def plan(
         plans = plan(measure(model, (tokens,)), ranks=4, memory=2e9, batch=64, effort="quick")
         print(plans[0])
     """
-    layers = as_layers(layers)
-    ranks, batch, seed = request.check(layers, ranks, batch, seed, effort, TABLES)
-    beside = request.terms(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+    layers = as_profile(layers)
+    ranks, batch, seed = arguments.check_arguments(layers, ranks, batch, seed, effort, TABLE_SEARCHES)
+    beside = arguments.check_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
     tasks = []
-    for replicas in request.replicas(dp, ranks, batch):
+    for replicas in arguments.replica_counts(dp, ranks, batch):
         here, rows = ranks // replicas, batch // replicas
-        limits, own = request.limits(memory, here), request.speeds(speeds, here)
-        terms = Terms(limits, speeds=own, dp=replicas, **{**beside, "cores": beside["cores"] / replicas})
-        if counts := request.counts(microbatches, batch, rows, here, layers.largest):
-            tasks.append(Task(layers, rows, counts, terms))
+        limits, own = arguments.memory_of_ranks(memory, here), arguments.speeds_of_ranks(speeds, here)
+        terms = Limits(limits, speeds=own, dp=replicas, **{**beside, "cores": beside["cores"] / replicas})
+        if counts := arguments.microbatch_counts(microbatches, batch, rows, here, layers.max_rows):
+            tasks.append(ReplicaTask(layers, rows, counts, terms))
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
-    names, random = request.names(schedules), Random(seed)
-    ways = sorted((way for task in tasks for way in _families(task, names, random, fewer)), key=lambda way: way.rank)
-    if ways[0].best.over:
-        [task] = [task for task in tasks if task.terms.dp == ways[0].cutting.terms.dp]
-        raise PenstockError(nothing_fits(ways[0].cutting, ways[0].best, _fitting(task)))
+    names, random = arguments.family_names(schedules), Random(seed)
+    ways = sorted(
+        (way for task in tasks for way in _best_family_candidates(task, names, random, fewer)), key=lambda way: way.sort_key
+    )
+    if ways[0].best.excess_bytes:
+        [task] = [task for task in tasks if task.limits.dp == ways[0].search.limits.dp]
+        raise PenstockError(nothing_fits_message(ways[0].search, ways[0].best, _changes_that_fit(task)))
     if schedules is None:
         with suppress(KeyboardInterrupt):
-            for each, many in TABLES[effort]:
-                ways = _searched(ways, each, many, seed, random, progress)
-    different: dict[tuple[Any, ...], Way] = {}
+            for each, many in TABLE_SEARCHES[effort]:
+                ways = _with_searched_tables(ways, each, many, seed, random, progress)
+    different: dict[tuple[Any, ...], Candidate] = {}
     for way in ways:
-        if not way.best.over:
-            different.setdefault((way.cutting.table.schedule.actions, way.best.starts, way.cutting.terms.dp), way)
-    return [_plan(way, batch, layers.names) for way in [*different.values()][:SHOWN]]
+        if not way.best.excess_bytes:
+            different.setdefault((way.search.timer.schedule.actions, way.best.starts, way.search.limits.dp), way)
+    return [_plan_from_candidate(way, batch, layers.layer_names) for way in [*different.values()][:MAX_PLANS]]
 
 
 @lru_cache(maxsize=256)
-def _table(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> TimedTable:
-    return TimedTable(build(name, ranks, microbatches, stages_per_rank))
+def _family_timer(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> ScheduleTimer:
+    return ScheduleTimer(build(name, ranks, microbatches, stages_per_rank))
 
 
-def tables(names: Sequence[str], ranks: int, microbatches: int, most: int) -> Iterator[TimedTable]:
+def family_timers(names: Sequence[str], ranks: int, microbatches: int, most: int) -> Iterator[ScheduleTimer]:
     """Those of the families that have no more than `most` stages."""
     for name in names:
         family = FAMILIES[name]
-        for stages in INTERLEAVED if "stages_per_rank" in family.options else (family.stages_per_rank,):
-            if stages * ranks <= most and (stages == 1 or 3 * stages * ranks * microbatches <= LARGEST):
-                yield _table(name, ranks, microbatches, stages)
+        for stages in INTERLEAVED_STAGES_PER_RANK if "stages_per_rank" in family.options else (family.stages_per_rank,):
+            if stages * ranks <= most and (stages == 1 or 3 * stages * ranks * microbatches <= MAX_INTERLEAVED_ACTIONS):
+                yield _family_timer(name, ranks, microbatches, stages)
 
 
-def _families(
-    task: Task, names: Sequence[str], random: Random, fewer: bool = True, steps: Sequence[tuple[int, int]] = STEPS
-) -> list[Way]:
+def _best_family_candidates(
+    task: ReplicaTask,
+    names: Sequence[str],
+    random: Random,
+    fewer: bool = True,
+    steps: Sequence[tuple[int, int]] = IMPROVEMENT_ROUNDS,
+) -> list[Candidate]:
     """The best families with the best cuts, of any number of ranks that may be as fast as all."""
-    ways: list[Way] = []
-    lines = {count: task.line(count) for count in task.counts}
-    most = min(task.ranks, len(task.layers.names))
-    for used in range(most, 0, -max(1, most // 8)) if fewer else [task.ranks]:
-        here = task.terms.first(used)
-        counts = lines if used == most or not ways or ways[0].best.over else [ways[0].cutting.table.microbatches]
+    ways: list[Candidate] = []
+    lines = {count: task.layer_chain(count) for count in task.microbatch_counts}
+    most = min(task.num_ranks, len(task.profile.layer_names))
+    for used in range(most, 0, -max(1, most // 8)) if fewer else [task.num_ranks]:
+        here = task.limits.for_first_ranks(used)
+        counts = lines if used == most or not ways or ways[0].best.excess_bytes else [ways[0].search.timer.microbatches]
         for count in counts:
             line = lines[count]
-            if not ways or ways[0].best.over or least(line.layers, used, count, here.cores, here.speeds) < ways[0].best.seconds:
-                cut = lru_cache(partial(_even, line, used, here))
-                ways += [_first(Cutting(line, table, here), cut) for table in tables(names, used, count, len(line.layers))]
-        ways = sorted(ways, key=lambda way: way.key)[: STEPS[0][0]]
+            if (
+                not ways
+                or ways[0].best.excess_bytes
+                or min_step_seconds(line.layers, used, count, here.cores, here.speeds) < ways[0].best.seconds
+            ):
+                cut = lru_cache(partial(_balanced_starts, line, used, here))
+                ways += [
+                    _balanced_candidate(PartitionSearch(line, table, here), cut)
+                    for table in family_timers(names, used, count, len(line.layers))
+                ]
+        ways = sorted(ways, key=lambda way: way.penalized_seconds)[: IMPROVEMENT_ROUNDS[0][0]]
     if not ways:
         raise PenstockError(f"{', '.join(names)}: all have more stages than the {most} layers, or are too large")
     for number, actions in steps:
-        ways[:number] = [way.with_cut_of(ways[:number]).descended(actions, random) for way in ways[:number]]
-        ways.sort(key=lambda way: way.key)
-    return sorted(ways, key=lambda way: way.rank)
+        ways[:number] = [way.with_best_partition_of(ways[:number]).improve(actions, random) for way in ways[:number]]
+        ways.sort(key=lambda way: way.penalized_seconds)
+    return sorted(ways, key=lambda way: way.sort_key)
 
 
-def _first(cutting: Cutting, cut: Callable[[int, float], Starts]) -> Way:
+def _balanced_candidate(cutting: PartitionSearch, cut: Callable[[int, float], StageStarts]) -> Candidate:
     """The table with an even cut: by seconds, and where memory is short also by bytes, or by some of both."""
-    stages = len(cutting.table.placement)
-    way = Way(cutting, cutting.at(cut(stages, 0.0)))
-    if not way.best.over and all(each.recompute is None for each in cutting.ways(way.best.choices)):
+    stages = len(cutting.timer.placement)
+    way = Candidate(cutting, cutting.evaluate(cut(stages, 0.0)))
+    if not way.best.excess_bytes and all(each.recompute is None for each in cutting.stage_policies(way.best.choices)):
         return way
-    others = (Way(cutting, cutting.at(cut(stages, part))) for part in PARTS)
-    return min(way, *others, key=lambda way: way.key)
+    others = (Candidate(cutting, cutting.evaluate(cut(stages, part))) for part in MEMORY_WEIGHTS)
+    return min(way, *others, key=lambda way: way.penalized_seconds)
 
 
-def _even(line: Line, ranks: int, terms: Terms, stages: int, part: float) -> Starts:
+def _balanced_starts(line: LayerChain, ranks: int, terms: Limits, stages: int, part: float) -> StageStarts:
     """The cut whose dearest stage is as cheap as can be, where bytes count for this `part` and seconds for the rest."""
     memory = [(2 + terms.optimizer) * layer.parameters + ranks * (layer.activation + layer.ends) for layer in line.layers]
-    seconds, bytes_ = sum(line.seconds) or 1.0, sum(memory) or 1.0
-    costs = [(1 - part) * one / seconds + part * other / bytes_ for one, other in zip(line.seconds, memory, strict=True)]
+    seconds, bytes_ = sum(line.layer_seconds) or 1.0, sum(memory) or 1.0
+    costs = [(1 - part) * one / seconds + part * other / bytes_ for one, other in zip(line.layer_seconds, memory, strict=True)]
     return tuple(balanced(costs, stages))
 
 
-def _fitting(task: Task) -> Iterator[str]:
+def _changes_that_fit(task: ReplicaTask) -> Iterator[str]:
     """What would fit, each change alone: the nearest number of microbatches above those tried, and of ranks."""
-    names, random, ranks = ("1f1b", "zb-h1", "v-min"), Random(0), task.ranks
-    for count in (count for count in range(max(task.counts) + 1, task.rows + 1) if task.rows % count == 0):
-        if not _families(task._replace(counts=[count]), names, random, steps=STEPS[:2])[0].best.over:
+    names, random, ranks = ("1f1b", "zb-h1", "v-min"), Random(0), task.num_ranks
+    for count in (count for count in range(max(task.microbatch_counts) + 1, task.rows + 1) if task.rows % count == 0):
+        if not _best_family_candidates(task._replace(microbatch_counts=[count]), names, random, steps=IMPROVEMENT_ROUNDS[:2])[
+            0
+        ].best.excess_bytes:
             yield f"{count} microbatches, of {task.rows // count} rows"
             break
-    for more in range(ranks + 1, min(2 * ranks, len(task.layers.names)) + 1):
-        limits = task.terms.limits + (max(task.terms.limits),) * (more - ranks)
-        wider = task._replace(terms=task.terms._replace(limits=limits, speeds=()))
-        if not _families(wider, names, random, steps=STEPS[:2])[0].best.over:
-            yield f"{more * task.terms.dp} ranks"
+    for more in range(ranks + 1, min(2 * ranks, len(task.profile.layer_names)) + 1):
+        limits = task.limits.memory_bytes + (max(task.limits.memory_bytes),) * (more - ranks)
+        wider = task._replace(limits=task.limits._replace(memory_bytes=limits, speeds=()))
+        if not _best_family_candidates(wider, names, random, steps=IMPROVEMENT_ROUNDS[:2])[0].best.excess_bytes:
+            yield f"{more * task.limits.dp} ranks"
             break
 
 
-def _plan(way: Way, batch: int, names: Sequence[str]) -> Plan:
-    cutting, best, table = way.cutting, way.best, way.cutting.table.schedule
-    terms, ways, stages = cutting.terms, cutting.ways(best.choices), cutting.stages(best.starts)
-    costs, layers = cutting.costs(best), cutting.line.layers
-    timeline, reduced = simulate(table, costs), cutting.reduced(stages)
+def _plan_from_candidate(way: Candidate, batch: int, names: Sequence[str]) -> Plan:
+    cutting, best, table = way.search, way.best, way.search.timer.schedule
+    terms, ways, stages = cutting.limits, cutting.stage_policies(best.choices), cutting.stage_costs(best.starts)
+    costs, layers = cutting.simulation_costs(best), cutting.chain.layers
+    timeline, reduced = simulate(table, costs), cutting.gradient_reduce_seconds(stages)
     seconds = timeline.makespan + reduced if terms.cores >= table.ranks else best.seconds
-    shared = terms.reduced(sum(layer.parameters for layer in layers) / table.ranks)
-    bound = least(layers, table.ranks, table.microbatches, terms.cores, terms.speeds) + shared
-    peaks = [held + more for held, more in zip(timeline.peak_memory, cutting.reserved(best), strict=True)]
-    again = table.microbatches * sum(each.seconds for each in ways)
+    shared = terms.gradient_reduce_seconds(sum(layer.parameters for layer in layers) / table.ranks)
+    bound = min_step_seconds(layers, table.ranks, table.microbatches, terms.cores, terms.speeds) + shared
+    peaks = [held + more for held, more in zip(timeline.peak_memory, cutting.unsimulated_bytes(best), strict=True)]
+    again = table.microbatches * sum(each.recompute_seconds for each in ways)
     return Plan(
         table,
         cuts=tuple(names[start] for start in best.starts[1:]),
@@ -243,7 +262,7 @@ def _plan(way: Way, batch: int, names: Sequence[str]) -> Plan:
         seconds=seconds,
         bound=bound,
         peak_memory=tuple(peaks),
-        why=why(layers, timeline, table.microbatches, again, reduced),
+        why=bottleneck_sentence(layers, timeline, table.microbatches, again, reduced),
         costs=costs,
         batch=batch,
         dp=terms.dp,
@@ -251,15 +270,21 @@ def _plan(way: Way, batch: int, names: Sequence[str]) -> Plan:
     )
 
 
-def _searched(ways: Sequence[Way], effort: str, many: int, seed: int, random: Random, progress: Progress | None) -> list[Way]:
+def _with_searched_tables(
+    ways: Sequence[Candidate], effort: str, many: int, seed: int, random: Random, progress: Progress | None
+) -> list[Candidate]:
     """`ways`, and tables made for so many of the best of them, on the cuts that are then the best."""
     made = []
-    chosen = [way for way in ways if len(way.best.choices) > 1 and not way.best.over][:many]
+    chosen = [way for way in ways if len(way.best.choices) > 1 and not way.best.excess_bytes][:many]
     for number, way in enumerate(chosen, 1):
-        cutting, best, table = way.cutting, way.best, way.cutting.table
-        limits = [limit - more for limit, more in zip(cutting.terms.limits, cutting.reserved(best), strict=False)]
+        cutting, best, table = way.search, way.best, way.search.timer
+        limits = [
+            limit - more for limit, more in zip(cutting.limits.memory_bytes, cutting.unsimulated_bytes(best), strict=False)
+        ]
         told = progress and partial(progress, f"table {number} of {len(chosen)}, {effort}")
-        found = search(cutting.costs(best), table.placement, table.microbatches, limits, effort, seed, table.schedule, told)
-        new = Cutting(cutting.line, TimedTable(found.schedule), cutting.terms)
-        made.append(Way(new, new.at(best.starts, best.passed)).descended(STEPS[-1][1], random))
-    return sorted([*made, *ways], key=lambda way: way.rank)
+        found = search(
+            cutting.simulation_costs(best), table.placement, table.microbatches, limits, effort, seed, table.schedule, told
+        )
+        new = PartitionSearch(cutting.chain, ScheduleTimer(found.schedule), cutting.limits)
+        made.append(Candidate(new, new.evaluate(best.starts, best.skipped_choices)).improve(IMPROVEMENT_ROUNDS[-1][1], random))
+    return sorted([*made, *ways], key=lambda way: way.sort_key)

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.plan.stages import Recompute
-from penstock.plan.timing import KINDS, TimedTable
+from penstock.plan.schedule_timer import KINDS, ScheduleTimer
+from penstock.plan.stage_costs import Recompute
 from penstock.schedule import Costs, Kind, Measurement, Schedule, Timeline, from_rows, simulate, verify
 from penstock.schedule.timing.explanation import bytes_told
 
@@ -46,7 +46,7 @@ class Plan:
         return self.schedule.ranks
 
     @property
-    def above(self) -> float:
+    def share_above_bound(self) -> float:
         """How far a step is above its bound, as a share of that."""
         return max(0.0, self.seconds / self.bound - 1)
 
@@ -72,7 +72,7 @@ class Plan:
         return (
             f"{self.schedule.name} on {self.ranks} ranks{f', {self.dp} replicas' if self.dp > 1 else ''}, "
             f"{self.microbatches} microbatches: "
-            f"{1e3 * self.seconds:.4g} ms a step, {self.above:.1%} above what none can be below\n"
+            f"{1e3 * self.seconds:.4g} ms a step, {self.share_above_bound:.1%} above what none can be below\n"
             f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(again) or 'nothing'}\n"
             f"at the fullest {', '.join(map(bytes_told, self.peak_memory))}\n"
             f"{self.why}"
@@ -83,34 +83,34 @@ class Plan:
         costs = {field.name: getattr(self.costs, field.name) for field in fields(Costs)}
         costs = {name: value for name, value in costs.items() if value not in (None, {}, float("inf"))}
         table = {"name": self.schedule.name, "placement": self.schedule.placement, "rows": self.schedule.texts()}
-        data = {"format": FORMAT, **{name: getattr(self, name) for name in _PLAIN}, "schedule": table, "costs": costs}
+        data = {"format": FORMAT, **{name: getattr(self, name) for name in _PLAIN_FIELDS}, "schedule": table, "costs": costs}
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) -> tuple[float, float]:
     """Seconds of a step where every action takes up to `share` more or less: the median of so many draws, and the worst."""
-    table, random, stages = TimedTable(plan.schedule), Random(seed), plan.schedule.stages
+    table, random, stages = ScheduleTimer(plan.schedule), Random(seed), plan.schedule.stages
     costs = [cost for kind in KINDS for cost in plan.costs.table(stages)[kind]]
     apart = [one != other for one, other in pairwise(plan.schedule.placement)]
     lags = [sum(border) * crosses for border, crosses in zip(plan.costs.borders(stages), apart, strict=True)]
-    drawn = [table.shaken(costs, [*lags, 0.0], share, random) for _ in range(draws)]
+    drawn = [table.makespan_with_jitter(costs, [*lags, 0.0], share, random) for _ in range(draws)]
     averaging = plan.seconds - plan.timeline.makespan if plan.dp > 1 else 0.0  # comes after the actions of the table
     return median(drawn) + averaging, max(drawn) + averaging
 
 
-_PLAIN = ("batch", "dp", "microbatches", "layers", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")
+_PLAIN_FIELDS = ("batch", "dp", "microbatches", "layers", "cuts", "recompute", "seconds", "bound", "peak_memory", "why")
 
 
-def is_plan(path: str | PathLike[str]) -> bool:
+def is_plan_file(path: str | PathLike[str]) -> bool:
     """Whether the file at `path` says that it is a plan."""
     try:
         with open(path, encoding="utf-8") as file:
-            return says_plan(file.read(200))
+            return is_plan_text(file.read(200))
     except (OSError, UnicodeError):
         return False
 
 
-def says_plan(text: str) -> bool:
+def is_plan_text(text: str) -> bool:
     """Whether the `text` of a file, or its beginning, says that it is a plan."""
     return FORMAT in text[:200]
 
@@ -118,24 +118,24 @@ def says_plan(text: str) -> bool:
 def load(path: str | PathLike[str]) -> Plan:
     """Read what `Plan.save` wrote, and prove its table. Raises PenstockError for anything else."""
     try:
-        return read(Path(path).read_bytes(), str(path))
+        return parse_plan(Path(path).read_bytes(), str(path))
     except OSError as error:
         raise PenstockError(f"cannot read a plan from {path}: {error.strerror}") from error
 
 
-def read(text: str | bytes, name: str) -> Plan:
+def parse_plan(text: str | bytes, name: str) -> Plan:
     """The plan in the `text` of a file called `name`. Raises PenstockError for anything else."""
     try:
         data = json.loads(text)
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
-        return _plan(data)
+        return _plan_from_json(data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise PenstockError(f"{name} is no plan of `penstock plan`: {why}") from error
 
 
-def _plan(data: dict[str, Any]) -> Plan:
+def _plan_from_json(data: dict[str, Any]) -> Plan:
     """Raises ValueError, KeyError or TypeError for data that are no plan."""
     table = data["schedule"]
     schedule = from_rows(str(table["name"]), table["rows"], tuple(map(int, table["placement"])))

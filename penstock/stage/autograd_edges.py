@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.torch_private import applied, is_python_node
+from penstock.torch_private import fast_apply, is_python_node
 from penstock.trees import flatten, map_tensors, unflatten
 
 Gradients = tuple[Tensor | None, ...]
@@ -67,7 +67,7 @@ class _Entrance(torch.autograd.Function):
 
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-_entered = applied(_Entrance)
+_entered = fast_apply(_Entrance)
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:

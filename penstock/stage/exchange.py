@@ -30,7 +30,7 @@ from penstock.partition.graph_stage import GraphStage
 from penstock.stage.autograd_edges import StageInput
 from penstock.stage.neighbours import Neighbours
 from penstock.stage.parameter_slot import slots_of
-from penstock.torch_private import TensorSlot, storage_key, tree_leaves, uncompiled, version_of
+from penstock.torch_private import TensorSlot, storage_key, tensor_version, tree_leaves, unwrap_compiled
 from penstock.trees import flatten
 
 VALUE = (
@@ -67,7 +67,7 @@ class ForwardSignature:
 
     def __init__(self, module: nn.Module, later: Collection[str] = ()) -> None:
         self._of_graph, self._later = isinstance(module, GraphStage), frozenset(later)
-        parameters = inspect.signature(uncompiled(module).forward).parameters.values()
+        parameters = inspect.signature(unwrap_compiled(module).forward).parameters.values()
         self.keywords = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
         kinds = [each.kind.name for each in parameters]
         takes_any_number = self._of_graph or "VAR_POSITIONAL" in kinds
@@ -224,13 +224,13 @@ def opened(messages: Sequence[Any]) -> tuple[Sequence[Any], Versions]:
 
 def versions(tensors: Iterable[Tensor]) -> Versions:
     """Of `tensors`, before a forward."""
-    return [(each, version_of(each)) for each in tensors if not each.is_inference()]
+    return [(each, tensor_version(each)) for each in tensors if not each.is_inference()]
 
 
 def check_unchanged(before: Versions, index: int, what: tuple[str, str] = VALUE) -> None:
     """After the forward of stage `index`. Raises MismatchError if it has changed in place what was as in `before`."""
     for each, version in before:
-        if version_of(each) != version:
+        if tensor_version(each) != version:
             told = f"stage {index} changes in place {what[0].format(tuple(each.shape))}"
             raise MismatchError(f"{told}, which would change with it in the uncut model, but not here: {what[1]}")
 

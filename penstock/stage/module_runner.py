@@ -16,14 +16,14 @@ from penstock.stage.parameter_slot import installed
 from penstock.torch_private import (
     TensorSlot,
     buffer_slots,
-    fsdp_casts,
+    children_by_name,
+    fsdp_casts_inputs_or_outputs,
     has_hooks,
+    has_hooks_or_patched_forward,
     is_compiled,
-    is_extended,
-    layers_of,
+    tensor_version,
     tree_flatten,
     tree_unflatten,
-    version_of,
 )
 
 Recompute = Literal["stage", "block"]
@@ -49,7 +49,7 @@ DETERMINISTIC_LOSSES = (nn.functional.cross_entropy, nn.functional.mse_loss)  # 
 
 def _may_draw(layer: Callable[..., Any]) -> bool:
     """Whether `layer` may draw random numbers: of those that do not, its hooks may, or what was put over its forward."""
-    return type(layer) not in NEVER_RANDOM or is_extended(layer)  # type: ignore[arg-type]
+    return type(layer) not in NEVER_RANDOM or has_hooks_or_patched_forward(layer)  # type: ignore[arg-type]
 
 
 class ModuleRunner:
@@ -74,7 +74,7 @@ class ModuleRunner:
         self._buffers: dict[nn.Module, list[TensorSlot]] = {}  # of what runs again
         self._changes_nothing: set[nn.Module] = set()  # of that, what left its input as it was
         known = numbers is not None and type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
-        self._layers = tuple(zip(numbers or (), layers_of(module).values(), strict=True)) if known else None
+        self._layers = tuple(zip(numbers or (), children_by_name(module).values(), strict=True)) if known else None
 
     def run(self, seed: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The module's output. `seed` is of this step and microbatch; it moves the device's generator."""
@@ -111,7 +111,7 @@ class ModuleRunner:
     def _hooks_matter(self) -> bool:
         """Whether hooks of the module must run: of those of `fully_shard`, `FSDPReplication` does all but casts."""
         is_sharded = hasattr(self.module, "unshard")
-        return fsdp_casts(self.module) if is_sharded else has_hooks(self.module)
+        return fsdp_casts_inputs_or_outputs(self.module) if is_sharded else has_hooks(self.module)
 
     def _graph(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
         return self.module.penstock(args, kwargs, partial(self._call, seed))  # type: ignore[operator]
@@ -164,14 +164,14 @@ class _Given:
         leaves, self._tree = tree_flatten(given)
         tensors = {place: each for place, each in enumerate(leaves) if isinstance(each, Tensor) and not each.is_inference()}
         self._run, self._tensors, self._ran = run, tensors, False
-        self._versions = {place: version_of(each) for place, each in tensors.items()}
+        self._versions = {place: tensor_version(each) for place, each in tensors.items()}
         self._copies = {
             place: each.detach().clone().requires_grad_(each.requires_grad) for place, each in tensors.items() if copies
         }
 
     def changed(self) -> bool:
         """After the forward: whether it has changed any of it; copies of the rest are let go."""
-        changed = [place for place, each in self._tensors.items() if version_of(each) != self._versions[place]]
+        changed = [place for place, each in self._tensors.items() if tensor_version(each) != self._versions[place]]
         self._copies = {place: self._copies[place] for place in changed if place in self._copies}
         return bool(changed)
 
@@ -184,7 +184,7 @@ class _Given:
         for place, version in self._versions.items():
             if place in self._copies:
                 leaves[place] = self._copies[place].clone()  # no leaf of autograd's: the forward changes it again
-            elif version_of(leaves[place]) != version:
+            elif tensor_version(leaves[place]) != version:
                 told = f"the input {list(leaves[place].shape)} of what recompute= runs again"
                 raise RuntimeError(f"{told} was modified by an inplace operation after it")
         return self._run(seed, *tree_unflatten(leaves, self._tree))
@@ -193,10 +193,10 @@ class _Given:
 @contextmanager
 def _noting(slots: Sequence[TensorSlot], moved: dict[str, Tensor]) -> Iterator[None]:
     """Around a forward: notes which buffers it moves, and what they were."""
-    before = [(slot, version_of(slot.tensor), slot.tensor.clone()) for slot in _now(slots)]
+    before = [(slot, tensor_version(slot.tensor), slot.tensor.clone()) for slot in _now(slots)]
     yield
     for slot, version, copied in before:
-        if slot.held.get(slot.key) is not slot.tensor or version_of(slot.tensor) != version:
+        if slot.registry.get(slot.key) is not slot.tensor or tensor_version(slot.tensor) != version:
             moved[slot.name] = copied
 
 
@@ -209,7 +209,7 @@ def _as_before(slots: Sequence[TensorSlot], moved: dict[str, Tensor]) -> Iterato
 
 def _now(slots: Sequence[TensorSlot]) -> list[TensorSlot]:
     """With what is there now: a forward may put another tensor in a buffer's place."""
-    return [slot._replace(tensor=here) for slot in slots if (here := slot.held.get(slot.key)) is not None]
+    return [slot._replace(tensor=here) for slot in slots if (here := slot.registry.get(slot.key)) is not None]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ class ParameterSlot:
 
     def identity(self) -> Any:
         """Equal as long as what was made for the parameter, in its memory and its places, can be used."""
-        return id(self.parameter), self._memory, [(id(place.held), place.key) for place in self.places]
+        return id(self.parameter), self._memory, [(id(place.registry), place.key) for place in self.places]
 
 
 def slots_of(module: nn.Module) -> list[ParameterSlot]:
@@ -36,8 +36,8 @@ def installed(standins: Sequence[tuple[TensorSlot, Tensor]]) -> Iterator[None]:
     """Tensors in places of others; afterwards, whatever happens, what was there again."""
     try:
         for place, tensor in standins:
-            place.put(tensor)
+            place.replace(tensor)
         yield
     finally:
         for place, _ in standins:
-            place.put(place.tensor)
+            place.replace(place.tensor)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import ShardKey, local_shard, shard_coordinates, shard_like
-from penstock.torch_private import foreach_norm, version_of
+from penstock.torch_private import foreach_norm, tensor_version
 
 MISSING, UNEXPECTED, WRONG_SHAPE = "missing", "unknown", "of another shape"  # what a name can be in a state that does not fit
 
@@ -36,7 +36,7 @@ class RankParameters:
         self.origin = origin
         self.order = order or [name for stage in names for name in stage.values()]
         tensors = self.state_dict(keep_vars=True) if unset else {}
-        self._unset = {name: (tensor, version_of(tensor)) for name, tensor in tensors.items() if name in unset}
+        self._unset = {name: (tensor, tensor_version(tensor)) for name, tensor in tensors.items() if name in unset}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each parameter once, by its first name in the uncut model. Raises MismatchError for one that has come since."""
@@ -71,7 +71,7 @@ class RankParameters:
         if self._unset:
             now = self.state_dict(keep_vars=True)
             untouched = {name: entry for name, entry in self._unset.items() if now.get(name) is entry[0]}
-            self._unset = {name: entry for name, entry in untouched.items() if version_of(entry[0]) == entry[1]}
+            self._unset = {name: entry for name, entry in untouched.items() if tensor_version(entry[0]) == entry[1]}
         if self._unset:
             names = list(self._unset)
             raise MismatchError(

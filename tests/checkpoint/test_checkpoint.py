@@ -299,8 +299,8 @@ def test_a_kill_in_the_middle_of_a_save_costs_nothing_that_was_whole(tmp_path, m
 @pytest.fixture
 def go_on(monkeypatch):
     """What files wait for before they are written."""
-    write, event = tensor_files.write, threading.Event()
-    monkeypatch.setattr(tensor_files, "write", lambda *args: [event.wait(), write(*args)][1])
+    write, event = tensor_files.write_shards, threading.Event()
+    monkeypatch.setattr(tensor_files, "write_shards", lambda *args: [event.wait(), write(*args)][1])
     yield event
     event.set()
 
@@ -429,5 +429,5 @@ def test_a_checkpoint_becomes_one_file_without_ranks(copy, tmp_path):
 
     flip(next((copy / "step-00000003").glob("shard-00002*")), -1)
     with pytest.warns(UserWarning, match="shard-00002"):
-        assert checkpoint.export_folder(copy, tmp_path / "out.safetensors") == copy / "step-00000002"
+        assert checkpoint.export_checkpoint(copy, tmp_path / "out.safetensors") == copy / "step-00000002"
     assert_same(load_file(tmp_path / "out.safetensors"), dict(resumed(copy / "step-00000002", 2).state_dict()))

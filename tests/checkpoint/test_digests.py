@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint.audit import NotComparable, compare, digest
+from penstock.checkpoint.training_digests import RunsNotComparableError, compare_runs, value_digest
 from penstock.commands.audit import Audit
 from penstock.commands.train.setup import token_loss
 from penstock.engine.checks.digest import condensed
@@ -30,7 +30,7 @@ import flips
 def test_every_flipped_bit_is_another_digest(dtype):
     tensor = torch.arange(21).view(3, 7).to(dtype)
     data = tensor.view(torch.uint8).flatten()
-    for way in (digest, lambda tensor: condensed(tensor).tolist()):
+    for way in (value_digest, lambda tensor: condensed(tensor).tolist()):
         before, seen = way(tensor), []
         for byte in range(len(data)):
             for bit in range(8):
@@ -42,19 +42,19 @@ def test_every_flipped_bit_is_another_digest(dtype):
 
 
 def test_a_digest_is_the_same_in_every_process_and_release():
-    assert digest(torch.arange(6.0).view(2, 3)) == "b70079b7"
+    assert value_digest(torch.arange(6.0).view(2, 3)) == "b70079b7"
     assert condensed(torch.arange(6.0)).tolist() == [-5147975855063957504]
     state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "lr": 0.1, "betas": (0.9, 0.999), "foreach": None}
-    assert digest(state) == "818f3e42"
+    assert value_digest(state) == "818f3e42"
 
 
 def test_a_digest_is_of_the_values_and_not_of_how_they_lie_in_memory():
     tensor = torch.randn(4, 6)
-    assert digest(tensor.t().contiguous().t()) == digest(tensor)
-    assert digest(nn.Parameter(tensor)) == digest(tensor)
+    assert value_digest(tensor.t().contiguous().t()) == value_digest(tensor)
+    assert value_digest(nn.Parameter(tensor)) == value_digest(tensor)
     others = [tensor.view(6, 4), tensor.double(), tensor.t(), tensor.clone().neg(), [tensor]]
-    assert len({digest(each) for each in [tensor, *others]}) == len(others) + 1
-    assert digest(torch.empty(0, 3)) != digest(torch.empty(3, 0))
+    assert len({value_digest(each) for each in [tensor, *others]}) == len(others) + 1
+    assert value_digest(torch.empty(0, 3)) != value_digest(torch.empty(3, 0))
 
 
 # ---- of a pipeline
@@ -153,7 +153,7 @@ def rank_sharded():
     before = checkpoint.digests(pipe, optimizer)
     pipe.step(inputs, target=target)
     optimizer.step()
-    whole = {name: digest(gather_full_tensor(value)) for name, value in pipe.state_dict().items()}
+    whole = {name: value_digest(gather_full_tensor(value)) for name, value in pipe.state_dict().items()}
     return before, checkpoint.digests(pipe, optimizer), whole
 
 
@@ -182,12 +182,12 @@ def recorded(folder, seed=0, steps=4, every=2, begin=0, **changed):
     (model, loss_fn), (inputs, target) = make("mlp"), data("mlp", 8, seed)
     pipe = ps.Pipeline(model, loss_fn, "gpipe", 2)
     optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
-    trail = checkpoint.Trail(folder, pipe, optimizer, every, {"learning_rate": 0.1} | changed)
+    trail = checkpoint.DigestLog(folder, pipe, optimizer, every, {"learning_rate": 0.1} | changed)
     for number in range(steps):
         pipe.step(inputs, target=target)
         optimizer.step()
         if number >= begin:
-            trail.note()
+            trail.record_step()
         optimizer.zero_grad()
     return folder
 
@@ -202,10 +202,10 @@ def with_conditions(folder, **changed):
 
 def test_runs_that_are_the_same_are_told_so_and_others_by_their_first_step(tmp_path):
     a, b, c = recorded(tmp_path / "a"), recorded(tmp_path / "b", every=1), recorded(tmp_path / "c", seed=9)
-    same, told = compare(a, b)
+    same, told = compare_runs(a, b)
     assert same
     assert told.startswith("the same to the bit in 2 steps, 2 to 4: ")
-    same, told = compare(a, c)
+    same, told = compare_runs(a, c)
     assert not same
     assert told.splitlines()[0] == "step 2 is the first that differs: the gradient of 10.bias"
     assert [line.endswith(f" in {folder}") for line, folder in zip(told.splitlines()[1:3], (a, c), strict=True)] == [True, True]
@@ -224,10 +224,10 @@ def test_where_bits_are_not_promised_a_difference_is_no_verdict(tmp_path, change
     a = recorded(tmp_path / "a")
     recorded(tmp_path / "b", seed=9)
     recorded(tmp_path / "same")
-    with pytest.raises(NotComparable) as error:
-        compare(a, with_conditions(tmp_path / "b", **changed))
+    with pytest.raises(RunsNotComparableError) as error:
+        compare_runs(a, with_conditions(tmp_path / "b", **changed))
     assert f"no bits are promised between these runs ({told}" in str(error.value)
-    assert compare(a, with_conditions(tmp_path / "same", **changed))[0]  # if they are the same, they are
+    assert compare_runs(a, with_conditions(tmp_path / "same", **changed))[0]  # if they are the same, they are
 
 
 def test_runs_of_other_settings_or_steps_are_not_compared(tmp_path):
@@ -236,8 +236,8 @@ def test_runs_of_other_settings_or_steps_are_not_compared(tmp_path):
         ("rate", {"learning_rate": 0.2}, "the runs cannot be compared, they have learning_rate 0.1 and 0.2"),
         ("steps", {"steps": 3, "every": 3}, "the runs have no step in common: 2 steps, 2 to 4 in "),
     ]:
-        with pytest.raises(NotComparable) as error:
-            compare(a, recorded(tmp_path / folder, **options))
+        with pytest.raises(RunsNotComparableError) as error:
+            compare_runs(a, recorded(tmp_path / folder, **options))
         assert told in str(error.value)
 
 
@@ -247,20 +247,20 @@ def test_a_run_that_goes_on_keeps_the_lines_up_to_there(tmp_path):
         file.write('{"step": 8, "wei')  # as a kill leaves it
     pipe = ps.Pipeline(*make("mlp"), "gpipe", 2)
     pipe.step_count = 4
-    checkpoint.Trail(tmp_path, pipe)
+    checkpoint.DigestLog(tmp_path, pipe)
     lines = [json.loads(line) for line in (tmp_path / "digests.jsonl").read_text().splitlines()]
     assert [(each["step"], "run" in each) for each in lines] == [(0, True), (2, False), (4, False), (4, True)]
 
 
 def rank_has_no_room(folder):
     pipe = ps.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.functional.mse_loss, microbatches=2)
-    trail = checkpoint.Trail(folder, pipe, every=1)
+    trail = checkpoint.DigestLog(folder, pipe, every=1)
     pipe.step(torch.ones(2, 2), target=torch.ones(2, 2))
     if pipe.topology.rank == 0:
         trail.path.unlink()
         trail.path.symlink_to("/dev/full")
     with pytest.raises(ps.PenstockError) as error:
-        trail.note()
+        trail.record_step()
     return str(error.value)
 
 
@@ -289,12 +289,12 @@ def test_a_step_that_was_run_again_is_the_same_as_one_that_was_not(tmp_path):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 2), Once(spoiled), nn.Linear(2, 2))
         pipe = ps.Pipeline(model, nn.functional.mse_loss, microbatches=2, on_nonfinite="retry")
-        trail = checkpoint.Trail(tmp_path / str(spoiled), pipe, every=1)
+        trail = checkpoint.DigestLog(tmp_path / str(spoiled), pipe, every=1)
         with pytest.warns(RuntimeWarning, match="was transient") if spoiled else nullcontext():
             pipe.step(torch.ones(4, 2), target=torch.ones(4, 2))
-        trail.note()
+        trail.record_step()
         runs.append(tmp_path / str(spoiled))
-    same, told = compare(*runs)
+    same, told = compare_runs(*runs)
     assert same, told
 
 

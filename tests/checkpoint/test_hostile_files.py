@@ -15,7 +15,7 @@ from torch import nn
 import penstock as ps
 from penstock import checkpoint
 from penstock.checkpoint.files import manifest, schema
-from penstock.checkpoint.files.disk import Damaged
+from penstock.checkpoint.files.disk import DamagedFileError
 from penstock.checkpoint.files.tensor_files import TensorFiles
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def rewritten(folder, change):
     content = json.loads((folder / "manifest.json").read_bytes())
     del content["sha256"]
     content = change(content) or content
-    (folder / "manifest.json").write_bytes(manifest._encoded(content))
+    (folder / "manifest.json").write_bytes(manifest._encode(content))
 
 
 def passed_over(folder, *told):
@@ -167,7 +167,7 @@ def test_a_manifest_that_is_deep_or_long_is_refused(copy, monkeypatch):
     passed_over(copy, "more than 100 lists or dicts deep")
     (copy / NEWEST / "manifest.json").write_bytes(b"[" * 10**6)
     passed_over(copy, "manifest.json is damaged")
-    monkeypatch.setattr(manifest, "LARGEST", 100)
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 100)
     refused(copy, "manifest.json is damaged")
 
 
@@ -363,7 +363,7 @@ def test_no_manifest_makes_resume_raise_anything_else_or_change_anything(fuzzed,
         except (KeyError, IndexError, TypeError):  # the first change took it away
             continue
     try:
-        (folder / "manifest.json").write_bytes(manifest._encoded(content))
+        (folder / "manifest.json").write_bytes(manifest._encode(content))
     except UnicodeEncodeError:
         return
     outcome(run, folder)
@@ -391,18 +391,18 @@ def test_no_tensor_file_makes_resume_raise_anything_else_or_change_anything(fuzz
     else:
         spoilt = spoilt[: data.draw(st.integers(0, len(spoilt)))]
     tensors.write_bytes(spoilt)
-    files = {tensors.name: manifest.entry(tensors)}
-    (folder / "manifest.json").write_bytes(manifest._encoded({**content, "files": files}))
+    files = {tensors.name: manifest.file_entry(tensors)}
+    (folder / "manifest.json").write_bytes(manifest._encode({**content, "files": files}))
     outcome(run, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             for each in TensorFiles(tensors).values():
                 each.numel()
-        except Damaged:
+        except DamagedFileError:
             pass
 
 
 def test_what_a_checkpoint_of_ours_says_is_what_a_manifest_may_say(saved):
     content = json.loads((saved / NEWEST / "manifest.json").read_bytes())
-    assert {"optimizer.0.weight.exp_avg", "random.0.torch"} <= set(schema.check(content))
+    assert {"optimizer.0.weight.exp_avg", "random.0.torch"} <= set(schema.validate_manifest(content))

@@ -23,7 +23,7 @@ SHARED = Path("/dev/shm")
 STEPS = 8
 SAVED = 2  # the only step that is on the disk
 
-pytestmark = pytest.mark.skipif(not (SHARED.is_dir() and disk.in_memory(SHARED)), reason="Linux has a folder in memory")
+pytestmark = pytest.mark.skipif(not (SHARED.is_dir() and disk.is_in_memory(SHARED)), reason="Linux has a folder in memory")
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def rank_trains(folder, memory, faults):
         if dies and moment == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         if dies and moment == "within":  # its file is half written
-            tensor_files._add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            tensor_files._write_and_digest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         checkpoint.save(memory, *given, extra={"after": pipe.step_count}, keep=1)
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -153,7 +153,7 @@ def flipped(path, at):
 @pytest.mark.parametrize("on", ["memory", "disk"])
 def test_only_on_a_disk_it_is_synced_and_hashed_strongly_and_damage_is_found_on_both(memory, monkeypatch, on):
     if on == "disk":
-        monkeypatch.setattr(disk, "IN_MEMORY", ())
+        monkeypatch.setattr(disk, "MEMORY_FILE_SYSTEM_TYPES", ())
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     given = training()
@@ -181,8 +181,8 @@ def rank_alone_sees_its_files(folder):
     """The save of two ranks of which rank 1 writes into a memory of its own."""
     pipe = training()[0]
     if pipe.topology.rank == 1:
-        write = tensor_files.write
-        tensor_files.write = lambda path, *rest: write(path.parent / "another machine's", *rest)
+        write = tensor_files.write_shards
+        tensor_files.write_shards = lambda path, *rest: write(path.parent / "another machine's", *rest)
     with pytest.raises(ps.PenstockError) as error:
         checkpoint.save(folder, pipe)
     return str(error.value)

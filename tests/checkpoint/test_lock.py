@@ -17,8 +17,8 @@ from torch import nn
 
 import penstock as ps
 from penstock import checkpoint
-from penstock.checkpoint import lock
-from penstock.checkpoint.saving import claim
+from penstock.checkpoint import folder_lock
+from penstock.checkpoint.saving import lock_run_folder
 from penstock.comms.topology import Topology
 
 pytestmark = pytest.mark.ranks
@@ -47,7 +47,7 @@ def everyone():
 
 def rank_is_a_run_of_its_own(folder):
     """Rank 0's run has the folder, rank 1's wants it."""
-    lock.PATIENCE = 0.2
+    folder_lock.ACQUIRE_TIMEOUT_SECONDS = 0.2
     rank, told = ps.comms.init_distributed().rank, []
     pipe = alone(rank)
     if rank == 0:
@@ -58,7 +58,7 @@ def rank_is_a_run_of_its_own(folder):
         before = contents(folder)
         told = [refusal(folder, pipe), refusal(folder, pipe, wait=False)]
         with pytest.raises(ps.PenstockError, match="is written to by process"):
-            claim(folder, pipe)
+            lock_run_folder(folder, pipe)
         assert contents(folder) == before
         assert checkpoint.resume(folder, pipe) == {}  # to read needs no lock
         pipe.step_count = 1
@@ -112,7 +112,7 @@ def test_a_run_whose_folder_has_been_taken_is_refused(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, pipe)
     (tmp_path / ".writer").unlink()
     checkpoint.save(tmp_path, pipe)  # nobody has taken it
-    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    monkeypatch.setattr(folder_lock, "ACQUIRE_TIMEOUT_SECONDS", 0.1)
     (tmp_path / ".writer").unlink()
     with (tmp_path / ".writer").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -178,7 +178,7 @@ class Writing(Future):
 
 def test_a_ctrl_c_while_a_save_is_waited_for_loses_neither_its_error_nor_the_next_waits(tmp_path):
     pipe = alone()
-    pipe._engine.background_save = saving = checkpoint.Saving(tmp_path, written := Writing())
+    pipe._engine.background_save = saving = checkpoint.SaveHandle(tmp_path, written := Writing())
     for wait in (saving.wait, partial(checkpoint.save, tmp_path, pipe)):
         with pytest.raises(KeyboardInterrupt):
             wait()

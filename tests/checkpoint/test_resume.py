@@ -132,7 +132,7 @@ def test_any_optimizer_and_any_tensor_goes_on_with_its_bits(tmp_path):
         assert_same(again[name], merged([each[name] for each in everyone]))
     shutil.rmtree(tmp_path / "RAdam")
     with pytest.warns(UserWarning, match="_extra_state"):
-        checkpoint.export_folder(tmp_path / "Adam", tmp_path / "out.safetensors")
+        checkpoint.export_checkpoint(tmp_path / "Adam", tmp_path / "out.safetensors")
     exported = load_file(tmp_path / "out.safetensors")
     assert {"0.count", "0.seen", "0.none", "0.narrow", "1.conv.weight"} <= exported.keys()
 
@@ -179,7 +179,7 @@ def test_a_tied_parameter_is_kept_once_and_every_owner_gets_it_back(tmp_path):
     exported = load_file(tmp_path / "0.safetensors")
     assert_same(exported, merged([state for state, _ in before]))
     tied().load_state_dict(exported)
-    checkpoint.export_folder(newest, tmp_path / "offline.safetensors")
+    checkpoint.export_checkpoint(newest, tmp_path / "offline.safetensors")
     assert_same(load_file(tmp_path / "offline.safetensors"), exported)
 
     for ranks in (1, 2):  # other owners

@@ -29,34 +29,34 @@ def tensors():
 
 
 def test_every_dtype_and_layout_comes_back_and_the_library_reads_it_too(tmp_path):
-    (name,) = tensor_files.write(tmp_path, 0, tensors())
+    (name,) = tensor_files.write_shards(tmp_path, 0, tensors())
     files, theirs = tensor_files.TensorFiles(tmp_path), load_file(tmp_path / name)
     assert set(files) == files.shapes.keys() == tensors().keys()
     for name, expected in tensors().items():
-        for ours in (files[name], files.mapped(name), theirs.get(name, files[name])):
+        for ours in (files[name], files.mapped_tensor(name), theirs.get(name, files[name])):
             assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape), name
             assert torch.equal(bits(ours), bits(expected)), name
-        assert files.mapped(name).data_ptr() % expected.itemsize == 0, name
+        assert files.mapped_tensor(name).data_ptr() % expected.itemsize == 0, name
     assert len(theirs) == len(files)
 
 
 def test_what_the_format_does_not_know_is_refused(tmp_path):
     with pytest.raises(ps.MismatchError, match=r"wave is torch\.complex128, which safetensors files cannot hold"):
-        tensor_files.write(tmp_path, 0, {"wave": torch.zeros(2, dtype=torch.complex128)})
+        tensor_files.write_shards(tmp_path, 0, {"wave": torch.zeros(2, dtype=torch.complex128)})
 
 
 def test_files_are_not_much_larger_than_they_should_be(tmp_path):
     many = {str(number): torch.full((10,), float(number)) for number in range(5)} | {"large": torch.zeros(100)}
-    names = list(tensor_files.write(tmp_path, 2, many, most=100))
+    names = list(tensor_files.write_shards(tmp_path, 2, many, most=100))
     assert names == [f"shard-00003-model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
     assert [len(load_file(tmp_path / name)) for name in names] == [2, 2, 1, 1]
     files = tensor_files.TensorFiles(tmp_path)
     assert all(torch.equal(files[name], value) for name, value in many.items())
-    assert tensor_files.write(tmp_path, 3, {}) == {}
+    assert tensor_files.write_shards(tmp_path, 3, {}) == {}
 
 
 def test_what_is_read_stays_when_the_file_goes(tmp_path):
-    tensor_files.write(tmp_path, 0, {"it": torch.ones(3)})
+    tensor_files.write_shards(tmp_path, 0, {"it": torch.ones(3)})
     ours = tensor_files.TensorFiles(tmp_path)["it"]
     for path in tmp_path.iterdir():
         path.write_bytes(b"\xff" * path.stat().st_size)
@@ -81,7 +81,7 @@ def test_a_checkpoint_whose_files_torch_has_written_is_resumed(tmp_path):
     writer = theirs.HuggingFaceStorageWriter(str(folder), dict.fromkeys(state, 1), save_distributed=True)
     theirs.save(state, storage_writer=writer, no_dist=True)
     (folder / ".metadata").unlink(missing_ok=True)
-    files = {path.name: manifest.entry(path) for path in folder.glob("*.safetensors")}
+    files = {path.name: manifest.file_entry(path) for path in folder.glob("*.safetensors")}
     del content["format"]
     manifest.write(folder, {**content, "files": files})
     again = pipeline()
@@ -134,11 +134,11 @@ def test_checkpoints_need_no_numpy(tmp_path):
 def test_a_folder_of_more_files_than_descriptors_is_read(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for number in range(80):
-        tensor_files.write_file(tmp_path / f"{number:03d}.safetensors", {f"t{number}": torch.full((3,), float(number))})
+        tensor_files.write_safetensors(tmp_path / f"{number:03d}.safetensors", {f"t{number}": torch.full((3,), float(number))})
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
         files = tensor_files.TensorFiles(tmp_path)
-        found = [files.mapped(f"t{number}").clone() for number in range(80)]
+        found = [files.mapped_tensor(f"t{number}").clone() for number in range(80)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [each[0].item() for each in found] == list(range(80))
@@ -148,5 +148,5 @@ def test_a_rank_whose_first_tensor_is_empty_writes_it(tmp_path):
     module = nn.Linear(4, 4)
     module.register_buffer("nothing", torch.empty(0))
     checkpoint.export(ps.Pipeline(nn.Sequential(module)), tmp_path / "model.safetensors")
-    assert tensor_files.write(tmp_path / "parts", 0, {"nothing": torch.empty(0), "more": torch.ones(2)})
+    assert tensor_files.write_shards(tmp_path / "parts", 0, {"nothing": torch.empty(0), "more": torch.ones(2)})
     assert {*load_file(tmp_path / "model.safetensors")} == {"0.weight", "0.bias", "0.nothing"}

@@ -148,7 +148,7 @@ def test_a_model_takes_its_base_models_weights_and_a_checkpoint_is_exported_with
     checkpoint.import_weights(pipe, tmp_path / "base")
     assert_same(pipe.state_dict(), {name: value.float() for name, value in expected.items()})
     checkpoint.save(tmp_path / "run", pipe)
-    checkpoint.export_folder(tmp_path / "run", tmp_path / "out")
+    checkpoint.export_checkpoint(tmp_path / "run", tmp_path / "out")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_same(again.state_dict(), pipe.state_dict())
 

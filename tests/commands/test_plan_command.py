@@ -17,7 +17,7 @@ from penstock.commands.source import question_of
 from penstock.commands.train.config import TrainConfig
 from penstock.commands.train.planned import advice, with_plan
 from penstock.partition.balance import Balance
-from penstock.plan import Layer, Layers, bytes_of, load
+from penstock.plan import LayerCost, ModelProfile, load, parse_memory_size
 from penstock.schedule import Kind, Measurement, Schedule, build
 from penstock.view.studio.answers import answer
 
@@ -36,8 +36,8 @@ def half():
 @pytest.fixture
 def costs(tmp_path):
     """A file with the costs of eight layers, the last one dearer."""
-    layers = [Layer(f"layers.{number}", 0.003, 0.004, 0.002, 8e6, 4e6, 1e6, 1e6) for number in range(7)]
-    Layers.of([*layers, Layer("head", 0.006, 0.008, 0.004, 2e6, 1e6, 8e6, 8)]).save(tmp_path / "costs.json")
+    layers = [LayerCost(f"layers.{number}", 0.003, 0.004, 0.002, 8e6, 4e6, 1e6, 1e6) for number in range(7)]
+    ModelProfile.from_layers([*layers, LayerCost("head", 0.006, 0.008, 0.004, 2e6, 1e6, 8e6, 8)]).save(tmp_path / "costs.json")
     return tmp_path / "costs.json"
 
 
@@ -76,7 +76,7 @@ def test_plan_measures_the_model_that_a_function_gives(tmp_path, monkeypatch, ca
     (tmp_path / "mine.py").write_text(MODEL)
     words = ("--ranks", "2", "--batch", "8", "--effort", "quick", "--save-costs", tmp_path / "costs.json")
     run(monkeypatch, "plan", f"{tmp_path / 'mine.py'}:build", *words)
-    assert Layers.load(tmp_path / "costs.json").names == ["0", "1", "2", "3"]
+    assert ModelProfile.load(tmp_path / "costs.json").layer_names == ["0", "1", "2", "3"]
     with pytest.raises(PenstockError, match=r"mine\.py names no function: write it as model\.py:build"):
         built(str(tmp_path / "mine.py"))
     with pytest.raises(PenstockError, match="is to be a function that gives"):
@@ -117,9 +117,9 @@ def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
 def test_memory_is_written_with_a_unit(text, size):
     if size is None:
         with pytest.raises(PenstockError, match="write it as 2GB"):
-            bytes_of(text)
+            parse_memory_size(text)
     else:
-        assert bytes_of(text) == size
+        assert parse_memory_size(text) == size
 
 
 def test_plan_takes_a_model_or_costs(tmp_path):

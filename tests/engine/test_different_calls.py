@@ -45,7 +45,7 @@ class Made:
         self.loss = self.step()
         checkpoint.save(self.folder / "saved", self.pipe, self.optimizer)
         checkpoint.export(self.pipe, self.folder / "model.safetensors")
-        self.trail = checkpoint.Trail(self.folder / "trail", self.pipe, self.optimizer, every=1)
+        self.trail = checkpoint.DigestLog(self.folder / "trail", self.pipe, self.optimizer, every=1)
 
     def step(self):
         self.pipe.zero_grad()
@@ -69,8 +69,8 @@ CALLS = {
     "checkpoint.export()": lambda made: checkpoint.export(made.pipe, made.folder / "other.safetensors"),
     "checkpoint.import_weights()": lambda made: checkpoint.import_weights(made.pipe, made.folder / "model.safetensors"),
     "checkpoint.digests()": lambda made: checkpoint.digests(made.pipe, made.optimizer),
-    "checkpoint.Trail(..)": lambda made: checkpoint.Trail(made.folder / "trail", made.pipe, made.optimizer),
-    "Trail.note()": lambda made: made.trail.note(),
+    "checkpoint.DigestLog(..)": lambda made: checkpoint.DigestLog(made.folder / "trail", made.pipe, made.optimizer),
+    "DigestLog.record_step()": lambda made: made.trail.record_step(),
 }
 NAMES = list(CALLS)
 CASES = {
@@ -132,7 +132,8 @@ def rank_differs_otherwise(folder):
     told["that save"] = saving.wait().name
 
     told["an argument that one rank has wrong"] = error_of(checkpoint.save, made.folder, made.pipe, None, None, None, rank)
-    told["a trail that one rank has wrong"] = error_of(checkpoint.Trail, made.folder, made.pipe, None, 0 if rank == 1 else 5)
+    every = 0 if rank == 1 else 5
+    told["a trail that one rank has wrong"] = error_of(checkpoint.DigestLog, made.folder, made.pipe, None, every)
     told["a mesh that one rank has wrong"] = error_of(ps.comms.init_mesh, *([2] if rank == 2 else []))
 
     seen = []

@@ -285,7 +285,7 @@ def test_the_prompts_mask_grows_with_the_text():
 def rank_asks_in_numpys_numbers(folder):
     torch.manual_seed(0)
     pipe = ps.Pipeline(GPT(GPTConfig()), token_loss, microbatches=2, seed=numpy.int64(5))
-    checkpoint.Trail(folder, pipe, every=numpy.int64(2))
+    checkpoint.DigestLog(folder, pipe, every=numpy.int64(2))
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     drawn = [
         pipe.generate(tokens, max_new_tokens=number(4), temperature=1.0, top_k=number(3), seed=number(7))

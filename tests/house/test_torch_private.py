@@ -35,11 +35,11 @@ def test_trees_are_taken_apart_and_put_together():
 def test_an_older_torch_is_refused_in_a_sentence_and_a_newer_one_is_not():
     told = r"Penstock needs torch 2.11 or newer, this is 2.10.1\+cpu: pip install 'torch>=2.11'"
     with pytest.raises(ps.PenstockError, match=told):
-        torch_private.refuse_older("2.10.1+cpu")
+        torch_private.check_torch_release("2.10.1+cpu")
     with pytest.raises(ps.PenstockError, match=r"this is 2\.8\.0: "):
-        torch_private.refuse_older("2.8.0")
+        torch_private.check_torch_release("2.8.0")
     for version in ("2.11.0", "2.15.0+cu132", "2.16.0.dev20270101", "3.0.0a0+git1234"):
-        torch_private.refuse_older(version)
+        torch_private.check_torch_release(version)
 
 
 @pytest.mark.fresh
@@ -54,8 +54,8 @@ def test_a_command_over_an_older_torch_says_so_once_though_its_ranks_server_has_
 
 def test_the_package_asks_for_the_releases_that_are_known():
     wanted = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    newest = torch_private.NEWEST[0], torch_private.NEWEST[1] + 1
-    assert f'"torch>={".".join(map(str, torch_private.OLDEST))},<{".".join(map(str, newest))}"' in wanted
+    newest = torch_private.NEWEST_RELEASE[0], torch_private.NEWEST_RELEASE[1] + 1
+    assert f'"torch>={".".join(map(str, torch_private.OLDEST_RELEASE))},<{".".join(map(str, newest))}"' in wanted
 
 
 # ---- modules and tensors
@@ -75,29 +75,29 @@ def test_any_tensor_can_be_put_in_a_parameters_place_and_the_parameter_back():
     model = nn.Linear(2, 2)
     weight, instead = model.weight, torch.ones(2, 2)
     slot = torch_private.parameter_slots(model)[0]
-    slot.put(instead)
+    slot.replace(instead)
     assert model.weight is instead
-    slot.put(slot.tensor)
+    slot.replace(slot.tensor)
     assert model.weight is weight
 
 
 def test_layers_have_all_their_names():
     layer = nn.Linear(2, 2)
-    assert list(torch_private.layers_of(nn.Sequential(layer, nn.ReLU(), layer))) == ["0", "1", "2"]
+    assert list(torch_private.children_by_name(nn.Sequential(layer, nn.ReLU(), layer))) == ["0", "1", "2"]
 
 
 def test_which_buffers_are_saved():
     module = nn.Module()
     module.register_buffer("a", torch.ones(1))
     module.register_buffer("b", torch.ones(1), persistent=False)
-    assert torch_private.is_saved(module, "a")
-    assert not torch_private.is_saved(module, "b")
+    assert torch_private.is_persistent_buffer(module, "a")
+    assert not torch_private.is_persistent_buffer(module, "b")
 
 
 def test_the_names_of_a_compiled_module_are_the_users():
     module = nn.Linear(2, 2)
     compiled = torch.compile(module)
-    assert [torch_private.uncompiled_name(name) for name in compiled.state_dict()] == ["weight", "bias"]
+    assert [torch_private.strip_compiled_prefix(name) for name in compiled.state_dict()] == ["weight", "bias"]
 
 
 def test_a_convolution_draws_the_same_numbers_in_any_memory_format():
@@ -105,7 +105,7 @@ def test_a_convolution_draws_the_same_numbers_in_any_memory_format():
     for memory_format in (torch.contiguous_format, torch.channels_last):
         layer = nn.Conv2d(2, 3, 3).to(memory_format=memory_format)
         torch.manual_seed(1)
-        torch_private.ready_to_draw(layer)
+        torch_private.make_weight_contiguous(layer)
         layer.reset_parameters()
         weights.append(layer.weight)
     assert torch.equal(*weights)
@@ -114,7 +114,7 @@ def test_a_convolution_draws_the_same_numbers_in_any_memory_format():
 def test_memory_is_swapped_under_tensors_that_others_know():
     parameter, other = nn.Parameter(torch.empty(2, device="meta")), torch.ones(2, requires_grad=True)
     end = torch.autograd.graph.get_gradient_edge(parameter)
-    torch_private.swap_memory(parameter, other)
+    torch_private.swap_tensors(parameter, other)
     assert isinstance(parameter, nn.Parameter)
     assert parameter.tolist() == [1, 1]
     assert other.is_meta
@@ -135,18 +135,18 @@ def test_forward_hooks_are_seen_and_what_is_compiled_too():
     other.register_forward_pre_hook(lambda *_: None)
     assert torch_private.has_hooks(layer)
     assert torch_private.has_hooks(other)
-    assert torch_private.is_extended(other)
+    assert torch_private.has_hooks_or_patched_forward(other)
     own = nn.Linear(2, 2)
-    assert not torch_private.is_extended(own)
+    assert not torch_private.has_hooks_or_patched_forward(own)
     own.forward = layer.forward
-    assert torch_private.is_extended(own)
+    assert torch_private.has_hooks_or_patched_forward(own)
     assert not torch_private.is_compiled(layer)
     wrapped = torch.compile(layer, backend="eager")
     assert torch_private.is_compiled(wrapped)
-    assert torch_private.uncompiled(wrapped) is layer
+    assert torch_private.unwrap_compiled(wrapped) is layer
     layer.compile(backend="eager")
     assert torch_private.is_compiled(layer)
-    assert torch_private.uncompiled(layer) is layer
+    assert torch_private.unwrap_compiled(layer) is layer
 
 
 def test_the_generator_of_apples_processors_has_its_name():
@@ -192,9 +192,9 @@ def test_hooks_that_pack_saved_tensors_are_found():
 def test_changes_in_place_are_counted_over_views():
     tensor = torch.zeros(3)
     view = tensor.detach()[1:]
-    before = torch_private.version_of(view)
+    before = torch_private.tensor_version(view)
     tensor.add_(1)
-    assert torch_private.version_of(view) == before + 1
+    assert torch_private.tensor_version(view) == before + 1
 
 
 def test_functions_that_differentiate_or_map_others_are_known_from_inside():
@@ -221,8 +221,8 @@ def test_memory_of_two_tensors_is_known():
 
 def test_the_base_of_a_view_is_known():
     leaf = torch.ones(2, 3, requires_grad=True)
-    assert torch_private.base_of(leaf.t()) is leaf
-    assert torch_private.base_of(leaf * 1) is None
+    assert torch_private.view_base(leaf.t()) is leaf
+    assert torch_private.view_base(leaf * 1) is None
 
 
 def test_a_leaf_shares_memory_and_passes_for_a_parameter():
@@ -231,7 +231,7 @@ def test_a_leaf_shares_memory_and_passes_for_a_parameter():
 
     memory = torch.zeros(2)
     for kind in (Own, nn.Parameter):
-        leaf = torch_private.leaf_of(memory, kind)
+        leaf = torch_private.make_leaf(memory, kind)
         assert isinstance(leaf, nn.Parameter)
         assert type(leaf) is kind
         assert leaf.is_leaf
@@ -264,10 +264,10 @@ def test_modules_that_were_captured_as_cuda_graphs_are_known():
     assert "func.forward = make_graphed_forward(" in source
     assert "def make_graphed_forward(" in source
     layer = nn.Linear(2, 2)
-    assert not torch_private.is_captured(layer)
+    assert not torch_private.is_cuda_graphed(layer)
     layer.forward = lambda hidden: hidden  # what torch puts there needs a GPU
     layer.forward.__qualname__ = "make_graphed_callables.<locals>.make_graphed_forward.<locals>.new_fwd"
-    assert torch_private.is_captured(layer)
+    assert torch_private.is_cuda_graphed(layer)
     with pytest.raises(ps.MismatchError, match="Linear was captured as a CUDA graph, whose one set of buffers"):
         ps.Pipeline(nn.Sequential(layer), nn.functional.mse_loss)
 
@@ -284,15 +284,15 @@ class Sized(nn.Module):
 
 def test_the_guards_of_an_export_are_functions_of_what_it_is_called_with():
     program = torch.export.export(Sized(), (torch.ones(5, 2),), dynamic_shapes=(({0: torch.export.Dim.AUTO},)), strict=False)
-    [guard] = [guard for guard in torch_private.guards_of(program) if ">" in guard]
-    holds = torch_private.guard_function(guard, "L")
+    [guard] = [guard for guard in torch_private.export_guards(program) if ">" in guard]
+    holds = torch_private.compile_guard(guard, "L")
     assert holds({"hidden": torch.ones(4, 2)})
     assert not holds({"hidden": torch.ones(3, 2)})
 
 
 def test_a_graph_without_gradients_inside_an_export_is_known():
     program = torch.export.export(Sized(), (torch.ones(5, 2),), strict=False)
-    calls = [node for node in program.graph.nodes if torch_private.sets_grad_mode(node.target)]
+    calls = [node for node in program.graph.nodes if torch_private.is_set_grad_call(node.target)]
     assert [node.args[0] for node in calls] == [False]
 
 
@@ -303,7 +303,7 @@ def halves(tensor: torch.Tensor) -> torch.Tensor:
 
 @halves.register_fake
 def _(tensor):
-    with torch_private.shapes_only([tensor]):
+    with torch_private.without_shape_guards([tensor]):
         return tensor.new_empty(3 if tensor.shape[0] == 5 else 4)
 
 
@@ -316,15 +316,15 @@ def test_what_is_asked_about_sizes_only_for_shapes_becomes_no_guard():
     program = torch.export.export(Halves(), (torch.ones(5),), dynamic_shapes=(({0: torch.export.Dim.AUTO},)), strict=False)
     [given] = program.graph.find_nodes(op="placeholder")
     assert not isinstance(given.meta["val"].shape[0], int)
-    with torch_private.shapes_only([torch.ones(2)]):
+    with torch_private.without_shape_guards([torch.ones(2)]):
         pass
 
 
 def test_which_arguments_an_operation_writes_to():
     aten = torch.ops.aten
-    assert torch_private.written_arguments(aten.add_.Tensor) == [(0, "self")]
-    assert torch_private.written_arguments(aten.add.out) == [(3, "out")]
-    assert torch_private.written_arguments(aten.add.Tensor) == []
+    assert torch_private.mutated_arguments(aten.add_.Tensor) == [(0, "self")]
+    assert torch_private.mutated_arguments(aten.add.out) == [(3, "out")]
+    assert torch_private.mutated_arguments(aten.add.Tensor) == []
     assert isinstance(aten.add.Tensor, torch_private.OpOverload)
 
 
@@ -336,9 +336,9 @@ def rank_ddp():
 
     ps.comms.init_distributed()
     module = nn.ModuleDict({"own": nn.Linear(2, 2, bias=False), "borrowed": nn.Linear(2, 2, bias=False)})
-    torch_private.leave_out_of_ddp(module, ["borrowed.weight"])
-    assert list(torch_private.left_out_of_ddp(module)) == ["borrowed.weight"]
-    assert list(torch_private.left_out_of_ddp(module["own"])) == []
+    torch_private.ignore_in_ddp(module, ["borrowed.weight"])
+    assert list(torch_private.ddp_ignored_names(module)) == ["borrowed.weight"]
+    assert list(torch_private.ddp_ignored_names(module["own"])) == []
     parallel = DistributedDataParallel(module, gradient_as_bucket_view=True)
     assert not torch_private.has_comm_hook(parallel)
     buckets = []
@@ -352,7 +352,7 @@ def rank_ddp():
     parallel.register_comm_hook(None, hook)
     assert torch_private.has_comm_hook(parallel)
     for expected in (1, 2):  # the buckets are made anew after the first step
-        torch_private.expect_last_backward(parallel, [])
+        torch_private.prepare_ddp_last_backward(parallel, [])
         module["own"](torch.ones(1, 2)).sum().backward()
         assert buckets.pop().tolist() == [expected] * 4
     tensors = [torch.ones(2), torch.ones(1, dtype=torch.int64)]
@@ -373,10 +373,12 @@ def rank_fsdp(shard):
     for each in (*module, module):  # the root has no parameters left
         shard(each, mesh=mesh)
     made = [module, *module]
-    assert not any(map(torch_private.fsdp_casts, made))
-    assert torch_private.fsdp_casts(fully_shard(nn.Linear(2, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
+    assert not any(map(torch_private.fsdp_casts_inputs_or_outputs, made))
+    assert torch_private.fsdp_casts_inputs_or_outputs(
+        fully_shard(nn.Linear(2, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    )
     for each in made:
-        torch_private.begin_fsdp(each)
+        torch_private.init_fsdp(each)
     for step in range(2):  # layer by layer: the root's forward is never called
         for last in (False, True):
             for each in made:
@@ -387,22 +389,22 @@ def rank_fsdp(shard):
                 for each in made:
                     each.unshard()
                 first = torch_private.fsdp_parameters(module[0])[0]
-                assert not torch_private.has_whole_gradient(first)
+                assert not torch_private.has_unreduced_grad(first)
                 module[1](torch.ones(1, 2)).sum().backward()
                 module[1](torch.ones(1, 2)).sum().backward()
         handles = [each for part in made for each in torch_private.fsdp_parameters(part)]
-        assert [torch_private.has_whole_gradient(each) for each in handles] == [False, True]
+        assert [torch_private.has_unreduced_grad(each) for each in handles] == [False, True]
         if step:
-            torch_private.put_zero_gradient(first)
-            assert torch_private.has_whole_gradient(first)
-        torch_private.fsdp_average(made)
-        assert not any(map(torch_private.has_whole_gradient, handles))
+            torch_private.set_zero_grad(first)
+            assert torch_private.has_unreduced_grad(first)
+        torch_private.reduce_fsdp_gradients(made)
+        assert not any(map(torch_private.has_unreduced_grad, handles))
         for each in made:
             each.reshard()
         grads = [parameter.grad for parameter in module.parameters()]
         assert (grads[0] is None) == (step == 0)
         assert torch_private.full_tensor(grads[1]).tolist() == [[2 * (step + 1)] * 2] * 2
-    return torch_private.is_replicated(module)
+    return torch_private.is_replicate_module(module)
 
 
 @pytest.mark.ranks
@@ -410,7 +412,7 @@ def test_fully_shard_averages_when_it_is_told_to_though_no_root_forward_is_calle
     from torch.distributed.fsdp import fully_shard
 
     assert ps.launch(rank_fsdp, 1, fully_shard) == [False]
-    assert ps.launch(rank_fsdp, 1, torch_private.replicate) == [True]
+    assert ps.launch(rank_fsdp, 1, torch_private.replicate_with_fsdp) == [True]
 
 
 def test_an_active_profiler_is_noticed():
@@ -444,10 +446,10 @@ def test_the_backends_and_the_store_of_torchs_own_group_are_found():
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         world = dist.group.WORLD
-        backend = torch_private.backend_of(world, torch.device("cpu"))
+        backend = torch_private.group_backend(world, torch.device("cpu"))
         assert backend.name() == "gloo"
-        assert any(each is backend for each in torch_private.backends_of(world))
-        assert "cpu" in torch_private.device_types(world)
+        assert any(each is backend for each in torch_private.group_backends(world))
+        assert "cpu" in torch_private.group_device_types(world)
         torch_private.default_store().set("key", "value")
         assert torch_private.default_store().get("key") == b"value"
     finally:

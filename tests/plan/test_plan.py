@@ -9,13 +9,13 @@ import pytest
 
 from penstock import PenstockError
 from penstock.partition.balance import balanced_starts
-from penstock.plan import Layer, Layers, load, plan
-from penstock.plan.bounds import least
-from penstock.plan.candidate import Cutting, Terms
-from penstock.plan.layers import Sample
+from penstock.plan import LayerCost, ModelProfile, load, plan
+from penstock.plan.bounds import min_step_seconds
+from penstock.plan.model_profile import ProfileSample
+from penstock.plan.partition_search import Limits, PartitionSearch
 from penstock.plan.result import robustness
-from penstock.plan.stages import Line
-from penstock.plan.timing import TimedTable
+from penstock.plan.schedule_timer import ScheduleTimer
+from penstock.plan.stage_costs import LayerChain
 from penstock.schedule import Costs, build, simulate, verify
 from penstock.schedule.catalog import FAMILIES
 
@@ -24,7 +24,7 @@ MB = 1e6
 
 def layers(count=16, head=1.0):
     """Blocks of 6 ms and 10 MB a row, 2 MB of it their input; the last one as many times as slow."""
-    block = Layer("", 0.002, 0.002, 0.002, 10 * MB, 4 * MB, 1 * MB, 2 * MB)
+    block = LayerCost("", 0.002, 0.002, 0.002, 10 * MB, 4 * MB, 1 * MB, 2 * MB)
     blocks = [block._replace(name=f"blocks.{number}") for number in range(count)]
     times = {name: head * getattr(block, name) for name in ("forward", "backward_input", "backward_weight")}
     return [*blocks[:-1], blocks[-1]._replace(name="head", **times)]
@@ -53,28 +53,29 @@ def test_the_best_comes_first_and_the_same_seed_gives_the_same_plans():
     assert [each.seconds for each in once] == sorted(each.seconds for each in once)
 
 
-class Alike(Line):
+class Alike(LayerChain):
     """All stages of it have one recomputation, whether that fits or not."""
 
     def __init__(self, layers, recompute):
         super().__init__(layers)
         self.recompute = recompute
 
-    def stage(self, start, end):
-        stage = super().stage(start, end)
-        return stage._replace(ways=(next((way for way in stage.ways if way.recompute == self.recompute), stage.ways[-1]),))
+    def stage_cost(self, start, end):
+        stage = super().stage_cost(start, end)
+        fitting = [policy for policy in stage.policies if policy.recompute == self.recompute]
+        return stage._replace(policies=(*fitting, stage.policies[-1])[:1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [100 * MB, 130 * MB, 250 * MB])
 def test_no_family_on_an_even_cut_that_fits_is_faster_than_the_plan(memory):
-    best, line = quick(memory, head=3.0, microbatches=8)[0], Line(Layers.of(layers(head=3.0)).at(2))
+    best, line = quick(memory, head=3.0, microbatches=8)[0], LayerChain(ModelProfile.from_layers(layers(head=3.0)).costs_at(2))
     for name, family in FAMILIES.items():
-        table = TimedTable(build(name, 4, 8))
-        even = tuple(balanced_starts(line.seconds, 4 * family.stages_per_rank))
+        table = ScheduleTimer(build(name, 4, 8))
+        even = tuple(balanced_starts(line.layer_seconds, 4 * family.stages_per_rank))
         for each in (line, *(Alike(line.layers, way) for way in (None, "stage", "block"))):
-            candidate = Cutting(each, table, Terms((memory,) * 4)).at(even)
-            assert candidate.over or best.seconds <= candidate.seconds * (1 + 1e-9), name
+            candidate = PartitionSearch(each, table, Limits((memory,) * 4)).evaluate(even)
+            assert candidate.excess_bytes or best.seconds <= candidate.seconds * (1 + 1e-9), name
 
 
 @pytest.mark.slow
@@ -208,16 +209,16 @@ def test_numbers_of_numpy_are_numbers(tmp_path):
     assert found == same
     found.save(tmp_path / "plan.json")
     assert load(tmp_path / "plan.json") == found
-    measured = Layers.of([Layer("a", np.float32(0.5), 1, 1)], rows=np.int64(8))
+    measured = ModelProfile.from_layers([LayerCost("a", np.float32(0.5), 1, 1)], rows=np.int64(8))
     measured.save(tmp_path / "layers.json")
-    assert Layers.load(tmp_path / "layers.json") == measured
+    assert ModelProfile.load(tmp_path / "layers.json") == measured
 
 
 def test_layers_that_take_no_time_are_told():
     with pytest.raises(PenstockError, match=r"what ps\.plan\.measure gives, or a list of ps\.plan\.Layer"):
-        plan(Layer("a", 1, 1, 1), 1, 1e9, batch=1)
+        plan(LayerCost("a", 1, 1, 1), 1, 1e9, batch=1)
     with pytest.raises(PenstockError, match="all layers take 0 seconds"):
-        plan([Layer("a", 0, 0, 0)], 1, 1e9, batch=1)
+        plan([LayerCost("a", 0, 0, 0)], 1, 1e9, batch=1)
 
 
 def test_replicas_share_ranks_and_rows_and_sum_what_their_parameters_are():
@@ -270,7 +271,9 @@ def test_no_plan_is_below_the_bound():
     line = layers(head=5.0)
     for ranks in (1, 3, 5):
         for found in plan(line, ranks, 1e12, batch=12, effort="quick"):
-            bound = least(Layers.of(line).at(12 / found.microbatches), found.ranks, found.microbatches)
+            bound = min_step_seconds(
+                ModelProfile.from_layers(line).costs_at(12 / found.microbatches), found.ranks, found.microbatches
+            )
             assert found.seconds >= bound * (1 - 1e-9)
 
 
@@ -279,21 +282,21 @@ def test_a_timed_table_takes_what_the_simulator_says(name):
     schedule = build(name, 3, 5)
     stages = schedule.stages
     forward, inputs, weights = ([1 + (stage * step) % 5 for stage in range(stages)] for step in (2, 3, 4))
-    table, full = TimedTable(schedule), [i + w for i, w in zip(inputs, weights, strict=True)]
+    table, full = ScheduleTimer(schedule), [i + w for i, w in zip(inputs, weights, strict=True)]
     lags = [0.5 * (a != b) for a, b in pairwise(schedule.placement)]
     planned = simulate(schedule, Costs(forward, inputs, weights, send=0.5))
-    assert table.seconds([*forward, *full, *inputs, *weights], [*lags, 0]) == pytest.approx(planned.makespan)
-    shared = table.seconds([*forward, *full, *inputs, *weights], [*lags, 0], cores=1)
+    assert table.makespan([*forward, *full, *inputs, *weights], [*lags, 0]) == pytest.approx(planned.makespan)
+    shared = table.makespan([*forward, *full, *inputs, *weights], [*lags, 0], cores=1)
     assert sum(planned.busy) <= shared * (1 + 1e-9)
     assert planned.makespan <= shared * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_timed_table_takes_no_less_than_its_least(name):
-    table = TimedTable(build(name, 4, 8))
+    table = ScheduleTimer(build(name, 4, 8))
     stages = len(table.placement)
     costs = [cost for cost in (1.0, 2.0, 1.0, 1.0) for _ in range(stages)]
-    assert table.least(costs) <= table.seconds(costs, [0.0] * stages) * (1 + 1e-9)
+    assert table.makespan_lower_bound(costs) <= table.makespan(costs, [0.0] * stages) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "v-min"])
@@ -301,7 +304,7 @@ def test_the_fullest_that_a_table_makes_its_ranks_is_what_the_simulator_says(nam
     schedule, act, keep = build(name, 4, 9), 3.0, 5.0
     peaks = simulate(schedule, Costs(act=act, keep=keep)).peak_memory
     sizes = [act, keep] * (schedule.stages // 4)
-    counts = TimedTable(schedule).counts
+    counts = ScheduleTimer(schedule).peak_counts
     assert [max(sum(map(float.__mul__, sizes, map(float, row))) for row in rows) for rows in counts] == list(peaks)
 
 
@@ -329,27 +332,38 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, change):
 
 def test_layers_are_read_as_they_were_written_and_lie_on_a_line(tmp_path):
     few, many = (layers(3)[0]._replace(forward=seconds) for seconds in (0.003, 0.009))
-    known = Layers((*Layers.of([few], 2).samples, *Layers.of([many], 8).samples))
+    known = ModelProfile((*ModelProfile.from_layers([few], 2).samples, *ModelProfile.from_layers([many], 8).samples))
     known.save(tmp_path / "costs.json")
-    assert Layers.load(tmp_path / "costs.json") == known
-    assert known.at(4)[0].forward == pytest.approx(0.005)
-    assert known.at(16)[0].forward == pytest.approx(0.017)
-    assert known.at(16)[0].parameters == few.parameters
-    steep = Layers((*Layers.of([few], 2).samples, *Layers.of([many._replace(forward=0.03)], 8).samples))
-    assert steep.at(1)[0].forward == pytest.approx(0.0015)  # on the line it would be nothing
-    noisy = Layers((*Layers.of([few], 2).samples, *Layers.of([many._replace(forward=0.001)], 8).samples))
-    assert noisy.at(64)[0].forward == few.forward  # more rows take no less
+    assert ModelProfile.load(tmp_path / "costs.json") == known
+    assert known.costs_at(4)[0].forward == pytest.approx(0.005)
+    assert known.costs_at(16)[0].forward == pytest.approx(0.017)
+    assert known.costs_at(16)[0].parameters == few.parameters
+    steep = ModelProfile(
+        (*ModelProfile.from_layers([few], 2).samples, *ModelProfile.from_layers([many._replace(forward=0.03)], 8).samples)
+    )
+    assert steep.costs_at(1)[0].forward == pytest.approx(0.0015)  # on the line it would be nothing
+    noisy = ModelProfile(
+        (*ModelProfile.from_layers([few], 2).samples, *ModelProfile.from_layers([many._replace(forward=0.001)], 8).samples)
+    )
+    assert noisy.costs_at(64)[0].forward == few.forward  # more rows take no less
 
 
 def test_layers_that_several_ranks_measured_count_with_the_mean():
-    fast, slow = [Layer("a", 1.0, 2.0, 3.0), Layer("b", 4.0, 0.0, 2.0)], [Layer("a", 3.0, 4.0, 3.0), Layer("b", 5.0, 0.0, 4.0)]
-    mean = Layers.mean([Layers((Sample(2, tuple(fast)), Sample(8, tuple(each)))) for each in (fast, slow)])
+    fast, slow = (
+        [LayerCost("a", 1.0, 2.0, 3.0), LayerCost("b", 4.0, 0.0, 2.0)],
+        [LayerCost("a", 3.0, 4.0, 3.0), LayerCost("b", 5.0, 0.0, 4.0)],
+    )
+    mean = ModelProfile.mean_of(
+        [ModelProfile((ProfileSample(2, tuple(fast)), ProfileSample(8, tuple(each)))) for each in (fast, slow)]
+    )
     assert mean.samples[0] == (2, tuple(fast))
-    assert mean.samples[1] == (8, (Layer("a", 2.0, 3.0, 3.0), Layer("b", 4.5, 0.0, 3.0)))
+    assert mean.samples[1] == (8, (LayerCost("a", 2.0, 3.0, 3.0), LayerCost("b", 4.5, 0.0, 3.0)))
 
 
 def test_microbatches_much_larger_than_those_that_were_measured_are_tried_only_if_asked():
-    known = Layers(tuple(Layers.of(layers(), rows).samples[0] for rows in (1, 4)))  # as long for 4 rows as for 1
+    known = ModelProfile(
+        tuple(ModelProfile.from_layers(layers(), rows).samples[0] for rows in (1, 4))
+    )  # as long for 4 rows as for 1
     find = partial(plan, known, 2, 1e9, batch=32, effort="quick", schedules="1f1b")
     assert find()[0].microbatches == 4
     assert find(microbatches=1)[0].microbatches == 1

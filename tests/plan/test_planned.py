@@ -12,9 +12,9 @@ from torch import nn
 
 import penstock as ps
 from penstock.partition.balance import Balance
-from penstock.plan import Layer, estimate, load, measure, measuring, of_transformers, plan
-from penstock.plan.estimating import of_run
-from penstock.plan.stages import Line
+from penstock.plan import LayerCost, estimate, estimate_transformers, load, measure, measuring, plan
+from penstock.plan.estimating import profile_of_run
+from penstock.plan.stage_costs import LayerChain
 from penstock.schedule import Kind, Measurement
 
 ROWS = 8
@@ -61,14 +61,19 @@ def test_what_layers_cost_is_measured(clock):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = measure(model, (torch.randn(4, 16),), seconds=0)
     assert [sample.rows for sample in found.samples] == [1, 4]
-    assert found.names == ["0", "1", "2"]
-    last = found.at(4)[2]
+    assert found.layer_names == ["0", "1", "2"]
+    last = found.costs_at(4)[2]
     assert last[1:4] == pytest.approx((0.002, 0.004, 0.006))
-    assert found.at(4)[1].seconds == 0
+    assert found.costs_at(4)[1].seconds == 0
     assert (last.activation, last.keep, last.parameters, last.output) == (256, 512, 1024, 256)  # keeps input and gradient for W
-    assert (found.at(4)[1].activation, found.at(4)[1].ends) == (0, 256)  # what a ReLU keeps is what the next product keeps
-    line = Line(found.at(4))
-    assert line.stage(0, 2).ways[0].activation == line.stage(0, 1).ways[0].activation + 256  # unless that is elsewhere
+    assert (found.costs_at(4)[1].activation, found.at(4)[1].ends) == (
+        0,
+        256,
+    )  # what a ReLU keeps is what the next product keeps
+    line = LayerChain(found.costs_at(4))
+    assert (
+        line.stage_cost(0, 2).policies[0].activation == line.stage_cost(0, 1).policies[0].activation + 256
+    )  # unless that is elsewhere
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -94,11 +99,11 @@ def test_a_border_carries_what_flies_past_it_as_well():
     source, target = 4 * 16 * 4, 4 * 4 * 4  # bytes
     both = [source + target, source + target, source + target, target]
     for rows, times in ((4, 1), (1, 0.25)):
-        found = measure(Translator(), example, seconds=0).at(rows)
+        found = measure(Translator(), example, seconds=0).costs_at(rows)
         assert [layer.output for layer in found] == [times * each for each in both]
     with torch.device("meta"):
         model = Translator()
-    assert [layer.output for layer in estimate(model, example, speed=1e9).at(1)] == both
+    assert [layer.output for layer in estimate(model, example, speed=1e9).costs_at(1)] == both
 
 
 ROW = torch.randn(4, 2)
@@ -122,7 +127,7 @@ def test_what_cannot_be_measured_is_told_in_a_sentence(model, args, told):
 
 
 def test_one_tensor_is_an_example_too(clock):
-    assert measure(PAIR, ROW, seconds=0).at(4)[0].output == 4 * 2 * 4
+    assert measure(PAIR, ROW, seconds=0).costs_at(4)[0].output == 4 * 2 * 4
 
 
 def test_the_loss_counts_to_the_last_layer(clock):
@@ -132,7 +137,7 @@ def test_the_loss_counts_to_the_last_layer(clock):
         clock.pass_time(0.005)
         return nn.functional.mse_loss(output, target)
 
-    first, last = measure(model, (torch.randn(1, 16),), loss_fn=loss_fn, target=torch.randn(1, 16), seconds=0).at(1)
+    first, last = measure(model, (torch.randn(1, 16),), loss_fn=loss_fn, target=torch.randn(1, 16), seconds=0).costs_at(1)
     assert (first.forward, last.forward) == (0, pytest.approx(0.005))
 
 
@@ -152,7 +157,7 @@ def test_what_the_loss_keeps_is_counted_where_its_stage_is_recomputed_too():
 def test_layers_that_are_not_there_are_estimated_by_their_operations():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-    first, middle, last = estimate(model, (torch.randn(1, 16),), speed=1e9).at(4)
+    first, middle, last = estimate(model, (torch.randn(1, 16),), speed=1e9).costs_at(4)
     products = 2 * 4 * 16 * 32 / 1e9
     assert (first.forward, first.backward_input, first.backward_weight) == pytest.approx((products, 0, products))
     assert middle.seconds == 0
@@ -166,14 +171,14 @@ def test_layers_that_are_not_there_are_estimated_by_their_operations():
 @pytest.mark.slow
 def test_a_config_of_transformers_is_estimated_without_a_device(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 32}')
-    found = of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
-    assert sum(name.startswith("transformer.h.") for name in found.names) == 2
+    found = estimate_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
+    assert sum(name.startswith("transformer.h.") for name in found.layer_names) == 2
     assert plan(found, 2, 1e9, batch=4, effort="quick")[0].seconds > 0
     with pytest.raises(ps.PenstockError, match="rows of 0 tokens are none"):
-        of_transformers(tmp_path / "config.json", tokens=0, speed=1e9)
+        estimate_transformers(tmp_path / "config.json", tokens=0, speed=1e9)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ps.PenstockError, match=r"no causal language model can be made of .* give another config"):
-        of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
+        estimate_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
 
 
 def test_a_broken_installation_of_transformers_is_told_in_one_sentence(tmp_path, monkeypatch):
@@ -183,7 +188,7 @@ def test_a_broken_installation_of_transformers_is_told_in_one_sentence(tmp_path,
     with pytest.raises(
         ps.PenstockError, match=r"needs transformers, which cannot be imported here \(.*\): pip install"
     ) as caught:
-        of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
+        estimate_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
     assert "\n" not in str(caught.value)
 
 
@@ -197,16 +202,18 @@ def test_a_class_of_transformers_that_cannot_be_imported_is_told_in_one_sentence
         r"^no causal language model can be made of .*config\.json \(Failed to import transformers.models.gpt2:\): give another"
     )
     with pytest.raises(ps.PenstockError, match=told):
-        of_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
+        estimate_transformers(tmp_path / "config.json", tokens=8, speed=1e9)
 
 
 def test_a_runs_steps_are_costs_of_its_layers():
     table, sizes = ps.schedule.build("1f1b", 2, 4), ((80, 0), (20, 0))
     seconds = dict(zip(Kind, [(4.0, 6.0), (8.0, 12.0), (6.0, 9.0), (2.0, 3.0)], strict=True))
     measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 1.0)), (0.5,), sizes=sizes)
-    found = of_run(measured, Balance(("a", "b", "c"), (1, 3, 2), (0, 2)), (10, 20, 30), rows=2)
-    assert found.at(2)[:2] == (Layer("a", 1, 1.5, 0.5, 20, 0, 10), Layer("b", 3, 4.5, 1.5, 60, 0, 20))
-    assert found.at(2)[2] == Layer("c", 7, 9, 4, 20, 0, 30, split=1)  # the engine's time after an action is in its own
+    found = profile_of_run(measured, Balance(("a", "b", "c"), (1, 3, 2), (0, 2)), (10, 20, 30), rows=2)
+    assert found.costs_at(2)[:2] == (LayerCost("a", 1, 1.5, 0.5, 20, 0, 10), LayerCost("b", 3, 4.5, 1.5, 60, 0, 20))
+    assert found.costs_at(2)[2] == LayerCost(
+        "c", 7, 9, 4, 20, 0, 30, split=1
+    )  # the engine's time after an action is in its own
 
 
 def rank_planned(name, found):
@@ -227,7 +234,7 @@ def test_planned_pipelines_have_the_bits_of_one_process_and_the_memory_of_the_pl
     for name in ("gpt", "mlp"):
         model, loss_fn = make(name)
         inputs, target = data(name, ROWS)
-        layers = measure(model, (inputs[:2],), loss_fn=loss_fn, target=target[:2], seconds=0).at(1)
+        layers = measure(model, (inputs[:2],), loss_fn=loss_fn, target=target[:2], seconds=0).costs_at(1)
         layers = [layer._replace(forward=1, backward_input=1, backward_weight=1) for layer in layers]  # the same plans anywhere
         find = partial(plan, layers, 3, batch=ROWS, microbatches=4, schedules=["zb-v", "1f1b"], optimizer=0, fewer=False)
         free = find(memory=1e9)[0]
@@ -246,7 +253,9 @@ def test_planned_pipelines_have_the_bits_of_one_process_and_the_memory_of_the_pl
 
 @pytest.mark.parametrize(("count", "told"), [(8, "this one has 8: 4 is not in the plan"), (2, "has 2: 2 is not in the model")])
 def test_a_plan_for_a_model_of_other_layers_is_refused(tmp_path, count, told):
-    plan([Layer(str(number), 1, 1, 1) for number in range(4)], 1, 1e9, batch=1, effort="quick")[0].save(tmp_path / "plan.json")
+    plan([LayerCost(str(number), 1, 1, 1) for number in range(4)], 1, 1e9, batch=1, effort="quick")[0].save(
+        tmp_path / "plan.json"
+    )
     found, model = load(tmp_path / "plan.json"), nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
     with pytest.raises(ps.MismatchError, match=f"the plan is for a model of 4 layers, 0 to 3, and .*{told}"):
         ps.Pipeline(model, nn.functional.mse_loss, plan=found)
@@ -254,7 +263,7 @@ def test_a_plan_for_a_model_of_other_layers_is_refused(tmp_path, count, told):
 
 def test_a_plan_beside_cuts_of_ones_own_is_refused():
     model, loss_fn = make("mlp")
-    found = plan([Layer(name, 1, 1, 1) for name in dict(model.named_children())], 1, 1e9, batch=1, effort="quick")[0]
+    found = plan([LayerCost(name, 1, 1, 1) for name in dict(model.named_children())], 1, 1e9, batch=1, effort="quick")[0]
     with pytest.raises(ps.MismatchError, match="leave out cuts="):
         ps.Pipeline(model, loss_fn, plan=found, cuts=["1"])
     with pytest.raises(ps.MismatchError, match="not a str"):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.mesh.data_parallel import kind_of
+from penstock.mesh.data_parallel import replication_of
 from penstock.stage.backward import deferred, groups
 from penstock.stage.backward import split as split_backward
 from penstock.stage.replication import Replication
@@ -706,7 +706,7 @@ def rank_replicas(split: bool, find_unused: bool) -> tuple[dict[str, Tensor], in
         return allreduce_hook(None, bucket)
 
     parallel.register_comm_hook(None, counted)
-    stage = split_stage(module, kind_of(module, parallel))
+    stage = split_stage(module, replication_of(module, parallel))
     generator = torch.Generator().manual_seed(10 + topology.rank)
     for _ in range(2):
         stage.begin_step()

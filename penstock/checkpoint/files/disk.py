@@ -19,23 +19,23 @@ from typing import Any
 
 from penstock.errors import MismatchError
 
-IN_MEMORY = (0x01021994, 0x858458F6)  # what Linux's `statfs` calls tmpfs and ramfs
+MEMORY_FILE_SYSTEM_TYPES = (0x01021994, 0x858458F6)  # what Linux's `statfs` calls tmpfs and ramfs
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def in_memory(path: Path) -> bool:
+def is_in_memory(path: Path) -> bool:
     """Whether what is at `path` is gone when the machine is; only Linux tells, elsewhere all is on a disk."""
     if sys.platform != "linux":
         return False
     found = (ctypes.c_ulong * 64)()  # its first word is the kind of file system
     if _LIBC.statfs(os.fsencode(path), found):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-    return found[0] in IN_MEMORY
+    return found[0] in MEMORY_FILE_SYSTEM_TYPES
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Have the disk know what is in a file, or which files are in a folder; in memory there is no disk to tell."""
-    if in_memory(path):
+    if is_in_memory(path):
         return
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -62,52 +62,52 @@ class Crc32:
         return f"{self._crc:08x}"
 
 
-CHECKSUMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256, "crc32": Crc32}
-NAMES = {"sha256": "SHA-256", "crc32": "CRC-32"}
+CHECKSUM_CLASSES: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256, "crc32": Crc32}
+CHECKSUM_TITLES = {"sha256": "SHA-256", "crc32": "CRC-32"}
 
 
-def checksum_for(folder: Path) -> str:
+def checksum_kind_for(folder: Path) -> str:
     """Which of them files in `folder` get."""
-    return "crc32" if in_memory(folder) else "sha256"
+    return "crc32" if is_in_memory(folder) else "sha256"
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------
 
-_KINDS = {
+_FILE_KINDS = {
     **{stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"},
     **{stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"},
 }
 
 
-class Damaged(MismatchError):
+class DamagedFileError(MismatchError):
     """A file of a checkpoint is not what was written."""
 
 
 @contextmanager
-def reading(path: Path, damaged: str) -> Iterator[None]:
+def errors_as_damaged(path: Path, damaged: str) -> Iterator[None]:
     """While `path` is read: what goes wrong is raised as Damaged, which says that it cannot be read, or is `damaged`."""
     try:
         yield
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror or error}") from error
+        raise DamagedFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise Damaged(f"{path} {damaged}") from error
+        raise DamagedFileError(f"{path} {damaged}") from error
 
 
 @contextmanager
-def opened(path: Path, follow: bool = False) -> Iterator[io.BufferedReader]:
+def open_regular_file(path: Path, follow: bool = False) -> Iterator[io.BufferedReader]:
     """The regular file `path`, to be read.
 
     Raises OSError for anything else, which is not opened, or not waited for: a link too, unless `follow`.
     """
-    _check_regular(os.stat(path, follow_symlinks=follow), path)
+    _check_is_regular_file(os.stat(path, follow_symlinks=follow), path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     with os.fdopen(os.open(path, flags), "rb") as file:
-        _check_regular(os.fstat(file.fileno()), path)  # it may have been exchanged
+        _check_is_regular_file(os.fstat(file.fileno()), path)  # it may have been exchanged
         yield file
 
 
-def _check_regular(found: os.stat_result, path: Path) -> None:
+def _check_is_regular_file(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        kind = _FILE_KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, not a file", str(path))

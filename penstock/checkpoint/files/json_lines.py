@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.files.disk import reading
-from penstock.checkpoint.files.manifest import replaced
+from penstock.checkpoint.files.disk import errors_as_damaged
+from penstock.checkpoint.files.manifest import atomic_replacement
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -16,7 +16,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    with reading(path, "is damaged, it has a line that is no record of a step: put the file elsewhere to go on without it"):
+    with errors_as_damaged(
+        path, "is damaged, it has a line that is no record of a step: put the file elsewhere to go on without it"
+    ):
         records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         if not all(isinstance(record["step"], int) for record in records):
             raise ValueError
@@ -25,11 +27,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Make the file at `path`, in the place of what is there, one of these records."""
-    with replaced(path) as beside:
+    with atomic_replacement(path) as beside:
         beside.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def add(path: Path, record: Mapping[str, Any]) -> None:
+def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add a record to the file at `path`; it is there when this returns."""
     with path.open("a") as file:
         print(json.dumps(record), file=file)

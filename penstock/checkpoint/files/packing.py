@@ -14,8 +14,8 @@ from torch import Tensor
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import gather_full_tensor
 
-KINDS: dict[Any, Any] = {"tensor": str, "tuple": list, "dict": dict, "items": list, "counter": list}
-DEEPEST = 100
+PACKED_KINDS: dict[Any, Any] = {"tensor": str, "tuple": list, "dict": dict, "items": list, "counter": list}
+MAX_DEPTH = 100
 
 
 def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -62,24 +62,24 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     return Counter(pairs) if kind == "counter" else pairs
 
 
-def tensors_of(packed: Any, at: str, depth: int = 0) -> Iterator[str]:
+def tensor_names_in(packed: Any, at: str, depth: int = 0) -> Iterator[str]:
     """The names of the tensors in `packed`, which is at a place `at`. Raises ValueError for what `pack` does not make."""
-    if depth > DEEPEST:
-        raise ValueError(f"{at[:60]}.. is more than {DEEPEST} lists or dicts deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{at[:60]}.. is more than {MAX_DEPTH} lists or dicts deep")
     if isinstance(packed, list):
         for number, each in enumerate(packed):
-            yield from tensors_of(each, f"{at}.{number}", depth + 1)
+            yield from tensor_names_in(each, f"{at}.{number}", depth + 1)
     elif isinstance(packed, dict):
         ((kind, content),) = packed.items() if len(packed) == 1 else (("", None),)
-        if not isinstance(content, KINDS.get(kind, ())):
+        if not isinstance(content, PACKED_KINDS.get(kind, ())):
             raise ValueError(f"{at} is an object of a kind that is not known")
         if kind == "tensor":
             yield content
         elif kind == "dict":
             for key, each in content.items():
-                yield from tensors_of(each, f"{at}.{key}", depth + 1)
+                yield from tensor_names_in(each, f"{at}.{key}", depth + 1)
         else:
-            yield from tensors_of(content, at, depth + 1)
+            yield from tensor_names_in(content, at, depth + 1)
             if kind != "tuple" and not all(
                 isinstance(pair, list) and len(pair) == 2 and _can_be_key(pair[0]) for pair in content
             ):

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.files.disk import CHECKSUMS, checksum_for, opened, reading, sync
+from penstock.checkpoint.files.disk import CHECKSUM_CLASSES, checksum_kind_for, errors_as_damaged, fsync, open_regular_file
 from penstock.errors import MismatchError
 
-MOST_BYTES = 2**30  # of tensors in one of the files that a rank writes, so that ranks can share the work of reading them
-LONGEST_HEADER = 10**8  # bytes, the format's own limit
+MAX_SHARD_BYTES = 2**30  # of tensors in one of the files that a rank writes, so that ranks can share the work of reading them
+MAX_HEADER_BYTES = 10**8  # bytes, the format's own limit
 DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL"},
@@ -29,14 +29,14 @@ DTYPES = {
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
     **{torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"},
 }
-_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------
 
 
-def write(
-    folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float = MOST_BYTES, with_checksums: bool = False
+def write_shards(
+    folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float = MAX_SHARD_BYTES, with_checksums: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Write a rank's tensors into files of its own in `folder`, of `most` bytes where one tensor is not larger.
 
@@ -53,35 +53,37 @@ def write(
         room -= tensor.nbytes
     of = f"of-{len(groups):05d}.safetensors"
     files = {f"shard-{rank + 1:05d}-model-{number:05d}-{of}": group for number, group in enumerate(groups, 1)}
-    checksum = checksum_for(folder) if with_checksums else None
-    return {file: write_file(folder / file, group, checksum) for file, group in files.items()}
+    checksum = checksum_kind_for(folder) if with_checksums else None
+    return {file: write_safetensors(folder / file, group, checksum) for file, group in files.items()}
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor], checksum: str | None = None) -> dict[str, Any]:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], checksum: str | None = None) -> dict[str, Any]:
     """Write one safetensors file; it is on the disk afterwards. Returns its bytes and `checksum`.
 
     Raises MismatchError for a dtype that the format lacks.
     """
-    header, order = _described(tensors)
+    header, order = _header_and_order(tensors)
     with path.open("wb") as file:
-        digest = CHECKSUMS[checksum]() if checksum else None
-        _add(file, digest, len(header).to_bytes(8, "little") + header)
+        digest = CHECKSUM_CLASSES[checksum]() if checksum else None
+        _write_and_digest(file, digest, len(header).to_bytes(8, "little") + header)
         for name in order:
             tensor = tensors[name].detach().cpu().contiguous().resolve_conj().resolve_neg()
             if tensor.nbytes:
-                _add(file, digest, (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))  # as numpy would
+                _write_and_digest(
+                    file, digest, (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+                )  # as numpy would
         size = file.tell()
-    sync(path)
+    fsync(path)
     return {"bytes": size} | ({checksum: digest.hexdigest()} if checksum and digest else {})
 
 
-def _add(file: Any, digest: Any, data: Any) -> None:
+def _write_and_digest(file: Any, digest: Any, data: Any) -> None:
     file.write(data)
     if digest:
         digest.update(data)
 
 
-def _described(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+def _header_and_order(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     """The header of a file of these tensors, and the order that they are in it.
 
     Wide numbers come first, so that every tensor begins at a multiple of its numbers' size. Raises as `write_file`.
@@ -102,7 +104,7 @@ def _described(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
 # -- reading ------------------------------------------------------------------------------------------------------------
 
 
-class Stored(NamedTuple):
+class TensorLocation(NamedTuple):
     """A tensor in a file."""
 
     file: Path
@@ -125,47 +127,47 @@ class TensorFiles(Mapping[str, Tensor]):
     def __init__(self, *paths: Path) -> None:
         self.paths = paths  # which may be links; what is found in a folder may not
         files = [file for path in paths for file in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
-        self.stored = {name: stored for file in files for name, stored in _stored_in(file, file in paths)}
-        self.shapes = {name: stored.shape for name, stored in self.stored.items()}
-        self.nbytes = sum(stored.nbytes for stored in self.stored.values())
+        self.locations = {name: stored for file in files for name, stored in _read_locations(file, file in paths)}
+        self.shapes = {name: stored.shape for name, stored in self.locations.items()}
+        self.nbytes = sum(stored.nbytes for stored in self.locations.values())
         self._last: tuple[Path | None, Any] = None, None  # the file that was read last, and its memory
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.mapped(name).clone()
+        return self.mapped_tensor(name).clone()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.stored  # without reading it
+        return name in self.locations  # without reading it
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.stored)
+        return iter(self.locations)
 
     def __len__(self) -> int:
-        return len(self.stored)
+        return len(self.locations)
 
-    def mapped(self, name: str) -> Tensor:
+    def mapped_tensor(self, name: str) -> Tensor:
         """A tensor whose memory is the file's, so that only what is looked at is read. It cannot be written to."""
-        path, begin, dtype, shape = self.stored[name]
+        path, begin, dtype, shape = self.locations[name]
         if not shape.numel():
             return torch.empty(shape, dtype=dtype, device="cpu")
         if path != self._last[0]:  # one file at a time: each holds a descriptor
-            self._last = path, _map(path, path in self.paths)
+            self._last = path, _memory_map(path, path in self.paths)
         data = self._last[1]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written to
             return torch.frombuffer(data, dtype=dtype, count=shape.numel(), offset=begin).view(shape)
 
 
-def _map(path: Path, follow: bool) -> mmap.mmap:
-    with opened(path, follow) as file:
+def _memory_map(path: Path, follow: bool) -> mmap.mmap:
+    with open_regular_file(path, follow) as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _stored_in(path: Path, follow: bool) -> Iterator[tuple[str, Stored]]:
+def _read_locations(path: Path, follow: bool) -> Iterator[tuple[str, TensorLocation]]:
     """The tensors in one file, by name: one behind the other they fill it."""
-    with reading(path, "is no safetensors file that Penstock can read, or is damaged"):
-        data = _map(path, follow)
+    with errors_as_damaged(path, "is no safetensors file that Penstock can read, or is damaged"):
+        data = _memory_map(path, follow)
         begin = 8 + int.from_bytes(data[:8], "little")
-        if begin > min(len(data), LONGEST_HEADER):
+        if begin > min(len(data), MAX_HEADER_BYTES):
             raise ValueError("its header is longer than the file")
         header = json.loads(data[8:begin])
         header.pop("__metadata__", None)
@@ -174,7 +176,7 @@ def _stored_in(path: Path, follow: bool) -> Iterator[tuple[str, Stored]]:
             (first, end), numbers = entry["data_offsets"], entry["shape"]
             if first != filled or not all(type(number) is int and 0 <= number < 2**63 for number in (first, end, *numbers)):
                 raise ValueError(f"{name} has no place in it")
-            stored = Stored(path, begin + first, _OF_NAME[entry["dtype"]], torch.Size(numbers))
+            stored = TensorLocation(path, begin + first, _DTYPE_OF_NAME[entry["dtype"]], torch.Size(numbers))
             if end != first + stored.nbytes:
                 raise ValueError(f"{name} has another size")
             filled = end

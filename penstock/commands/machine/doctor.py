@@ -21,7 +21,7 @@ from penstock.comms.transport.channels import open_receiver, open_sender
 from penstock.comms.transport.group_transport import PendingSends
 from penstock.comms.transport.message_spec import describe_tensor
 from penstock.comms.transport.send_thread import SendFailure
-from penstock.torch_private import NEWEST, release
+from penstock.torch_private import NEWEST_RELEASE, release_of
 
 SIZES = (1, 16_384, 1_048_576)  # floats
 ROUNDS = 50
@@ -63,9 +63,10 @@ def _print_item(found: bool, present: str, absent: str) -> None:
 
 
 def _warn_if_untested(version: str) -> None:
-    if release(version) > NEWEST:
+    if release_of(version) > NEWEST_RELEASE:
         print(
-            f"- Penstock is tested with torch up to {'.'.join(map(str, NEWEST))}: what {version} does differently is not known"
+            f"- Penstock is tested with torch up to {'.'.join(map(str, NEWEST_RELEASE))}: "
+            f"what {version} does differently is not known"
         )
 
 

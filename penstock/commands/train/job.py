@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock import checkpoint, comms
 from penstock.checkpoint.files import manifest
-from penstock.checkpoint.saving import claim
+from penstock.checkpoint.saving import lock_run_folder
 from penstock.commands.train.again import for_world, job_name, may_begin_again
 from penstock.commands.train.config import REPORT, SAME, SETTINGS, TrainConfig
 from penstock.commands.train.evaluation import sample, validation_loss
@@ -138,7 +138,7 @@ def train_rank(config: TrainConfig, folder: Path | None, memory: Path | None = N
 def _initial_result(setup: Setup) -> TrainResult:
     """Return an empty result, or resume the newest whole checkpoint and return the records up to it."""
     config, pipe = setup.config, setup.pipe
-    run = TrainResult(setup.topology.world_size, pipe.position.copies > 1)
+    run = TrainResult(setup.topology.world_size, pipe.position.num_stage_ranks > 1)
     run.rows_per_step, run.tokens_per_step = config.batch, config.batch * (config.context if config.model == "gpt" else 1)
     planned = simulate(pipe.schedule, Costs())
     run.planned_bubble, run.planned_idle = planned.bubble, planned.idle_share
@@ -163,7 +163,7 @@ def _train(setup: Setup, run: TrainResult) -> list[Timeline]:
     """Run all steps, each with its record and a checkpoint where one is due. Return the timelines of the last steps."""
     timelines: list[Timeline] = []
     if setup.folder is not None:
-        claim(setup.folder, setup.pipe)
+        lock_run_folder(setup.folder, setup.pipe)
     with ExitStack() as stack:
         writers, trail = _writers(setup, run, stack), _trail(setup)
         for record in _steps(setup, run, trail):
@@ -187,7 +187,7 @@ def _save_timeline(setup: Setup, step: int) -> None:
     """Write this step's timeline to the folder of the run, for its page. All ranks call it."""
     timeline = setup.pipe.timeline()
     if setup.is_writer and setup.folder is not None:
-        with manifest.replaced(setup.folder / FILE) as temporary:
+        with manifest.atomic_replacement(setup.folder / FILE) as temporary:
             save(timeline, None, temporary, (f"step {step}",), setup.pipe.balance.stage_costs if setup.pipe.balance else ())
 
 
@@ -205,17 +205,17 @@ def _writers(setup: Setup, run: TrainResult, stack: ExitStack) -> list[Callable[
     return [progress.step, metrics.write]
 
 
-def _trail(setup: Setup) -> checkpoint.Trail | None:
+def _trail(setup: Setup) -> checkpoint.DigestLog | None:
     """Return the writer of the run's digests, or None without digests."""
     config = setup.config
     if setup.folder is None or not config.digests_every:
         return None
     settings = {name: value for name, value in config.described().items() if name in (*SAME, "steps")}
     every = min(config.digests_every, config.steps)
-    return checkpoint.Trail(setup.folder, setup.pipe, setup.optimizer, every, settings)
+    return checkpoint.DigestLog(setup.folder, setup.pipe, setup.optimizer, every, settings)
 
 
-def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> Iterator[dict[str, Any]]:
+def _steps(setup: Setup, run: TrainResult, trail: checkpoint.DigestLog | None) -> Iterator[dict[str, Any]]:
     """Train, and yield a record of each step."""
     config, pipe = setup.config, setup.pipe
     for step in range(pipe.step_count, config.steps):
@@ -224,7 +224,7 @@ def _steps(setup: Setup, run: TrainResult, trail: checkpoint.Trail | None) -> It
         loss = pipe.step(inputs, target=target)
         setup.optimizer.step()
         if trail is not None:
-            trail.note()
+            trail.record_step()
         setup.optimizer.zero_grad()
         setup.rate.step()
         seconds = time.perf_counter() - begin
@@ -259,7 +259,7 @@ def _write_settings(folder: Path, config: TrainConfig, results: dict[str, Any]) 
     """Write the options and the results of the run."""
     if config.plan is not None:
         config = save_plan(config, load(config.plan), folder)
-    with manifest.replaced(folder / SETTINGS) as temporary:
+    with manifest.atomic_replacement(folder / SETTINGS) as temporary:
         temporary.write_text(json.dumps({"config": config.described(), **results}, indent=1))
 
 

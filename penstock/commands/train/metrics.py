@@ -33,7 +33,7 @@ class Metrics:
     def write(self, record: Mapping[str, float]) -> None:
         """Append the record of the step `record["step"]` to the file. Raises PenstockError if it cannot be written."""
         with writing(self._path):
-            json_lines.add(self._path, record)
+            json_lines.append(self._path, record)
         if self._board is not None:
             for name, value in record.items():
                 if name != "step":

@@ -22,8 +22,8 @@ from penstock.comms.system import count_cores
 from penstock.comms.topology import init_distributed
 from penstock.errors import PenstockError
 from penstock.partition.balance import Balance
-from penstock.plan import Layers, Overheads, Plan, bytes_of, load, measure, overheads, plan
-from penstock.plan.estimating import COSTS, of_run
+from penstock.plan import ModelProfile, Overheads, Plan, load, measure, measure_overheads, parse_memory_size, plan
+from penstock.plan.estimating import COSTS_FILE, profile_of_run
 from penstock.schedule import Measurement, Timeline
 from penstock.schedule.timing.explanation import NOTABLE, bytes_told
 
@@ -51,10 +51,10 @@ def _candidates(config: TrainConfig) -> list[Plan]:
     """Return the best plan, the best one whose ranks do not share cores, and the typed schedule with its best cut."""
     if config.tp > 1 or "RANK" in os.environ:
         raise PenstockError("--plan starts processes to measure on: plan with `penstock plan`, and give its plan.json")
-    limit = UNLIMITED_BYTES if config.plan == "auto" else bytes_of(str(config.plan))
+    limit = UNLIMITED_BYTES if config.plan == "auto" else parse_memory_size(str(config.plan))
     parallel = _parallel_ranks(config)
     ranks = launch(_measure_on_rank, min(config.ranks, max(2, parallel)), config)  # at the same time, as the ranks will compute
-    layers, costs = Layers.mean([layers for layers, _ in ranks]), ranks[0][1]
+    layers, costs = ModelProfile.mean_of([layers for layers, _ in ranks]), ranks[0][1]
     planned = partial(
         plan,
         layers,
@@ -77,15 +77,17 @@ def _candidates(config: TrainConfig) -> list[Plan]:
     return plans
 
 
-def _measure_on_rank(config: TrainConfig) -> tuple[Layers, Overheads]:
+def _measure_on_rank(config: TrainConfig) -> tuple[ModelProfile, Overheads]:
     """Measure the layers on the device that trains them, and the overheads of a step."""
     topology = init_distributed(device=None if config.device == "auto" else config.device)
     source, model, loss_fn = task(config)
     inputs, target = source.batch(config.seed, 0, max(1, config.batch // config.dp // EXAMPLE_MICROBATCHES))
     model.to(topology.device)
     inputs, target = inputs.to(topology.device), target.to(topology.device)
-    costs = overheads()
-    return costs.without(measure(model, (inputs,), loss_fn=loss_fn, target=target, device=topology.device, seconds=1.0)), costs
+    costs = measure_overheads()
+    return costs.subtract_from(
+        measure(model, (inputs,), loss_fn=loss_fn, target=target, device=topology.device, seconds=1.0)
+    ), costs
 
 
 def _fastest(config: TrainConfig, plans: Sequence[Plan]) -> Plan:
@@ -140,7 +142,7 @@ def _time_steps(config: TrainConfig) -> list[float]:
 def save_plan(config: TrainConfig, chosen: Plan, folder: Path) -> TrainConfig:
     """Write the plan to the run's `folder`, for every rank and a resumed run. Return the options with that file."""
     folder.mkdir(parents=True, exist_ok=True)
-    with manifest.replaced(folder / PLAN) as temporary:
+    with manifest.atomic_replacement(folder / PLAN) as temporary:
         chosen.save(temporary)
     return replace(config, plan=str(folder / PLAN))
 
@@ -168,8 +170,8 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
     Write the costs to the run's `folder`, for `penstock plan --costs`. `parameters`: bytes of each layer.
     """
     batch, sizes = config.batch // config.dp, [parameters[name] for name in balance.names]
-    layers = of_run(measured, balance, sizes, -(-batch // config.microbatches))
-    layers.save(folder / COSTS)
+    layers = profile_of_run(measured, balance, sizes, -(-batch // config.microbatches))
+    layers.save(folder / COSTS_FILE)
     if config.ranks * config.dp > count_cores() and config.device != "cuda":
         return "\nthe planner: `--plan auto` tries whether fewer ranks, which do not share cores, are faster"
     with suppress(PenstockError):  # the table is of no family

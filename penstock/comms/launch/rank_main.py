@@ -68,7 +68,7 @@ def rank_main(job: RankTask, rank: int, sender: Connection, store: Connection) -
     from penstock.comms.topology import current_context, shutdown
 
     meeting_place = PipeStore(store)
-    torch_private.meet_at(meeting_place)
+    torch_private.set_env_rendezvous(meeting_place)
     os.register_at_fork(after_in_child=sender.close)  # a process that the rank forks would hide the rank's death
     gc.freeze()  # what torch's import made is here to stay: no collection need look at it again
     torch.set_num_threads(_threads())

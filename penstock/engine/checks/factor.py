@@ -17,7 +17,7 @@ from penstock.engine.checks import is_power_of_two
 from penstock.engine.checks.trained_elsewhere import sample
 from penstock.stage.dtensor import local_shard
 from penstock.stage.rank_parameters import RankParameters
-from penstock.torch_private import version_of
+from penstock.torch_private import tensor_version
 
 COUNT, LARGEST = 4, 2**16  # how many gradients are remembered, of at most so many numbers
 TOLERANCE = 0.02  # of a number in bfloat16, which has three digits
@@ -50,21 +50,21 @@ class GradientFactor:
         """The gradients are all ranks' alike: a step has ended, or the pipeline has clipped them."""
         weights = (each for each in self._parameters.parameters() if each.grad is not None and not each.is_inference())
         first = next(weights, None)
-        self._first = None if first is None else Remembered(first, version_of(first), sample(first))
+        self._first = None if first is None else Remembered(first, tensor_version(first), sample(first))
         if self._ranks == 1:
             return
         self._steps += 1
         trained = self._parameters.parameters() if is_power_of_two(self._steps) else ()
-        self._weights = [(each, version_of(each)) for each in trained if each.grad is not None and not each.is_inference()]
+        self._weights = [(each, tensor_version(each)) for each in trained if each.grad is not None and not each.is_inference()]
         self._chosen = self._chosen or [each for each in self._parameters.parameters() if _is_small(each.grad)][:COUNT]
         gradients = [local_shard(each.grad) for each in self._chosen if _is_small(each.grad)]
-        self._remembered = [Remembered(each, version_of(each), each.clone()) for each in gradients]
+        self._remembered = [Remembered(each, tensor_version(each), each.clone()) for each in gradients]
 
     def read(self) -> float:
         """The number; 1 if nothing has changed them, UNKNOWN where it was another change, or too few are remembered."""
         if len(self._remembered) < 2:
             return UNKNOWN
-        if all(version_of(gradient) == version for gradient, version, _ in self._remembered):
+        if all(tensor_version(gradient) == version for gradient, version, _ in self._remembered):
             return 1.0
         self._changes += 1
         return self._measured() if is_power_of_two(self._changes) else UNKNOWN
@@ -77,13 +77,13 @@ class GradientFactor:
         if self._first is None:
             return False
         weight, version, values = self._first
-        return weight.grad is not None and version_of(weight) == version and torch.equal(sample(weight), values)
+        return weight.grad is not None and tensor_version(weight) == version and torch.equal(sample(weight), values)
 
     def stepped(self) -> float:
         """1 if a weight that had a gradient has changed since, 0 if none has; UNKNOWN in steps that are not looked at."""
         if not self._weights:
             return UNKNOWN
-        return float(any(version_of(weight) != version for weight, version in self._weights))
+        return float(any(tensor_version(weight) != version for weight, version in self._weights))
 
     def _measured(self) -> float:
         before = torch.cat([values.flatten().double() for _, _, values in self._remembered])

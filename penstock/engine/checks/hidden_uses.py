@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from penstock.errors import MismatchError
-from penstock.torch_private import version_of
+from penstock.torch_private import tensor_version
 
 
 class GradientBefore(NamedTuple):
@@ -56,7 +56,7 @@ class UnregisteredParameters:
 
 
 def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None or grad.is_inference() else version_of(grad)
+    return 0 if grad is None or grad.is_inference() else tensor_version(grad)
 
 
 # -- what a loss reads ----------------------------------------------------------------------------------------------------

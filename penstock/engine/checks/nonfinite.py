@@ -24,7 +24,7 @@ from penstock.schedule.table import Action, Kind
 from penstock.stage.dtensor import local_shard
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.stage import Stage
-from penstock.torch_private import is_compiled, storage_key, uncompiled_name
+from penstock.torch_private import is_compiled, storage_key, strip_compiled_prefix
 from penstock.trees import tensors
 
 OWN, SHARED, RECEIVED = range(3)  # made here; averaged with other ranks'; given by another rank. The first is the best to blame
@@ -97,7 +97,7 @@ class Watch:
     def __init__(self, rank: int, stages: Mapping[int, Stage], names: Sequence[Mapping[str, str]]) -> None:
         self.found: Finding | None = None
         self._rank, self._stages, self._names = rank, stages, names
-        clash = any(whole != uncompiled_name(own) for each in names for own, whole in each.items())
+        clash = any(whole != strip_compiled_prefix(own) for each in names for own, whole in each.items())
         self._prefix = {index: f"{index}." if clash else "" for index in stages}
         self._action: Action | None = None  # that runs
         self._passed = ""  # who gave the last gradient in it that was finite

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.comms.encoding import view_as_bytes
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import local_shard
-from penstock.torch_private import tensor_slots, version_of
+from penstock.torch_private import tensor_slots, tensor_version
 
 Key = tuple[str, str]  # the first pipeline that had a tensor, and its name in the uncut model: the same on all ranks
 SAMPLE = 64  # values of a tensor that are compared: some optimizers change `.data`, of which autograd does not know
@@ -52,7 +52,7 @@ _guards: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
+    return 0 if tensor.is_inference() else tensor_version(tensor)
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -37,6 +37,6 @@ class Undo:
         for parameter, gradient, copied in self._gradients:
             parameter.grad = gradient if gradient is None or copied is None else gradient.copy_(copied)
         for slot, values in self._buffers:
-            slot.put(slot.tensor.copy_(values))
+            slot.replace(slot.tensor.copy_(values))
         for generator, state in self._random:
             generator.set_state(state)

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import StageError
 from penstock.stage.autograd_edges import Gradients, gradient_edge, with_gradient_callback
 from penstock.stage.parameter_slot import ParameterSlot
-from penstock.torch_private import DisableTorchFunctionSubclass, base_of, run_backward, saved_tensor_hooks, version_of
+from penstock.torch_private import DisableTorchFunctionSubclass, run_backward, saved_tensor_hooks, tensor_version, view_base
 
 WeightGradients = tuple[Tensor | None, Tensor | None]  # of the weight and the bias
 Formula = Callable[[Tensor, Tensor, Tensor], WeightGradients]  # of output gradient, input, weight
@@ -29,7 +29,7 @@ class WeightUse:
     def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.number, self.formula = number, formula
         self.value: Tensor | None = value
-        self.version = version_of(value)
+        self.version = tensor_version(value)
         self.unpacked: Callable[[], Tensor] | None = None
         if (hooks := saved_tensor_hooks()) is not None:  # a checkpoint gives it back only in the backward
             pack, unpack = hooks
@@ -44,7 +44,7 @@ class WeightUse:
         if self.value is None:
             assert self.unpacked is not None
             self.value = self.unpacked()
-        elif self.unpacked is None and version_of(self.value) != self.version:
+        elif self.unpacked is None and tensor_version(self.value) != self.version:
             raise RuntimeError(
                 f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it; its"
                 " weight's gradient needs it as it was"
@@ -77,7 +77,7 @@ def joined(owed: Sequence[Sequence[Owed]]) -> list[Owed]:
 def _join(group: Sequence[Owed]) -> Owed:
     use = copy.copy(group[0][0])
     use.value = torch.cat([each.unpack() for each, _ in group])
-    use.version = version_of(use.value)
+    use.version = tensor_version(use.value)
     return use, torch.cat([gradient for _, gradient in group])
 
 
@@ -104,7 +104,7 @@ class DeferredGradients:
         return self._is_ours(weight) and (bias is None or not bias.requires_grad or self._is_ours(bias))
 
     def _is_ours(self, tensor: Tensor) -> bool:
-        return getattr(tensor, "deferred", None) is self or getattr(base_of(tensor), "deferred", None) is self
+        return getattr(tensor, "deferred", None) is self or getattr(view_base(tensor), "deferred", None) is self
 
     def operands(self, value: Tensor, *weights: Any) -> tuple[Any, ...]:
         """The input, and the weights outside the graph, as autocast would hand them to a product."""
@@ -122,7 +122,7 @@ class DeferredGradients:
         if not self._is_ours(weight):
             return weight.detach().to(dtype)
         bare = _bare_of(weight)
-        key, version = (bare.data_ptr(), bare.shape, bare.stride(), dtype), version_of(bare)
+        key, version = (bare.data_ptr(), bare.shape, bare.stride(), dtype), tensor_version(bare)
         if key not in self.casts or self.casts[key][0] != version:
             self.casts[key] = version, bare.to(dtype)
         return self.casts[key][1]
@@ -136,7 +136,9 @@ class DeferredGradients:
             keep = partial(use.unpack_and, keep)
         if not output.requires_grad:
             return with_gradient_callback([output.detach()], keep)[0]
-        made = output if (base := base_of(output)) is None else base  # whose node stays what it is when a view changes in place
+        made = (
+            output if (base := view_base(output)) is None else base
+        )  # whose node stays what it is when a view changes in place
         made.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
         return output
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.stage.backward.deferred import DeferredGradients
 from penstock.stage.backward.rules import RULES
-from penstock.torch_private import DisableTorchFunctionSubclass, in_functional_transform, leaf_of
+from penstock.torch_private import DisableTorchFunctionSubclass, in_functional_transform, make_leaf
 
 # What makes views of a weight whose products with an input are still a weight's.
 VIEWS = frozenset(
@@ -88,6 +88,6 @@ def _no(*tensors: Any) -> bool:
 def stand_in(parameter: nn.Parameter, index: int) -> Any:
     """A stand-in for the stage's `parameter` of this index."""
     bare = parameter.detach()
-    leaf = leaf_of(bare, Weight if parameter.dim() > 1 and not parameter.is_complex() else nn.Parameter)
+    leaf = make_leaf(bare, Weight if parameter.dim() > 1 and not parameter.is_complex() else nn.Parameter)
     leaf.parameter_index, leaf.bare = index, bare
     return leaf

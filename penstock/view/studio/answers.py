@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError, ScheduleError
-from penstock.plan import read as read_plan
-from penstock.plan import says_plan
+from penstock.plan import is_plan_text
+from penstock.plan import parse_plan as read_plan
 from penstock.schedule import Action, Costs, Measurement, Schedule, Timeline, build, from_rows, verify
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.schedule import cells_of
@@ -126,7 +126,7 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     """The table of a run, its costs in milliseconds, and its last step to lay over whatever is planned; the same of a plan."""
     file = question.text(asked.get("file") or "timeline.json", "file", 200)
     text = question.text(asked["run"], "run", 32_000_000)
-    if says_plan(text):
+    if is_plan_text(text):
         plan = read_plan(text, file)
         name, label, timeline, measured = plan.schedule.name, "planned", plan.timeline, plan.measurement
         source, verdict = "plan", None

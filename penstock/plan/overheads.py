@@ -8,32 +8,37 @@ from torch import Tensor, nn
 
 from penstock import comms
 from penstock.pipeline import Pipeline
-from penstock.plan.layers import Layer, Layers, Sample
 from penstock.plan.measuring import measure
+from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.schedule import Kind, Measurement
 
-MICROBATCHES, STEPS = 8, 5
-FLOATS = 1, 262_144  # of a message: to see what each takes, and what its size adds
+PROBE_MICROBATCHES, PROBE_STEPS = 8, 5
+MESSAGE_FLOATS = 1, 262_144  # of a message: to see what each takes, and what its size adds
 
 
 class Overheads(NamedTuple):
     """Seconds; bytes a second."""
 
-    alone: Layer  # what `measure` finds of a layer that does next to nothing
+    empty_layer: LayerCost  # what `measure` finds of a layer that does next to nothing
     action: float  # of a stage of such a layer
     send: float
     bandwidth: float
 
-    def without(self, layers: Layers) -> Layers:
+    def subtract_from(self, layers: ModelProfile) -> ModelProfile:
         """Measured `layers` less what each took for being run alone; a stage of them takes `action` more, once."""
-        return Layers(tuple(Sample(rows, tuple(map(self._less, some))) for rows, some in layers.samples))
+        return ModelProfile(
+            tuple(ProfileSample(rows, tuple(map(self._subtract_from_layer, some))) for rows, some in layers.samples)
+        )
 
-    def _less(self, layer: Layer) -> Layer:
-        times = {kind: max(0.0, getattr(layer, kind) - getattr(self.alone, kind)) for kind in (*Layer._fields[1:4], "split")}
+    def _subtract_from_layer(self, layer: LayerCost) -> LayerCost:
+        times = {
+            kind: max(0.0, getattr(layer, kind) - getattr(self.empty_layer, kind))
+            for kind in (*LayerCost._fields[1:4], "split")
+        }
         return layer._replace(**times)
 
 
-class Nothing(nn.Module):
+class ScalarMultiply(nn.Module):
     """A layer that does next to nothing."""
 
     def __init__(self) -> None:
@@ -45,11 +50,11 @@ class Nothing(nn.Module):
         return hidden * self.weight
 
 
-def overheads() -> Overheads:
+def measure_overheads() -> Overheads:
     """As small steps over all ranks that there are have them: all of them call it."""
-    small, large = map(_measured, FLOATS)
+    small, large = map(_measure_empty_pipeline, MESSAGE_FLOATS)
     [alone] = (
-        measure(nn.Sequential(Nothing()), (torch.ones(1, 1),), device=comms.current_topology().device, seconds=0.1)
+        measure(nn.Sequential(ScalarMultiply()), (torch.ones(1, 1),), device=comms.current_topology().device, seconds=0.1)
         .samples[-1]
         .layers
     )
@@ -57,18 +62,18 @@ def overheads() -> Overheads:
         sum(times) for kind in (Kind.F, Kind.B) for times in zip(small.seconds[kind], small.between[kind], strict=True)
     )
     send, longer = (fmean(each.send or (0.0,)) for each in (small, large))
-    size = 4.0 * (FLOATS[1] - FLOATS[0])
+    size = 4.0 * (MESSAGE_FLOATS[1] - MESSAGE_FLOATS[0])
     return Overheads(alone, action, send, size / (longer - send) if longer > send else float("inf"))
 
 
-def _measured(floats: int) -> Measurement:
+def _measure_empty_pipeline(floats: int) -> Measurement:
     """What a pipeline takes whose layers do next to nothing, with so many floats in a message."""
     topology = comms.current_topology()
-    layers = nn.Sequential(*(Nothing() for _ in range(topology.world_size)))
-    pipe = Pipeline(layers.to(topology.device), nn.functional.mse_loss, "1f1b", MICROBATCHES)
-    rows = torch.ones(MICROBATCHES, floats, device=topology.device)
+    layers = nn.Sequential(*(ScalarMultiply() for _ in range(topology.world_size)))
+    pipe = Pipeline(layers.to(topology.device), nn.functional.mse_loss, "1f1b", PROBE_MICROBATCHES)
+    rows = torch.ones(PROBE_MICROBATCHES, floats, device=topology.device)
     timelines = []
-    for _ in range(STEPS + 1):  # in the first the ranks agree on the shapes
+    for _ in range(PROBE_STEPS + 1):  # in the first the ranks agree on the shapes
         pipe.step(rows, target=rows)
         timelines.append(pipe.timeline())
     return Measurement.of(*timelines[1:])

@@ -28,9 +28,9 @@ from penstock.torch_private import tree_map_only
 Settings = Mapping[str, Any]
 Digest = str | dict[str, str]  # eight hexadecimal digits; by rank where ranks that should have the same have not
 Digests = dict[str, dict[str, Digest]]  # "weights", "gradients" or "optimizer" -> name in the uncut model -> digest
-KINDS = ("gradients", "optimizer", "weights")  # in the order in which a step makes them
-FILE = "digests.jsonl"
-EVERY = 10  # steps
+DIGEST_KINDS = ("gradients", "optimizer", "weights")  # in the order in which a step makes them
+DIGESTS_FILE = "digests.jsonl"
+STEPS_BETWEEN_DIGESTS = 10  # steps
 
 
 def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
@@ -49,10 +49,10 @@ def digests(pipe: Pipeline, optimizer: Any = None) -> Digests:
         before = checkpoint.digests(pipe, optimizer)["weights"]
     """
     with pipe.collective("checkpoint.digests()") as control:
-        return _of_all(control, pipe, optimizer, "to compare digests")
+        return _gather_digests(control, pipe, optimizer, "to compare digests")
 
 
-def digest(value: Any) -> str:
+def value_digest(value: Any) -> str:
     """Of a tensor, or of numbers, texts and tensors in lists, tuples and dicts; of shards, all who have one call it."""
     tensors: dict[str, Tensor] = {}
     crc = zlib.crc32(json.dumps(pack(value, "", tensors)).encode())
@@ -61,37 +61,37 @@ def digest(value: Any) -> str:
     return f"{crc:08x}"
 
 
-def describe(kind: str, name: str) -> str:
+def tensor_description(kind: str, name: str) -> str:
     """What a digest is of, in words."""
     return {"gradients": "the gradient of ", "optimizer": "the optimizer's state of "}.get(kind, "") + name
 
 
-def check_replicas(control: ControlGroup, pipe: Pipeline, optimizer: Any = None) -> None:
+def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any = None) -> None:
     """Raises MismatchError, on every rank, where ranks that have the same parameter, or shard of one, differ in its bits."""
-    among = None if pipe.position.copies > 1 else pipe._engine.tied.owners  # a chain of ranks has no more than these twice
+    among = None if pipe.position.num_stage_ranks > 1 else pipe._engine.tied.owners  # all that a chain of ranks has twice
     if among is not None and not among:  # on no rank
         return
     mine: dict[str, dict[str, str]] = {}
-    for kind, name, parameter, value in _values(pipe, optimizer, among):
+    for kind, name, parameter, value in _training_tensors(pipe, optimizer, among):
         if kind != "gradients":
             shard = "".join(f", shard {each}" for each in shard_coordinates(parameter))
-            mine.setdefault(kind, {})[name + shard] = digest(tree_map_only(Tensor, local_shard, value))
-    for kind, named in _merged(control.all_gather_object(mine, "to compare replicas"), ()).items():
+            mine.setdefault(kind, {})[name + shard] = value_digest(tree_map_only(Tensor, local_shard, value))
+    for kind, named in _merge_digests(control.all_gather_object(mine, "to compare replicas"), ()).items():
         for name, each in named.items():
             if isinstance(each, dict):
-                differ = f"{describe(kind, name)} is not the same on all ranks that have it: {ranks_by_digest(each)}"
+                differ = f"{tensor_description(kind, name)} is not the same on all ranks that have it: {ranks_by_digest(each)}"
                 raise MismatchError(f"{differ}; {CAUSES}" if name in pipe._engine.tied.owners else differ)
 
 
-def _of_all(control: ControlGroup, pipe: Pipeline, optimizer: Any, what: str) -> Digests:
+def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizer: Any, what: str) -> Digests:
     """All ranks' digests as one, in the order of names."""
     mine: dict[str, dict[str, str]] = {}
-    for kind, name, _, value in _values(pipe, optimizer):
-        mine.setdefault(kind, {})[name] = digest(value)
-    return _merged(control.all_gather_object(mine, what), pipe._engine.parameters.order)
+    for kind, name, _, value in _training_tensors(pipe, optimizer):
+        mine.setdefault(kind, {})[name] = value_digest(value)
+    return _merge_digests(control.all_gather_object(mine, what), pipe._engine.parameters.order)
 
 
-def _merged(everyone: Sequence[Mapping[str, Mapping[str, str]]], order: Sequence[str]) -> Digests:
+def _merge_digests(everyone: Sequence[Mapping[str, Mapping[str, str]]], order: Sequence[str]) -> Digests:
     holders: dict[str, dict[str, dict[str, str]]] = {}
     for rank, mine in enumerate(everyone):
         for kind, named in mine.items():
@@ -105,7 +105,9 @@ def _merged(everyone: Sequence[Mapping[str, Mapping[str, str]]], order: Sequence
     return found
 
 
-def _values(pipe: Pipeline, optimizer: Any, among: Collection[str] | None = None) -> Iterator[tuple[str, str, Any, Any]]:
+def _training_tensors(
+    pipe: Pipeline, optimizer: Any, among: Collection[str] | None = None
+) -> Iterator[tuple[str, str, Any, Any]]:
     """Kind, name, tensor of the model, and the value that this rank has, of each or of those `among` the names."""
     aliases, done = pipe._engine.parameters.aliases, set[tuple[str, str]]()
     everything = [("weights", name, value, value) for name, value in pipe.state_dict().items()]
@@ -122,7 +124,7 @@ def _values(pipe: Pipeline, optimizer: Any, among: Collection[str] | None = None
 # -- the file of a run --------------------------------------------------------------------------------------------------
 
 
-class Trail:
+class DigestLog:
     """Keeps digests of a run's steps in `folder/digests.jsonl`. All ranks make one, and call `note`, alike.
 
     `folder`: of the run; rank 0 makes it, and writes. What is there of the steps that `pipe` has done stays, the rest goes.
@@ -131,47 +133,55 @@ class Trail:
     `settings`: what decides the numbers besides - data, learning rate, .. - as JSON by name, the same on every rank. Runs
         of other settings are not compared.
 
-        trail = checkpoint.Trail("runs/a", pipe, optimizer, settings={"data": "v2", "learning_rate": 1e-3})
+        trail = checkpoint.DigestLog("runs/a", pipe, optimizer, settings={"data": "v2", "learning_rate": 1e-3})
         for inputs, targets in batches:
             pipe.step(inputs, target=targets)
             optimizer.step()
-            trail.note()
+            trail.record_step()
             optimizer.zero_grad()
     """
 
     def __init__(
-        self, folder: str | Path, pipe: Pipeline, optimizer: Any = None, every: int = EVERY, settings: Settings | None = None
+        self,
+        folder: str | Path,
+        pipe: Pipeline,
+        optimizer: Any = None,
+        every: int = STEPS_BETWEEN_DIGESTS,
+        settings: Settings | None = None,
     ) -> None:
-        self.path, self.pipe, self.optimizer, self.every = Path(folder) / FILE, pipe, optimizer, every
-        with pipe.collective("checkpoint.Trail(..)") as control:
+        self.path, self.pipe, self.optimizer, self.every = Path(folder) / DIGESTS_FILE, pipe, optimizer, every
+        with pipe.collective("checkpoint.DigestLog(..)") as control:
             if not is_whole_number(every, 1):
                 raise PenstockError(f"every={every!r} is no number of steps: use a whole number, 1 or more")
             try:
                 json.dumps(dict(settings or {}))
             except (TypeError, ValueError) as error:
                 raise PenstockError(f"settings= goes into a file as JSON ({error}): give texts and numbers") from error
-            self._write(control, lambda: self._begin(settings or {}))
+            self._write_on_first_rank(control, lambda: self._write_run_header(settings or {}))
 
-    def _begin(self, settings: Settings) -> None:
+    def _write_run_header(self, settings: Settings) -> None:
         """Leave what goes on, and say with what it does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         pipe, names, done = self.pipe, self.pipe._engine.parameters, self.pipe.step_count
         records = [each for each in json_lines.read(self.path) if each["step"] < done + ("run" not in each)]
         run = {
             "settings": {**settings, "microbatches": pipe.schedule.microbatches, "layers' seed": pipe.seed},
-            "conditions": conditions(pipe),
+            "conditions": reproducibility_conditions(pipe),
             "names": list(dict.fromkeys(names.aliases.get(name, name) for name in names.order)),
         }
         json_lines.write(self.path, [*records, {"step": done, "run": run}])
 
-    def note(self) -> None:
+    def record_step(self) -> None:
         """Write the step's line, if it gets one. Call it after the optimizer's step, before gradients are let go."""
         if self.pipe.step_count % self.every == 0:
-            with self.pipe.collective("Trail.note()") as control:
-                line = {"step": self.pipe.step_count, **_of_all(control, self.pipe, self.optimizer, "to write their digests")}
-                self._write(control, lambda: json_lines.add(self.path, line))
+            with self.pipe.collective("DigestLog.record_step()") as control:
+                line = {
+                    "step": self.pipe.step_count,
+                    **_gather_digests(control, self.pipe, self.optimizer, "to write their digests"),
+                }
+                self._write_on_first_rank(control, lambda: json_lines.append(self.path, line))
 
-    def _write(self, control: ControlGroup, write: Callable[[], None]) -> None:
+    def _write_on_first_rank(self, control: ControlGroup, write: Callable[[], None]) -> None:
         """Have rank 0 write to the file. If it cannot, all ranks are told."""
         if control.topology.rank == 0:
             try:
@@ -182,14 +192,14 @@ class Trail:
         control.all_gather_row((), "to keep their digests")
 
 
-def conditions(pipe: Pipeline) -> dict[str, Any]:
+def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
     """What bits depend on besides the numbers that go in: two runs that are alike in these have the same."""
     device = pipe.topology.device
     return {
-        "dp": pipe.position.replicas,
-        "tp": pipe.position.copies // pipe.position.replicas,
+        "dp": pipe.position.num_replicas,
+        "tp": pipe.position.num_stage_ranks // pipe.position.num_replicas,
         "sharded": any(hasattr(each, "placements") for each in pipe.parameters()),
-        "order": _order(pipe),
+        "order": _gradient_sum_order(pipe),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "deterministic": device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
         "torch": torch.__version__,
@@ -198,7 +208,7 @@ def conditions(pipe: Pipeline) -> dict[str, Any]:
     }
 
 
-def _order(pipe: Pipeline) -> str:
+def _gradient_sum_order(pipe: Pipeline) -> str:
     """In which the microbatches' gradients of a weight are summed up."""
     table = pipe.schedule
     for stage in range(table.stages):
@@ -212,49 +222,53 @@ def _order(pipe: Pipeline) -> str:
 # -- two runs -----------------------------------------------------------------------------------------------------------
 
 
-class NotComparable(PenstockError):
+class RunsNotComparableError(PenstockError):
     """Runs that cannot be compared, or that differ where no bits are promised."""
 
 
-Steps = dict[int, tuple[dict[str, Any], dict[str, dict[str, Any]]]]  # number -> what the run was begun with, the step's digests
+StepDigests = dict[
+    int, tuple[dict[str, Any], dict[str, dict[str, Any]]]
+]  # number -> what the run was begun with, the step's digests
 
 
-def read(folder: Path) -> Steps:
+def read_run_digests(folder: Path) -> StepDigests:
     """The steps that the run in `folder` has kept, by number. Raises NotComparable if that is nothing."""
-    path = folder / FILE
+    path = folder / DIGESTS_FILE
     if not path.is_file():
-        raise NotComparable(f"{folder} has no {FILE}: give the folder of a run that keeps digests (--digests-every, Trail)")
-    steps, run = Steps(), dict[str, Any]()
+        raise RunsNotComparableError(
+            f"{folder} has no {DIGESTS_FILE}: give the folder of a run that keeps digests (--digests-every, DigestLog)"
+        )
+    steps, run = StepDigests(), dict[str, Any]()
     try:
         for record in json_lines.read(path):
             if "run" in record:
                 run = {key: record["run"][key] for key in ("settings", "conditions", "names")}
             else:
-                steps[int(record["step"])] = run, {kind: dict(record[kind]) for kind in KINDS if kind in record}
+                steps[int(record["step"])] = run, {kind: dict(record[kind]) for kind in DIGEST_KINDS if kind in record}
         run["conditions"]["deterministic"]  # a file without a line of a start is damaged, too
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise NotComparable(f"{path} is damaged, it is not what this Penstock writes there") from error
+        raise RunsNotComparableError(f"{path} is damaged, it is not what this Penstock writes there") from error
     return steps
 
 
-def compare(a: Path, b: Path) -> tuple[bool, str]:
+def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
     """Whether the runs in two folders are the same to the bit, in all steps that both have kept; and in words, where not.
 
     Raises NotComparable for runs of other settings or another model, without a common step, and for runs that differ though
     no bits were promised.
     """
-    runs = {folder: read(folder) for folder in (a, b)}
+    runs = {folder: read_run_digests(folder) for folder in (a, b)}
     common, equal = sorted(runs[a].keys() & runs[b].keys()), 0
     if not common:
-        steps = " and ".join(f"{_range(list(run))} in {folder}" for folder, run in runs.items())
-        raise NotComparable(f"the runs have no step in common: {steps}")
+        steps = " and ".join(f"{_step_range_text(list(run))} in {folder}" for folder, run in runs.items())
+        raise RunsNotComparableError(f"the runs have no step in common: {steps}")
     for number in common:
         (run, one), (other_run, other) = runs[a][number], runs[b][number]
-        _check_comparable(run, other_run)
-        if found := list(_differences(one, other, run["names"])):
+        _check_same_settings_and_model(run, other_run)
+        if found := list(_digest_mismatches(one, other, run["names"])):
             kind, name = found[0]
             before = f", {equal} is the same" if equal else ""
-            lines = [f"step {number} is the first that differs{before}: {describe(kind, name)}"]
+            lines = [f"step {number} is the first that differs{before}: {tensor_description(kind, name)}"]
             for folder, named in ((a, one), (b, other)):
                 value = named[kind].get(name, "nothing")
                 lines.append(f"  {ranks_by_digest(value) if isinstance(value, dict) else value} in {folder}")
@@ -267,27 +281,27 @@ def compare(a: Path, b: Path) -> tuple[bool, str]:
             doubts = [f"{key} {here[key]} and {there.get(key)}" for key in here if here[key] != there.get(key)]
             if doubts or not here["deterministic"]:
                 why = ", ".join(doubts) or "kernels are not deterministic"
-                raise NotComparable(f"no bits are promised between these runs ({why})\n{text}")
+                raise RunsNotComparableError(f"no bits are promised between these runs ({why})\n{text}")
             return False, text
         equal = number
-    counts = [f"{len(one[kind])} {kind}" for kind in KINDS if kind in one and kind in other]
-    return True, f"the same to the bit in {_range(common)}: {', '.join(counts)}"
+    counts = [f"{len(one[kind])} {kind}" for kind in DIGEST_KINDS if kind in one and kind in other]
+    return True, f"the same to the bit in {_step_range_text(common)}: {', '.join(counts)}"
 
 
-def _check_comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def _check_same_settings_and_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     """Raises NotComparable for runs of other settings, or of another model."""
     settings, others = one["settings"], other["settings"]
     pairs = [(name, settings.get(name), others.get(name)) for name in {**settings, **others}]
     if unlike := [f"{name} {here} and {there}" for name, here, there in pairs if here != there]:
-        raise NotComparable(f"the runs cannot be compared, they have {', '.join(unlike)}")
+        raise RunsNotComparableError(f"the runs cannot be compared, they have {', '.join(unlike)}")
     if lacking := {*one["names"]} ^ {*other["names"]}:
-        raise NotComparable(f"the runs cannot be compared, they have other models: only one has {min(lacking)}")
+        raise RunsNotComparableError(f"the runs cannot be compared, they have other models: only one has {min(lacking)}")
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _digest_mismatches(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Kind and name of what differs in two steps, in the order in which a step makes it: gradients from the last layer on."""
     order = {name: place for place, name in enumerate(names)}
-    for kind in KINDS:
+    for kind in DIGEST_KINDS:
         here, there = one.get(kind, {}), other.get(kind, {})
         if here and there:
             for name in sorted(here.keys() | there.keys(), key=lambda name: order.get(name, 0), reverse=kind == "gradients"):
@@ -295,5 +309,5 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequen
                     yield kind, name
 
 
-def _range(steps: Sequence[int]) -> str:
+def _step_range_text(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0] if steps else 'none'}"

@@ -5,13 +5,15 @@ from collections.abc import Iterable, Sequence
 from typing import SupportsFloat
 
 from penstock.errors import PenstockError, is_whole_number
-from penstock.plan.candidate import Candidate, Cutting
-from penstock.plan.layers import Layers
+from penstock.plan.model_profile import ModelProfile
+from penstock.plan.partition_search import EvaluatedPartition, PartitionSearch
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.timing.explanation import bytes_meant, bytes_told
 
 
-def check(layers: Layers, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]) -> tuple[int, int, int]:
+def check_arguments(
+    layers: ModelProfile, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]
+) -> tuple[int, int, int]:
     """`ranks`, `batch` and `seed`. Raises PenstockError for what cannot be planned for."""
     if not (is_whole_number(ranks, 1) and is_whole_number(batch, 1)):
         raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
@@ -24,7 +26,7 @@ def check(layers: Layers, ranks: int, batch: int, seed: int, effort: str, effort
     return int(ranks), int(batch), int(seed)
 
 
-def terms(**numbers: float) -> dict[str, float]:
+def check_numbers(**numbers: float) -> dict[str, float]:
     """Of messages, the engine and the optimizer, by name."""
     for name, number in numbers.items():
         divides = name in ("bandwidth", "cores")  # may be infinite, but not 0
@@ -33,7 +35,7 @@ def terms(**numbers: float) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}
 
 
-def whole_numbers(name: str, given: int | Sequence[int]) -> list[int]:
+def integers(name: str, given: int | Sequence[int]) -> list[int]:
     """The one, or each of several once."""
     asked = list(dict.fromkeys(given)) if isinstance(given, Iterable) else [given]
     if not asked or not all(map(is_whole_number, asked)):
@@ -41,17 +43,17 @@ def whole_numbers(name: str, given: int | Sequence[int]) -> list[int]:
     return [int(each) for each in asked]
 
 
-def limits(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
+def memory_of_ranks(memory: float | str | Sequence[float | str], ranks: int) -> tuple[float, ...]:
     """Bytes of every rank."""
     each = list(memory) if isinstance(memory, Iterable) and not isinstance(memory, str) else [memory] * ranks
-    read: list[object] = [bytes_of(one) if isinstance(one, str) else one for one in each]
+    read: list[object] = [parse_memory_size(one) if isinstance(one, str) else one for one in each]
     limits = tuple(float(one) for one in read if isinstance(one, SupportsFloat) and float(one) > 0)
     if not len(limits) == len(each) == ranks:
         raise PenstockError(f"memory is {memory} for {ranks} ranks: give bytes above 0, once or for each rank of a pipeline")
     return limits
 
 
-def speeds(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
+def speeds_of_ranks(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
     """Of every rank, or none."""
     each: tuple[float, ...] = tuple(speeds) if isinstance(speeds, Iterable) else (speeds,)
     if each and (len(each) != ranks or not all(isinstance(one, SupportsFloat) and 0 < one < math.inf for one in each)):
@@ -59,16 +61,16 @@ def speeds(speeds: Sequence[float], ranks: int) -> tuple[float, ...]:
     return tuple(map(float, each))
 
 
-def replicas(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
+def replica_counts(dp: int | Sequence[int], ranks: int, batch: int) -> list[int]:
     """Numbers of replicas that are tried: of those asked for the ones that divide both."""
-    asked = whole_numbers("dp", dp)
+    asked = integers("dp", dp)
     if not (found := [each for each in asked if each > 0 and ranks % each == 0 and batch % each == 0]):
         most = math.gcd(ranks, batch)
         raise PenstockError(f"dp={dp}: give replicas that divide {ranks} ranks and {batch} rows, such as {most}")
     return found
 
 
-def names(schedules: str | Sequence[str] | None) -> list[str]:
+def family_names(schedules: str | Sequence[str] | None) -> list[str]:
     """Of the families that are tried."""
     given = list(schedules) if isinstance(schedules, Iterable) and not isinstance(schedules, str) else [schedules or ""]
     if not any(given):
@@ -78,7 +80,7 @@ def names(schedules: str | Sequence[str] | None) -> list[str]:
     return given
 
 
-def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int, largest: float) -> list[int]:
+def microbatch_counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int, largest: float) -> list[int]:
     """Numbers of microbatches that are tried: of those that divide the rows, or one that does not where none does.
 
     They have no more than `largest` rows, as far as that leaves any.
@@ -88,20 +90,20 @@ def counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, rank
         fewest = min(most, max(1, min(rows, ranks) // 4, math.ceil(rows / largest)))
         whole = [count for count in range(fewest, most + 1) if rows % count == 0]
         return whole or [min(rows, 4 * ranks)]
-    counts = sorted(whole_numbers("microbatches", microbatches))
+    counts = sorted(integers("microbatches", microbatches))
     if wrong := [count for count in counts if not 1 <= count <= batch]:
         raise PenstockError(f"a batch of {batch} rows cannot be split into {wrong[0]} microbatches: use 1 to {batch}")
     return [count for count in counts if count <= rows]
 
 
-def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> str:
+def nothing_fits_message(cutting: PartitionSearch, best: EvaluatedPartition, fitting: Iterable[str]) -> str:
     """Which rank misses most with the candidate that misses least, and what would fit instead."""
-    rank = max(range(len(best.choices)), key=lambda rank: best.choices[rank].over)
-    choice, stages = best.choices[rank], cutting.stages(best.starts)
-    always, buffers = cutting.always(rank, [stages[stage] for stage in cutting.table.homes[rank]])
-    held = choice.bytes - always - buffers
-    needed = max(each.bytes for each in best.choices)
-    schedule, needs = cutting.table.schedule, f"{bytes_told(choice.over)} of {bytes_told(choice.bytes)}"
+    rank = max(range(len(best.choices)), key=lambda rank: best.choices[rank].excess_bytes)
+    choice, stages = best.choices[rank], cutting.stage_costs(best.starts)
+    always, buffers = cutting.static_bytes(rank, [stages[stage] for stage in cutting.timer.stages_of_rank[rank]])
+    held = choice.peak_bytes - always - buffers
+    needed = max(each.peak_bytes for each in best.choices)
+    schedule, needs = cutting.timer.schedule, f"{bytes_told(choice.excess_bytes)} of {bytes_told(choice.peak_bytes)}"
     told = (
         f"nothing fits: at best ({schedule.name}, {schedule.microbatches} microbatches) rank {rank} misses {needs}: "
         f"{bytes_told(always)} for parameters, gradients and optimizer state, {bytes_told(buffers)} for messages, "
@@ -110,7 +112,7 @@ def nothing_fits(cutting: Cutting, best: Candidate, fitting: Iterable[str]) -> s
     return f"{told}. What fits: {'; '.join([*fitting, f'{bytes_told(needed)} for each rank'])}"
 
 
-def bytes_of(text: str) -> float:
+def parse_memory_size(text: str) -> float:
     """The bytes that `text` says, `2GB`, `2GiB` or `2e9` for instance. Raises PenstockError for anything else."""
     size = bytes_meant(text)
     if size is None or size < 1000:

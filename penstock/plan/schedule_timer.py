@@ -18,7 +18,7 @@ from penstock.schedule.transform import with_full_backwards
 KINDS = tuple(Kind)  # F, B, I, W: the order of costs
 
 
-class TimedTable:
+class ScheduleTimer:
     """A proved table. `seconds` is its makespan; `counts` has of every rank what it holds at once, at its fullest.
 
     A rank's counts are rows of numbers, two for each of its stages: microbatches from their F to their I or B, and from
@@ -29,15 +29,15 @@ class TimedTable:
         table = with_full_backwards(schedule)  # as the engine runs it, and the two of a pair one after the other
         self.schedule = schedule = replace(table, overlaps=frozenset())
         self.placement, self.microbatches = schedule.placement, schedule.microbatches
-        self.homes = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-        self.lines = _lines(self.schedule)
-        self.counts = [_counts(row, home) for row, home in zip(schedule.actions, self.homes, strict=True)]
-        self._work = [(sorted(Counter(map(self._code, row)).items()), row[-1]) for row in schedule.actions]
+        self.stages_of_rank = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+        self.operations = _operations_in_order(self.schedule)
+        self.peak_counts = [_peak_counts(row, home) for row, home in zip(schedule.actions, self.stages_of_rank, strict=True)]
+        self._work = [(sorted(Counter(map(self._cost_index, row)).items()), row[-1]) for row in schedule.actions]
 
-    def _code(self, action: Action) -> int:
+    def _cost_index(self, action: Action) -> int:
         return KINDS.index(action.kind) * len(self.placement) + action.stage
 
-    def least(self, costs: Sequence[float]) -> float:
+    def makespan_lower_bound(self, costs: Sequence[float]) -> float:
         """What `seconds` are not below: the work of a rank, what comes before its first action, and what after its last one."""
         stages = len(self.placement)
         forwards, inputs = ([0.0, *accumulate(costs[first : first + stages])] for first in (0, 2 * stages))
@@ -45,32 +45,32 @@ class TimedTable:
             forwards[home[0]]
             + sum([count * costs[code] for code, count in counts])
             + (0.0 if last.kind is Kind.W else inputs[last.stage])
-            for home, (counts, last) in zip(self.homes, self._work, strict=True)
+            for home, (counts, last) in zip(self.stages_of_rank, self._work, strict=True)
         )
 
-    def shaken(self, costs: Sequence[float], lags: Sequence[float], share: float, random: Random) -> float:
+    def makespan_with_jitter(self, costs: Sequence[float], lags: Sequence[float], share: float, random: Random) -> float:
         """The makespan where every action takes up to `share` more or less."""
         ends = [0.0]
-        for code, before, needed, border in self.lines:
+        for code, before, needed, border in self.operations:
             start = max(ends[before], ends[needed] + lags[border])
             ends.append(start + costs[code] * random.uniform(1 - share, 1 + share))
         return max(ends)
 
-    def seconds(self, costs: Sequence[float], lags: Sequence[float], cores: float = math.inf) -> float:
+    def makespan(self, costs: Sequence[float], lags: Sequence[float], cores: float = math.inf) -> float:
         """The makespan. `costs`: of F of every stage, then of B, I, W; `lags`: of a message over each border, and a 0.
 
         Where more ranks work at once than there are `cores`, all of them are as much slower meanwhile.
         """
         ends = [0.0]
         add = ends.append
-        for code, before, needed, border in self.lines:
+        for code, before, needed, border in self.operations:
             free, there = ends[before], ends[needed] + lags[border]
             add((free if free > there else there) + costs[code])
-        return max(ends) if cores >= len(self.homes) else self._shared(ends[1:], costs, cores)
+        return max(ends) if cores >= len(self.stages_of_rank) else self._makespan_on_shared_cores(ends[1:], costs, cores)
 
-    def _shared(self, ends: Sequence[float], costs: Sequence[float], cores: float) -> float:
+    def _makespan_on_shared_cores(self, ends: Sequence[float], costs: Sequence[float], cores: float) -> float:
         changes = [(end, -1) for end in ends]
-        changes += [(end - costs[code], 1) for (code, *_), end in zip(self.lines, ends, strict=True)]
+        changes += [(end - costs[code], 1) for (code, *_), end in zip(self.operations, ends, strict=True)]
         total = before = 0.0
         working = 0
         for when, change in sorted(changes):
@@ -79,7 +79,7 @@ class TimedTable:
         return total
 
 
-def _lines(schedule: Schedule) -> list[tuple[int, int, int, int]]:
+def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     """The actions in an order in which all can run: cost, action before on the rank, action needed, border that it crosses.
 
     Actions count from 1; 0 is there from the beginning. The last border is no border.
@@ -105,7 +105,7 @@ def _lines(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     return lines
 
 
-def _counts(row: Sequence[Action], home: Sequence[int]) -> list[tuple[int, ...]]:
+def _peak_counts(row: Sequence[Action], home: Sequence[int]) -> list[tuple[int, ...]]:
     place = {stage: 2 * index for index, stage in enumerate(home)}
     now = [0] * (2 * len(home))
     seen = set()

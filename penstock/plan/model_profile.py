@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 FORMAT = "penstock layers 1"
 
 
-class Layer(NamedTuple):
+class LayerCost(NamedTuple):
     """A layer, or any other part of a model that stays whole, and what it costs for one microbatch. Seconds and bytes."""
 
     name: str  # of the submodule, as `cuts` have it
@@ -39,22 +39,22 @@ class Layer(NamedTuple):
         return self.forward + self.backward_input + self.backward_weight
 
 
-class Sample(NamedTuple):
+class ProfileSample(NamedTuple):
     """All layers of a model, in order, at one size of a microbatch."""
 
     rows: int
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerCost, ...]
 
 
 @dataclass(frozen=True)
-class Layers:
+class ModelProfile:
     """The layers of a model at one size of a microbatch or several, by rising rows; `at` any other.
 
-    layers = Layers.of([Layer("embed", 0.001, 0, 0.001), Layer("head", 0.002, 0.002, 0.002)], rows=8)
-    layers.at(4)[1].forward  # 0.001
+    layers = ModelProfile.from_layers([LayerCost("embed", 0.001, 0, 0.001), LayerCost("head", 0.002, 0.002, 0.002)], rows=8)
+    layers.costs_at(4)[1].forward  # 0.001
     """
 
-    samples: tuple[Sample, ...]
+    samples: tuple[ProfileSample, ...]
 
     def __post_init__(self) -> None:
         names = [[layer.name for layer in sample.layers] for sample in self.samples]
@@ -65,36 +65,36 @@ class Layers:
             raise PenstockError(f"samples are for rising numbers of rows, 1 or more, not {rows}")
         for sample in self.samples:
             for layer in sample.layers:
-                for field, value in zip(Layer._fields[1:], layer[1:], strict=True):
+                for field, value in zip(LayerCost._fields[1:], layer[1:], strict=True):
                     if not 0 <= value < math.inf:
                         raise PenstockError(f"layer {layer.name} has {field} {value}: give seconds or bytes, 0 or more")
 
     @classmethod
-    def of(cls, layers: Iterable[Layer], rows: int = 1) -> "Layers":
+    def from_layers(cls, layers: Iterable[LayerCost], rows: int = 1) -> "ModelProfile":
         """From one sample, all of whose times and activations are taken to be proportional to the rows."""
-        return cls((Sample(rows, tuple(layers)),))
+        return cls((ProfileSample(rows, tuple(layers)),))
 
     @classmethod
-    def mean(cls, several: "Sequence[Layers]") -> "Layers":
+    def mean_of(cls, several: "Sequence[ModelProfile]") -> "ModelProfile":
         """Of the same layers measured on several ranks at once: a machine's cores are not all as fast, now one, now another."""
         return cls(
             tuple(
-                Sample(same[0].rows, tuple(map(_mean, zip(*(sample.layers for sample in same), strict=True))))
+                ProfileSample(same[0].rows, tuple(map(_mean_layer_cost, zip(*(sample.layers for sample in same), strict=True))))
                 for same in zip(*(each.samples for each in several), strict=True)
             )
         )
 
     @property
-    def names(self) -> list[str]:
+    def layer_names(self) -> list[str]:
         """Of the layers, in order."""
         return [layer.name for layer in self.samples[0].layers]
 
     @property
-    def largest(self) -> float:
+    def max_rows(self) -> float:
         """The most rows of a microbatch that they tell of: twice those of the largest sample; any, if all is proportional."""
         return 2 * self.samples[-1].rows if len(self.samples) > 1 else math.inf
 
-    def at(self, rows: float) -> tuple[Layer, ...]:
+    def costs_at(self, rows: float) -> tuple[LayerCost, ...]:
         """The layers at microbatches of so many rows: on the line through the two samples that are nearest.
 
         Fewer rows than the smallest sample has take no less than their share of it. From one sample alone everything but the
@@ -102,11 +102,11 @@ class Layers:
         """
         known = [sample.rows for sample in self.samples]
         if len(known) == 1:
-            return tuple(_mixed(layer, layer, 0.0, rows / known[0]) for layer in self.samples[0].layers)
+            return tuple(_interpolate(layer, layer, 0.0, rows / known[0]) for layer in self.samples[0].layers)
         high = next((place for place in range(1, len(known)) if known[place] >= rows), len(known) - 1)
         share = (rows - known[high - 1]) / (known[high] - known[high - 1])
         pairs = zip(self.samples[high - 1].layers, self.samples[high].layers, strict=True)
-        return tuple(_mixed(few, many, share, least=rows / known[0] if rows < known[0] else 0.0) for few, many in pairs)
+        return tuple(_interpolate(few, many, share, least=rows / known[0] if rows < known[0] else 0.0) for few, many in pairs)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write them to the JSON file at `path`."""
@@ -115,13 +115,18 @@ class Layers:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> "Layers":
+    def load(cls, path: str | PathLike[str]) -> "ModelProfile":
         """Read what `save` wrote. Raises PenstockError for anything else."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
-            return cls(tuple(Sample(int(each["rows"]), tuple(map(_layer, each["layers"]))) for each in data["samples"]))
+            return cls(
+                tuple(
+                    ProfileSample(int(each["rows"]), tuple(map(_layer_cost_from_json, each["layers"])))
+                    for each in data["samples"]
+                )
+            )
         except OSError as error:
             raise PenstockError(f"cannot read layers from {path}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -129,29 +134,29 @@ class Layers:
             raise PenstockError(f"{path} does not say what a model's layers cost: {why}") from error
 
 
-def _layer(data: dict[str, Any]) -> Layer:
-    return Layer(str(data["name"]), *(float(data.get(field, 0)) for field in Layer._fields[1:]))
+def _layer_cost_from_json(data: dict[str, Any]) -> LayerCost:
+    return LayerCost(str(data["name"]), *(float(data.get(field, 0)) for field in LayerCost._fields[1:]))
 
 
-def _mixed(few: Layer, many: Layer, share: float, scale: float = 1.0, least: float = 0.0) -> Layer:
+def _interpolate(few: LayerCost, many: LayerCost, share: float, scale: float = 1.0, least: float = 0.0) -> LayerCost:
     """`few`, and `share` of the way to `many`, where more rows take no less: at least `least` of `few`, and `scale` times that.
 
     Parameters stay as they are.
     """
     values = [max(least * a, a + share * max(0.0, b - a)) * scale for a, b in zip(few[1:], many[1:], strict=True)]
-    return Layer(few.name, *values)._replace(parameters=few.parameters)
+    return LayerCost(few.name, *values)._replace(parameters=few.parameters)
 
 
-def _mean(same: Sequence[Layer]) -> Layer:
+def _mean_layer_cost(same: Sequence[LayerCost]) -> LayerCost:
     name, *columns = zip(*same, strict=True)
-    return Layer(name[0], *map(fmean, columns))
+    return LayerCost(name[0], *map(fmean, columns))
 
 
-def as_layers(layers: "Layers | Sequence[Layer]") -> Layers:
+def as_profile(layers: "ModelProfile | Sequence[LayerCost]") -> ModelProfile:
     """`layers`; a plain sequence is of microbatches of one row."""
-    if isinstance(layers, Layers):
+    if isinstance(layers, ModelProfile):
         return layers
     each = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not all(isinstance(layer, Layer) for layer in each):
+    if not all(isinstance(layer, LayerCost) for layer in each):
         raise PenstockError("layers are what ps.plan.measure gives, or a list of ps.plan.Layer")
-    return Layers.of(each)
+    return ModelProfile.from_layers(each)

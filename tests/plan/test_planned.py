@@ -66,10 +66,8 @@ def test_what_layers_cost_is_measured(clock):
     assert last[1:4] == pytest.approx((0.002, 0.004, 0.006))
     assert found.costs_at(4)[1].seconds == 0
     assert (last.activation, last.keep, last.parameters, last.output) == (256, 512, 1024, 256)  # keeps input and gradient for W
-    assert (found.costs_at(4)[1].activation, found.at(4)[1].ends) == (
-        0,
-        256,
-    )  # what a ReLU keeps is what the next product keeps
+    relu = found.costs_at(4)[1]
+    assert (relu.activation, relu.ends) == (0, 256)  # what a ReLU keeps is what the next product keeps
     line = LayerChain(found.costs_at(4))
     assert (
         line.stage_cost(0, 2).policies[0].activation == line.stage_cost(0, 1).policies[0].activation + 256

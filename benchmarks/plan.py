@@ -1,4 +1,4 @@
-"""Planned steps against the default: what the plan says, and what emulated devices take.
+"""PlanLike steps against the default: what the plan says, and what emulated devices take.
 
 python benchmarks/plan.py                       emulated devices, four and eight of them: some minutes
 python benchmarks/plan.py --ranks 4 --rounds 1
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.commands.train.setup import token_loss
 from penstock.comms.system import count_cores
-from penstock.engine.build import Planned
+from penstock.engine.build import PlanLike
 from penstock.learn.devices import DIM
 from penstock.learn.emulated_device import EmulatedDevice
 from penstock.partition.balance import balanced_starts
@@ -143,7 +143,7 @@ def computing(ranks: int) -> Task:
     )
 
 
-def run_plans(plans: Sequence[Planned], make: Callable[[int], Task], steps: int) -> list[float]:
+def run_plans(plans: Sequence[PlanLike], make: Callable[[int], Task], steps: int) -> list[float]:
     """What `penstock.launch` calls on every rank: the median step of each, by the first start and the last end."""
     usual = []
     for plan in plans:

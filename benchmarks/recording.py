@@ -17,7 +17,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.engine import step
-from penstock.engine.clock import Clock, clock_for
+from penstock.engine.clock import ActionClock, make_clock
 from penstock.learn.devices import DIM, EmulatedLayer
 
 CALLS = 100_000  # of the clock alone
@@ -34,21 +34,21 @@ class Options:
     turns: int = 300  # steps of each kind
 
 
-class Silent(Clock):
+class Silent(ActionClock):
     """Records nothing; of the step it says that it took a second."""
 
-    def start(self) -> None:
-        """An action starts."""
+    def mark_start(self) -> None:
+        """Record nothing."""
 
-    stop = sent = start
+    mark_stop = mark_sent = mark_start
 
-    def summary(self) -> tuple[float, float, float]:
+    def busy_summary(self) -> tuple[float, float, float]:
         """First start, last end, and the time spent in actions: not known."""
         return 0.0, 1.0, 1.0
 
 
-def silent(device: torch.device, offset: float = 0.0, ended: object = None) -> Clock:
-    """In the place of `clock_for`."""
+def silent(device: torch.device, offset: float = 0.0, previous_end: object = None) -> ActionClock:
+    """In the place of `make_clock`."""
     return Silent()
 
 
@@ -67,7 +67,7 @@ def steps(options: Options) -> list[tuple[float, float]]:
 def _turn(pipe: ps.Pipeline, batch: torch.Tensor, turn: int) -> tuple[float, float]:
     times = {}
     for recording in (True, False) if turn % 2 else (False, True):  # neither always goes first
-        step.clock_for = clock_for if recording else silent
+        step.make_clock = make_clock if recording else silent
         times[recording] = _step(pipe, batch)
     return times[True], times[False]
 
@@ -81,12 +81,12 @@ def _step(pipe: ps.Pipeline, batch: torch.Tensor) -> float:
 
 def alone() -> float:
     """Seconds that the record of one action takes, nothing else done."""
-    clock = Clock()
+    clock = ActionClock()
     begin = time.perf_counter()
     for _ in range(CALLS):
-        clock.start()
-        clock.stop()
-        clock.sent()
+        clock.mark_start()
+        clock.mark_stop()
+        clock.mark_sent()
     return (time.perf_counter() - begin) / CALLS
 
 

@@ -1,4 +1,4 @@
-"""The face: a model cut over the ranks that trains like the whole one."""
+"""Pipeline: a model cut into stages over the ranks, which trains like the uncut one."""
 
 import inspect
 import itertools
@@ -16,20 +16,19 @@ from torch.utils.data import DataLoader
 from penstock import comms
 from penstock.comms.control_group import ControlGroup, shared_control_group
 from penstock.comms.topology import Topology
-from penstock.engine.batch import Call
-from penstock.engine.build import Planned, Rule, check_request, connect, placed
-from penstock.engine.checks import trained_elsewhere
+from penstock.engine.batch import StepCall
+from penstock.engine.build import PlanLike, ScheduleRule, build_engine, materialise_stages, parse_arguments
+from penstock.engine.checks import stale_weights
 from penstock.engine.checks.nonfinite import OnNonfinite
-from penstock.engine.comparison import compare
-from penstock.engine.cut import agreed_cut
-from penstock.engine.generation import Request, generate
-from penstock.engine.instead import NoModule, learned_from
+from penstock.engine.generation import GenerationOptions, generate_text
+from penstock.engine.hints import NotAModule, add_backward_hint
 from penstock.engine.last_step import LastStep
 from penstock.engine.loss import LossChecks, Reduction
-from penstock.engine.optimizers import check_optimizer, norm_type_of, optimizer_of
-from penstock.engine.redistribute import Redistribution, change_arguments, optimizers_in
-from penstock.engine.report import Outcome, StepReport
-from penstock.engine.source import Source
+from penstock.engine.model_partition import OriginalModel, partition_model
+from penstock.engine.optimizers import check_elementwise_optimizer, norm_type_of_caller, optimizer_of_caller
+from penstock.engine.rank_comparison import compare_ranks
+from penstock.engine.redistribute import Redistribution, merge_arguments, optimizer_list
+from penstock.engine.report import StepReport, StepResult
 from penstock.errors import LostRankError, MismatchError, PenstockError
 from penstock.mesh.data_parallel import ApplyDataParallel
 from penstock.mesh.position import mesh_position
@@ -42,10 +41,10 @@ from penstock.schedule.catalog import all_options
 from penstock.stage.module_runner import Recompute, evaluation_mode
 
 LossFn = Callable[[Any, Any], Tensor]
-_count = itertools.count(1)  # of pipelines in this process, the same on every rank
+_pipeline_numbers = itertools.count(1)  # pipelines are built in the same order on every rank
 
 
-class Pipeline(NoModule):
+class Pipeline(NotAModule):
     """A model cut into stages over the ranks, trained step by step as one. Every rank makes the same call.
 
     Each rank has its own part of the model, at least one stage; the schedule says which rank runs what when.
@@ -129,7 +128,7 @@ class Pipeline(NoModule):
         self,
         model: nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module],
         loss_fn: LossFn | None = None,
-        schedule: str | Schedule | Rule = "1f1b",
+        schedule: str | Schedule | ScheduleRule = "1f1b",
         microbatches: int = 8,
         loss_weight: Callable[[Any], Any] | None = None,
         topology: Topology | None = None,
@@ -140,7 +139,7 @@ class Pipeline(NoModule):
         example_kwargs: Mapping[str, Any] | None = None,
         merge_weight_gradients: bool = False,
         recompute: Recompute | Sequence[Recompute | None] | None = None,
-        plan: Planned | None = None,
+        plan: PlanLike | None = None,
         scaler: torch.amp.GradScaler | None = None,
         init: Init | None = None,
         mesh: DeviceMesh | None = None,
@@ -152,49 +151,66 @@ class Pipeline(NoModule):
         **options: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "model")}
-        before = model if isinstance(model, Redistribution) else None  # of `rebuild`
-        model = before.model if before else model
+        redistribution = model if isinstance(model, Redistribution) else None  # `rebuild` gives one
+        model = redistribution.model if redistribution else model
         self.loss_fn, self.loss_weight, self.reduction, self.scaler = loss_fn, loss_weight, reduction, scaler
         self.merge_weight_gradients = merge_weight_gradients
         self.step_count = 0  # steps done; dropout depends on it, so set it when training is resumed
+
         world = topology or comms.init_distributed()
         self._control = shared_control_group(world)
         self._number: int | None = None
-        self._calls, self._process = threading.Lock(), os.getpid()
+        self._call_lock, self._process_id = threading.Lock(), os.getpid()
 
-        with self.collective("Pipeline(..)"), trained_elsewhere.unguarded(model):
-            self._number = next(_count)  # of the pipeline: what its calls are told by
+        # All ranks do the following together. Steps 2 to 5 each exchange a message between all of them.
+        with self.collective("Pipeline(..)"), stale_weights.allow_stale_use(model):
+            # 1. This rank's place in the mesh.
+            self._number = next(_pipeline_numbers)
             self.position = mesh_position(mesh, world)
-            self.topology = self.position.pipeline  # this rank's place in its pipeline
+            self.topology = self.position.pipeline
             self._control.add_mesh_groups(self._number, self.position.peer_groups)
 
-            request = check_request(model, arguments, self.topology.world_size, before)
-            self.schedule, self.rows_dim, self.seed = request.schedule, request.rows_dim, request.given.seed
+            # 2. Check the arguments, then partition the model as rank 0 chooses.
+            config = parse_arguments(model, arguments, self.topology.world_size, redistribution)
+            self.schedule, self.rows_dim, self.seed = config.schedule, config.rows_dim, config.arguments.seed
+            partition = partition_model(
+                self._control, self.position, self.schedule, config.cuttable or model, config.plan_layers
+            )
+            given_stages = {} if config.cuttable else partition.given_stages
+            self._original = OriginalModel(model, config.cuttable, given_stages)
 
-            cut = agreed_cut(self._control, self.position, self.schedule, request.whole or model, request.planned)
-            self._source = Source(model, request.whole, {} if request.whole else cut.every)
+            # 3. Compare what all ranks are about to build.
+            comparison = compare_ranks(self._control, self.position, self.schedule, partition, config.equal_options)
 
-            compared = compare(self._control, self.position, self.schedule, cut, request.alike)
-
-            if before:
-                modules, unset = before.move(self._control, self.topology, cut.modules), set[str]()
+            # 4. Bring this rank's stages to its device, with their values.
+            unset_names = set[str]()
+            if redistribution:
+                modules = redistribution.move_state(self._control, self.topology, partition.modules)
             else:
-                trained_elsewhere.check(self._source.of(cut.modules), compared.changed, world.rank)
-                modules, unset = placed(cut, compared, self.topology.device, self.seed, init)
+                tensors = self._original.stage_tensors(partition.modules)
+                stale_weights.check_not_stale(tensors, comparison.changed_keys, world.rank)
+                modules, unset_names = materialise_stages(partition, comparison, self.topology.device, self.seed, init)
 
-            self._engine = connect(self._control, self.position, request, cut, compared, modules, unset)
-            here, elsewhere = self._source.of(modules), self._source.elsewhere(modules)
-            changed, ranks = compared.changed, self.topology.world_size
-            self._engine.shared = trained_elsewhere.note(self._number, here, elsewhere, changed, ranks)
+            # 5. Connect them to those of other ranks.
+            self._engine = build_engine(self._control, self.position, config, partition, comparison, modules, unset_names)
+            self._engine.shared_tensors = stale_weights.record_pipeline(
+                self._number,
+                self._original.stage_tensors(modules),
+                self._original.remote_tensors(modules),
+                comparison.changed_keys,
+                self.topology.world_size,
+            )
 
         self._arguments = arguments | {"microbatches": self.schedule.microbatches}
         self._parameters = self._engine.parameters
-        self.balance = cut.balance  # how even the cut is, on the rank that chose it
+        self._empty_parameter = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
+        self.balance = partition.balance  # how even the cut is, on the rank that chose it
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
+
         self._loss_checks: LossChecks | None = None  # on one rank that has the target
         if loss_fn is not None and self.position.stage_rank_index == 0 and self.topology.rank == self.last_rank:
             self._loss_checks = LossChecks(loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim)
-        self._nothing = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
+
         self._options = ["model", *arguments, *all_options()]  # read-only from here on
 
     # -- training and evaluation ------------------------------------------------------------------------------------
@@ -236,13 +252,14 @@ class Pipeline(NoModule):
         step works, unless there is an axis dp or tp. A checkpoint that could not be written beside the steps is told here, once
         and before the step begins: the same call does it then.
         """
-        if self.report is not None and any(self.report.failed_beside):
+        if self.report is not None and any(self.report.background_save_failed):
             self._engine.settle_background_save()
-        outcome = self._run(True, args, kwargs, target, scale=scale, losses=losses, wants_outputs=return_outputs)
+
+        result = self._run(True, args, kwargs, target, user_scale=scale, losses_list=losses, wants_outputs=return_outputs)
         if losses is not None:
-            losses[:] = outcome.losses
-        loss = learned_from(outcome.loss)
-        return (loss, outcome.joined(self.rows_dim)) if return_outputs else loss
+            losses[:] = result.losses
+        loss = add_backward_hint(result.loss)
+        return (loss, result.joined_outputs(self.rows_dim)) if return_outputs else loss
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Forward only, modules in evaluation mode for its time; touches no gradient and no buffer.
@@ -252,9 +269,9 @@ class Pipeline(NoModule):
         Returns the outputs of the whole batch on the last stage's rank, None on the others; with a `target`, (outputs, loss),
         the loss on every rank. Raises as `step` does.
         """
-        outcome = self._run(False, args, kwargs, target, wants_outputs=True)
-        outputs = outcome.joined(self.rows_dim)
-        return outputs if target is None else (outputs, outcome.loss)
+        result = self._run(False, args, kwargs, target, wants_outputs=True)
+        outputs = result.joined_outputs(self.rows_dim)
+        return outputs if target is None else (outputs, result.loss)
 
     def generate(
         self,
@@ -296,18 +313,18 @@ class Pipeline(NoModule):
         Raises, on every rank: MismatchError for arguments that cannot be or differ between ranks, and for another kind of
         output; else as `step` does.
         """
-        request = Request(max_new_tokens, temperature, top_k, eos, seed)
+        generation_options = GenerationOptions(max_new_tokens, temperature, top_k, eos, seed)
         with (
             self.collective("generate()", announces=False),
             evaluation_mode(list(self.stages.values())),
             self.topology.context.activity.during_step(self.step_count, False),
         ):
-            self._check_mesh()
-            return generate(self._engine, tokens, kwargs, request, on_token, self.rows_dim)
+            self._check_not_ended()
+            return generate_text(self._engine, tokens, kwargs, generation_options, on_token, self.rows_dim)
 
     def rebuild(
         self,
-        schedule: str | Schedule | Rule | None = None,
+        schedule: str | Schedule | ScheduleRule | None = None,
         microbatches: int | None = None,
         *,
         cuts: Sequence[str] | None = None,
@@ -342,21 +359,21 @@ class Pipeline(NoModule):
         """
         self._engine.settle_background_save()
         changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts}
-        before: Any = None
+        changes = options | {name: value for name, value in changes.items() if value is not None}
+        redistribution: Any = None
         try:
             with self.collective("rebuild()"):
-                self._check_mesh()
+                self._check_not_ended()
                 self._parameters.check_initialised()
-                arguments = change_arguments(
-                    self._arguments, options | {key: each for key, each in changes.items() if each is not None}
-                )
-                optimizers = optimizers_in(optimizer, self.topology.world_size)
-                before = Redistribution(self._source, self.stages, optimizers)
-                pipe = Pipeline(before, **arguments)
+                arguments = merge_arguments(self._arguments, changes)
+                optimizers = optimizer_list(optimizer, self.topology.world_size)
+                redistribution = Redistribution(self._original, self.stages, optimizers)
+                pipe = Pipeline(redistribution, **arguments)
         except BaseException:
-            if before is not None and before.has_begun:
+            if redistribution is not None and redistribution.has_started:
                 self._end("this pipeline ended when rebuild() failed half-way: start the ranks again")
             raise
+
         pipe.step_count = self.step_count
         self._end("this pipeline was rebuilt: use the one that rebuild() returned")
         return pipe if optimizer is None else (pipe, optimizer)
@@ -372,34 +389,41 @@ class Pipeline(NoModule):
         for module in self.stages.values():
             module.zero_grad(set_to_none)
 
-    def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **options: Any) -> Outcome:
-        settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
+    def _run(self, training: bool, args: Any, kwargs: dict[str, Any], target: Any, **call_options: Any) -> StepResult:
+        """Run one training step or evaluation on all ranks, and the checks after it."""
+        loss_settings = self.loss_fn is not None, self.reduction, self.loss_weight, self.seed, self.scaler
+        gradient_factor = self._engine.gradient_factor
         if training:
-            by_rows = self._loss_checks and self._loss_checks.by_rows
-            options |= {"factor": self._engine.factor.read(), "stepped": self._engine.factor.stepped(), "by_rows": by_rows}
-        call = Call(training, args, kwargs, target, self.step_count, *settings, **options, rows_dim=self.rows_dim)
-        draws = training and self.seed is not None  # layers draw from seeds of their own, the user's generator is put back
-        number = self.step_count + training  # of the step that begins, or of the last
+            call_options |= {
+                "gradient_factor": gradient_factor.measure(),
+                "weights_changed": gradient_factor.weights_changed(),
+                "rowwise_check": self._loss_checks and self._loss_checks.rowwise_check,
+            }
+        call = StepCall(training, args, kwargs, target, self.step_count, *loss_settings, **call_options, rows_dim=self.rows_dim)
+
+        # Layers with a seed of the pipeline's do not advance the user's generator.
+        has_own_seed = training and self.seed is not None
+        random_state = fork_generator(self.topology.device) if has_own_seed else nullcontext()
         mode = nullcontext() if training else evaluation_mode(list(self.stages.values()))
-        own_draws = fork_generator(self.topology.device) if draws else nullcontext()
-        name = "step()" if training else "eval()"
+        step_number = self.step_count + training  # of the step that begins, or of the last
         with (
-            self.collective(name, announces=False),
+            self.collective("step()" if training else "eval()", announces=False),
             mode,
-            self.topology.context.activity.during_step(number, training),
-            own_draws,
+            self.topology.context.activity.during_step(step_number, training),
+            random_state,
         ):
-            self._check_mesh()
-            outcome = self._engine.step(call)
+            self._check_not_ended()
+            result = self._engine.step(call)
             self.step_count += training
+
         if training:
-            self._engine.factor.remember()
-            if self._source.whole is not None and self.topology.world_size > 1:
-                trained_elsewhere.guard(self._source.whole.model)
+            gradient_factor.remember()
+            if self._original.cuttable is not None and self.topology.world_size > 1:
+                stale_weights.refuse_stale_use(self._original.cuttable.model)
         if self._loss_checks is not None:
-            self._loss_checks.look(target)
-        self._engine.outcome = outcome._replace(outputs=())  # which are the caller's
-        return outcome
+            self._loss_checks.check_after_step(target)
+        self._engine.last_result = result._replace(outputs=())  # not kept alive: they are the caller's
+        return result
 
     @property
     def last(self) -> LastStep:
@@ -423,21 +447,21 @@ class Pipeline(NoModule):
         Gives the control group they exchange values over. `announces`: see `ControlGroup.collective_call`. One call at a time:
         two would mix their microbatches.
         """
-        if os.getpid() != self._process:
-            raise PenstockError(f"the pipeline is that of process {self._process}, which has forked this one: call it there")
-        if not self._calls.acquire(blocking=False):
+        if os.getpid() != self._process_id:
+            raise PenstockError(f"the pipeline is that of process {self._process_id}, which has forked this one: call it there")
+        if not self._call_lock.acquire(blocking=False):
             raise PenstockError("the pipeline is in another call: one at a time, and none from a forward, a loss or a hook")
         try:
             with self._control.collective_call(call, self._number, announces):
                 yield self._control
         finally:
-            self._calls.release()
+            self._call_lock.release()
 
-    def _check_mesh(self) -> None:
-        """Raises LostRankError once a failure has broken off the process groups of this pipeline's mesh."""
+    def _check_not_ended(self) -> None:
+        """Raise LostRankError once a failure has closed the process groups of this pipeline's mesh."""
         if self._number in self._control.ended_pipelines:
-            why = self._control.ended_pipelines[self._number]
-            raise LostRankError(f"this pipeline ended when {why}: start the ranks again")
+            reason = self._control.ended_pipelines[self._number]
+            raise LostRankError(f"this pipeline ended when {reason}: start the ranks again")
 
     def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
         """Which rows of `dataset` this rank's loader reads: the same on all ranks of a pipeline, others on each replica.
@@ -453,8 +477,10 @@ class Pipeline(NoModule):
         if isinstance(dataset, DataLoader):
             raise MismatchError("sampler() takes the dataset: DataLoader(dataset, batch_size, sampler=pipe.sampler(dataset))")
         if not hasattr(dataset, "__len__"):
-            told = f"a {type(dataset).__name__} has no length to sample from"
-            raise MismatchError(f"{told}: let it share its rows out itself, by pipe.position.replica of pipe.position.replicas")
+            raise MismatchError(
+                f"a {type(dataset).__name__} has no length to sample from: let it share its rows out itself, by "
+                "pipe.position.replica of pipe.position.num_replicas"
+            )
         return ReplicaSampler(len(dataset), self.position.replica, self.position.num_replicas, shuffle, seed)
 
     # -- parameters: see parameters.py ------------------------------------------------------------------------------
@@ -487,18 +513,19 @@ class Pipeline(NoModule):
         Where none of them is trained there is an empty one that is: torch makes no optimizer of nothing. Raises MismatchError
         for an optimizer that decides by all parameters at once, such as LBFGS, where there are several ranks.
         """
-        mine = list(self._parameters.parameters())
-        return self._handed_out(mine if any(each.requires_grad for each in mine) else [*mine, self._nothing])
+        parameters = list(self._parameters.parameters())
+        has_trained = any(parameter.requires_grad for parameter in parameters)
+        return self._iterate_for_caller(parameters if has_trained else [*parameters, self._empty_parameter])
 
-    def _handed_out(self, mine: list[nn.Parameter]) -> Iterator[Any]:
-        """`mine`, or with what stands for other ranks' gradients, by who asks for the first."""
+    def _iterate_for_caller(self, parameters: list[nn.Parameter]) -> Iterator[Any]:
+        """Iterate over `parameters`; for a function that takes a norm, also over stand-ins for other ranks' gradients."""
         frame = inspect.currentframe()
-        norm_type = norm_type_of(frame)
+        norm_type = norm_type_of_caller(frame)
         if norm_type is not None and self.position.world.world_size > 1:
             yield from self._parameters.with_remote_gradient_norms(self._gradient_norms(norm_type))
         else:
-            check_optimizer(optimizer_of(frame), self.topology.world_size)
-            yield from mine
+            check_elementwise_optimizer(optimizer_of_caller(frame), self.topology.world_size)
+            yield from parameters
 
     def state_dict(self, strict: bool = True) -> dict[str, Any]:
         """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole.
@@ -516,10 +543,12 @@ class Pipeline(NoModule):
         Raises MismatchError, before anything is loaded, for a name this rank lacks in `state`, for one that no stage has
         (both unless `strict` is False), and for a shape that differs.
         """
-        given: Any = state
-        if not isinstance(given, Mapping):
-            told = f"load_state_dict() takes names and tensors, not a {type(given).__name__}"
-            raise MismatchError(f"{told}: of files, checkpoint.import_weights(pipe, path)")
+        value: Any = state
+        if not isinstance(value, Mapping):
+            raise MismatchError(
+                f"load_state_dict() takes names and tensors, not a {type(value).__name__}: of files, "
+                "checkpoint.import_weights(pipe, path)"
+            )
         self._parameters.load_state_dict(state, strict)
 
     def gather(self, make: Callable[[], Any], what: str = "to gather values") -> list[Any]:
@@ -538,7 +567,7 @@ class Pipeline(NoModule):
         """
         norms = self._gradient_norms(norm_type, max_norm)
         total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
-        self._engine.factor.remember()
+        self._engine.gradient_factor.remember()
         return total
 
     def _gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
@@ -561,8 +590,9 @@ class Pipeline(NoModule):
     def timeline(self) -> MeasuredTimeline:
         """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
 
-        Of pipelines side by side, each gets its own. Memory is in bytes (`engine/memory.py`) unless a stage is compiled.
-        Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in seconds.
+        Of pipelines side by side, each gets its own. Memory is in bytes (`engine/activation_memory.py`) unless a stage is
+        compiled. Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in
+        seconds.
         """
         return self.last.timeline()
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import penstock
 from penstock.engine import step
-from penstock.engine.clock import DeviceClock
+from penstock.engine.clock import GpuActionClock
 from penstock.mesh import fsdp
 from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import local_shard
@@ -262,7 +262,7 @@ class Event:
         return (other.time - self.time) * 1e3
 
 
-class Clock(DeviceClock):
+class Clock(GpuActionClock):
     """A step's clock on such a device."""
 
     def __init__(self, *args: Any) -> None:
@@ -295,4 +295,4 @@ def install() -> None:
 
     for name in ("_run", "generate", "clip_grad_norm_"):
         setattr(Pipeline, name, within(getattr(Pipeline, name)))
-    step.clock_for = Clock
+    step.make_clock = Clock

@@ -22,7 +22,7 @@ from penstock.checkpoint.collective import (
 from penstock.checkpoint.files.disk import DamagedFileError, errors_as_damaged, open_regular_file
 from penstock.checkpoint.files.manifest import MAX_MANIFEST_BYTES
 from penstock.checkpoint.files.tensor_files import TensorFiles
-from penstock.engine.cut import Origin
+from penstock.engine.model_partition import UncutModelInfo
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
 from penstock.stage.rank_parameters import MISSING, UNEXPECTED, WRONG_SHAPE, describe_mismatches
@@ -159,7 +159,7 @@ def _prefix_hint(missing: Sequence[str], unknown: Sequence[str]) -> str:
 # -- what transformers keeps in files in another form than in memory, made as `from_pretrained` makes it -----------------
 
 
-def _transformers_recipes(origin: Origin, names: Iterable[str]) -> dict[str, TensorRecipe] | None:
+def _transformers_recipes(origin: UncutModelInfo, names: Iterable[str]) -> dict[str, TensorRecipe] | None:
     """What each tensor of the model is made of, if transformers says so; `names`: of the files' tensors."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -167,10 +167,10 @@ def _transformers_recipes(origin: Origin, names: Iterable[str]) -> dict[str, Ten
         from transformers.modeling_utils import PreTrainedModel
     except ImportError:  # it is not there, or so old that it has no such forms
         return None
-    if not issubclass(origin.kind, PreTrainedModel):
+    if not issubclass(origin.model_class, PreTrainedModel):
         return None
     with torch.device("meta"):
-        model: Any = origin.kind(origin.config)
+        model: Any = origin.model_class(origin.config)
     rules, state = get_model_conversion_mapping(model), model.state_dict()
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]

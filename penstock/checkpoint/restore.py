@@ -59,7 +59,7 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     """
     control, folders = control_group_for_call(pipe, "checkpoint.resume()"), _folder_paths(folder)
     with fail_together(control, f"resume from {', '.join(map(str, folders))}"):
-        optimizers.check_optimizer(optimizer, pipe.topology.world_size)
+        optimizers.check_elementwise_optimizer(optimizer, pipe.topology.world_size)
         chosen, content, files = newest_complete_checkpoint(control, *folders)
         kept = _stored_names(content, files, pipe._engine.parameters.aliases)
         unfit = gather_state_mismatches(control, pipe, {name: files.shapes.get(MODEL_PREFIX + at) for name, at in kept.items()})

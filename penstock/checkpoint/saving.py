@@ -29,7 +29,7 @@ from penstock.checkpoint.training_state import merge_optimizers, pack_optimizer,
 from penstock.checkpoint.weights import transformers_configs
 from penstock.comms.abort import abort_on_error
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.optimizers import check_optimizer
+from penstock.engine.optimizers import check_elementwise_optimizer
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
 
@@ -130,7 +130,12 @@ def check_same_arguments(told: Sequence[Sequence[str]]) -> None:
 def _warn_if_gradients_pending(pipe: Pipeline, optimizer: Any) -> None:
     """Not with a scaler that is enabled: it skips steps, whose gradients nobody needs."""
     skips = pipe.scaler is not None and pipe.scaler.is_enabled()
-    if optimizer is not None and pipe.position.world.rank == 0 and not skips and pipe._engine.factor.is_pending():
+    if (
+        optimizer is not None
+        and pipe.position.world.rank == 0
+        and not skips
+        and pipe._engine.gradient_factor.awaits_optimizer_step()
+    ):
         warnings.warn(
             "checkpoint.save() comes between pipe.step() and optimizer.step(): a checkpoint has no gradients, so a training "
             "that is resumed from it lacks those that are added up here: save after optimizer.step()",
@@ -140,7 +145,7 @@ def _warn_if_gradients_pending(pipe: Pipeline, optimizer: Any) -> None:
 
 def collect_rank_state(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """This rank's part of the manifest, and the tensors that go with it; of schedulers, which are alike, the first is kept."""
-    check_optimizer(optimizer, pipe.topology.world_size)
+    check_elementwise_optimizer(optimizer, pipe.topology.world_size)
     rank, aliases, state = pipe.position.world.rank, pipe._engine.parameters.aliases, rank_state_to_write(pipe)
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     tensors = {MODEL_PREFIX + name: value for name, value in state.items() if isinstance(value, Tensor)}

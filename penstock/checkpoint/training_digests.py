@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.checkpoint.files import json_lines
 from penstock.checkpoint.files.packing import pack
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.checks.digest import CAUSES, crc_of, ranks_by_digest
+from penstock.engine.checks.digest import MISMATCH_CAUSES, describe_ranks_by_digest, tensor_crc
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.pipeline import Pipeline
 from penstock.schedule.table import Kind
@@ -57,7 +57,7 @@ def value_digest(value: Any) -> str:
     tensors: dict[str, Tensor] = {}
     crc = zlib.crc32(json.dumps(pack(value, "", tensors)).encode())
     for tensor in tensors.values():
-        crc = crc_of(tensor, crc)
+        crc = tensor_crc(tensor, crc)
     return f"{crc:08x}"
 
 
@@ -79,8 +79,9 @@ def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any =
     for kind, named in _merge_digests(control.all_gather_object(mine, "to compare replicas"), ()).items():
         for name, each in named.items():
             if isinstance(each, dict):
-                differ = f"{tensor_description(kind, name)} is not the same on all ranks that have it: {ranks_by_digest(each)}"
-                raise MismatchError(f"{differ}; {CAUSES}" if name in pipe._engine.tied.owners else differ)
+                ranks = describe_ranks_by_digest(each)
+                differ = f"{tensor_description(kind, name)} is not the same on all ranks that have it: {ranks}"
+                raise MismatchError(f"{differ}; {MISMATCH_CAUSES}" if name in pipe._engine.tied.owners else differ)
 
 
 def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizer: Any, what: str) -> Digests:
@@ -271,7 +272,7 @@ def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
             lines = [f"step {number} is the first that differs{before}: {tensor_description(kind, name)}"]
             for folder, named in ((a, one), (b, other)):
                 value = named[kind].get(name, "nothing")
-                lines.append(f"  {ranks_by_digest(value) if isinstance(value, dict) else value} in {folder}")
+                lines.append(f"  {describe_ranks_by_digest(value) if isinstance(value, dict) else value} in {folder}")
             counts = [f"{n} of {len(one[each])} {each}" for each, n in Counter(each for each, _ in found).items()]
             lines.append(f"  different in that step: {', '.join(counts)}")
             if (between := number - equal) > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.checkpoint.files.disk import errors_as_damaged
 from penstock.checkpoint.files.packing import pack, unpack
-from penstock.engine.optimizers import MEMBERS, check_known, check_same_options, options_of
+from penstock.engine.optimizers import PARAMETER_KEYS, check_has_only, check_same_group_options, group_options
 from penstock.errors import MismatchError
 from penstock.stage.dtensor import shard_like
 
@@ -22,14 +22,14 @@ Names = Mapping[int, str]  # the id of each of this rank's parameters -> the nam
 def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: dict[str, Tensor], rank: int) -> Any:
     """A rank's optimizer: its groups' options and names, and the state of each parameter that is `mine` to keep."""
     packed = optimizer.state_dict()
-    check_known(optimizer, names, rank)
+    check_has_only(optimizer, names, rank)
     groups = []
     for number, (group, told) in enumerate(zip(optimizer.param_groups, packed["param_groups"], strict=True)):
-        options = {key: value for key, value in told.items() if key not in MEMBERS}
+        options = {key: value for key, value in told.items() if key not in PARAMETER_KEYS}
         groups.append(
             {
                 "options": pack(options, f"groups.{rank}.{number}", tensors),
-                "words": options_of(told),  # to compare
+                "words": group_options(told),  # to compare
                 "names": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
             }
         )
@@ -67,7 +67,7 @@ def merge_optimizers(parts: Sequence[Any]) -> Any:
         for number, group in enumerate(part["groups"]):
             if number == len(groups):
                 groups.append({**group, "names": []})
-            check_same_options(groups[number]["words"], group["words"], number, rank)
+            check_same_group_options(groups[number]["words"], group["words"], number, rank)
             for name in group["names"]:
                 if (before := group_of.setdefault(name, number)) != number:
                     where = f"in the optimizer's group {number} on rank {rank}, but in group {before} on a rank before"
@@ -104,7 +104,7 @@ def _check_numbers_stay_numbers(own: Mapping[str, Any], saved: Mapping[str, Any]
         if is_number and isinstance(saved[key], str | list | None):
             theirs = str(saved[key])[:60]
             raise MismatchError(f"{where} has {key} {own[key]!r}, but {theirs!r} in the checkpoint, which is no number")
-    if clash := saved.keys() & set(MEMBERS):
+    if clash := saved.keys() & set(PARAMETER_KEYS):
         raise MismatchError(f"{where} cannot have {', '.join(sorted(clash))} from a checkpoint")
 
 

@@ -1,23 +1,26 @@
 """One step of one rank, from the user's call to the loss: `step.py` is the story, read it first.
 
-build       from what the user gives to what this rank runs
-cut         the stages of this rank
-comparison  what the ranks compare before they build
-step        one step: split, vote, agree, run, average, conclude
-batch       the call, and this rank's share of the batch
-agreement   what all ranks agree on before data flows
-loss        what a loss is, a mean or a sum, and what each microbatch counts in it
-optimizers  an optimizer on each rank, as one over all of them; and who goes through `pipe.parameters()`
-actions     what F, B, I and W do in a step
-memory      what a microbatch keeps alive, in bytes
-profiling   actions and messages as ranges in torch.profiler's traces
-clock       when every action ran, on a clock that all ranks share
-report      what a step came to
-last_step   what a user reads of the last step
-checks      what watches over a step
-generation  text, pass after pass of forwards: what comes of each is the next one's last token
-cache       what layers keep of earlier tokens meanwhile
-redistribute  the same model in another cut: what a rank has goes to the ranks that will have it
-source      the model that a rank was given, and by names every tensor of it, whichever rank runs it
-instead     what people try on a pipeline because modules have it
+step               one step: split, send a header, handshake, run, average, conclude
+batch              the call, this rank's share of the batch, and the header
+handshake          what all ranks agree on before data flows
+actions            what F, B, I and W do in a step
+clock              when every action ran, on a clock that all ranks share
+activation_memory  the bytes that a microbatch keeps alive
+profiling          actions and messages as ranges in torch.profiler's traces
+report             the result of a step
+rollback           gradients, buffers and random state as they were before a failed step
+last_step          what a user reads of the last step
+
+build              from a pipeline's arguments to its engine
+model_partition    the model that a rank was given, and the stages of it that it runs
+rank_comparison    what the ranks compare before they build
+redistribute       the same model in another cut: tensors are sent to the ranks that will run them
+loss               a mean or a sum, and the weight of each microbatch in it
+optimizers         optimizers of all ranks that act as one; which function iterates over `pipe.parameters()`
+hints              errors for what people try on a pipeline because modules have it
+
+generation         text, token by token
+cache              what layers keep of earlier tokens meanwhile
+
+checks             warnings and errors about values, weights and parameters
 """

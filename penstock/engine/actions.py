@@ -8,116 +8,128 @@ from torch import Tensor
 
 from penstock.comms.control_group import WaitError
 from penstock.comms.process_groups import is_transport_error
-from penstock.engine.agreement import Agreed
-from penstock.engine.batch import Batch
-from penstock.engine.report import Losses
+from penstock.engine.batch import LocalBatch
+from penstock.engine.handshake import StepConfig
+from penstock.engine.report import MicrobatchLosses
 from penstock.errors import PenstockError, StageError
 from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import check_output_rows, scalars_to_floats
 from penstock.stage.stage import Stage
 from penstock.trees import map_tensors
 
-Acts = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]]  # (action, values) -> what it makes, for each taker
+ActionFunctions = Mapping[Kind, Callable[[Action, Sequence[Any]], Sequence[Any]]]  # (action, received values) -> messages
 
 
-class Ahead(NamedTuple):
-    """A forward of the first stage that ran before the ranks had agreed."""
+class EarlyForward(NamedTuple):
+    """A forward of the first stage that ran before the handshake."""
 
     microbatch: int
-    made: list[Sequence[Any]]  # what it made, until that is sent
-    auxiliary: list[Tensor]
+    messages: list[Sequence[Any]]  # one entry, until it is sent
+    auxiliary_losses: list[Tensor]
 
 
-class Actions:
-    """The actions of one step on this rank's `stages`; `last` is the model's last one."""
+class StepActions:
+    """The actions of one step on this rank's `stages`. The model's last stage is `last_stage`."""
 
-    def __init__(self, stages: Mapping[int, Stage], last: int, batch: Batch, agreed: Agreed, ahead: Ahead | None) -> None:
-        self.stages, self.last, self.batch, self.agreed = stages, last, batch, agreed
-        self.program, self.weights, self.skipped = agreed.program, agreed.weights, agreed.without_backward
+    def __init__(
+        self, stages: Mapping[int, Stage], last_stage: int, batch: LocalBatch, config: StepConfig, early: EarlyForward | None
+    ) -> None:
+        self.stages, self.last_stage, self.batch, self.config = stages, last_stage, batch, config
+        self.program, self.loss_shares, self.without_backward = config.program, config.loss_shares, config.without_backward
         self.losses: dict[int, Tensor] = {}  # by microbatch
-        self.outputs: dict[int, Any] = {}  # by microbatch, if they are wanted
-        self.auxiliary: list[tuple[int, Tensor]] = []  # microbatch, loss
+        self.outputs: dict[int, Any] = {}  # by microbatch, if the call wants them
+        self.auxiliary_losses: list[tuple[int, Tensor]] = []  # microbatch, loss
+
         for stage in stages.values():
-            stage.replication.backwards_match = agreed.alike
-        if ahead is not None and ahead.microbatch in self.skipped:
-            stages[0].in_flight.pop(ahead.microbatch, None)
-        elif ahead is not None:
-            self.auxiliary += [(ahead.microbatch, value) for value in ahead.auxiliary]
+            stage.replication.backwards_match = config.same_on_replicas
+
+        if early is not None and early.microbatch in self.without_backward:
+            stages[0].in_flight.pop(early.microbatch, None)
+        elif early is not None:
+            self.auxiliary_losses += [(early.microbatch, loss) for loss in early.auxiliary_losses]
 
     @property
-    def acts(self) -> Acts:
-        """What is done for an action of each kind."""
+    def functions(self) -> ActionFunctions:
+        """The function that runs an action, by its kind."""
         return {Kind.F: self.forward, Kind.B: self.backward, Kind.I: self.backward, Kind.W: self.backward_weight}
 
     def forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """What the stage makes for each of its takers; nothing on the last stage, whose output becomes the loss."""
+        """Run a forward. Return a message for each taker; none on the last stage, whose output becomes the loss."""
         _, index, microbatch = action
         stage, batch = self.stages[index], self.batch
-        keep = batch.training and microbatch not in self.skipped
-        split = (index, microbatch) in self.program.split
-        output = stage.forward(microbatch, batch.given(action, values), batch.seed, keep, split)
-        if stage.auxiliary_losses and microbatch not in self.skipped:
-            self.auxiliary += [(microbatch, value) for value in stage.auxiliary_losses]
-        if index < self.last:
-            return messages(stage, output)
+        has_backward = batch.training and microbatch not in self.without_backward
+        is_split = (index, microbatch) in self.program.split
+
+        output = stage.forward(microbatch, batch.forward_inputs(action, values), batch.seed, has_backward, is_split)
+        if stage.auxiliary_losses and microbatch not in self.without_backward:
+            self.auxiliary_losses += [(microbatch, loss) for loss in stage.auxiliary_losses]
+        if index < self.last_stage:
+            return messages_of(stage, output)
+
         if batch.call.wants_outputs:
-            check_output_rows(output, self.agreed.rows[microbatch], batch.call.rows_dim)
+            check_output_rows(output, self.config.microbatch_rows[microbatch], batch.call.rows_dim)
             self.outputs[microbatch] = map_tensors(Tensor.detach, output)
-        if batch.targets and microbatch not in self.skipped:
-            self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], keep)
-            if batch.call.by_rows is not None and microbatch == 0:  # none has more rows
-                batch.call.by_rows.look(output, batch.targets[microbatch])
+
+        if batch.targets and microbatch not in self.without_backward:
+            self.losses[microbatch] = stage.loss(microbatch, output, batch.targets[microbatch], has_backward)
+            if batch.call.rowwise_check is not None and microbatch == 0:  # no microbatch has more rows
+                batch.call.rowwise_check.probe(output, batch.targets[microbatch])
         return ()
 
     def backward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """The gradients of what each source gave to the stage. Those of the weights are added too, unless it is split."""
+        """Run a full backward, or one to the inputs only. Return the gradients for each source of the stage's inputs."""
         _, index, microbatch = action
-        stage, weight = self.stages[index], self.weights[microbatch] * self.batch.scale
-        if index == self.last:
+        stage, weight = self.stages[index], self.loss_shares[microbatch] * self.batch.grad_scale
+
+        if index == self.last_stage:  # the only place where gradients are scaled
             seed = torch.full_like(self.losses[microbatch], weight)
             gradients: Sequence[Tensor | None] = [
                 seed for _ in stage.in_flight[microbatch].edges
             ]  # none if everything is frozen
         else:
-            gradients = unpacked(values)
+            gradients = flatten_gradients(values)
+
         return [
-            each[0] if len(each) == 1 and each[0] is not None else each  # the common case travels bare, see `unpacked`
-            for each in stage.backward(microbatch, gradients, action in self.program.last, weight)
+            # One gradient, the common case, is sent without a list around it: see `flatten_gradients`.
+            message[0] if len(message) == 1 and message[0] is not None else message
+            for message in stage.backward(microbatch, gradients, action in self.program.last, weight)
         ]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """The weights' gradients of one microbatch, or of several that were put off together; none if a later W adds them."""
+        """Add the weights' gradients of the microbatches that the program has merged into this W; it may be none."""
         if microbatches := self.program.weights[action]:
             self.stages[action.stage].backward_weight(microbatches, action in self.program.last)
         return ()
 
-    def told(self) -> Losses:
-        """What the others are told of the losses when the step ends; each microbatch's own only if a rank wants it."""
-        own = (
-            dict(zip(self.losses, scalars_to_floats([*self.losses.values()]), strict=True)) if self.agreed.wants_losses else {}
-        )
-        auxiliary = self.auxiliary if self.weights else []
+    def microbatch_losses(self) -> MicrobatchLosses:
+        """Return the losses as numbers, for the other ranks; each microbatch's own only if a rank wants them."""
+        own_losses: dict[int, float] = {}
+        if self.config.wants_losses:
+            own_losses = dict(zip(self.losses, scalars_to_floats([*self.losses.values()]), strict=True))
+
+        auxiliary = self.auxiliary_losses if self.loss_shares else []
         values = scalars_to_floats([loss for _, loss in auxiliary])
-        return Losses(own, [(each, value, self.weights[each]) for (each, _), value in zip(auxiliary, values, strict=True)])
+        rows = zip(auxiliary, values, strict=True)
+        return MicrobatchLosses(own_losses, [(number, value, self.loss_shares[number]) for (number, _), value in rows])
 
 
-def unpacked(values: Sequence[Any]) -> Sequence[Tensor | None]:
-    """The gradients in several messages, one after the other; a bare one, the common case, takes a short way."""
-    if len(values) == 1 and isinstance(values[0], Tensor):
-        return values
-    return [each for value in values for each in ((value,) if isinstance(value, Tensor) else value)]
+def flatten_gradients(messages: Sequence[Any]) -> Sequence[Tensor | None]:
+    """Return the gradients of several messages in one list. A message is a tensor, or a sequence of tensors and None."""
+    if len(messages) == 1 and isinstance(messages[0], Tensor):
+        return messages
+    return [gradient for message in messages for gradient in ((message,) if isinstance(message, Tensor) else message)]
 
 
-def messages(stage: Stage, output: Any) -> Sequence[Any]:
-    """One for each taker."""
+def messages_of(stage: Stage, output: Any) -> Sequence[Any]:
+    """Return a stage's output as one message for each taker."""
     return output if len(stage.neighbours.takers) > 1 else (output,)
 
 
-def explained(error: Exception, rank: int, action: Action) -> PenstockError:
-    """`error` with the place where it happened, on one line; a WaitFailed if it came from ranks beside this one."""
+def error_with_location(error: Exception, rank: int, action: Action) -> PenstockError:
+    """Return `error` with rank, stage, action and microbatch, in one line; a WaitError if a peer's line broke inside."""
     if is_transport_error(error):
         return WaitError(f"in {action} for the ranks beside it", None, error)
-    family = type(error) if isinstance(error, PenstockError) else StageError
+    error_class = type(error) if isinstance(error, PenstockError) else StageError
     text = " ".join(str(error).split())
-    told = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
-    return family(f"rank {rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {told}")
+    message = text if isinstance(error, PenstockError) else f"{type(error).__name__}: {text}"
+    return error_class(f"rank {rank}, stage {action.stage}, action {action}, microbatch {action.microbatch}: {message}")

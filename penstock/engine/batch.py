@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.comms.encoding import tensor_bytes
 from penstock.comms.topology import Topology
-from penstock.engine.loss import LossByRows, Reduction
+from penstock.engine.loss import Reduction, RowwiseLossCheck
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import unwrap
@@ -21,178 +21,204 @@ from penstock.stage import microbatch
 from penstock.stage.stage import Stage
 from penstock.trees import leaves
 
-NOTHING = -1  # rows of a batch that this rank has no part of
-LOOKED_AT = 64  # values of a tensor that are compared between ranks
-CASTS = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what autocast may compute in
+NO_ROWS = -1  # in place of the rows of a batch of which this rank reads nothing
+MAX_HASHED_VALUES = 64  # of each tensor of a batch, to compare it between ranks
+AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One call of `step()` or `eval()`, as the user made it."""
 
     training: bool
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
-    step: int  # steps done before
+    steps_before: int
     has_loss: bool
     reduction: Reduction = "mean"
     loss_weight: Callable[[Any], Any] | None = None
     seed: int | None = None
     scaler: torch.amp.GradScaler | None = None
-    scale: float = 1.0  # of the gradients, besides the scaler's
-    losses: list[Tensor] | None = None  # for each microbatch's
+    user_scale: float = 1.0  # of the gradients, besides the scaler's
+    losses_list: list[Tensor] | None = None  # gets each microbatch's loss
     wants_outputs: bool = False  # on the last stage's rank
-    rows_dim: int = 0  # the dimension of the rows
-    by_rows: LossByRows | None = None  # looks at the loss
-    factor: float = math.nan  # of this rank's gradients since the last step (checks/factor.py)
-    stepped: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
+    rows_dim: int = 0
+    rowwise_check: RowwiseLossCheck | None = None
+    gradient_factor: float = math.nan  # of this rank since the last step, see checks/gradient_factor.py
+    weights_changed: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
 
 
-class Vote(NamedTuple):
-    """What one rank says of the step it is about to run; numbers, which travel as float64."""
+class StepHeader(NamedTuple):
+    """What a rank sends to all others before a step: numbers, as float64. A hash of 0 is one that was not taken."""
 
     training: float
-    rows: float
+    input_rows: float
     target_rows: float
-    counts: float  # how many it has
-    signature: float  # of the inputs: a fingerprint
-    trained: float  # which of this rank's parameters are: a fingerprint
-    autocast: float  # the place of its dtype in CASTS
-    step: float
-    scale: float  # of the gradients, as the user gave it
-    wants_losses: float  # of each microbatch
-    inputs: float  # a fingerprint of their values; 0: not looked at
-    target: float  # likewise
-    factor: float  # of this rank's gradients since the last step; NaN: not known
-    stepped: float  # whether its weights have changed since; NaN: not known
+    num_loss_weights: float
+    input_signature: float  # a hash of the inputs' structure, shapes and dtypes
+    requires_grad_hash: float  # of this rank's parameters
+    autocast_index: float  # in AUTOCAST_DTYPES
+    steps_before: float
+    user_scale: float
+    wants_losses: float  # whether this rank wants the loss of each microbatch
+    inputs_hash: float
+    target_hash: float
+    gradient_factor: float  # of this rank's gradients since the last step; NaN: not known
+    weights_changed: float  # whether an optimizer has changed weights since the last step; NaN: not known
 
     @property
-    def kind(self) -> tuple[float, ...]:
-        """What is the same in every step of the same kind."""
+    def batch_kind(self) -> tuple[float, ...]:
+        """The fields that are equal in every step of the same kind."""
         return self[:7]
 
 
-class Batch(NamedTuple):
-    """This rank's share of it: what its actions work on, and what the other ranks must know."""
+class LocalBatch(NamedTuple):
+    """This rank's share of the batch: what its actions work on, and the header for the other ranks."""
 
-    call: Call
-    vote: Vote
+    call: StepCall
+    header: StepHeader
     inputs: Sequence[tuple[Any, Any]]  # (args, kwargs) of each microbatch, on the first stage's rank
     targets: Sequence[Any]  # of each microbatch, on the last stage's rank
-    counts: Sequence[float]  # what each microbatch counts in the loss, there and if it is not by rows
-    seed: int | None  # of this step's random numbers, None for whatever the generator gives
-    scale: float  # of all gradients
+    loss_weights: Sequence[float]  # `loss_weight(target)` of each microbatch, there
+    seed: int | None  # of this step's random numbers; None for torch's generator
+    grad_scale: float  # of all gradients: the scaler's, the user's, and the number of replicas
 
     @property
     def training(self) -> bool:
-        """Whether it is a step, not an evaluation."""
+        """Whether it is a training step, not an evaluation."""
         return self.call.training
 
-    def shapes(self) -> list[str]:
-        """Of the inputs and the target, as far as this rank reads them."""
+    def describe_shapes(self) -> list[str]:
+        """Return the shapes of inputs and target in words, of those that this rank reads."""
         args, kwargs = self.call.args, self.call.kwargs
         inputs = args[0] if len(args) == 1 and not kwargs else (args, kwargs)
-        read = (("the batch", inputs, self.inputs), ("the target", self.call.target, self.targets))
-        return [microbatch.describe_shapes(tree, what, self.call.rows_dim) for what, tree, pieces in read if pieces]
+        trees = (("the batch", inputs, self.inputs), ("the target", self.call.target, self.targets))
+        return [microbatch.describe_shapes(tree, name, self.call.rows_dim) for name, tree, pieces in trees if pieces]
 
-    def given(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """What a forward works on: the batch's own inputs on the first stage, on others the `values` that other stages gave."""
+    def forward_inputs(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the inputs of a forward: the batch's on the first stage, else the `values` received from other stages."""
         return values if action.stage else self.inputs[action.microbatch]
 
 
-def split(call: Call, position: MeshPosition, schedule: Table, trained: bytes = b"") -> Batch:
-    """This rank's share of the batch; `trained` says which of its parameters are, which decides what its stages send.
+def split_batch(call: StepCall, position: MeshPosition, schedule: Table, requires_grad: bytes = b"") -> LocalBatch:
+    """Split a call's batch into microbatches, as far as this rank reads it, and write the header.
 
-    Raises MismatchError for inputs or a target that do not fit.
+    `requires_grad`: a flag for each parameter of this rank; they decide what its stages send. Raises MismatchError for inputs
+    or a target that do not fit.
     """
     _check_options(call)
-    rank, device, most = position.pipeline.rank, position.pipeline.device, schedule.microbatches
-    first, last = schedule.placement[0], schedule.placement[-1]
+    rank, device = position.pipeline.rank, position.pipeline.device
+    max_microbatches, rows_dim = schedule.microbatches, call.rows_dim
+    first_rank, last_rank = schedule.placement[0], schedule.placement[-1]
+
+    # The first stage's rank reads the inputs.
+    is_one_tensor = len(call.args) == 1 and not call.kwargs  # or one tree: the common case, a short way
+    batch = call.args[0] if is_one_tensor else (call.args, call.kwargs)
     inputs: Sequence[tuple[Any, Any]] = ()
-    targets: Sequence[Any] = ()
-    counts: Sequence[float] = ()
-    rows, target_rows, signature = NOTHING, NOTHING, 0
-    bare = len(call.args) == 1 and not call.kwargs  # the common case, a short way
-    given = call.args[0] if bare else (call.args, call.kwargs)
-    if rank == first:
+    input_rows, input_signature = NO_ROWS, 0
+    if rank == first_rank:
         _check_inputs(call, rank)
-        sizes = microbatch.nonempty_split_sizes(given, "the batch", most, call.rows_dim)
-        parts, rows = microbatch.split(given, sizes, device, call.rows_dim), sum(sizes)
-        inputs = [((part,), {}) for part in parts] if bare else parts
-        signature = fingerprint(microbatch.batch_signature(given).encode())
-    if rank == last and (call.training or call.target is not None):
+        sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, rows_dim)
+        parts = microbatch.split(batch, sizes, device, rows_dim)
+        inputs = [((part,), {}) for part in parts] if is_one_tensor else parts
+        input_rows, input_signature = sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode())
+
+    # The last stage's rank reads the target.
+    targets: Sequence[Any] = ()
+    loss_weights: Sequence[float] = ()
+    target_rows = NO_ROWS
+    if rank == last_rank and (call.training or call.target is not None):
         _check_target(call, rank)
-        sizes = microbatch.nonempty_split_sizes(call.target, "the target", most, call.rows_dim)
-        if call.loss_weight is not None:  # of the target where it is: nothing waits for a device
-            counts = microbatch.microbatch_weights(microbatch.split(call.target, sizes, None, call.rows_dim), call.loss_weight)
-        targets, target_rows = microbatch.split(call.target, sizes, device, call.rows_dim), sum(sizes)
-    compares = rank in (first, last) and (first != last or position.tp is not None)
-    values = (seen(given), seen(call.target)) if compares else (0, 0)
-    kind = call.training, rows, target_rows, len(counts), signature, fingerprint(trained), CASTS.index(_cast(device))
-    vote = Vote(*kind, call.step, call.scale, call.losses is not None, *values, call.factor, call.stepped)
-    seed = mix_seed(call.seed, call.step) if call.training and call.seed is not None else None
-    scale = scale_of(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
-    return Batch(call, vote, inputs, targets, counts, seed, scale * call.scale * position.num_replicas)  # which are averaged
+        sizes = microbatch.nonempty_split_sizes(call.target, "the target", max_microbatches, rows_dim)
+        if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
+            loss_weights = microbatch.microbatch_weights(microbatch.split(call.target, sizes, None, rows_dim), call.loss_weight)
+        targets, target_rows = microbatch.split(call.target, sizes, device, rows_dim), sum(sizes)
+
+    # If several ranks are given the batch, they compare some of its values.
+    are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or position.tp is not None)
+    hashes = (hash_values(batch), hash_values(call.target)) if are_compared else (0, 0)
+
+    header = StepHeader(
+        training=call.training,
+        input_rows=input_rows,
+        target_rows=target_rows,
+        num_loss_weights=len(loss_weights),
+        input_signature=input_signature,
+        requires_grad_hash=cached_hash48(requires_grad),
+        autocast_index=AUTOCAST_DTYPES.index(_autocast_dtype(device)),
+        steps_before=call.steps_before,
+        user_scale=call.user_scale,
+        wants_losses=call.losses_list is not None,
+        inputs_hash=hashes[0],
+        target_hash=hashes[1],
+        gradient_factor=call.gradient_factor,
+        weights_changed=call.weights_changed,
+    )
+    seed = mix_seed(call.seed, call.steps_before) if call.training and call.seed is not None else None
+    scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
+    grad_scale = scale * call.user_scale * position.num_replicas  # replicas' gradients are averaged afterwards
+    return LocalBatch(call, header, inputs, targets, loss_weights, seed, grad_scale)
 
 
-def _cast(device: torch.device) -> torch.dtype | None:
-    """The dtype of an autocast that is on for `device`."""
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of an autocast that is on for `device`."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def trained(stages: Iterable[Stage]) -> bytes:
-    """Which parameters of `stages` are trained."""
+def requires_grad_flags(stages: Iterable[Stage]) -> bytes:
+    """Return a byte for each parameter of `stages`: whether it is trained."""
     return bytes(parameter.requires_grad for stage in stages for parameter in stage.parameters)
 
 
-def seen(batch: Any) -> int:
-    """A fingerprint of some values of each tensor, the same in every process; 0 where there are none, or none to look at.
+def hash_values(batch: Any) -> int:
+    """Hash some values of each tensor, the same in every process; 0 without tensors.
 
-    Nothing waits for a device: of a batch that is not on the CPU nothing is seen.
+    Never synchronises: 0 for a batch that is not on the CPU.
     """
     found = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
-    if not found or any(type(each) is not Tensor or each.layout != torch.strided or not each.is_cpu for each in found):
+    if not found or any(type(leaf) is not Tensor or leaf.layout != torch.strided or not leaf.is_cpu for leaf in found):
         return 0
-    return digest(b"".join(map(_some_values, found)))
+    return hash48(b"".join(map(_sample_bytes, found)))
 
 
-def _some_values(tensor: Tensor) -> bytes:
-    """Of at most LOOKED_AT, those of up to 16 rows."""
-    left, slices = LOOKED_AT, []
+def _sample_bytes(tensor: Tensor) -> bytes:
+    """Return at most MAX_HASHED_VALUES values, spread over the tensor, of up to 16 rows."""
+    values_left, slices = MAX_HASHED_VALUES, []
     for size in tensor.shape:
-        taken = min(size, left, 16) or 1
-        slices.append(slice(None, None, max(1, math.ceil(size / taken))))
-        left //= taken
+        count = min(size, values_left, 16) or 1
+        slices.append(slice(None, None, max(1, math.ceil(size / count))))
+        values_left //= count
     values = tensor[tuple(slices)].detach().resolve_conj().resolve_neg()
     return tensor_bytes(values.contiguous())
 
 
-def digest(text: bytes) -> int:
-    """A number of 48 bits for `text`, the same in every process, exact in a float64."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "little")
+def hash48(data: bytes) -> int:
+    """Hash `data` to 48 bits, which a float64 holds exactly; the same in every process."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
 
 
-fingerprint = lru_cache(256)(digest)  # of texts that come again and again
+cached_hash48 = lru_cache(256)(hash48)  # for data that repeats from step to step
 
 
-def _check_options(call: Call) -> None:
-    if not isinstance(call.scale, int | float) or not math.isfinite(call.scale):
-        raise MismatchError(f"step() cannot scale gradients by {call.scale!r}: give a number, 1/k for the mean over k batches")
-    if call.losses is not None and not isinstance(call.losses, list):
-        raise MismatchError(f"step(.., losses=[]) fills a list, and cannot fill {call.losses!r}")
+def _check_options(call: StepCall) -> None:
+    if not isinstance(call.user_scale, int | float) or not math.isfinite(call.user_scale):
+        scale = call.user_scale
+        raise MismatchError(f"step() cannot scale gradients by {scale!r}: give a number, 1/k for the mean over k batches")
+    if call.losses_list is not None and not isinstance(call.losses_list, list):
+        raise MismatchError(f"step(.., losses=[]) fills a list, and cannot fill {call.losses_list!r}")
     if call.training and torch.is_inference_mode_enabled():
         raise MismatchError("step() trains, which torch.inference_mode() rules out: call it outside")
 
 
-def _check_inputs(call: Call, rank: int) -> None:
-    if call.kwargs or any(each is not None for each in call.args):
+def _check_inputs(call: StepCall, rank: int) -> None:
+    if call.kwargs or any(argument is not None for argument in call.args):
         return
-    name = "step(inputs, target=..)" if call.training else "eval(inputs)"
-    modes = "" if call.training else "; it puts the modules into evaluation mode for the batch, and back"
-    raise MismatchError(f"rank {rank}: the first stage's rank was given no inputs: call pipe.{name}{modes}")
+    example = "step(inputs, target=..)" if call.training else "eval(inputs)"
+    hint = "" if call.training else "; it puts the modules into evaluation mode for the batch, and back"
+    raise MismatchError(f"rank {rank}: the first stage's rank was given no inputs: call pipe.{example}{hint}")
 
 
-def _check_target(call: Call, rank: int) -> None:
+def _check_target(call: StepCall, rank: int) -> None:
     if not call.has_loss:
         raise MismatchError(f"rank {rank}: a loss needs a Pipeline with loss_fn=")
     if call.target is None:
@@ -201,14 +227,14 @@ def _check_target(call: Call, rank: int) -> None:
         )
 
 
-def scale_of(scaler: torch.amp.GradScaler, topology: Topology) -> float:
-    """The scale of this step's gradients. Raises MismatchError for a scaler that would judge each rank's by themselves."""
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # imports for a second
+def read_grad_scale(scaler: torch.amp.GradScaler, topology: Topology) -> float:
+    """Return the scaler's scale. Raise MismatchError for a scaler that would skip steps on one rank alone."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler  # the import takes a second
 
     if topology.world_size > 1 and scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler):
         raise MismatchError(
-            f"{type(scaler).__name__} would let each of {topology.world_size} ranks skip steps of its own: "
+            f"{type(scaler).__name__} would let each of {topology.world_size} ranks skip steps by itself: "
             "use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
         )
-    scaler.scale(torch.ones((), device=topology.device))  # makes it create its scale
+    scaler.scale(torch.ones((), device=topology.device))  # a scaler creates its scale at the first use
     return scaler.get_scale()

@@ -1,7 +1,7 @@
-"""From what the user gives to what this rank runs: the table, proved; the model, in memory; the stages made of it, connected.
+"""From a pipeline's arguments to the engine: the table, proved; the model, in memory; the stages made of it, connected.
 
-All ranks build at once and compare what they build (`comparison.py`), so that whatever does not fit together is told before
-data flows. `Pipeline.__init__` has the order of the steps.
+All ranks build at the same time and compare what they build (`rank_comparison.py`), so that a mismatch raises before data
+flows. `Pipeline.__init__` has the order of the steps.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 
 from penstock import partition, torch_private
 from penstock.comms.control_group import ControlGroup
-from penstock.engine.checks.hidden_uses import UnregisteredParameters, check_loss_reads
-from penstock.engine.checks.nonfinite import Watch, check_choice
-from penstock.engine.comparison import Compared
-from penstock.engine.cut import Cut, check_bare
+from penstock.engine.checks.nonfinite import NonFiniteMonitor, check_on_nonfinite
+from penstock.engine.checks.unregistered_uses import UnregisteredParameters, check_loss_attributes
 from penstock.engine.loss import check_reduction
-from penstock.engine.redistribute import PLANNED, Redistribution
+from penstock.engine.model_partition import ModelPartition, check_can_be_cut
+from penstock.engine.rank_comparison import RankComparison
+from penstock.engine.redistribute import PLAN_ARGUMENTS, Redistribution
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.parallelize import parallelize_stages
@@ -41,93 +41,11 @@ from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters
 
-Rule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
+ScheduleRule = Callable[[int, int, int], Iterable[Cell | str]]  # rank, P, M -> the cells of the rank's row
 Modules = dict[int, nn.Module]  # by stage
 
 
-class Request(NamedTuple):
-    """What a pipeline was asked for, as far as one rank alone can check it."""
-
-    given: Any  # its arguments, as attributes
-    schedule: Schedule
-    program: Program  # of that
-    rows_dim: int
-    recompute: Sequence[Recompute | None]  # of every stage
-    whole: partition.CuttableModel | None  # the model, if it is to be cut
-    planned: Sequence[str]  # the layers that a plan was made for
-
-    @property
-    def alike(self) -> dict[str, Any]:
-        """The options that must be the same on all ranks, besides what the schedule and the model say themselves."""
-        names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite")
-        return {name: getattr(self.given, name) for name in names} | {"rows_dim": self.rows_dim}
-
-
-def check_request(model: Any, arguments: Mapping[str, Any], ranks: int, before: Redistribution | None) -> Request:
-    """What `Pipeline` was asked for by its `arguments`, on so many ranks; `before`: in the place of another pipeline.
-
-    Raises MismatchError for what is of another kind than `Pipeline` takes, ScheduleError for a table that cannot be proved.
-    """
-    given = SimpleNamespace(**arguments)
-    _check_kinds(model, given)
-    given.seed = None if given.seed is None else int(given.seed)  # numpy's too, which no file and no message takes
-    check_reduction(given.loss_fn, given.reduction, given.loss_weight)
-    if given.options:
-        check_options(given.options, given.schedule, ["model", *arguments])
-    check_choice(given.on_nonfinite)
-    if (plan := given.plan) is not None:
-        check_plan(plan, given.cuts, given.recompute, given.options)
-        vars(given).update({name: getattr(plan, name) for name in PLANNED})
-
-    schedule, program = table(given.schedule, ranks, given.microbatches, given.options)
-    cutting = given.cuts, given.example_args, given.example_kwargs
-    check_bare(model, schedule, *cutting)
-    rows_dim = resolve_rows_dim(model, given.rows_dim)
-    recompute = recompute_of_stages(given.recompute, schedule)
-    whole = before.recut(given.cuts) if before else partition.as_cuttable(model, *cutting, rows_dim)
-    return Request(given, schedule, program, rows_dim, recompute, whole, () if plan is None else plan.layers)
-
-
-def _check_kinds(model: Any, given: Any) -> None:
-    modules = list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
-    for each in modules:
-        if not isinstance(each, nn.Module):
-            raise MismatchError(_no_module(each))
-        if captured := [type(part).__name__ for part in each.modules() if torch_private.is_cuda_graphed(part)]:
-            raise MismatchError(
-                f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
-                "give the module as it was before make_graphed_callables"
-            )
-        if lazy := [name for name, value in each.state_dict(keep_vars=True).items() if is_lazy(value)]:
-            raise MismatchError(f"{lazy[0]} has no shape yet: run one batch through the model before, `model(inputs)`")
-    if not isinstance(given.schedule, str | PathLike | Schedule) and not callable(given.schedule):
-        raise MismatchError(f"the schedule is a name, a Schedule, a CSV file's path or a function, not {_kind(given.schedule)}")
-    for name, function in (("loss_fn", given.loss_fn), ("loss_weight", given.loss_weight)):
-        if function is not None and (isinstance(function, type) or not callable(function)):
-            raise MismatchError(f"{name} is a function or a module, not {_kind(function)}")
-    if given.seed is not None and not is_whole_number(given.seed):
-        raise MismatchError(f"seed is a whole number or None, not {_kind(given.seed)}")
-    if not isinstance(given.scaler, torch.amp.GradScaler | None):
-        raise MismatchError(f"scaler is a GradScaler or None, not {_kind(given.scaler)}")
-    if isinstance(given.loss_fn, nn.Module):
-        _check_loss(given.loss_fn, nn.ModuleList(modules))
-
-
-def _no_module(value: Any) -> str:
-    if hasattr(value, "submod") and hasattr(value, "stage_index"):  # torch.distributed.pipelining's
-        return f"the model is nn.Modules, not {_kind(value)}s: give {{stage.stage_index: stage.submod for stage in stages}}"
-    return f"the model is an nn.Module, a list with one for each stage, or {{stage: module}}, not {_kind(value)}"
-
-
-def _check_loss(loss_fn: nn.Module, model: nn.Module) -> None:
-    """What the loss is trained with must be in a stage, which its ranks' optimizers, norms and checkpoints know."""
-    known = {id(each) for each in model.parameters()}
-    if own := [name for name, each in loss_fn.named_parameters() if each.requires_grad and id(each) not in known]:
-        told = f"loss_fn has {len(own)} trained parameters that the model has not ({', '.join(own[:3])})"
-        raise MismatchError(f"{told}: have its last layer own them and give them to the loss, or freeze them")
-
-
-class Planned(Protocol):
+class PlanLike(Protocol):
     """What a pipeline takes from a plan: the arguments of these names."""
 
     @property
@@ -142,147 +60,260 @@ class Planned(Protocol):
     def layers(self) -> Sequence[str]: ...  # noqa: D102
 
 
-def check_plan(plan: Any, *besides: Any) -> None:
-    """Raises MismatchError for what is no plan, and for cuts, recomputation or options given besides."""
-    if not hasattr(plan, "schedule") or not hasattr(plan, "recompute"):
-        raise MismatchError(f"plan is what ps.plan.plan found, or ps.plan.load(path) reads, not {_kind(plan)}")
-    if any(besides):
-        raise MismatchError("the plan has its own cuts, recomputation and stages: leave out cuts=, recompute= and options")
+class PipelineConfig(NamedTuple):
+    """The arguments of a pipeline, checked and completed as far as one rank alone can."""
+
+    arguments: Any  # all of them, as attributes
+    schedule: Schedule
+    program: Program  # of the schedule
+    rows_dim: int
+    recompute: Sequence[Recompute | None]  # by stage
+    cuttable: partition.CuttableModel | None  # the model, if it is to be cut
+    plan_layers: Sequence[str]  # that a plan was made for
+
+    @property
+    def equal_options(self) -> dict[str, Any]:
+        """The options that must be equal on all ranks, besides those that the schedule and the model say themselves."""
+        names = ("seed", "reduction", "data_parallel", "tensor_parallel", "on_nonfinite")
+        return {name: getattr(self.arguments, name) for name in names} | {"rows_dim": self.rows_dim}
 
 
-def check_options(options: Iterable[str], schedule: Any, arguments: Iterable[str]) -> None:
-    """Raises MismatchError for an option that is neither one of the pipeline's `arguments` nor one of its schedule's."""
-    is_name = isinstance(schedule, str) and not schedule.endswith(".csv")
-    if isinstance(schedule, Schedule):
-        taken, of = [], f"the table of {schedule.name}"
-    elif is_name:
-        taken, of = family_options(schedule), f"the schedule {schedule}"
-    else:
-        taken, of = ["placement"], "a table from rows"
-    for name in options:
-        if name not in taken:
-            hint = did_you_mean(name, [*arguments, *taken])
-            takes = f"takes {', '.join(taken)}" if taken else "takes no options"
-            raise MismatchError(f"a Pipeline has no argument {name}{hint}, and {of} {takes}")
+# -- arguments ------------------------------------------------------------------------------------------------------------
 
 
-def _kind(value: Any) -> str:
+def parse_arguments(
+    model: Any, arguments: Mapping[str, Any], num_ranks: int, redistribution: Redistribution | None
+) -> PipelineConfig:
+    """Check the arguments of `Pipeline`, build its schedule and prove it. `redistribution`: of `rebuild`.
+
+    Raises MismatchError for an argument of another kind than `Pipeline` takes, ScheduleError for a table that cannot be proved.
+    """
+    config = SimpleNamespace(**arguments)
+    _check_argument_types(model, config)
+    config.seed = None if config.seed is None else int(config.seed)  # a numpy integer fits no file and no message
+    check_reduction(config.loss_fn, config.reduction, config.loss_weight)
+    if config.options:
+        check_options(config.options, config.schedule, ["model", *arguments])
+    check_on_nonfinite(config.on_nonfinite)
+    if (plan := config.plan) is not None:
+        check_plan(plan, config.cuts, config.recompute, config.options)
+        vars(config).update({name: getattr(plan, name) for name in PLAN_ARGUMENTS})
+
+    schedule, program = build_schedule(config.schedule, num_ranks, config.microbatches, config.options)
+
+    cutting = config.cuts, config.example_args, config.example_kwargs
+    check_can_be_cut(model, schedule, *cutting)
+    rows_dim = resolve_rows_dim(model, config.rows_dim)
+    recompute = recompute_per_stage(config.recompute, schedule)
+    cuttable = redistribution.recut(config.cuts) if redistribution else partition.as_cuttable(model, *cutting, rows_dim)
+    plan_layers = () if plan is None else plan.layers
+    return PipelineConfig(config, schedule, program, rows_dim, recompute, cuttable, plan_layers)
+
+
+def _check_argument_types(model: Any, config: Any) -> None:
+    modules = list(model.values() if isinstance(model, Mapping) else model if isinstance(model, Sequence) else [model])
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise MismatchError(_not_a_module_text(module))
+        if captured := [type(part).__name__ for part in module.modules() if torch_private.is_cuda_graphed(part)]:
+            raise MismatchError(
+                f"{captured[0]} was captured as a CUDA graph, whose one set of buffers cannot hold several microbatches: "
+                "give the module as it was before make_graphed_callables"
+            )
+        if lazy := [name for name, value in module.state_dict(keep_vars=True).items() if is_lazy(value)]:
+            raise MismatchError(f"{lazy[0]} has no shape yet: run one batch through the model before, `model(inputs)`")
+
+    schedule = config.schedule
+    if not isinstance(schedule, str | PathLike | Schedule) and not callable(schedule):
+        got = _describe_value(schedule)
+        raise MismatchError(f"the schedule is a name, a Schedule, a CSV file's path or a function, not {got}")
+    for name, function in (("loss_fn", config.loss_fn), ("loss_weight", config.loss_weight)):
+        if function is not None and (isinstance(function, type) or not callable(function)):
+            raise MismatchError(f"{name} is a function or a module, not {_describe_value(function)}")
+    if config.seed is not None and not is_whole_number(config.seed):
+        raise MismatchError(f"seed is a whole number or None, not {_describe_value(config.seed)}")
+    if not isinstance(config.scaler, torch.amp.GradScaler | None):
+        raise MismatchError(f"scaler is a GradScaler or None, not {_describe_value(config.scaler)}")
+    if isinstance(config.loss_fn, nn.Module):
+        _check_loss_parameters(config.loss_fn, nn.ModuleList(modules))
+
+
+def _not_a_module_text(value: Any) -> str:
+    got = _describe_value(value)
+    if hasattr(value, "submod") and hasattr(value, "stage_index"):  # torch.distributed.pipelining's
+        return f"the model is nn.Modules, not {got}s: give {{stage.stage_index: stage.submod for stage in stages}}"
+    return f"the model is an nn.Module, a list with one for each stage, or {{stage: module}}, not {got}"
+
+
+def _describe_value(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}: make one, {value.__name__}(..)"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def table(schedule: str | Schedule | Rule, ranks: int, microbatches: int, options: dict[str, Any]) -> tuple[Schedule, Program]:
-    """The table that `schedule` stands for - a name, the path of a CSV file, a rule, or itself - and its proved program."""
+def _check_loss_parameters(loss_fn: nn.Module, model: nn.Module) -> None:
+    """Raise MismatchError if the loss has trained parameters that are in no stage: no optimizer or checkpoint has them."""
+    model_ids = {id(parameter) for parameter in model.parameters()}
+    own = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad and id(parameter) not in model_ids]
+    if own:
+        raise MismatchError(
+            f"loss_fn has {len(own)} trained parameters that the model has not ({', '.join(own[:3])}): have its last layer own "
+            "them and give them to the loss, or freeze them"
+        )
+
+
+def check_plan(plan: Any, *replaced_arguments: Any) -> None:
+    """Raise MismatchError for what is no plan, and for any of the arguments that a plan replaces: it has its own."""
+    if not hasattr(plan, "schedule") or not hasattr(plan, "recompute"):
+        raise MismatchError(f"plan is what ps.plan.plan found, or ps.plan.load(path) reads, not {_describe_value(plan)}")
+    if any(replaced_arguments):
+        raise MismatchError("the plan has its own cuts, recomputation and stages: leave out cuts=, recompute= and options")
+
+
+def check_options(options: Iterable[str], schedule: Any, arguments: Iterable[str]) -> None:
+    """Raise MismatchError for an option that is neither one of the pipeline's `arguments` nor one of its schedule's."""
+    if isinstance(schedule, Schedule):
+        schedule_options, source = [], f"the table of {schedule.name}"
+    elif isinstance(schedule, str) and not schedule.endswith(".csv"):
+        schedule_options, source = family_options(schedule), f"the schedule {schedule}"
+    else:
+        schedule_options, source = ["placement"], "a table from rows"
+    for name in options:
+        if name not in schedule_options:
+            guess = did_you_mean(name, [*arguments, *schedule_options])
+            takes = f"takes {', '.join(schedule_options)}" if schedule_options else "takes no options"
+            raise MismatchError(f"a Pipeline has no argument {name}{guess}, and {source} {takes}")
+
+
+def build_schedule(
+    schedule: str | Schedule | ScheduleRule, num_ranks: int, microbatches: int, options: dict[str, Any]
+) -> tuple[Schedule, Program]:
+    """Return the table and its proved program. `schedule`: a name, the path of a CSV file, a rule, or a table."""
     schedule = str(schedule) if isinstance(schedule, PathLike) else schedule
     if isinstance(schedule, str) and schedule.endswith(".csv"):
         schedule = from_rows(schedule, read(schedule), **options)
     elif isinstance(schedule, str):
-        schedule = build(schedule, ranks=ranks, microbatches=microbatches, **options)
+        schedule = build(schedule, ranks=num_ranks, microbatches=microbatches, **options)
     elif not isinstance(schedule, Schedule):
         name = getattr(schedule, "__name__", "a rule")
-        schedule = from_rows(name, [list(schedule(rank, ranks, microbatches)) for rank in range(ranks)], **options)
-    if schedule.ranks != ranks:
-        raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {ranks} are running")
+        rows = [list(schedule(rank, num_ranks, microbatches)) for rank in range(num_ranks)]
+        schedule = from_rows(name, rows, **options)
+    if schedule.ranks != num_ranks:
+        raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {num_ranks} are running")
     return schedule, verify(schedule).program
 
 
-def placed(cut: Cut, compared: Compared, device: torch.device, seed: int | None, init: Init | None) -> tuple[Modules, set[str]]:
-    """This rank's stages on `device`; what of them is on the meta device is given memory and initialised.
+def recompute_per_stage(recompute: Recompute | Sequence[Recompute | None] | None, table: Schedule) -> list[Recompute | None]:
+    """Return the recomputation of each stage of `table`. Raise MismatchError for an unknown one, or another number of them."""
+    value: Any = recompute
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    per_stage = list(value) if is_list else [value] * table.stages
+    if len(per_stage) != table.stages:
+        raise MismatchError(f"recompute={per_stage} is for {len(per_stage)} stages, but {table.name} has {table.stages}")
+    for stage_recompute in per_stage:
+        check_recompute(stage_recompute)
+    return per_stage
 
-    Also the names in the uncut model of what nothing initialises: they are to be loaded.
+
+# -- stages and engine ----------------------------------------------------------------------------------------------------
+
+
+def materialise_stages(
+    partition_: ModelPartition, comparison: RankComparison, device: torch.device, seed: int | None, init: Init | None
+) -> tuple[Modules, set[str]]:
+    """Return this rank's stages on `device`; what of them is on the meta device is given memory and initialised.
+
+    Also returns the names in the uncut model of tensors that nothing initialises: they must be loaded.
     """
-    unset: set[str] = set()
-    for index, module in cut.modules.items():
-        if has_meta_tensors(module) and cut.whole is not None:
-            mine = {id(slot.tensor) for slot in torch_private.tensor_slots(module)}  # a module may have two names
-            only = {slot.name for slot in torch_private.tensor_slots(cut.whole) if id(slot.tensor) in mine}
-            unset |= materialise(cut.whole, None, device, seed, init, only)
+    unset_names: set[str] = set()
+    uncut_model = partition_.uncut_model
+    for stage, module in partition_.modules.items():
+        if has_meta_tensors(module) and uncut_model is not None:
+            ids = {id(slot.tensor) for slot in torch_private.tensor_slots(module)}  # a module may have two names
+            names = {slot.name for slot in torch_private.tensor_slots(uncut_model) if id(slot.tensor) in ids}
+            unset_names |= materialise(uncut_model, None, device, seed, init, names)
         elif has_meta_tensors(module):
-            unset |= materialise(module, compared.names[index], device, seed, init)
-    return {index: move_to(module, device) for index, module in cut.modules.items()}, unset
+            unset_names |= materialise(module, comparison.names[stage], device, seed, init)
+    return {stage: move_to(module, device) for stage, module in partition_.modules.items()}, unset_names
 
 
-def recompute_of_stages(recompute: Recompute | Sequence[Recompute | None] | None, table: Schedule) -> list[Recompute | None]:
-    """What each stage of `table` computes again. Raises MismatchError unless it is known, and for so many stages."""
-    one: Any = recompute
-    ways = list(one) if isinstance(one, Sequence) and not isinstance(one, str) else [one] * table.stages
-    if len(ways) != table.stages:
-        raise MismatchError(f"recompute={ways} is for {len(ways)} stages, but {table.name} has {table.stages}")
-    for way in ways:
-        check_recompute(way)
-    return ways
-
-
-def connect(
+def build_engine(
     control: ControlGroup,
     position: MeshPosition,
-    request: Request,
-    cut: Cut,
-    compared: Compared,
+    config: PipelineConfig,
+    partition_: ModelPartition,
+    comparison: RankComparison,
     modules: Modules,
-    unset: set[str],
+    unset_names: set[str],
 ) -> Engine:
-    """What this rank runs its steps with: its stages, in memory as `modules`, connected to those of other ranks.
+    """Return this rank's engine: its stages, in memory as `modules`, connected to those of other ranks. All ranks call it.
 
-    `unset`: names in the uncut model of what nothing has initialised. All ranks call it.
+    `unset_names`: in the uncut model, of tensors that nothing has initialised.
     """
-    given, rank = request.given, position.world.rank
-    names, aliases, elsewhere = compared.names, cut.aliases(compared.names), cut.elsewhere(compared.names)
-    runs, program = with_full_backwards(request.schedule), request.program  # I and W right after each other are one B
-    if cut.skips or runs.actions != request.schedule.actions:
-        program = verify(runs, skips=cut.skips).program
+    arguments, names = config.arguments, comparison.names
+    aliases, remote_parameters = partition_.aliases(names), partition_.remote_parameters(names)
 
-    sharing = given.tensor_parallel, given.data_parallel
-    replications = parallelize_stages(position, modules, cut.replications, cut.tied, names, *sharing)
+    # 1. The program. I and W right after each other are one B; skip connections add messages.
+    table, program = with_full_backwards(config.schedule), config.program
+    if partition_.skips or table.actions != config.schedule.actions:
+        program = verify(table, skips=partition_.skips).program
+
+    # 2. Replication, then stages. A rank that fails before this exchange is heard by the others here.
+    parallelism = arguments.tensor_parallel, arguments.data_parallel
+    replications = parallelize_stages(position, modules, partition_.replications, partition_.tied, names, *parallelism)
     control.all_gather_object(None, "to build the pipeline")
-    stages = _stages(request, cut, compared, modules, replications, runs, position)
-    tied = TiedParameters(cut.tied, runs.placement, modules, names, aliases, position.pipeline)
-    tied.broadcast_values()
-    parameters = RankParameters(modules, names, aliases, cut.order, unset, cut.origin)
+    stages = _build_stages(config, partition_, comparison, modules, replications, table, position)
 
-    if all(isinstance(each, NoReplication) for each in cut.replications.values()):  # the user's own may give them zeros
-        elsewhere += tied.parameters_owned_elsewhere()
-    if given.loss_fn is not None and cut.whole is not None and (last := runs.stages - 1) in modules:
-        check_loss_reads(given.loss_fn, cut.whole, set(modules[last].modules()))
+    # 3. RankParameters, and those that stages share.
+    tied = TiedParameters(partition_.tied, table.placement, modules, names, aliases, position.pipeline)
+    tied.broadcast_values()
+    parameters = RankParameters(modules, names, aliases, partition_.state_names, unset_names, partition_.uncut_info)
+
+    # 4. Uses of what is elsewhere. A user's own DistributedDataParallel may give borrowed parameters a gradient of zeros.
+    if all(isinstance(replication, NoReplication) for replication in partition_.replications.values()):
+        remote_parameters += tied.parameters_owned_elsewhere()
+    last_stage = table.stages - 1
+    if arguments.loss_fn is not None and partition_.uncut_model is not None and last_stage in modules:
+        check_loss_attributes(arguments.loss_fn, partition_.uncut_model, set(modules[last_stage].modules()))
+
     return Engine(
         control,
         position,
-        RankPrograms(program, position.pipeline.rank, given.merge_weight_gradients),
+        RankPrograms(program, position.pipeline.rank, arguments.merge_weight_gradients),
         stages,
         parameters,
         tied,
-        Watch(rank, stages, names) if given.on_nonfinite else None,
-        UnregisteredParameters(rank, modules, elsewhere),
-        request.whole.read_attributes if request.whole else None,
-        compared.machines,
-        given.on_nonfinite,
+        NonFiniteMonitor(position.world.rank, stages, names) if arguments.on_nonfinite else None,
+        UnregisteredParameters(position.world.rank, modules, remote_parameters),
+        config.cuttable.read_attributes if config.cuttable else None,
+        comparison.clock_ids,
+        arguments.on_nonfinite,
     )
 
 
-def _stages(
-    request: Request,
-    cut: Cut,
-    compared: Compared,
+def _build_stages(
+    config: PipelineConfig,
+    partition_: ModelPartition,
+    comparison: RankComparison,
     modules: Modules,
     replications: Mapping[int, Replication],
     table: Schedule,
     position: MeshPosition,
 ) -> dict[int, Stage]:
-    """This rank's stages, ready to run `table`."""
-    neighbours = stage_neighbours(table.stages, cut.skips, cut.tied)
+    """Return this rank's stages, ready to run `table`."""
+    neighbours = stage_neighbours(table.stages, partition_.skips, partition_.tied)
     return {
         index: Stage(
             index,
             module,
             position.pipeline.device,
-            request.given.loss_fn if index == table.stages - 1 else None,
-            layer_numbers=cut.numbers.get(index),
+            config.arguments.loss_fn if index == table.stages - 1 else None,
+            layer_numbers=partition_.layer_numbers.get(index),
             neighbours=neighbours[index],
-            later_keywords=frozenset().union(*compared.takes[index + 1 :]),
+            later_keywords=frozenset().union(*comparison.keywords[index + 1 :]),
             first_microbatch=position.replica * table.microbatches,
-            merge_weight_gradients=request.given.merge_weight_gradients,
-            recompute=request.recompute[index],
+            merge_weight_gradients=config.arguments.merge_weight_gradients,
+            recompute=config.recompute[index],
             replication=replications[index],
             in_order=table.weights_in_order(index),
         )

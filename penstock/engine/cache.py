@@ -1,7 +1,8 @@
-"""What layers keep of earlier tokens while a pipeline generates, so that each pass brings only the new one.
+"""A cache of earlier tokens, such as keys and values, for layers while a pipeline generates: a pass then brings one new token.
 
-`Pipeline.generate` does so where every layer of the model takes part. A layer that looks at other tokens, or at their places,
-says so, and asks here; a layer like `nn.Linear` or `nn.LayerNorm`, which takes each token by itself, need not:
+`Pipeline.generate` uses it if every layer of the model supports it. A layer that reads other tokens, or positions, declares
+`uses_cache` and calls the functions below; a layer like `nn.Linear` or `nn.LayerNorm`, which takes each token by itself, need
+not:
 
     class Attention(nn.Module):
         uses_cache = True
@@ -13,7 +14,7 @@ says so, and asks here; a layer like `nn.Linear` or `nn.LayerNorm`, which takes 
             causal = ps.cache.first_position() == 0             # else there is one token, which sees all before
             return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-Everywhere else - in training, in an evaluation, in one process - `extended` returns what it is given, and the position is 0.
+Without a cache - in training, in an evaluation, in one process - `extended` returns its arguments, and the position is 0.
 """
 
 from collections.abc import Iterator
@@ -25,65 +26,66 @@ from torch import Tensor, nn
 
 from penstock.torch_private import has_hooks_or_patched_forward, is_compiled
 
-TOKENWISE = (
+TOKENWISE_LAYERS = (
     *(nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
     *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
 )  # fmt: skip
-_forwards = {kind.forward for kind in TOKENWISE}
+_TOKENWISE_FORWARDS = {layer.forward for layer in TOKENWISE_LAYERS}
 
 
-class Cache:
-    """What the layers of one stage keep of one microbatch."""
+class TokenCache:
+    """The tensors that the layers of one stage have cached for one microbatch."""
 
     def __init__(self) -> None:
-        self.first = 0  # position of the first token of this forward
-        self._kept: list[tuple[Tensor, ...]] = []  # in the order in which a forward asks
-        self._next = 0
+        self.first_position = 0  # of the tokens of this forward
+        self._entries: list[tuple[Tensor, ...]] = []  # in the order of the calls of `extend` in a forward
+        self._next_entry = 0
 
     @contextmanager
-    def at(self, first: int) -> Iterator[None]:
-        """Around a forward of the stage, whose first token is at that position."""
+    def forward_at(self, first_position: int) -> Iterator[None]:
+        """Make this the current cache during a forward of the stage, whose first token is at `first_position`."""
         global _current
-        _current, self.first, self._next = self, first, 0
+        _current, self.first_position, self._next_entry = self, first_position, 0
         try:
             yield
         finally:
             _current = None
 
-    def extended(self, tensors: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
-        """See below."""
-        if self._next < len(self._kept):
-            tensors = tuple([torch.cat(both, dim) for both in zip(self._kept[self._next], tensors, strict=True)])
-        self._kept[self._next : self._next + 1] = [tensors]
-        self._next += 1
+    def extend(self, tensors: tuple[Tensor, ...], dim: int) -> tuple[Tensor, ...]:
+        """Append `tensors` to the next entry along `dim`, and return the entry."""
+        if self._next_entry < len(self._entries):
+            entry = self._entries[self._next_entry]
+            tensors = tuple([torch.cat(pair, dim) for pair in zip(entry, tensors, strict=True)])
+        self._entries[self._next_entry : self._next_entry + 1] = [tensors]
+        self._next_entry += 1
         return tensors
 
 
-_current: Cache | None = None
+_current: TokenCache | None = None
 
 
 def first_position() -> int:
-    """How many tokens came before those that a forward is given: 0 unless a pipeline generates with a cache."""
-    return 0 if _current is None else _current.first
+    """Return how many tokens precede those of this forward: 0 unless a pipeline generates with a cache."""
+    return 0 if _current is None else _current.first_position
 
 
 def extended(*tensors: Tensor, dim: int = -2) -> tuple[Tensor, ...]:
-    """`tensors` of the tokens that a forward is given, behind those of all tokens before: joined along `dim`, and kept."""
-    return tensors if _current is None else _current.extended(tensors, dim)
+    """Return `tensors` of this forward's tokens joined along `dim` behind those of all earlier tokens, and cache them."""
+    return tensors if _current is None else _current.extend(tensors, dim)
 
 
-def takes_part(module: nn.Module) -> bool:
-    """Whether all layers of `module` take each token by itself, or use the cache; what is compiled does not."""
+def supports_cache(module: nn.Module) -> bool:
+    """Whether all layers of `module` take each token by itself or use the cache. Compiled modules do not."""
     if is_compiled(module) or has_hooks_or_patched_forward(module):
         return False
     if type(module).forward is nn.Sequential.forward:
-        return all(map(takes_part, module.children()))
-    if type(module).forward in _forwards:
+        return all(map(supports_cache, module.children()))
+    if type(module).forward in _TOKENWISE_FORWARDS:
         return True
     return getattr(module, "uses_cache", False) and not any(map(is_compiled, module.modules()))
 
 
-def context_of(module: nn.Module) -> int | None:
-    """How many tokens the layers of `module` that say so can take at once; None if any number."""
-    layers: list[Any] = [each for each in module.modules() if getattr(each, "uses_cache", False)]
-    return min((each.context for each in layers if hasattr(each, "context")), default=None)
+def max_context(module: nn.Module) -> int | None:
+    """Return how many tokens the layers of `module` can take at once; None if none declares a `context`."""
+    layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "uses_cache", False)]
+    return min((layer.context for layer in layers if hasattr(layer, "context")), default=None)

@@ -1,7 +1,7 @@
 """When each action of a step ran on this rank, on a clock that all ranks share.
 
 Processes of one machine share its monotonic clock. Between machines the difference is estimated by ping-pong with rank 0,
-as in NTP (Mills 1991): of many messages there and back, the fastest of each direction, which waited the least.
+as in NTP (Mills 1991): of many messages in both directions, the fastest of each, which waited the least.
 """
 
 import platform
@@ -15,107 +15,108 @@ import torch
 
 from penstock.comms.control_group import ControlGroup
 
-ROUNDS = 32  # messages there and back
-WHAT = "to compare their clocks"
+PING_PONG_ROUNDS = 32
+WAIT_REASON = "to compare their clocks"
 
 
-class Skew(NamedTuple):
+class ClockSkew(NamedTuple):
     """How this rank's clock differs from rank 0's."""
 
     offset: float = 0.0  # seconds to add to this rank's times
-    error: float = 0.0  # seconds by which that may be wrong: half of the fastest way there and back
+    error: float = 0.0  # seconds by which the offset may be wrong: half of the fastest round trip
 
 
-def machine() -> str:
-    """The same for processes that share a monotonic clock: this boot of the kernel, else the machine's name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else platform.node()
+def clock_id() -> str:
+    """Return what is equal for processes that share a monotonic clock: the kernel's boot id, else the machine's name."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 
 
-def skew(control: ControlGroup, machines: Sequence[str]) -> Skew:
-    """This rank's skew; `machines` is what every rank's `machine()` says. All ranks call it; on one machine it is 0."""
+def measure_clock_skew(control: ControlGroup, clock_ids: Sequence[str]) -> ClockSkew:
+    """Measure this rank's skew; 0 where the clock is rank 0's. All ranks call it. `clock_ids`: `clock_id()` of every rank."""
     rank = control.topology.rank
-    for peer in [peer for peer, other in enumerate(machines) if other != machines[0]]:
+    for peer in [peer for peer, peer_id in enumerate(clock_ids) if peer_id != clock_ids[0]]:
         if rank == 0:
-            _answer(control, peer)
+            _answer_ping_pong(control, peer)
         elif rank == peer:
-            return _ask(control)
-    return Skew()
+            return _ping_pong_with_rank0(control)
+    return ClockSkew()
 
 
-def _answer(control: ControlGroup, peer: int) -> None:
-    for _ in range(ROUNDS):
-        _tell(control, time.perf_counter(), peer)
-        _hear(control, peer)
-        _tell(control, time.perf_counter(), peer)
+def _answer_ping_pong(control: ControlGroup, peer: int) -> None:
+    for _ in range(PING_PONG_ROUNDS):
+        _send_number(control, time.perf_counter(), peer)
+        _receive_number(control, peer)
+        _send_number(control, time.perf_counter(), peer)
 
 
-def _ask(control: ControlGroup) -> Skew:
-    there, back = [], []
-    for _ in range(ROUNDS):
-        sent = _hear(control, 0)
+def _ping_pong_with_rank0(control: ControlGroup) -> ClockSkew:
+    forth, back = [], []
+    for _ in range(PING_PONG_ROUNDS):
+        sent = _receive_number(control, 0)
         received = time.perf_counter()
-        _tell(control, received, 0)
-        there.append(received - sent)  # the way there, and what this clock is ahead
-        back.append(_hear(control, 0) - received)  # the way back, less that
-    return Skew((min(back) - min(there)) / 2, (min(back) + min(there)) / 2)
+        _send_number(control, received, 0)
+        forth.append(received - sent)  # the latency plus what this clock is ahead
+        back.append(_receive_number(control, 0) - received)  # the latency minus that
+    return ClockSkew((min(back) - min(forth)) / 2, (min(back) + min(forth)) / 2)
 
 
-def _tell(control: ControlGroup, number: float, peer: int) -> None:
-    control.send(torch.tensor([number], dtype=torch.float64, device="cpu"), peer, WHAT).wait()
+def _send_number(control: ControlGroup, number: float, peer: int) -> None:
+    control.send(torch.tensor([number], dtype=torch.float64, device="cpu"), peer, WAIT_REASON).wait()
 
 
-def _hear(control: ControlGroup, peer: int) -> float:
-    return control.receive(torch.zeros(1, dtype=torch.float64, device="cpu"), peer, WHAT).item()
+def _receive_number(control: ControlGroup, peer: int) -> float:
+    return control.receive(torch.zeros(1, dtype=torch.float64, device="cpu"), peer, WAIT_REASON).item()
 
 
-Interval = tuple[float, float, float]  # start and end of an action, and when what it made was sent
+Interval = tuple[float, float, float]  # start and end of an action, and when its messages were sent
 
 
-class Clock:
-    """Start and end of every action, and when what it made was sent, in seconds of this machine's monotonic clock."""
+class ActionClock:
+    """Records the start and end of every action and the end of its sends, in seconds of this machine's monotonic clock."""
 
-    ahead = 0  # actions that ran before the ranks had agreed to send: how long sending them took is not known
+    num_early = 0  # actions that ran before the handshake: the end of their sends says nothing
 
-    def __init__(self, offset: float = 0.0, ended: Any = None) -> None:
-        self.offset = offset  # seconds that are added to every time told
-        self.ended = ended  # when the last step was over, as its clock's `end` told it
-        self._marks: list[Any] = []
+    def __init__(self, offset: float = 0.0, previous_end: Any = None) -> None:
+        self.offset = offset  # seconds, added to every time that is read
+        self.previous_end = previous_end  # of the last step: what its clock's `mark_end` returned
+        self._marks: list[Any] = []  # three for each action
         self._began = self._mark()
 
-    def start(self) -> None:
-        """An action starts."""
+    def mark_start(self) -> None:
+        """Record that an action starts."""
         self._marks.append(self._mark())
 
-    stop = sent = start
+    mark_stop = mark_sent = mark_start
 
-    def averaged(self) -> None:
-        """All actions are done, and gradients are those of the whole batch."""
+    def mark_averaged(self) -> None:
+        """Record that all actions have run and gradients are those of the whole batch."""
         self._averaged = self._mark()
 
-    def end(self) -> Any:
-        """The step is over: this moment, for the next step's clock."""
+    def mark_end(self) -> Any:
+        """Return this moment, the end of the step, for the next step's clock."""
         return self._mark()
 
     def intervals(self) -> list[Interval]:
-        """(start, end, sent) of every action so far, in order."""
+        """Return (start, end, sent) of every action so far, in order."""
         times = [time + self.offset for time in self._times(self._marks)]
         ends = times[1::3]
-        return list(zip(times[::3], ends, ends[: self.ahead] + times[2::3][self.ahead :], strict=True))
+        return list(zip(times[::3], ends, ends[: self.num_early] + times[2::3][self.num_early :], strict=True))
 
-    def summary(self) -> tuple[float, float, float]:
-        """First start, last end, and the time spent in actions."""
+    def busy_summary(self) -> tuple[float, float, float]:
+        """Return the first start, the last end, and the seconds spent in actions."""
         times = self._times(self._marks)
         if not times:
             return 0.0, 0.0, 0.0
         starts, ends = times[::3], times[1::3]
         return starts[0] + self.offset, ends[-1] + self.offset, sum(map(sub, ends, starts))
 
-    def around(self) -> tuple[float, float]:
-        """Seconds between the step before and this one, 0 if there was none, and those from the last action to `averaged`."""
-        acted = self._marks[-1] if self._marks else self._began
-        *ended, began, acted, averaged = self._times([*filter(None, [self.ended]), self._began, acted, self._averaged])
-        return began - (ended or [began])[0], averaged - acted
+    def seconds_between_and_averaging(self) -> tuple[float, float]:
+        """Return the seconds from the last step's end to this one's begin (0 in the first), and those spent averaging."""
+        last_action = self._marks[-1] if self._marks else self._began
+        marks = [*filter(None, [self.previous_end]), self._began, last_action, self._averaged]
+        *previous_end, began, last_action, averaged = self._times(marks)
+        return began - (previous_end or [began])[0], averaged - last_action
 
     _mark: Callable[..., Any] = staticmethod(time.perf_counter)
 
@@ -123,30 +124,30 @@ class Clock:
         return marks
 
 
-class Moment(NamedTuple):
-    """An event of a GPU that this process has waited for, and so knows when it was."""
+class TimedEvent(NamedTuple):
+    """A GPU's event whose time on the machine's monotonic clock is known, since this process has waited for it."""
 
     event: Any
-    time: float  # of this machine's monotonic clock
+    time: float  # seconds
 
 
-class DeviceClock(Clock):
-    """The same on a GPU: events in the stream that computes, read when the step is over.
+class GpuActionClock(ActionClock):
+    """Records events in the stream that computes, and reads them when the step is over.
 
-    They are counted from a moment that both clocks know: the end of the step before, when the stream has nothing to do. Only
-    before the first step it is waited for.
+    Times count from an event that both clocks know: the end of the last step, when the stream is idle. Only the first step
+    waits for one.
     """
 
-    def __init__(self, device: torch.device, offset: float = 0.0, ended: Moment | None = None) -> None:
+    def __init__(self, device: torch.device, offset: float = 0.0, previous_end: TimedEvent | None = None) -> None:
         self._device = torch.get_device_module(device)
-        self._zero = ended or self.end()
-        super().__init__(offset, ended)
+        self._zero = previous_end or self.mark_end()
+        super().__init__(offset, previous_end)
 
-    def end(self) -> Moment:
-        """The step is over: this moment, for the next step's clock. Waits for the stream, which has nothing to do then."""
+    def mark_end(self) -> TimedEvent:
+        """Return this moment, the end of the step, for the next step's clock. Waits for the stream, which is idle then."""
         before, event = time.perf_counter(), self._mark()
         event.synchronize()
-        return Moment(event, (before + time.perf_counter()) / 2)
+        return TimedEvent(event, (before + time.perf_counter()) / 2)
 
     def _mark(self) -> Any:
         event = self._device.Event(enable_timing=True)
@@ -156,10 +157,10 @@ class DeviceClock(Clock):
     def _times(self, marks: Sequence[Any]) -> Sequence[float]:
         for mark in marks[-1:]:
             mark.synchronize()
-        events = [mark.event if isinstance(mark, Moment) else mark for mark in marks]
+        events = [mark.event if isinstance(mark, TimedEvent) else mark for mark in marks]
         return [self._zero.time + self._zero.event.elapsed_time(event) / 1e3 for event in events]
 
 
-def clock_for(device: torch.device, offset: float = 0.0, ended: Any = None) -> Clock:
-    """The clock of a step for stages on `device`; `offset` is added to every time it tells, `ended` as in `Clock`."""
-    return DeviceClock(device, offset, ended) if device.type == "cuda" else Clock(offset, ended)
+def make_clock(device: torch.device, offset: float = 0.0, previous_end: Any = None) -> ActionClock:
+    """Return the clock of one step for stages on `device`; arguments as in `ActionClock`."""
+    return GpuActionClock(device, offset, previous_end) if device.type == "cuda" else ActionClock(offset, previous_end)

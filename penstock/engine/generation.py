@@ -1,14 +1,14 @@
 r"""Text from a model that is cut over ranks: pass after pass of forwards, each of which adds a token to every row.
 
-    rank 0   agree  0F0  0F1         tell  0F0  0F1         tell  ..
-                       \    \       /         \    \       /
-    rank 1   agree      1F0  1F1  tell         1F0  1F1  tell     ..
+    rank 0   compare  0F0  0F1         tokens  0F0  0F1         tokens  ..
+                         \    \       /           \    \       /
+    rank 1   compare      1F0  1F1  tokens         1F0  1F1  tokens     ..
 
-Two microbatches of rows on two ranks. A pass is the forwards of an evaluation, without its votes: what is asked for is agreed
-on once. The logits stay on the last stage's rank, which chooses a token for each row and tells it to all ranks.
+Two microbatches of rows on two ranks. A pass is the forwards of an evaluation without its handshake: the options are compared
+once. The logits stay on the last stage's rank, which chooses a token for each row and sends it to all ranks.
 
-Where every layer takes part in the cache (`cache.py`), the first pass brings the prompt and each further one the newest token.
-Elsewhere, and when the text is longer than the model's context, each pass brings all tokens that the model can see.
+If every layer supports the cache (`cache.py`), the first pass brings the prompt and each further one the newest token. If not,
+or if the text is longer than the model's context, each pass brings all tokens that the model can see.
 """
 
 from collections import defaultdict
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from penstock.comms.control_group import convert_transport_errors
 from penstock.comms.transport.channels import Channels, MessageSpecs
-from penstock.engine.actions import messages
-from penstock.engine.batch import Call, digest, split
-from penstock.engine.cache import Cache, context_of, takes_part
-from penstock.engine.clock import Clock
+from penstock.engine.actions import messages_of
+from penstock.engine.batch import StepCall, hash48, split_batch
+from penstock.engine.cache import TokenCache, max_context, supports_cache
+from penstock.engine.clock import ActionClock
 from penstock.engine.step import Engine
 from penstock.errors import MismatchError, is_whole_number
 from penstock.mesh.fsdp import begin_step
@@ -33,8 +33,8 @@ from penstock.schedule.table import Action, Kind
 from penstock.stage.microbatch import split_sizes
 
 
-class Request(NamedTuple):
-    """What is asked for, alike on all ranks: see `Pipeline.generate`."""
+class GenerationOptions(NamedTuple):
+    """The options of `Pipeline.generate`, equal on all ranks."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -42,168 +42,187 @@ class Request(NamedTuple):
     eos: int | None = None
     seed: int = 0
 
-    def checked(self) -> "Request":
-        """The same, its whole numbers as Python's. Raises MismatchError for a value that cannot be."""
-        whole = dict[str, int]()
+    def validate(self) -> "GenerationOptions":
+        """Return the same options with Python's integers. Raise MismatchError for a value out of range."""
+        integers = dict[str, int]()
         for name, least, optional in (("max_new_tokens", 1, False), ("top_k", 1, True), ("eos", 0, True), ("seed", 0, False)):
             value = getattr(self, name)
             if value is None and optional:
                 continue
             if is_whole_number(value, least):
-                whole[name] = int(value)
+                integers[name] = int(value)
                 continue
             allowed = f"a whole number of {least} or more{' or None' if optional else ''}"
             raise MismatchError(f"generate() takes {allowed} as {name}, got {value!r}")
+
         if not isinstance(self.temperature, int | float) or not 0 <= self.temperature < float("inf"):
             raise MismatchError(
                 f"generate() takes a number of 0 (always the likeliest token) or more as temperature, got {self.temperature!r}"
             )
-        return self._replace(**whole)
+        return self._replace(**integers)
 
 
-class Told(NamedTuple):
-    """What a rank says before the first pass."""
+class GenerationHeader(NamedTuple):
+    """What a rank sends to all others before the first pass."""
 
-    request: Request
-    prompt: str  # a digest of the tokens
+    options: GenerationOptions
+    prompt: str  # shape and hash of the tokens
     rows: int
-    cached: bool  # whether its stages can use a cache
-    context: int | None  # the most tokens that its stages can take at once
+    supports_cache: bool  # whether all its stages do
+    max_context: int | None  # the most tokens that its stages can take at once
 
 
-def generate(
+def generate_text(
     engine: Engine,
     tokens: Tensor,
     kwargs: Mapping[str, Any],
-    request: Request,
+    options: GenerationOptions,
     on_token: Callable[[Tensor], object] | None,
     rows_dim: int,
 ) -> Tensor:
-    """The text, prompt and all: see `Pipeline.generate`."""
-    channels = engine.channels  # open, so that a mistake made on this rank only reaches the others
+    """Return the text, prompt included: see `Pipeline.generate`."""
+    channels = engine.channels  # opened first: only then do the other ranks learn of a mistake made on this one
     engine.check_model()
-    request = request.checked()
+    options = options.validate()
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise MismatchError(f"generate() takes tokens as (batch, time) int64, one or more of each, got {got}")
     if rows_dim > 1:
         raise MismatchError(f"generate() gives the model tokens of two dimensions, and rows_dim={rows_dim} is none of them")
-    generation = Generation(engine, tokens, kwargs, request, rows_dim)
-    engine.forget()
+
+    generation = TextGeneration(engine, tokens, kwargs, options, rows_dim)
+    engine.discard_step_state()
     with convert_transport_errors("for the replicas to begin to generate"):
         begin_step([engine.stages[index].replication for index in generation.program.stages])
-    for _ in range(request.max_new_tokens):
+
+    for _ in range(options.max_new_tokens):
         column = generation.add_token(channels)
         if on_token is not None:
             on_token(column)
-        if generation.ended:
+        if generation.is_complete:
             break
+
     with convert_transport_errors("for the replicas to generate"):
         for stage in engine.stages.values():
             stage.replication.finish_step(training=False)
     return generation.text
 
 
-class Generation:
-    """Rows of text that grow by a token at a time."""
+class TextGeneration:
+    """Rows of text, (batch, time), that grow by a token with each pass."""
 
-    def __init__(self, engine: Engine, tokens: Tensor, kwargs: Mapping[str, Any], request: Request, rows_dim: int = 0) -> None:
-        self.engine, self.text, self.kwargs, self.request = engine, tokens, dict(kwargs), request
+    def __init__(
+        self, engine: Engine, tokens: Tensor, kwargs: Mapping[str, Any], options: GenerationOptions, rows_dim: int = 0
+    ) -> None:
+        self.engine, self.text, self.kwargs, self.options = engine, tokens, dict(kwargs), options
         self.rows_dim = rows_dim  # of what the model takes and gives
-        told = _agreed(engine, tokens, request)
-        rows = [told[ranks[0]].rows for ranks in engine.position.replica_pipelines]
-        self.first_row = sum(rows[: engine.position.replica])  # rows of all replicas are numbered
+        headers = _exchange_headers(engine, tokens, options)
+
+        replica_rows = [headers[ranks[0]].rows for ranks in engine.position.replica_pipelines]
+        self.first_row = sum(replica_rows[: engine.position.replica])  # rows of all replicas are numbered
         self.sizes = split_sizes(len(tokens), min(len(tokens), engine.schedule.microbatches))
         self.program = engine.programs.of(training=False, microbatches=len(self.sizes))
-        self.context = min((each.context for each in told if each.context is not None), default=None)
-        self.ended = False  # all rows of all replicas have
-        self._cached = all(each.cached for each in told)
-        self._caches: dict[tuple[int, int], Cache] = defaultdict(Cache)  # by stage and microbatch
-        self._prompt = tokens.shape[1]
-        self._known: tuple[int, MessageSpecs | None] = 0, None  # what messages are like, for so many tokens
+
+        contexts = [header.max_context for header in headers if header.max_context is not None]
+        self.max_context = min(contexts, default=None)
+        self.is_complete = False  # whether all rows of all replicas have ended
+        self._uses_cache = all(header.supports_cache for header in headers)
+        self._caches: dict[tuple[int, int], TokenCache] = defaultdict(TokenCache)  # by stage and microbatch
+        self._prompt_length = tokens.shape[1]
+        self._known_specs: tuple[int, MessageSpecs | None] = 0, None  # the number of tokens in a pass, and its messages' specs
 
     def add_token(self, channels: Channels) -> Tensor:
-        """One pass: returns the token that each row has got, (batch,)."""
+        """Run one pass. Return the token that each row has got, (batch,)."""
         engine, length = self.engine, self.text.shape[1]
-        seen = min(length, self.context or length)
-        if seen < length:
-            self._cached = False  # all positions change with each token
+
+        # 1. Which tokens the model gets. Beyond its context all positions change with each token, so nothing can be cached.
+        visible = min(length, self.max_context or length)
+        if visible < length:
+            self._uses_cache = False
             self._caches.clear()
-        self._given = given = 1 if self._cached and length > self._prompt else seen
-        tokens = self.text[:, -given:].transpose(0, self.rows_dim)
-        call = Call(False, (tokens,), self._arguments(given), None, 0, False, rows_dim=self.rows_dim)
-        self._batch = split(call, engine.position, engine.schedule)
-        self._chosen: dict[int, Tensor] = {}  # by microbatch
-        specs = self._known[1] if self._known[0] == given else None
+        self._num_inputs = num_inputs = 1 if self._uses_cache and length > self._prompt_length else visible
+        tokens = self.text[:, -num_inputs:].transpose(0, self.rows_dim)
+
+        # 2. The forwards.
+        call = StepCall(False, (tokens,), self._model_kwargs(num_inputs), None, 0, False, rows_dim=self.rows_dim)
+        self._batch = split_batch(call, engine.position, engine.schedule)
+        self._new_tokens: dict[int, Tensor] = {}  # by microbatch
+        specs = self._known_specs[1] if self._known_specs[0] == num_inputs else None
         channels.begin(specs)
-        engine.run(self.program.steps, {Kind.F: self._forward}, channels, Clock())
-        column = self._told()
+        engine.run_program(self.program.steps, {Kind.F: self._forward}, channels, ActionClock())
+
+        # 3. The new tokens, on all ranks.
+        column = self._exchange_tokens()
         channels.end()
-        self._known = given, specs or channels.learned()
+        self._known_specs = num_inputs, specs or channels.learned()
         self.text = torch.cat([self.text, column[:, None]], dim=1)
         return column
 
-    def _arguments(self, given: int) -> dict[str, Any]:
-        """The model's further arguments; an `attention_mask` of the prompt grows with the text: new tokens are seen."""
+    def _model_kwargs(self, num_inputs: int) -> dict[str, Any]:
+        """Return the model's further arguments. An `attention_mask` of the prompt is extended: new tokens are seen."""
         mask = self.kwargs.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.shape != (len(self.text), self._prompt):
+        if not isinstance(mask, Tensor) or mask.shape != (len(self.text), self._prompt_length):
             return self.kwargs
-        more = mask.new_ones(len(mask), self.text.shape[1] - self._prompt)
-        return {**self.kwargs, "attention_mask": torch.cat([mask, more], 1)[:, -given:]}
+        ones = mask.new_ones(len(mask), self.text.shape[1] - self._prompt_length)
+        return {**self.kwargs, "attention_mask": torch.cat([mask, ones], 1)[:, -num_inputs:]}
 
     def _forward(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
-        """What the stage makes for each of its takers; nothing on the last stage, whose logits become tokens."""
+        """Run a forward. Return a message for each taker; none on the last stage, whose logits become tokens."""
         _, index, microbatch = action
-        stage, first = self.engine.stages[index], self.text.shape[1] - self._given
-        with self._caches[index, microbatch].at(first) if self._cached else nullcontext():
-            output = stage.forward(microbatch, self._batch.given(action, values), with_backward=False)
+        stage, position = self.engine.stages[index], self.text.shape[1] - self._num_inputs
+        with self._caches[index, microbatch].forward_at(position) if self._uses_cache else nullcontext():
+            output = stage.forward(microbatch, self._batch.forward_inputs(action, values), with_backward=False)
         if index < self.engine.schedule.stages - 1:
-            return messages(stage, output)
-        logits = last_logits(output, self.sizes[microbatch], self._given, self.rows_dim)
-        start = self.first_row + sum(self.sizes[:microbatch])
-        self._chosen[microbatch] = choose(logits, self.request, start, self.text.shape[1])
+            return messages_of(stage, output)
+
+        logits = last_position_logits(output, self.sizes[microbatch], self._num_inputs, self.rows_dim)
+        first_row = self.first_row + sum(self.sizes[:microbatch])
+        self._new_tokens[microbatch] = sample_tokens(logits, self.options, first_row, self.text.shape[1])
         return ()
 
-    def _told(self) -> Tensor:
-        """The new tokens, from the rank that has the last stage; rows that have ended go on with eos."""
-        engine, eos, mine = self.engine, self.request.eos, None
-        last = engine.schedule.placement[-1]
-        if self._chosen:
-            column, ended = torch.cat([self._chosen[microbatch] for microbatch in range(len(self.sizes))]), False
+    def _exchange_tokens(self) -> Tensor:
+        """Return the new tokens, sent by the rank that has the last stage. Rows that have ended go on with eos."""
+        engine, eos, message = self.engine, self.options.eos, None
+        last_rank = engine.schedule.placement[-1]
+        if self._new_tokens:
+            column, is_complete = torch.cat([self._new_tokens[microbatch] for microbatch in range(len(self.sizes))]), False
             if eos is not None:
-                before = (self.text[:, self._prompt :].cpu() == eos).any(1)
-                column = column.masked_fill(before, eos)
-                ended = bool((before | (column == eos)).all())
-            mine = column.tolist(), ended
-        everyone = engine.control.all_gather_object(mine, "to choose the next tokens")
-        self.ended = all(everyone[ranks[last]][1] for ranks in engine.position.replica_pipelines)
-        tokens, _ = everyone[engine.position.replica_pipelines[engine.position.replica][last]]
+                had_ended = (self.text[:, self._prompt_length :].cpu() == eos).any(1)
+                column = column.masked_fill(had_ended, eos)
+                is_complete = bool((had_ended | (column == eos)).all())
+            message = column.tolist(), is_complete
+
+        messages = engine.control.all_gather_object(message, "to choose the next tokens")
+        self.is_complete = all(messages[ranks[last_rank]][1] for ranks in engine.position.replica_pipelines)
+        tokens, _ = messages[engine.position.replica_pipelines[engine.position.replica][last_rank]]
         return torch.tensor(tokens, device=self.text.device)
 
 
-def _agreed(engine: Engine, tokens: Tensor, request: Request) -> Sequence[Told]:
-    """What all ranks say. Raises MismatchError unless they are asked for the same, those of a replica with the same prompt."""
+def _exchange_headers(engine: Engine, tokens: Tensor, options: GenerationOptions) -> Sequence[GenerationHeader]:
+    """Return all ranks' headers. Raise MismatchError if options differ, or prompts within a replica."""
     modules = [stage.module for stage in engine.stages.values()]
-    prompt = digest(tokens.cpu().contiguous().numpy().tobytes())
-    context = min((limit for limit in map(context_of, modules) if limit is not None), default=None)
-    mine = Told(request, f"{tuple(tokens.shape)} {prompt}", len(tokens), all(map(takes_part, modules)), context)
-    everyone = engine.control.all_gather_object(mine, "to generate")
-    for rank, each in enumerate(everyone):
-        for name, value in each.request._asdict().items():
-            if value != (expected := getattr(everyone[0].request, name)):
+    prompt_hash = hash48(tokens.cpu().contiguous().numpy().tobytes())
+    context = min((limit for limit in map(max_context, modules) if limit is not None), default=None)
+    prompt = f"{tuple(tokens.shape)} {prompt_hash}"
+    header = GenerationHeader(options, prompt, len(tokens), all(map(supports_cache, modules)), context)
+    headers = engine.control.all_gather_object(header, "to generate")
+
+    for rank, rank_header in enumerate(headers):
+        for name, value in rank_header.options._asdict().items():
+            if value != (expected := getattr(headers[0].options, name)):
                 raise MismatchError(
                     f"generate() has {name}={expected} on rank 0, but {name}={value} on rank {rank}: give the same"
                 )
     for pipelines in engine.position.pipelines:
-        first, *others = [rank for ranks in pipelines for rank in ranks]
-        for rank in others:
-            if everyone[rank].prompt != everyone[first].prompt:
-                raise MismatchError(f"generate() has other tokens on rank {rank} than on rank {first}: give the same")
-    return everyone
+        first_rank, *ranks = [rank for pipeline in pipelines for rank in pipeline]
+        for rank in ranks:
+            if headers[rank].prompt != headers[first_rank].prompt:
+                raise MismatchError(f"generate() has other tokens on rank {rank} than on rank {first_rank}: give the same")
+    return headers
 
 
-def last_logits(output: Any, rows: int, time: int, rows_dim: int = 0) -> Tensor:
-    """Those of the last position, (batch, vocabulary). Raises MismatchError if `output` has no logits."""
+def last_position_logits(output: Any, rows: int, time: int, rows_dim: int = 0) -> Tensor:
+    """Return the logits of the last position, (batch, vocabulary). Raise MismatchError if `output` has no logits."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     shape = (time, rows) if rows_dim else (rows, time)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != shape or not logits.is_floating_point():
@@ -216,17 +235,19 @@ def last_logits(output: Any, rows: int, time: int, rows_dim: int = 0) -> Tensor:
     return logits.select(1 - rows_dim, -1)
 
 
-def choose(logits: Tensor, request: Request, first_row: int, position: int) -> Tensor:
-    """A token for each row of (batch, vocabulary) `logits`: the likeliest, or drawn, with a random number made of seed, row and
-    position, so that it does not matter which rank draws with which other rows.
+def sample_tokens(logits: Tensor, options: GenerationOptions, first_row: int, position: int) -> Tensor:
+    """Choose a token for each row of `logits`, (batch, vocabulary): the likeliest, or drawn. Returns (batch,).
+
+    Random numbers depend on seed, row and position only, not on which rank draws, or with which other rows.
     """
-    if not request.temperature:
+    if not options.temperature:
         return logits.argmax(-1).cpu()
     scores = logits.cpu().double()
-    if request.top_k is not None and request.top_k < scores.shape[-1]:
-        least = scores.topk(request.top_k).values[:, -1:]
+    if options.top_k is not None and options.top_k < scores.shape[-1]:
+        least = scores.topk(options.top_k).values[:, -1:]
         scores = scores.masked_fill(scores < least, -torch.inf)
-    weights = ((scores - scores.amax(-1, keepdim=True)) / request.temperature).exp().cumsum(-1)
-    drawn = [(mix_seed(request.seed, first_row + row, position) >> 11) / 2**53 for row in range(len(logits))]  # 0 up to 1
-    points = torch.tensor(drawn, dtype=torch.float64, device=weights.device)[:, None] * weights[:, -1:]
-    return torch.searchsorted(weights, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+    cumulative = ((scores - scores.amax(-1, keepdim=True)) / options.temperature).exp().cumsum(-1)
+    uniform = [(mix_seed(options.seed, first_row + row, position) >> 11) / 2**53 for row in range(len(logits))]  # 0 up to 1
+    points = torch.tensor(uniform, dtype=torch.float64, device=cumulative.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -1,8 +1,8 @@
-"""An optimizer on each rank, as one over all of them: what must be alike, and who goes through `pipe.parameters()`.
+"""Optimizers of all ranks that act as one: what must be equal, and which function iterates over `pipe.parameters()`.
 
-`torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)` is the line that every script has. A function that takes a norm needs
-all ranks' parameters, an optimizer only this rank's. Torch has no place where such a function could learn of other ranks, but
-what it goes through comes from us.
+`torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)` is in every script. A function that takes a norm needs the gradients
+of all ranks, an optimizer only this rank's. Torch tells neither of other ranks, but both iterate over our generator, which
+reads from the stack who does.
 """
 
 from collections.abc import Mapping
@@ -14,70 +14,70 @@ import torch
 
 from penstock.errors import MismatchError
 
-MEMBERS = ("params", "param_names")  # what of a group is no option
+PARAMETER_KEYS = ("params", "param_names")  # the keys of an optimizer's group that are no options
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, str]:
-    """The options of a group, in words by which those of ranks are compared."""
-    return {key: repr(value) for key, value in group.items() if key not in MEMBERS}
+def group_options(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options of an optimizer's group as text, to compare them between ranks."""
+    return {key: repr(value) for key, value in group.items() if key not in PARAMETER_KEYS}
 
 
-def check_known(optimizer: Any, names: Mapping[int, str], rank: int) -> None:
-    """Raises MismatchError for a parameter that is none of this rank's, whose ids are in `names`."""
+def check_has_only(optimizer: Any, names: Mapping[int, str], rank: int) -> None:
+    """Raise MismatchError if the optimizer has a parameter that is not in `names`, by id, all those of this rank."""
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in names and parameter.numel():  # an empty one stands for nothing to train
+            if id(parameter) not in names and parameter.numel():  # `Pipeline.parameters` may give an empty one
                 raise MismatchError(
                     f"rank {rank}: parameter {position} of the optimizer's group {number} is not one of the pipeline's: "
                     "make the optimizer of pipe.parameters()"
                 )
 
 
-def check_same_options(expected: Mapping[str, str], got: Mapping[str, str], number: int, rank: int) -> None:
-    """Raises MismatchError unless the group of this `number` has on `rank` the options that it has on a rank before."""
-    for key in {**expected, **got}:
-        if expected.get(key) != got.get(key):
+def check_same_group_options(expected: Mapping[str, str], options: Mapping[str, str], group: int, rank: int) -> None:
+    """Raise MismatchError unless the `options` of `rank` in this group are those that a lower rank has."""
+    for key in {**expected, **options}:
+        if expected.get(key) != options.get(key):
             raise MismatchError(
-                f"the optimizer's group {number} has {key} {got.get(key)} on rank {rank}, but {expected.get(key)} on a rank "
+                f"the optimizer's group {group} has {key} {options.get(key)} on rank {rank}, but {expected.get(key)} on a rank "
                 "before: give all ranks the same options"
             )
 
 
-# -- who goes through the parameters --------------------------------------------------------------------------------------
+# -- which function iterates over the parameters --------------------------------------------------------------------------
 
-NORMS = ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
-LIBRARIES = ("torch", "accelerate")  # whose functions of these names know of no other ranks: others' may
-AT_ONCE = ("LBFGS", "Prodigy", "DAdapt")  # how the names of optimizers begin whose step depends on all parameters at once
+NORM_FUNCTIONS = ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
+NORM_LIBRARIES = ("torch", "accelerate")  # whose functions of these names know of no other ranks; others' may
+WHOLE_MODEL_OPTIMIZERS = ("LBFGS", "Prodigy", "DAdapt")  # prefixes: a step depends on all parameters at once
 
 
-def norm_type_of(frame: FrameType | None) -> float | None:
-    """The kind of norm that is taken by the function behind `frame`, which asks a generator for a value; None for any other."""
-    frame = _consumer(frame)
-    if frame is None or frame.f_code.co_name not in NORMS:
+def norm_type_of_caller(frame: FrameType | None) -> float | None:
+    """Return the `norm_type` of the norm function that iterates over the generator `frame`; None for other functions."""
+    frame = _iterating_frame(frame)
+    if frame is None or frame.f_code.co_name not in NORM_FUNCTIONS:
         return None
     library = str(frame.f_globals.get("__name__")).partition(".")[0]
-    return float(frame.f_locals["norm_type"]) if library in LIBRARIES and "norm_type" in frame.f_locals else None
+    return float(frame.f_locals["norm_type"]) if library in NORM_LIBRARIES and "norm_type" in frame.f_locals else None
 
 
-def optimizer_of(frame: FrameType | None) -> torch.optim.Optimizer | None:
-    """The optimizer behind `frame`, likewise."""
-    frame = _consumer(frame)
-    found = frame.f_locals.get("self") if frame else None
-    return found if isinstance(found, torch.optim.Optimizer) else None
+def optimizer_of_caller(frame: FrameType | None) -> torch.optim.Optimizer | None:
+    """Return the optimizer that iterates over the generator `frame`; None for anything else."""
+    frame = _iterating_frame(frame)
+    caller = frame.f_locals.get("self") if frame else None
+    return caller if isinstance(caller, torch.optim.Optimizer) else None
 
 
-def _consumer(frame: FrameType | None) -> FrameType | None:
-    """`frame`, or what goes through the generators that it is one of."""
+def _iterating_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the first frame from `frame` upwards that is no generator's."""
     while frame is not None and frame.f_code.co_flags & CO_GENERATOR:
         frame = frame.f_back
     return frame
 
 
-def check_optimizer(optimizer: Any, ranks: int) -> None:
-    """Raises MismatchError for an optimizer that would have to see the parameters of all `ranks` at once."""
-    kind = type(optimizer).__name__
-    if ranks > 1 and kind.startswith(AT_ONCE):
+def check_elementwise_optimizer(optimizer: Any, num_ranks: int) -> None:
+    """Raise MismatchError for an optimizer whose step depends on the parameters of all ranks at once."""
+    name = type(optimizer).__name__
+    if num_ranks > 1 and name.startswith(WHOLE_MODEL_OPTIMIZERS):
         raise MismatchError(
-            f"{kind} decides by all parameters at once, and each of {ranks} ranks has its own: use an optimizer that works "
+            f"{name} decides by all parameters at once, and each of {num_ranks} ranks has its own: use an optimizer that works "
             "parameter by parameter, as all others of torch do (docs/howto/loss.md)"
         )

@@ -11,19 +11,19 @@ import torch
 from torch.profiler import record_function
 
 from penstock.comms.transport.channels import ReceiveChannel, SendChannel
-from penstock.engine.actions import Acts
+from penstock.engine.actions import ActionFunctions
 from penstock.schedule.program import Transfer
 from penstock.schedule.table import Action, Kind
 
 
-def action_ranges(acts: Acts) -> Acts:
-    """Return `acts` with a range around every action."""
-    return {kind: partial(_act, act) for kind, act in acts.items()}
+def action_ranges(functions: ActionFunctions) -> ActionFunctions:
+    """Return the functions of a step's actions, with a range around each call."""
+    return {kind: partial(_run_in_range, function) for kind, function in functions.items()}
 
 
-def _act(act: Callable[..., Any], action: Action, values: Sequence[Any]) -> Any:
+def _run_in_range(function: Callable[..., Any], action: Action, values: Sequence[Any]) -> Any:
     with record_function(str(action)):
-        return act(action, values)
+        return function(action, values)
 
 
 class ReceiveRanges:
@@ -56,11 +56,11 @@ class SendRanges:
 def message_ranges(
     incoming: Mapping[int, ReceiveChannel], outgoing: Mapping[int, SendChannel]
 ) -> tuple[dict[int, ReceiveRanges], dict[int, SendRanges]]:
-    """Return both with a range around every message."""
+    """Return both ends of the channels with a range around every message, by rank."""
     receives = {rank: ReceiveRanges(end) for rank, end in incoming.items()}
     return receives, {rank: SendRanges(end) for rank, end in outgoing.items()}
 
 
 def _direction(kind: Kind) -> str:
-    """PyTorch's letter for what an action gives: F for an output, B for a gradient."""
+    """Return PyTorch's letter for the message of an action: F for an output, B for a gradient."""
     return "F" if kind is Kind.F else "B"

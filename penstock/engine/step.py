@@ -1,26 +1,26 @@
 r"""One step of one rank, from the user's call to the loss. Read this first: it is the story, top to bottom.
 
-    rank 0   split  vote  0F0  agree         0F1             0B0            0B1  average  conclude
-                      \/            \           \           /              /
-    rank 1   split  vote       agree   1F0  1B0 -\---------'   1F1  1B1 --'      average  conclude
+    rank 0   split  send header  0F0  handshake         0F1             0B0            0B1  average  conclude
+                             \/                \           \           /              /
+    rank 1   split  send header       handshake   1F0  1B0 -\---------'   1F1  1B1 --'      average  conclude
 
-A step of 1F1B with two microbatches on two ranks. Time goes to the right; slanted lines are messages: votes, the outputs of 0F0
-and 0F1, the gradients of 1B0 and 1B1.
+A step of 1F1B with two microbatches on two ranks. Time goes to the right; slanted lines are messages: headers, the outputs of
+0F0 and 0F1, the gradients of 1B0 and 1B1. The numbers are those of the comments in `Engine._run_once`.
 
-    split      the call becomes this rank's share of the batch          engine/batch.py
-    vote       every rank tells every other what it is about to run     engine/batch.py
-    begin      parameters that replicas share out are fetched           mesh/fsdp.py
-    agree      and reads from all votes what the step is like           engine/agreement.py
-    0F0 ..     actions, in the order of the rank's program              engine/actions.py, stage/stage.py
-               the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
-    \  /       messages between stages, sent without waiting            comms/transport/channels.py
-    measure    in the first step of a kind: what a microbatch keeps     engine/memory.py
-    average    gradients become those of the whole batch                mesh/parallelize.py
-    conclude   loss and times, and what was found on watch              engine/report.py, engine/checks/
-    undo       where it failed, or something was not finite: as before  engine/checks/undo.py
+    1  split       the call becomes this rank's share of the batch          engine/batch.py
+    2  header      every rank tells every other what it is about to run     engine/batch.py
+    3  gather      parameters that replicas share out are fetched           mesh/fsdp.py
+    4  0F0         the first forward waits for nobody: it runs meanwhile    engine/actions.py
+    5  handshake   all headers are read: the step is the same everywhere    engine/handshake.py
+    6  measure     in the first step of a kind: what a microbatch keeps     engine/activation_memory.py
+    7  1F0 ..      actions, in the order of the rank's program              engine/actions.py, stage/stage.py
+                   the order: which receives are posted, which awaited      schedule/program.py, schedule/rank_program.py
+       \  /        messages between stages, sent without waiting            comms/transport/channels.py
+    8  average     gradients become those of the whole batch                mesh/parallelize.py
+    9  conclude    loss and times, values that are not finite               engine/report.py, engine/checks/nonfinite.py
+       rollback    after a failure, or a value that is not finite           engine/rollback.py
 
-The first stage's first forward waits for nobody, so it runs while the votes travel; what it made is sent once the ranks have
-agreed. When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control_group.py.
+When anything raises on one rank, all ranks raise the same error: `Pipeline` sees to that, by comms/control_group.py.
 """
 
 import warnings
@@ -30,19 +30,35 @@ from typing import Any
 from penstock.comms.control_group import ControlGroup, WaitError, convert_transport_errors
 from penstock.comms.preemption import preempted
 from penstock.comms.transport.channels import Channels, ReceiveChannel, SendChannel
-from penstock.engine.actions import Actions, Acts, Ahead, explained, messages
-from penstock.engine.agreement import Agreement, Known
-from penstock.engine.batch import Batch, Call, split, trained
-from penstock.engine.checks.digest import check_copies, is_due
-from penstock.engine.checks.factor import GradientFactor
-from penstock.engine.checks.hidden_uses import GradientBefore, UnregisteredParameters
-from penstock.engine.checks.nonfinite import CAUSES, DATA, STATE, OnNonfinite, Verdict, Watch, verdict
-from penstock.engine.checks.trained_elsewhere import SharedLayers
-from penstock.engine.checks.undo import Undo
-from penstock.engine.clock import Clock, clock_for, skew
-from penstock.engine.memory import MemoryMeasurement
+from penstock.engine.actions import ActionFunctions, EarlyForward, StepActions, error_with_location, messages_of
+from penstock.engine.activation_memory import MemoryMeasurement
+from penstock.engine.batch import LocalBatch, StepCall, requires_grad_flags, split_batch
+from penstock.engine.checks.digest import check_tied_copies, is_comparison_due
+from penstock.engine.checks.gradient_factor import GradientFactor
+from penstock.engine.checks.nonfinite import (
+    CAUSE_TEXTS,
+    DATA,
+    STATE,
+    NonFiniteMonitor,
+    NonFiniteOrigin,
+    OnNonfinite,
+    find_origin,
+)
+from penstock.engine.checks.stale_weights import SharedTensors
+from penstock.engine.checks.unregistered_uses import GradientRecord, UnregisteredParameters
+from penstock.engine.clock import ActionClock, make_clock, measure_clock_skew
+from penstock.engine.handshake import LearnedShapes, StepHandshake
 from penstock.engine.profiling import ReceiveRanges, SendRanges, action_ranges, message_ranges
-from penstock.engine.report import BackgroundSave, Ended, Outcome, conclude, forget_peak, peak_memory, weighted_sum
+from penstock.engine.report import (
+    BackgroundSave,
+    RankSummary,
+    StepResult,
+    gather_step_report,
+    peak_memory,
+    reset_peak_memory,
+    weighted_loss_sum,
+)
+from penstock.engine.rollback import StepRollback
 from penstock.errors import NonFiniteError, ResourceError
 from penstock.mesh.fsdp import begin_step
 from penstock.mesh.parallelize import finish_gradient_averaging
@@ -59,7 +75,7 @@ from penstock.torch_private import profiler_is_active
 
 
 class Engine:
-    """What one rank runs its steps with; all ranks call `step` alike."""
+    """What one rank runs its steps with. All ranks call `step` with the same kind of call."""
 
     def __init__(
         self,
@@ -69,223 +85,294 @@ class Engine:
         stages: dict[int, Stage],
         parameters: RankParameters,
         tied: TiedParameters,
-        watch: Watch | None,
+        nonfinite_monitor: NonFiniteMonitor | None,
         unregistered: UnregisteredParameters,
         attributes: AttributeSnapshot | None,
-        machines: Sequence[str],
+        clock_ids: Sequence[str],
         on_nonfinite: OnNonfinite | None,
     ) -> None:
-        self.control, self.position, self.stages = control, position, stages
-        self.programs, self.schedule = programs, programs.program.schedule
-        self.parameters, self.tied, self.watch, self.unregistered = parameters, tied, watch, unregistered
-        self.attributes = attributes  # those that the model was cut with
-        self.factor = GradientFactor(parameters, position.world.world_size)
-        self.on_nonfinite = on_nonfinite
-        self.shared: SharedLayers  # set when the pipeline is noted as built
+        self.control, self.position, self.device = control, position, position.pipeline.device
         self.activity = control.topology.context.activity
-        self.device, self.machines = position.pipeline.device, machines  # of every rank, as `clock.machine` says
-        self.skew, self.clock_error = skew(control, machines), 0.0  # of this rank's clock; of all ranks', in seconds
-        self.agreement = Agreement(control, position, programs)
-        self._whole = programs.of(training=True)
-        self._connected: tuple[int, Channels] | None = None  # the control's generation they belong to, the channels
-        self._ended: Any = None  # when the last step did, as its clock tells it
-        self.outcome: Outcome | None = None  # of the last step
-        self.background_save: BackgroundSave | None = None  # a checkpoint's writing, the same on every rank
 
-    def step(self, call: Call) -> Outcome:
-        """Run one step, the same on every rank; it leaves no trace where it fails.
+        self.programs, self.schedule = programs, programs.program.schedule
+        self._full_program = programs.of(training=True)
+        self.handshake = StepHandshake(control, position, programs)
+
+        self.stages, self.parameters, self.tied = stages, parameters, tied
+        self.attributes = attributes  # of the model, as they were when it was cut
+        self.shared_tensors: SharedTensors  # set once the pipeline is built
+        self.unregistered = unregistered
+        self.gradient_factor = GradientFactor(parameters, position.world.world_size)
+        self.nonfinite_monitor, self.on_nonfinite = nonfinite_monitor, on_nonfinite
+
+        self.clock_ids = clock_ids  # of every rank
+        self.clock_skew = measure_clock_skew(control, clock_ids)  # of this rank
+        self.clock_error = 0.0  # seconds, the largest of all ranks
+
+        self._opened_channels: tuple[int, Channels] | None = None  # how often the control group was closed before, the channels
+        self._previous_end: Any = None  # when the last step ended, as its clock gives it
+        self.last_result: StepResult | None = None
+        self.background_save: BackgroundSave | None = None  # the same on every rank
+
+    def step(self, call: StepCall) -> StepResult:
+        """Run one training step or evaluation on all ranks; if it fails, gradients are restored.
 
         Raises MismatchError for a batch that does not fit and as `check_model`, StageError when the model or the loss raises,
-        WaitFailed when a peer is lost or silent, and NonFiniteError, the same on every rank, once all have ended the step.
+        WaitError when a peer is lost or silent, and NonFiniteError, the same on every rank, once all have ended the step.
         """
-        self.channels  # noqa: B018 - open: from here on the others hear of an error on this rank
-        self.forget()
+        self.channels  # noqa: B018 - opens them: only then do the other ranks learn of an error on this one
+        self.discard_step_state()
         if not call.training:
-            return self._step(call)
-        with Undo(self.stages.values(), self.device, self.on_nonfinite is not None) as undo:
-            outcome = self._watched(call)
-            return outcome if outcome.verdict is None else self._after(outcome, outcome.verdict, call, undo)
+            return self._run_once(call)
 
-    def _step(self, call: Call) -> Outcome:
-        clock = clock_for(self.device, self.skew.offset, self._ended)
-        forget_peak(self.device)
+        with StepRollback(self.stages.values(), self.device, include_state=self.on_nonfinite is not None) as rollback:
+            result = self._run_watched(call)
+            if result.nonfinite_origin is None:
+                return result
+            return self._handle_nonfinite(result, result.nonfinite_origin, call, rollback)
+
+    def _run_once(self, call: StepCall) -> StepResult:
+        """Run the numbered steps of the table at the top of this file."""
+        clock = make_clock(self.device, self.clock_skew.offset, self._previous_end)
+        reset_peak_memory(self.device)
         channels = self.channels
+
+        # 1. Split the batch.
         self.check_model()
         if call.training:
-            self.shared.check()
-        batch = split(call, self.position, self.schedule, trained(self.stages.values()))
+            self.shared_tensors.check_not_trained_apart()
+        batch = split_batch(call, self.position, self.schedule, requires_grad_flags(self.stages.values()))
 
-        first = self._whole.steps[0].action if self._whole.steps else "the others end it"
-        why = f"to begin {'step()' if call.training else 'eval()'}, before {first}"
-        self.control.begin_all_gather_row(
-            batch.vote, why
-        )  # before any wait, so that a rank in another call does not wait for this one
+        # 2. Send the header before any wait: a rank in another call must not wait for this one.
+        first_action = self._full_program.steps[0].action if self._full_program.steps else "the others end it"
+        wait_reason = f"to begin {'step()' if call.training else 'eval()'}, before {first_action}"
+        self.control.begin_all_gather_row(batch.header, wait_reason)
+
+        # 3. Begin to gather the parameters that replicas share out.
         with convert_transport_errors("for the replicas to begin the step"):
-            begin_step([self.stages[index].replication for index in self._whole.stages])
-        measurement = MemoryMeasurement(self.stages) if batch.training and not self.agreement.is_known(batch.vote) else None
-        ahead = self._head_start(batch, clock, measurement)
-        agreed = self.agreement.reach(batch, why)
-        if batch.training and self.tied.owners and is_due(call.step):
-            check_copies(self.control, self.tied, call.step)
-        before: list[GradientBefore] = []
-        if batch.training and agreed.known is None:  # new to this rank, or to another
-            before = self.unregistered.begin()
+            begin_step([self.stages[index].replication for index in self._full_program.stages])
+
+        # 4. Run the first forward while headers travel. A batch that this rank has not seen yet is measured.
+        is_new = batch.training and not self.handshake.has_learned(batch.header)
+        measurement = MemoryMeasurement(self.stages) if is_new else None
+        early = self._run_first_forward_early(batch, clock, measurement)
+
+        # 5. Read all headers.
+        config = self.handshake.exchange(batch, wait_reason)
+        if batch.training and self.tied.owners and is_comparison_due(call.steps_before):
+            check_tied_copies(self.control, self.tied, call.steps_before)
+
+        # 6. In the first step of a kind, on any rank: measure memory, and find parameters that are not registered.
+        gradient_records: list[GradientRecord] = []
+        if batch.training and config.learned is None:
+            gradient_records = self.unregistered.record_gradients()
             measurement = measurement or MemoryMeasurement(self.stages)
-            measurement.skip(agreed.without_backward)
+            measurement.skip_microbatches(config.without_backward)
 
-        channels.begin(agreed.known.specs if agreed.known else None)
-        actions = Actions(self.stages, self.schedule.stages - 1, batch, agreed, ahead)
-        self.run(agreed.program.steps, self._observed(actions.acts, measurement), channels, clock, ahead)
-        self.unregistered.check(before)
+        # 7. Run the program.
+        channels.begin(config.learned.message_specs if config.learned else None)
+        actions = StepActions(self.stages, self.schedule.stages - 1, batch, config, early)
+        functions = self._with_observers(actions.functions, measurement)
+        self.run_program(config.program.steps, functions, channels, clock, early)
+        self.unregistered.check_gradients_unchanged(gradient_records)
+
+        # 8. Average gradients over replicas.
         finish_gradient_averaging(list(self.stages.values()), self.parameters, self.position, batch.training)
-        clock.averaged()
+        clock.mark_averaged()
 
-        outcome = self._conclude(actions, clock, measurement)
-        if batch.training and agreed.counts:
-            self.tied.broadcast_gradients()  # now, where no rank can fail any more
+        # 9. Conclude. Gradients of tied parameters are copied last: no rank can fail any more.
+        result = self._conclude(actions, clock, measurement)
+        if batch.training and config.has_backward:
+            self.tied.broadcast_gradients()
         channels.end()
-        self.agreement.keep(agreed, agreed.known or Known(channels.learned(), outcome.sizes))
-        self.shared.steps += batch.training
-        self._ended = clock.end()
-        return outcome
 
-    def settle_background_save(self) -> None:
-        """Wait until it has ended on this rank; raises what went wrong, if that has not been told."""
-        if self.background_save is not None:
-            self.background_save.wait_unless_reported()
-            self.background_save = None
+        self.handshake.remember(config, config.learned or LearnedShapes(channels.learned(), result.activation_sizes))
+        self.shared_tensors.steps += batch.training
+        self._previous_end = clock.mark_end()
+        return result
 
-    def check_model(self) -> None:
-        """Raises MismatchError for parameters without values, and for an attribute that was another when the model was cut."""
-        self.parameters.check_initialised()
-        if self.attributes is not None:
-            self.attributes.check_unchanged()
-
-    def _head_start(self, batch: Batch, clock: Clock, measurement: MemoryMeasurement | None) -> Ahead | None:
-        """Run this rank's first action while the votes travel, if it is the first stage's and so waits for nobody."""
-        action = self._whole.steps[0].action if self._whole.steps else None
-        alone = self.schedule.stages == 1 or self.position.tp is not None  # it waits for little, or for others in the action
-        if alone or action is None or action.stage or action.microbatch >= len(batch.inputs):
+    def _run_first_forward_early(
+        self, batch: LocalBatch, clock: ActionClock, measurement: MemoryMeasurement | None
+    ) -> EarlyForward | None:
+        """Run this rank's first action before the handshake, if it is a forward of the first stage, which waits for nobody."""
+        action = self._full_program.steps[0].action if self._full_program.steps else None
+        gains_nothing = self.schedule.stages == 1 or self.position.tp is not None  # along tp the action waits for other ranks
+        if gains_nothing or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
-        _, index, microbatch = action
-        stage, splits = self.stages[index], (index, microbatch) in self._whole.split
 
-        def act(action: Action, values: Sequence[Any]) -> Sequence[Any]:
-            return messages(stage, stage.forward(microbatch, batch.given(action, values), batch.seed, batch.training, splits))
+        _, index, microbatch = action
+        stage, is_split = self.stages[index], (index, microbatch) in self._full_program.split
+
+        def forward(action: Action, values: Sequence[Any]) -> Sequence[Any]:
+            inputs = batch.forward_inputs(action, values)
+            return messages_of(stage, stage.forward(microbatch, inputs, batch.seed, batch.training, is_split))
 
         try:
             stage.wait_parameters()
             self.activity.begin_action(action)
-            clock.start()
-            made = self._observed({Kind.F: act}, measurement)[Kind.F](action, ())
-            clock.stop()
+            clock.mark_start()
+            messages = self._with_observers({Kind.F: forward}, measurement)[Kind.F](action, ())
+            clock.mark_stop()
             self.activity.end_action()
         except Exception as error:
-            raise explained(error, self.position.world.rank, action) from error
-        clock.ahead = 1
-        return Ahead(microbatch, [made], stage.auxiliary_losses)
+            raise error_with_location(error, self.position.world.rank, action) from error
+        clock.num_early = 1
+        return EarlyForward(microbatch, [messages], stage.auxiliary_losses)
 
-    def _observed(self, acts: Acts, measurement: MemoryMeasurement | None) -> Acts:
-        """What runs for each kind of action, with what looks at it around it."""
-        for observer in (self.watch, measurement):
-            acts = acts if observer is None else observer.around(acts)
-        return action_ranges(acts) if profiler_is_active() else acts
-
-    def run(self, steps: Sequence[Step], acts: Acts, channels: Channels, clock: Clock, ahead: Ahead | None = None) -> None:
-        """The clock cycle: for each line of the program post, take, act, send."""
+    def run_program(
+        self,
+        lines: Sequence[Step],
+        functions: ActionFunctions,
+        channels: Channels,
+        clock: ActionClock,
+        early: EarlyForward | None = None,
+    ) -> None:
+        """Run the lines of a program: for each, post its receives, wait for its inputs, run its action, send what it made."""
         incoming: Mapping[int, ReceiveChannel | ReceiveRanges] = channels.incoming
         outgoing: Mapping[int, SendChannel | SendRanges] = channels.outgoing
         if profiler_is_active():
             incoming, outgoing = message_ranges(channels.incoming, channels.outgoing)
-        handed = dict[Transfer, Any]()
-        # parameters that are on other ranks, before a stage's first action
-        elsewhere = not all(stage.replication.parameters_ready for stage in self.stages.values())
-        made: Any = ahead.made.pop() if ahead else None
+
+        local_values = dict[Transfer, Any]()  # between two stages of this rank
+        waits_for_parameters = not all(stage.replication.parameters_ready for stage in self.stages.values())
+        messages: Any = early.messages.pop() if early else None  # of the first line, which has run
         try:
-            for action, receives, needs, gives in steps:
+            for action, receives, inputs, outputs in lines:
                 for transfer in receives:
                     incoming[transfer.source].post(transfer)
-                if made is None:
+
+                if messages is None:
                     values = [
-                        incoming[need.source].take(need, self.device) if need.travels else handed.pop(need) for need in needs
+                        incoming[transfer.source].take(transfer, self.device)
+                        if transfer.travels
+                        else local_values.pop(transfer)
+                        for transfer in inputs
                     ]
-                    if elsewhere:
+                    if waits_for_parameters:
                         self.stages[action.stage].wait_parameters()
                     self.activity.begin_action(action)
-                    clock.start()
-                    made = acts[action.kind](action, values)
-                    clock.stop()
+                    clock.mark_start()
+                    messages = functions[action.kind](action, values)
+                    clock.mark_stop()
                     self.activity.end_action()
                     del values
-                for transfer, value in zip(gives, made, strict=True):
+
+                for transfer, value in zip(outputs, messages, strict=True):
                     if transfer.travels:
                         outgoing[transfer.destination].send(transfer, value)
                     else:
-                        handed[transfer] = detach_for_next_stage(value)
-                clock.sent()
-                made = value = None  # they are on their way
+                        local_values[transfer] = detach_for_next_stage(value)
+                clock.mark_sent()
+                messages = value = None  # frees their memory
         except (WaitError, ResourceError):
             raise
         except Exception as error:
-            raise explained(error, self.position.world.rank, action) from error
+            raise error_with_location(error, self.position.world.rank, action) from error
 
-    def _conclude(self, actions: Actions, clock: Clock, measurement: MemoryMeasurement | None) -> Outcome:
-        """The loss and the times of all ranks. The host waits for this rank's GPU here, and before it only without NCCL."""
-        agreed, losses = actions.agreed, actions.told()
-        ran = [step.action for step in agreed.program.steps]
-        total, wanted = weighted_sum(actions.losses, agreed.weights), len(agreed.weights) if agreed.wants_losses else 0
-        has_failed = self.background_save is not None and self.background_save.has_unreported_error
-        flags = has_failed, preempted(), self.watch is not None and self.watch.at_the_end()
-        mine = Ended(*total, *clock.summary(), peak_memory(self.device), len(losses.auxiliary), *clock.around(), *flags)
-        why = f"to end the step, after {ran[-1] if ran else 'nothing'}"
-        loss, of_each, report = conclude(self.control, self.position, self.schedule.placement[-1], mine, losses, wanted, why)
-        watch = self.watch if any(report.found) else None
-        given = {"inputs": actions.batch.inputs, "target": actions.batch.targets}
-        judged = verdict(self.control, watch, self.parameters, given) if watch else None
+    def _with_observers(self, functions: ActionFunctions, measurement: MemoryMeasurement | None) -> ActionFunctions:
+        """Return `functions`, wrapped by what watches them: monitor of values, measurement of memory, profiler."""
+        for observer in (self.nonfinite_monitor, measurement):
+            functions = functions if observer is None else observer.wrap_actions(functions)
+        return action_ranges(functions) if profiler_is_active() else functions
+
+    def _conclude(self, actions: StepActions, clock: ActionClock, measurement: MemoryMeasurement | None) -> StepResult:
+        """Exchange losses, times and flags with all ranks. The host waits for its GPU here; before, only without NCCL."""
+        config = actions.config
+        ran = [line.action for line in config.program.steps]
+        wait_reason = f"to end the step, after {ran[-1] if ran else 'nothing'}"
+
+        # 1. This rank's summary. The monitor looks at gradients last: they are complete now.
+        losses = actions.microbatch_losses()
+        loss_and_dtype = weighted_loss_sum(actions.losses, config.loss_shares)
+        save_failed = self.background_save is not None and self.background_save.has_unreported_error
+        flags = save_failed, preempted(), self.nonfinite_monitor is not None and self.nonfinite_monitor.check_final_gradients()
+        memory, seconds = peak_memory(self.device), clock.seconds_between_and_averaging()
+        summary = RankSummary(*loss_and_dtype, *clock.busy_summary(), memory, len(losses.auxiliary), *seconds, *flags)
+
+        # 2. All ranks' summaries.
+        num_losses = len(config.loss_shares) if config.wants_losses else 0
+        last_rank = self.schedule.placement[-1]
+        loss, loss_list, report = gather_step_report(
+            self.control, self.position, last_rank, summary, losses, num_losses, wait_reason
+        )
+
+        # 3. Where a value was not finite, all ranks look for its origin.
+        origin = None
+        if self.nonfinite_monitor is not None and any(report.nonfinite_found):
+            local_batch = {"inputs": actions.batch.inputs, "target": actions.batch.targets}
+            origin = find_origin(self.control, self.nonfinite_monitor, self.parameters, local_batch)
+
         outputs = [actions.outputs[microbatch] for microbatch in sorted(actions.outputs)]
-        sizes = agreed.known.sizes if agreed.known else measurement.sizes if measurement else {}
-        return Outcome(loss, of_each, outputs, report, ran, clock, sizes, judged)
+        sizes = config.learned.activation_sizes if config.learned else measurement.sizes if measurement else {}
+        return StepResult(loss, loss_list, outputs, report, ran, clock, sizes, origin)
 
-    def _watched(self, call: Call) -> Outcome:
-        if self.watch is None:
-            return self._step(call)
-        with self.watch.on(gradients=call.scaler is None or not call.scaler.is_enabled(), offset=self.skew.offset):
-            return self._step(call)
+    # -- values that are not finite ------------------------------------------------------------------------------------
 
-    def _after(self, outcome: Outcome, found: Verdict, call: Call, undo: Undo) -> Outcome:
-        """What follows where something was not finite: the step is raised, skipped, or run once more."""
-        name = f"step {call.step}: something is not finite"
-        if self.on_nonfinite == "raise" or found.cause == STATE or (self.on_nonfinite == "retry" and found.cause == DATA):
-            raise NonFiniteError(f"{name}, {CAUSES[found.cause]}: {found.text}")
-        undo.put_back()
+    def _run_watched(self, call: StepCall) -> StepResult:
+        """Run the step, with the monitor on if there is one. A scaler expects gradients to overflow: they are not checked."""
+        if self.nonfinite_monitor is None:
+            return self._run_once(call)
+        check_gradients = call.scaler is None or not call.scaler.is_enabled()
+        with self.nonfinite_monitor.watch_step(check_gradients, self.clock_skew.offset):
+            return self._run_once(call)
+
+    def _handle_nonfinite(
+        self, result: StepResult, origin: NonFiniteOrigin, call: StepCall, rollback: StepRollback
+    ) -> StepResult:
+        """Raise, skip the step, or run it once more, as `on_nonfinite` says."""
+        prefix = f"step {call.steps_before}: something is not finite"
+
+        # Running once more helps against neither parameters nor a batch that are not finite.
+        is_lost = origin.cause == STATE or (self.on_nonfinite == "retry" and origin.cause == DATA)
+        if self.on_nonfinite == "raise" or is_lost:
+            raise NonFiniteError(f"{prefix}, {CAUSE_TEXTS[origin.cause]}: {origin.text}")
+
+        rollback.restore()
         if self.on_nonfinite == "skip":
-            self._warn(f"{name}, and the step is skipped: {found.text}")
-            return outcome._replace(report=outcome.report._replace(skipped=True, nonfinite=found.text))
-        self.forget()
-        outcome = self._watched(call)
-        if (again := outcome.verdict) is None:
-            self._warn(f"{name}, and was transient: run once more, the step is finite. {found.text}")
-            return outcome._replace(report=outcome.report._replace(nonfinite=found.text))
-        if again.place == found.place:
-            raise NonFiniteError(f"{name}, and persistent: it is there again when the step is run once more: {found.text}")
-        told = f"and again, elsewhere, when the step is run once more: {found.text}; then {again.text}"
-        raise NonFiniteError(f"{name}, {told}")
+            self._warn_on_rank0(f"{prefix}, and the step is skipped: {origin.text}")
+            return result._replace(report=result.report._replace(skipped=True, nonfinite=origin.text))
 
-    def _warn(self, told: str) -> None:
+        self.discard_step_state()
+        result = self._run_watched(call)
+        second_origin = result.nonfinite_origin
+        if second_origin is None:
+            self._warn_on_rank0(f"{prefix}, and was transient: run once more, the step is finite. {origin.text}")
+            return result._replace(report=result.report._replace(nonfinite=origin.text))
+        if second_origin.place == origin.place:
+            raise NonFiniteError(f"{prefix}, and persistent: it is there again when the step is run once more: {origin.text}")
+        raise NonFiniteError(
+            f"{prefix}, and again, elsewhere, when the step is run once more: {origin.text}; then {second_origin.text}"
+        )
+
+    def _warn_on_rank0(self, text: str) -> None:
         if self.position.world.rank == 0:
-            warnings.warn(told, RuntimeWarning, stacklevel=6)
+            warnings.warn(text, RuntimeWarning, stacklevel=6)
+
+    # -- between steps -------------------------------------------------------------------------------------------------
 
     @property
     def channels(self) -> Channels:
-        """The channels, open: at the first step, and again after a failure."""
+        """The channels to the neighbours. They are opened at the first step, and again after a failure."""
         groups = self.control.open_groups()
-        if self._connected is None or self._connected[0] != self.control.times_closed:
-            self.control.all_gather_row((), "to open their lines")  # unless one of them is in another call
-            self._connected = self.control.times_closed, Channels(self.programs.program, self.position.pipeline, groups)
-            self.agreement.forget()
-        return self._connected[1]
+        if self._opened_channels is None or self._opened_channels[0] != self.control.times_closed:
+            self.control.all_gather_row((), "to open their lines")  # raises if a rank is in another call
+            self._opened_channels = self.control.times_closed, Channels(self.programs.program, self.position.pipeline, groups)
+            self.handshake.forget_learned()
+        return self._opened_channels[1]
 
-    def forget(self) -> None:
-        """Before a step: let go of whatever one that failed has left, and look at the modules anew."""
+    def discard_step_state(self) -> None:
+        """Before a step: drop what a failed one left in the stages, and read their modules anew."""
         for stage in self.stages.values():
             stage.begin_step()
+
+    def check_model(self) -> None:
+        """Raise MismatchError for parameters without values, and for attributes that differ from when the model was cut."""
+        self.parameters.check_initialised()
+        if self.attributes is not None:
+            self.attributes.check_unchanged()
+
+    def settle_background_save(self) -> None:
+        """Wait until the checkpoint in the background is written on this rank. Raise its error, unless raised before."""
+        if self.background_save is not None:
+            self.background_save.wait_unless_reported()
+            self.background_save = None

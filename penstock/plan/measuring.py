@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock import trees
 from penstock.comms.topology import CPU
-from penstock.engine.memory import Memory, MemoryMeasurement
+from penstock.engine.activation_memory import MemoryMeasurement, StorageSet
 from penstock.errors import MismatchError, PenstockError
 from penstock.partition import CuttableModel, run
 from penstock.partition.attributes import restore_attributes
@@ -251,7 +251,7 @@ def _measure_seconds(stage: Stage, inputs: list[Tensor]) -> ActionSeconds:
 def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, float, float, float]:
     """Of the activation, of what W keeps, of parameters, of the output; and what it keeps of that: the next layer counts it."""
     measured = MemoryMeasurement({MIDDLE_STAGE: stage})
-    acts = measured.around(
+    acts = measured.wrap_actions(
         {
             Kind.F: lambda action, values: stage.forward(0, values, split_backward=True),
             Kind.I: lambda action, values: stage.backward(0, values),
@@ -260,12 +260,12 @@ def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, fl
     )
     output = acts[Kind.F](Action(Kind.F, MIDDLE_STAGE, 0), _new_message(inputs))
     gradients = [torch.ones_like(tensor) for tensor in output if tensor.requires_grad]
-    carried, ends = sum(tensor.nbytes for tensor in output), Memory(output)
+    carried, ends = sum(tensor.nbytes for tensor in output), StorageSet(output)
     del output
-    kept_output = ends.alive()
+    kept_output = ends.alive_subset()
     acts[Kind.I](Action(Kind.I, MIDDLE_STAGE, 0), gradients)
     del gradients
     acts[Kind.W](Action(Kind.W, MIDDLE_STAGE, 0), None)
     size = measured.sizes.get(MIDDLE_STAGE, Size(0, 0))  # none of a compiled layer
     parameters = sum(parameter.nbytes for parameter in stage.module.parameters())
-    return max(0, size.act - kept_output.gone()), size.keep, parameters, carried, kept_output.gone()
+    return max(0, size.act - kept_output.freed_bytes()), size.keep, parameters, carried, kept_output.freed_bytes()

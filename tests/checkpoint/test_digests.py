@@ -17,7 +17,7 @@ from penstock import checkpoint
 from penstock.checkpoint.training_digests import RunsNotComparableError, compare_runs, value_digest
 from penstock.commands.audit import Audit
 from penstock.commands.train.setup import token_loss
-from penstock.engine.checks.digest import condensed
+from penstock.engine.checks.digest import block_sums
 from penstock.stage.dtensor import gather_full_tensor
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -30,7 +30,7 @@ import flips
 def test_every_flipped_bit_is_another_digest(dtype):
     tensor = torch.arange(21).view(3, 7).to(dtype)
     data = tensor.view(torch.uint8).flatten()
-    for way in (value_digest, lambda tensor: condensed(tensor).tolist()):
+    for way in (value_digest, lambda tensor: block_sums(tensor).tolist()):
         before, seen = way(tensor), []
         for byte in range(len(data)):
             for bit in range(8):
@@ -43,7 +43,7 @@ def test_every_flipped_bit_is_another_digest(dtype):
 
 def test_a_digest_is_the_same_in_every_process_and_release():
     assert value_digest(torch.arange(6.0).view(2, 3)) == "b70079b7"
-    assert condensed(torch.arange(6.0)).tolist() == [-5147975855063957504]
+    assert block_sums(torch.arange(6.0)).tolist() == [-5147975855063957504]
     state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "lr": 0.1, "betas": (0.9, 0.999), "foreach": None}
     assert value_digest(state) == "818f3e42"
 

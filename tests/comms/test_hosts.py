@@ -51,7 +51,12 @@ def rank_numbers(folder):
         pipe, losses = trained(schedule)
         timeline = pipe.timeline()
         lines = {peer: type(channel.line).__name__ for peer, channel in pipe._engine.channels.outgoing.items()}
-        one = {"losses": losses, "gradients": gradients(pipe.named_parameters()), "lines": lines, "skew": pipe._engine.skew}
+        one = {
+            "losses": losses,
+            "gradients": gradients(pipe.named_parameters()),
+            "lines": lines,
+            "skew": pipe._engine.clock_skew,
+        }
         told["runs"][schedule] = one | {"timeline": timeline, "error": pipe.clock_error}
     torch.save(told, folder / f"rank-{topology.rank}.pt")
 

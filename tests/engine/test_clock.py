@@ -9,7 +9,7 @@ import torch
 from reference import data, make
 
 import penstock as ps
-from penstock.engine import clock, comparison
+from penstock.engine import clock, rank_comparison
 from penstock.schedule.table import dependencies
 
 AHEAD = 1000.0  # seconds by which each rank's clock is ahead of the one before
@@ -18,17 +18,17 @@ AHEAD = 1000.0  # seconds by which each rank's clock is ahead of the one before
 def rank_on_its_own_machine(apart):
     rank = ps.comms.init_distributed().rank
     if apart:
-        comparison.machine = lambda: f"machine {rank // 2}"  # two ranks on each
+        rank_comparison.clock_id = lambda: f"machine {rank // 2}"  # two ranks on each
         clock.time = types.SimpleNamespace(perf_counter=lambda: time.perf_counter() + AHEAD * (rank // 2))
-        clock.Clock._mark = staticmethod(clock.time.perf_counter)
+        clock.ActionClock._mark = staticmethod(clock.time.perf_counter)
     model, loss_fn = make("gpt", depth=6)
     pipe = ps.Pipeline(model, loss_fn, "1f1b", 6)
     inputs, target = data("gpt", 12)
     for _ in range(3):
         pipe.step(inputs, target=target)
     timeline = pipe.timeline()
-    assert pipe.clock_error >= pipe._engine.skew.error
-    return timeline, pipe._engine.skew, pipe.report.makespan, pipe.clock_error
+    assert pipe.clock_error >= pipe._engine.clock_skew.error
+    return timeline, pipe._engine.clock_skew, pipe.report.makespan, pipe.clock_error
 
 
 @pytest.mark.ranks
@@ -58,16 +58,16 @@ def test_no_message_arrives_before_it_is_sent(apart):
 @pytest.mark.ranks
 def test_clocks_of_other_machines_are_compared_with_rank_0s():
     skews = [skew for _, skew, *_ in ps.launch(rank_on_its_own_machine, 4, True)]
-    assert skews[0] == skews[1] == clock.Skew()
+    assert skews[0] == skews[1] == clock.ClockSkew()
     for skew in skews[2:]:
         assert skew.error > 0
         assert skew.offset == pytest.approx(-AHEAD, abs=skew.error)
-    assert [skew for _, skew, *_ in ps.launch(rank_on_its_own_machine, 4, False)] == [clock.Skew()] * 4
+    assert [skew for _, skew, *_ in ps.launch(rank_on_its_own_machine, 4, False)] == [clock.ClockSkew()] * 4
 
 
 @pytest.mark.ranks
 def test_processes_of_one_machine_share_its_clock():
-    assert ps.launch(clock.machine, 2) == [clock.machine()] * 2
+    assert ps.launch(clock.clock_id, 2) == [clock.clock_id()] * 2
 
 
 # ---- a GPU's clock, told by a device that counts for itself
@@ -104,18 +104,18 @@ def test_a_gpus_clock_counts_from_the_end_of_the_step_before_and_waits_for_nothi
     device = Device()
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     monkeypatch.setattr(clock, "time", device)
-    first = clock.clock_for(torch.device("cuda"))
+    first = clock.make_clock(torch.device("cuda"))
     assert device.waits == 1  # once in a program: the two clocks meet
-    for each in (first.start, first.stop, first.sent, first.averaged):
+    for each in (first.mark_start, first.mark_stop, first.mark_sent, first.mark_averaged):
         each()
     assert device.waits == 1
     begin, end, busy = first.summary()
     assert (end - begin, busy, device.waits) == (1, 1, 2)
-    assert first.around() == (0, 1)
+    assert first.seconds_between_and_averaging() == (0, 1)
     before = device.waits
-    second = clock.clock_for(torch.device("cuda"), 5.0, first.end())
-    second.start(), second.stop(), second.sent(), second.averaged()
+    second = clock.make_clock(torch.device("cuda"), 5.0, first.mark_end())
+    second.mark_start(), second.mark_stop(), second.mark_sent(), second.mark_averaged()
     assert device.waits == before + 1  # at the end of the step, when there is nothing to wait for
-    assert second.around() == (11, 1)  # it was idle for 10, until it was told of the step
+    assert second.seconds_between_and_averaging() == (11, 1)  # it was idle for 10, until it was told of the step
     [(start, *_)] = second.intervals()
     assert start - 5 - begin > end - begin

@@ -9,7 +9,7 @@ from reference import accumulate, assert_same, data, gradients, make, merged
 from torch import nn
 
 import penstock as ps
-from penstock.engine.batch import LOOKED_AT, _some_values, seen
+from penstock.engine.batch import MAX_HASHED_VALUES, _sample_bytes, hash_values
 from penstock.mesh.sampler import ReplicaSampler
 
 ROWS, M = 9, 4
@@ -20,9 +20,9 @@ ROWS, M = 9, 4
 
 def test_a_fingerprint_of_values_depends_on_them_and_on_no_layout():
     tokens = torch.arange(32 * 1025).view(32, 1025)
-    assert seen(tokens[:, 1:]) == seen(tokens[:, 1:].clone()) == seen({"labels": tokens[:, 1:]})
+    assert hash_values(tokens[:, 1:]) == hash_values(tokens[:, 1:].clone()) == hash_values({"labels": tokens[:, 1:]})
     others = [tokens, tokens + 1, tokens.flip(0), tokens[:9], tokens.float(), (tokens, tokens)]
-    assert len({seen(each) for each in others}) == len(others)
+    assert len({hash_values(each) for each in others}) == len(others)
     odd = [
         torch.ones(()),
         torch.ones(3, 0),
@@ -30,14 +30,14 @@ def test_a_fingerprint_of_values_depends_on_them_and_on_no_layout():
         torch.ones(2, dtype=torch.complex64),
         torch.tensor(float("nan")),
     ]
-    assert all(seen(each) == seen(each.clone()) > 0 for each in odd)
+    assert all(hash_values(each) == hash_values(each.clone()) > 0 for each in odd)
 
 
 def test_few_values_are_looked_at_and_none_where_that_would_wait():
     for shape in ((1_000_000,), (33, 1025), (32, 3, 64, 64), (5, 2, 2, 2, 2, 2, 2, 2, 2)):
-        assert len(_some_values(torch.zeros(shape, dtype=torch.uint8))) <= LOOKED_AT
-    assert seen(None) == seen([3, "x"]) == 0
-    assert seen(torch.ones(3, device="meta")) == seen([torch.ones(3), torch.eye(3).to_sparse()]) == 0
+        assert len(_sample_bytes(torch.zeros(shape, dtype=torch.uint8))) <= MAX_HASHED_VALUES
+    assert hash_values(None) == hash_values([3, "x"]) == 0
+    assert hash_values(torch.ones(3, device="meta")) == hash_values([torch.ones(3), torch.eye(3).to_sparse()]) == 0
 
 
 def other_target(rank, batch):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import penstock as ps
-from penstock.engine.loss import UnequalCounts
+from penstock.engine.loss import UnequalWeightsCheck
 
 F = nn.functional
 M = 3
@@ -301,11 +301,11 @@ def test_what_tokens_cannot_count_is_told(work, told):
 
 def looked(loss_fn, *targets, microbatches=M, rows_dim=0):
     """What is warned of where each of `targets` is that of a step."""
-    check = UnequalCounts(loss_fn, microbatches, rows_dim)
+    check = UnequalWeightsCheck(loss_fn, microbatches, rows_dim)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for target in targets:
-            check.look(target)
+            check.check_target(target)
     return [str(each.message) for each in caught]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.engine.memory import Memory
+from penstock.engine.activation_memory import StorageSet
 from penstock.schedule import Costs, Measurement, Size, build, simulate
 
 pytestmark = pytest.mark.ranks
@@ -209,12 +209,12 @@ def test_functions_that_are_compiled_or_differentiate_within_run_as_ever_while_w
 
 def test_memory_counts_a_block_once_and_only_once_it_is_gone():
     block = torch.zeros(10)
-    memory = Memory([block, block[:3], block.view(2, 5), "no tensor", torch.eye(2).to_sparse(), None])
-    kept = memory.alive()
-    assert memory.gone() == 0
+    memory = StorageSet([block, block[:3], block.view(2, 5), "no tensor", torch.eye(2).to_sparse(), None])
+    kept = memory.alive_subset()
+    assert memory.freed_bytes() == 0
     del block
-    assert memory.gone() == kept.gone() == 40
-    assert memory.alive().gone() == 0
+    assert memory.freed_bytes() == kept.freed_bytes() == 40
+    assert memory.alive_subset().freed_bytes() == 0
 
 
 def rank_new_to_others():

@@ -246,7 +246,7 @@ def test_a_csv_is_proved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path, proved = str(tmp_path / "mine.csv"), []
     ps.schedule.build("zb-v", 2, 5).to_csv(path)
     monkeypatch.setattr(sys.modules["penstock.schedule.verify"], "prove", lambda program, **_: proved.append(program))
-    schedule, program = build.table(path, 2, 5, {})
+    schedule, program = build.build_schedule(path, 2, 5, {})
     assert proved == [program]
     assert schedule.actions == ps.schedule.build("zb-v", 2, 5).actions
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock import partition
-from penstock.engine.cut import Cut
+from penstock.engine.model_partition import ModelPartition
 from penstock.errors import MismatchError
 from penstock.stage.rank_parameters import RankParameters
 
@@ -42,7 +42,10 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
             parameter.grad = torch.randn_like(parameter)
         stages = partition.split(model, 2, cuts=[cut])
         names = partition.model_names_of_stages([partition.uncompiled_names(stage) for stage in stages], whole=True)
-        aliases, order = Cut({}, {}, dict(enumerate(stages)), whole=model).aliases(names), list(model.state_dict())
+        aliases, order = (
+            ModelPartition({}, {}, dict(enumerate(stages)), uncut_model=model).aliases(names),
+            list(model.state_dict()),
+        )
         ranks = [RankParameters({index: stage}, names, aliases, order) for index, stage in enumerate(stages)]
         parts = [each.gradient_norms_by_name(2.0) for each in ranks]
         expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])

@@ -1,9 +1,12 @@
-"""The first value of a step that is not finite, by its place: in what stages, layers and the loss give, or in gradients.
+"""Find the first value of a step that is NaN or infinite, among outputs of layers and stages, losses and gradients.
 
-A sum is one pass over a tensor, and finite unless something in it is not: so that is what is looked at, as the values come.
-Only where it is not finite more is asked. What is NaN once stays so in all that is made of it; therefore each rank notes the
-first place only, and of all ranks' notes the first one in time that was not received from another is where it began: in the
-parameters, in the batch, or in the step's own computation.
+The test is `tensor.sum()`: cheap, and not finite if any element is not; only then elements are tested. NaN spreads to all that
+is computed from it, so each rank records its first finding only. Of all ranks' findings the earliest that was not in received
+data is the origin. Its cause is in the parameters, in the batch, or in the step's own computation.
+
+    rank 0   forward finite   ------------------------------------>  backward received nan
+    rank 1                     forward of layers.5 gave nan           loss gave nan
+                               ^ the origin
 """
 
 import cmath
@@ -27,240 +30,274 @@ from penstock.stage.stage import Stage
 from penstock.torch_private import is_compiled, storage_key, strip_compiled_prefix
 from penstock.trees import tensors
 
-OWN, SHARED, RECEIVED = range(3)  # made here; averaged with other ranks'; given by another rank. The first is the best to blame
-STATE, DATA, COMPUTED = "parameters", "data", "computed"
-CAUSES = {STATE: "and was before the step began", DATA: "which came with the batch", COMPUTED: "and came up in the step"}
+OWN, SHARED, RECEIVED = range(3)  # source: computed here; averaged with other ranks; sent by another rank. The least is blamed
+STATE, DATA, COMPUTED = "parameters", "data", "computed"  # causes
+CAUSE_TEXTS = {STATE: "and was before the step began", DATA: "which came with the batch", COMPUTED: "and came up in the step"}
 OnNonfinite = Literal["raise", "skip", "retry"]
 LOSS = "the loss"
-SMALL = 2**14  # elements: gradients that are looked at after each backward, so that the microbatch is known; all are at the end
+SMALL_GRADIENT_ELEMENTS = 2**14  # gradients up to this size are tested after each backward, to know the microbatch
 
-Acts = Mapping[Kind, Callable[..., Any]]  # what the engine does for each kind of action
+ActionFunctions = Mapping[Kind, Callable[..., Any]]
 
 
-def check_choice(on_nonfinite: OnNonfinite | None) -> None:
-    """Raises MismatchError for what is no choice."""
+def check_on_nonfinite(on_nonfinite: OnNonfinite | None) -> None:
+    """Raise MismatchError for an unknown value of the option."""
     if on_nonfinite is not None and on_nonfinite not in get_args(OnNonfinite):
         raise MismatchError(f"on_nonfinite={on_nonfinite!r}: use 'raise', 'skip', 'retry' or None")
 
 
-class Finding(NamedTuple):
-    """The first value on a rank that was not finite."""
+class NonFiniteValue(NamedTuple):
+    """The first value on a rank that was not finite, and where it was. The smallest of all ranks is the origin."""
 
-    origin: int  # OWN, SHARED or RECEIVED
-    when: float  # seconds of the shared clock
+    source: int  # OWN, SHARED or RECEIVED
+    seconds: float  # on the shared clock
     rank: int
     stage: int
     action: str
     microbatch: int
-    layer: str  # the submodule's name in the uncut model, "" where it is the stage's own code or the loss
-    what: str  # "layers.3 gave nan"
+    layer: str  # the submodule's name in the uncut model, "" for the stage's own code or the loss
+    description: str  # "layers.3 gave nan"
 
     def __str__(self) -> str:
         action = f", action {self.action}, microbatch {self.microbatch}" if self.action else ""
-        others = " at the end of the step" if self.origin == SHARED else ""
-        return f"rank {self.rank}, stage {self.stage}{action}: {self.what}{others}"
+        suffix = " at the end of the step" if self.source == SHARED else ""
+        return f"rank {self.rank}, stage {self.stage}{action}: {self.description}{suffix}"
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What is the same if it happens again."""
-        return self.rank, self.action, self.layer, self.what
+        """What is equal if the same happens again."""
+        return self.rank, self.action, self.layer, self.description
 
 
-def value_of(tensor: Tensor, may_be_mask: bool = False) -> str:
-    """What in `tensor` is not finite, `nan` or `inf`; "" if nothing is.
+def nonfinite_kind(tensor: Tensor, may_be_mask: bool = False) -> str:
+    """Return "nan" or "inf" if an element is not finite, else "".
 
-    `may_be_mask`: of minus infinity and zeros only it is a mask, which is as it should be.
+    `may_be_mask`: a tensor of minus infinity and zeros only is a mask, and counts as finite.
     """
     tensor = local_shard(tensor.detach())
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
         return ""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
-    if cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all()):  # a sum may overflow
+    if cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all()):  # the sum of finite elements may overflow
         return ""
     if bool(tensor.isnan().any()):
         return "nan"
     return "" if may_be_mask and bool(((tensor == 0) | (tensor == -torch.inf)).all()) else "inf"
 
 
-def in_tree(value: Any, may_be_mask: bool = True) -> str:
-    """The same of the tensors in a tree."""
-    return next(filter(None, (value_of(tensor, may_be_mask) for tensor in tensors(value))), "")
+def nonfinite_kind_in_tree(tree: Any, may_be_mask: bool = True) -> str:
+    """Return "nan" or "inf" for the first tensor of a tree that is not finite, else ""."""
+    return next(filter(None, (nonfinite_kind(tensor, may_be_mask) for tensor in tensors(tree))), "")
 
 
-class Watch:
-    """Looks at what this rank's `stages` do in a step; `names`: as in `Parameters`.
+class NonFiniteMonitor:
+    """Tests what this rank's `stages` compute in a step. `names`: as in `RankParameters`.
 
-    Layers are looked at by hooks that are there during a step only; of a compiled module, the whole.
+    What is tested, in the order of an action:
+
+        forward    received values, output of each layer (by hooks), output of the stage, the loss
+        backward   received gradients, gradient of each layer's output (by hooks), sent gradients, small gradients of weights
+        at the end all gradients of weights
+
+    Hooks exist during a step only. A compiled module is tested as a whole.
     """
 
     def __init__(self, rank: int, stages: Mapping[int, Stage], names: Sequence[Mapping[str, str]]) -> None:
-        self.found: Finding | None = None
+        self.first_value: NonFiniteValue | None = None
         self._rank, self._stages, self._names = rank, stages, names
-        clash = any(whole != strip_compiled_prefix(own) for each in names for own, whole in each.items())
-        self._prefix = {index: f"{index}." if clash else "" for index in stages}
+        renamed = any(uncut != strip_compiled_prefix(own) for stage_names in names for own, uncut in stage_names.items())
+        self._prefix = {index: f"{index}." if renamed else "" for index in stages}
+
+        # Set for each step.
+        self.is_active, self._checks_gradients, self._clock_offset = False, True, 0.0
+
+        # Set for each action.
         self._action: Action | None = None  # that runs
-        self._passed = ""  # who gave the last gradient in it that was finite
-        self._seen: Callable[[], Any] = lambda: None  # the last output that was looked at, while it is there
-        self.active, self._gradients, self._offset = False, True, 0.0  # set anew for each step
+        self._last_finite = ""  # the layer whose output had the last gradient that was finite
+        self._last_output: Callable[[], Any] = lambda: None  # the last output that was tested, while it exists
+
         for stage in stages.values():
             if stage.loss_fn is not None:
-                stage.loss_fn = partial(self._loss, stage.loss_fn)
+                stage.loss_fn = partial(self._run_loss, stage.loss_fn)
 
     @contextmanager
-    def on(self, gradients: bool, offset: float) -> Iterator[None]:
-        """During a step; `gradients`: look at them too. `offset` makes this rank's clock the shared one."""
-        self.active, self.found, self._gradients, self._offset = True, None, gradients, offset
-        hooks = [hook for index, stage in self._stages.items() for hook in self._hooked(index, stage.module)]
+    def watch_step(self, check_gradients: bool, clock_offset: float) -> Iterator[None]:
+        """Test values during a step. `clock_offset` is added to this rank's times."""
+        self.is_active, self.first_value = True, None
+        self._checks_gradients, self._clock_offset = check_gradients, clock_offset
+        hooks = [hook for index, stage in self._stages.items() for hook in self._register_hooks(index, stage.module)]
         try:
             yield
         finally:
-            self.active, self._action = False, None
+            self.is_active, self._action = False, None
             for hook in hooks:
                 hook.remove()
 
-    def _hooked(self, index: int, module: nn.Module) -> Iterator[Any]:
+    def wrap_actions(self, functions: ActionFunctions) -> ActionFunctions:
+        """Return the engine's function for each kind of action, with the tests around it."""
+        if not self.is_active:
+            return functions
+        return {kind: partial(self._run_action, function) for kind, function in functions.items()}
+
+    def check_final_gradients(self) -> bool:
+        """At the end of a step: test all gradients, which are complete now. Return whether anything was not finite."""
+        if self.is_active and self.first_value is None:
+            self._check_weight_gradients(self._stages, SHARED)
+        return self.first_value is not None
+
+    def _register_hooks(self, index: int, module: nn.Module) -> Iterator[Any]:
+        """Register a forward hook for every submodule of a stage that is not inside of a compiled one."""
         compiled = [
-            name for name, each in module.named_modules() if is_compiled(each) or isinstance(each, torch.jit.ScriptModule)
+            name
+            for name, submodule in module.named_modules()
+            if is_compiled(submodule) or isinstance(submodule, torch.jit.ScriptModule)
         ]
-        for name, each in module.named_modules():
-            inside = any(name == other or not other or name.startswith(f"{other}.") for other in compiled)
-            if not inside and (name or type(module) is not nn.Sequential):  # whose output is that of its last layer
-                hook = partial(self._layer, self._prefix[index] + name if name else "")
-                yield each.register_forward_hook(hook, with_kwargs=True)
+        for name, submodule in module.named_modules():
+            is_inside = any(name == outer or not outer or name.startswith(f"{outer}.") for outer in compiled)
+            repeats_last_layer = not name and type(module) is nn.Sequential
+            if not is_inside and not repeats_last_layer:
+                hook = partial(self._check_layer_output, self._prefix[index] + name if name else "")
+                yield submodule.register_forward_hook(hook, with_kwargs=True)
 
-    def around(self, acts: Acts) -> Acts:
-        """What the engine does for each kind of action, looked at."""
-        return {kind: partial(self._act, act) for kind, act in acts.items()} if self.active else acts
+    def _run_action(self, function: Callable[..., Any], action: Action, values: Any) -> Any:
+        """Run an action. Test what it received, and what it sends."""
+        stage, is_backward = self._stages[action.stage], action.kind is not Kind.F
+        is_tested = self._checks_gradients or not is_backward
+        self._action, self._last_finite = action, LOSS if stage.loss_fn is not None else ""
 
-    def _act(self, act: Callable[..., Any], action: Action, values: Any) -> Any:
-        stage, backward = self._stages[action.stage], action.kind is not Kind.F
-        self._action, self._passed = action, LOSS if stage.loss_fn is not None else ""
-        looks = self._gradients or not backward
-        if looks and self.found is None and (value := in_tree(values, not backward)):
-            self._note("", f"what it received has {value}", RECEIVED)
-        made = act(action, values)
-        if looks and self.found is None:
-            if backward and (value := in_tree(made, may_be_mask=False)):
-                self._blame_backward(value, "")
-            elif backward:
-                self._look_at_gradients((action.stage,), shared=stage.replication.hooks_gradients, largest=SMALL)
-            elif value := in_tree(made):
-                self._note("", f"the stage gave {value}")
+        if is_tested and self.first_value is None and (kind := nonfinite_kind_in_tree(values, may_be_mask=not is_backward)):
+            self._record("", f"what it received has {kind}", RECEIVED)
+
+        messages = function(action, values)  # hooks test layers inside
+
+        if is_tested and self.first_value is None:
+            if is_backward and (kind := nonfinite_kind_in_tree(messages, may_be_mask=False)):
+                self._record_backward(kind, "")
+            elif is_backward:
+                source = SHARED if stage.replication.hooks_gradients else OWN
+                self._check_weight_gradients((action.stage,), source, SMALL_GRADIENT_ELEMENTS)
+            elif kind := nonfinite_kind_in_tree(messages):
+                self._record("", f"the stage gave {kind}")
         self._action = None
-        return made
+        return messages
 
-    def _layer(self, name: str, module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> None:
-        """After a layer's forward, or a stage's. What it was given is looked at only if what it gave is not finite."""
-        if self._action is None or self.found is not None or not self._is_new(output):
+    def _check_layer_output(self, layer: str, module: nn.Module | None, args: Any, kwargs: Any, output: Any) -> None:
+        """A forward hook. Only if the output is not finite, inputs are tested too."""
+        if self._action is None or self.first_value is not None or not self._is_new_output(output):
             return
-        if value := in_tree(output):
-            given = [tensor for tensor in tensors((args, kwargs)) if not _within(tensor, output)]
-            outside = name.rpartition(".")[0]
-            if earlier := in_tree(given):  # so it was made between layers
-                self._note(outside, f"the forward of {outside or 'the stage'} gave {earlier} to {name}")
-            else:
-                self._note(name, f"{name or 'the stage'} gave {value}")
-        else:
-            self._await_gradient(name, output)
+        kind = nonfinite_kind_in_tree(output)
+        if not kind:
+            self._register_gradient_hooks(layer, output)
+            return
 
-    def _loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Any:
-        self._layer("", None, (), {}, output)
+        inputs = [tensor for tensor in tensors((args, kwargs)) if not _shares_memory(tensor, output)]
+        if input_kind := nonfinite_kind_in_tree(inputs):  # computed between layers
+            parent = layer.rpartition(".")[0]
+            self._record(parent, f"the forward of {parent or 'the stage'} gave {input_kind} to {layer}")
+        else:
+            self._record(layer, f"{layer or 'the stage'} gave {kind}")
+
+    def _run_loss(self, loss_fn: Callable[[Any, Any], Tensor], output: Any, target: Any) -> Any:
+        """Run the loss. Test the stage's output and the loss."""
+        self._check_layer_output("", None, (), {}, output)
         loss = loss_fn(output, target)
-        if self._action is not None and self.found is None and isinstance(loss, Tensor) and (value := value_of(loss)):
-            self._note("", f"{LOSS} gave {value}")
+        is_tested = self._action is not None and self.first_value is None and isinstance(loss, Tensor)
+        if is_tested and (kind := nonfinite_kind(loss)):
+            self._record("", f"{LOSS} gave {kind}")
         return loss
 
-    def _is_new(self, output: Any) -> bool:
-        """Whether it is not what the layer before gave: a container gives what the last in it gave."""
-        if output is self._seen():
+    def _is_new_output(self, output: Any) -> bool:
+        """Whether it is not the output that was tested last: a container returns that of its last layer."""
+        if output is self._last_output():
             return output is None
-        self._seen = weakref.ref(output) if isinstance(output, Tensor) else lambda: None
+        self._last_output = weakref.ref(output) if isinstance(output, Tensor) else lambda: None
         return True
 
-    def _await_gradient(self, name: str, output: Any) -> None:
-        for tensor in tensors(output) if self._gradients else ():
+    def _register_gradient_hooks(self, layer: str, output: Any) -> None:
+        for tensor in tensors(output) if self._checks_gradients else ():
             if tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._gradient, name))
+                tensor.register_hook(partial(self._check_activation_grad, layer))
 
-    def _gradient(self, name: str, gradient: Tensor) -> None:
-        """The gradient of what `name` gave, on its way back to it."""
-        if self._action is None or self.found is not None:
+    def _check_activation_grad(self, layer: str, grad: Tensor) -> None:
+        """A hook for the gradient of a layer's output. Backward, it arises in the layer that was tested before."""
+        if self._action is None or self.first_value is not None:
             return
-        if value := value_of(gradient):
-            self._blame_backward(value, f" to {name}" if name else "")
+        if kind := nonfinite_kind(grad):
+            self._record_backward(kind, f" to {layer}" if layer else "")
         else:
-            self._passed = name
+            self._last_finite = layer
 
-    def _blame_backward(self, value: str, to: str) -> None:
-        giver = self._passed
-        self._note("" if giver == LOSS else giver, f"the backward of {giver or 'the stage'} gave {value}{to}")
+    def _record_backward(self, kind: str, receiver: str) -> None:
+        """Record that the backward of the layer with the last finite gradient gave a value that is not."""
+        layer = self._last_finite
+        self._record("" if layer == LOSS else layer, f"the backward of {layer or 'the stage'} gave {kind}{receiver}")
 
-    def at_the_end(self) -> bool:
-        """Whether something of the step is not finite: once more the gradients, which are complete now."""
-        if self.active and self.found is None:
-            self._look_at_gradients(self._stages, shared=True)
-        return self.found is not None
-
-    def _look_at_gradients(self, stages: Iterable[int], shared: bool, largest: float = math.inf) -> None:
-        """Look at those of parameters of up to `largest` elements; `shared`: other ranks' may be in them by now."""
-        for index in stages if self._gradients and self.found is None else ():
-            for name, parameter in self._stages[index].module.named_parameters():
-                gradient = parameter.grad if parameter.numel() <= largest else None
-                if gradient is not None and (value := value_of(gradient)):
-                    whole = self._names[index].get(name, name)
-                    what = f"the gradient of {whole} has {value}"
-                    self._note(whole.rpartition(".")[0], what, SHARED if shared else OWN, index)
+    def _check_weight_gradients(self, stages: Iterable[int], source: int, max_elements: float = math.inf) -> None:
+        """Test the gradients of parameters of up to `max_elements`. SHARED: those of other ranks may be in them."""
+        for index in stages if self._checks_gradients and self.first_value is None else ():
+            for own_name, parameter in self._stages[index].module.named_parameters():
+                grad = parameter.grad if parameter.numel() <= max_elements else None
+                if grad is not None and (kind := nonfinite_kind(grad)):
+                    name = self._names[index].get(own_name, own_name)
+                    self._record(name.rpartition(".")[0], f"the gradient of {name} has {kind}", source, index)
                     return
 
-    def _note(self, layer: str, what: str, origin: int = OWN, stage: int = 0) -> None:
+    def _record(self, layer: str, description: str, source: int = OWN, stage: int = 0) -> None:
         action = self._action
-        where = (stage, "", -1) if action is None else (action.stage, str(action), action.microbatch)
-        self.found = Finding(origin, time.perf_counter() + self._offset, self._rank, *where, layer, what)
+        location = (stage, "", -1) if action is None else (action.stage, str(action), action.microbatch)
+        seconds = time.perf_counter() + self._clock_offset
+        self.first_value = NonFiniteValue(source, seconds, self._rank, *location, layer, description)
 
 
-def _within(tensor: Tensor, output: Any) -> bool:
-    """Whether it lies where a part of `output` does: a layer that works in place leaves nothing of its input."""
-    memory = storage_key(tensor)
-    return any(storage_key(tensor) == memory for tensor in tensors(output))
+def _shares_memory(tensor: Tensor, output: Any) -> bool:
+    """Whether `tensor` has the storage of a part of `output`: an in-place layer has overwritten its input."""
+    key = storage_key(tensor)
+    return any(storage_key(part) == key for part in tensors(output))
 
 
-# -- what all ranks know together -----------------------------------------------------------------------------------------
+# -- the origin, from all ranks' findings ---------------------------------------------------------------------------------
 
 
-class Verdict(NamedTuple):
-    """Where the first value that was not finite came from, the same on every rank."""
+class NonFiniteOrigin(NamedTuple):
+    """Where the first value came from that was not finite, the same on every rank."""
 
     cause: str  # STATE, DATA or COMPUTED
     text: str
-    place: tuple[Any, ...]  # the same if it happens there again
+    place: tuple[Any, ...]  # equal if it happens there again
 
 
-def verdict(control: ControlGroup, watch: Watch, parameters: RankParameters, batch: Mapping[str, Sequence[Any]]) -> Verdict:
-    """What all ranks come to once one of them has found something; all call it, when all have ended the step.
+def find_origin(
+    control: ControlGroup, monitor: NonFiniteMonitor, parameters: RankParameters, batch: Mapping[str, Sequence[Any]]
+) -> NonFiniteOrigin:
+    """Return the origin, once a rank has found a value that is not finite. All ranks call it, at the end of the step.
 
-    `batch`: microbatches of inputs and of targets, as far as this rank reads them.
+    `batch`: microbatches of inputs and of the target, as far as this rank reads them.
     """
-    rank = control.topology.rank
-    state, data = ([f"rank {rank}: {each}" for each in told] for told in (_state(parameters), _data(batch)))
-    everyone = control.all_gather_object((watch.found, state, data), "to tell what is not finite")
-    first = min((found for found, *_ in everyone if found), key=lambda each: each[:2])
-    for cause, told in ((STATE, [each for _, each, _ in everyone]), (DATA, [each for *_, each in everyone])):
-        if several := [each for mine in told for each in mine]:
-            more = f" (and {len(several) - 1} more)" if len(several) > 1 else ""
-            return Verdict(cause, f"{several[0]}{more}; first seen in {first}", first.place)
-    return Verdict(COMPUTED, str(first), first.place)
+    prefix = f"rank {control.topology.rank}: "
+    state = [prefix + text for text in _nonfinite_parameters(parameters)]
+    data = [prefix + text for text in _nonfinite_inputs(batch)]
+    findings = control.all_gather_object((monitor.first_value, state, data), "to tell what is not finite")
+    first = min((value for value, *_ in findings if value), key=lambda value: (value.source, value.seconds))
+
+    all_state = [text for _, state, _ in findings for text in state]
+    all_data = [text for *_, data in findings for text in data]
+    for cause, texts in ((STATE, all_state), (DATA, all_data)):
+        if texts:
+            count = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+            return NonFiniteOrigin(cause, f"{texts[0]}{count}; first seen in {first}", first.place)
+    return NonFiniteOrigin(COMPUTED, str(first), first.place)
 
 
-def _state(parameters: RankParameters) -> Iterator[str]:
-    """What cannot have come of this step, since no step changes a parameter."""
+def _nonfinite_parameters(parameters: RankParameters) -> Iterator[str]:
+    """Describe the parameters that are not finite. No step changes a parameter, so they were so before."""
     for name, parameter in parameters.named_parameters():
-        if value := value_of(parameter):
-            yield f"{name} has {value} since the last optimizer step, or was loaded so"
+        if kind := nonfinite_kind(parameter):
+            yield f"{name} has {kind} since the last optimizer step, or was loaded so"
 
 
-def _data(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    for what, microbatches in batch.items():
-        for number, each in enumerate(microbatches):
-            if value := in_tree(each):
-                yield f"the batch's {what} in microbatch {number} have {value}"
+def _nonfinite_inputs(batch: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    for name, microbatches in batch.items():
+        for number, part in enumerate(microbatches):
+            if kind := nonfinite_kind_in_tree(part):
+                yield f"the batch's {name} in microbatch {number} have {kind}"

@@ -14,18 +14,18 @@ import penstock as ps
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.channels import SendChannel
-from penstock.engine import memory
-from penstock.engine.agreement import REMEMBERED
-from penstock.engine.batch import fingerprint
+from penstock.engine import activation_memory
+from penstock.engine.batch import cached_hash48
+from penstock.engine.handshake import MAX_LEARNED_KINDS
 from penstock.stage.microbatch import batch_signature
 
 BATCHES = """
 import torch
-from penstock.engine.batch import fingerprint
+from penstock.engine.batch import cached_hash48
 from penstock.stage.microbatch import signature
 keywords = {"mask": torch.ones(4, dtype=torch.bool), "n": 3, "name": "x", "none": None, "list": [torch.ones(1)]}
 batch = ((torch.zeros(2, 3), torch.zeros(1)), keywords)
-print(fingerprint(signature(batch).encode()))
+print(cached_hash48(signature(batch).encode()))
 """
 
 
@@ -49,7 +49,7 @@ def test_a_batch_has_the_same_fingerprint_in_every_interpreter():
 def test_a_signature_tells_structures_shapes_and_dtypes_apart_but_not_values():
     x = torch.zeros(2, 3)
     batches = [x, x[:1], x.double(), (x,), [x], {"a": x}, {"b": x}, (x, 1), (x, None), (x, "1"), ()]
-    assert len({fingerprint(batch_signature(batch).encode()) for batch in batches}) == len(batches)
+    assert len({cached_hash48(batch_signature(batch).encode()) for batch in batches}) == len(batches)
     assert batch_signature({"a": x, "n": 1}) == batch_signature({"a": x + 1, "n": 2})
 
 
@@ -61,10 +61,14 @@ def model():
 def rank_kinds():
     pipe = ps.Pipeline(model(), nn.functional.mse_loss, "1f1b", 2)
     known, specs = [], 0
-    for length in [*range(1, REMEMBERED + 20), 1, REMEMBERED + 19]:  # the first is forgotten by then, the last is not
+    for length in [
+        *range(1, MAX_LEARNED_KINDS + 20),
+        1,
+        MAX_LEARNED_KINDS + 19,
+    ]:  # the first is forgotten by then, the last is not
         inputs = torch.ones(2, length, 8)
         pipe.step(inputs, target=inputs)
-        known.append(len(pipe._engine.agreement._known))
+        known.append(len(pipe._engine.handshake._learned))
         specs = max(specs, pipe._engine.programs._known.cache_info().currsize)
     return known, specs, gradients(pipe.named_parameters())
 
@@ -73,19 +77,21 @@ def rank_kinds():
 def test_the_last_kinds_of_batch_are_remembered_and_no_more():
     everyone = ps.launch(rank_kinds, 2)
     whole = model()
-    for length in [*range(1, REMEMBERED + 20), 1, REMEMBERED + 19]:
+    for length in [*range(1, MAX_LEARNED_KINDS + 20), 1, MAX_LEARNED_KINDS + 19]:
         inputs = torch.ones(2, length, 8)
         accumulate(whole, nn.functional.mse_loss, (inputs, inputs), 2)
     expected = gradients(whole.named_parameters())
     for known, programs, mine in everyone:
-        assert max(known) == REMEMBERED == known[-1]
-        assert programs <= REMEMBERED
+        assert max(known) == MAX_LEARNED_KINDS == known[-1]
+        assert programs <= MAX_LEARNED_KINDS
         assert_same(mine, {name: expected[name] for name in mine})
 
 
 def rank_noted():
     noted = []
-    memory._Noting.__enter__ = lambda self, enter=memory._Noting.__enter__: noted.append(1) or enter(self)
+    activation_memory._OutputRecorder.__enter__ = lambda self, enter=activation_memory._OutputRecorder.__enter__: (
+        noted.append(1) or enter(self)
+    )
     pipe = ps.Pipeline(model(), nn.functional.mse_loss, "interleaved-1f1b", 6)
     counts = []
     for rows in (12, 12, 18):
@@ -119,7 +125,7 @@ def rank_counts():
         (ControlGroup, "_transfer"),
         (SendChannel, "send"),
         (message_spec, "pack_spec"),
-        (memory._Noting, "__enter__"),
+        (activation_memory._OutputRecorder, "__enter__"),
     ]:
         counted(owner, name)
     told = []

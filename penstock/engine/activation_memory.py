@@ -1,0 +1,135 @@
+"""The bytes that a microbatch in flight keeps alive on a stage, measured in the first step of every kind of batch.
+
+While a forward runs, the storages of its inputs and of everything its operations return are recorded, by weak reference.
+Memory that still exists when the backward begins and is freed by its end counts as kept by the microbatch, once for each
+storage. So parameters, the batch, and whatever lives longer count nothing, and what is recomputed counts only while it exists.
+Between I and W the same, with the gradients that W still needs.
+
+Not seen: memory that code takes without torch's operations, and what compiled code saves. A stage with a compiled module in
+it is not measured; a compiled function inside a stage seems to keep nothing.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.schedule import Size
+from penstock.schedule.table import Action, Kind
+from penstock.stage.stage import Stage
+from penstock.torch_private import TorchDispatchMode, import_dynamo, is_compiled, storage_key
+from penstock.trees import leaves
+
+ActionFunction = Callable[..., Any]  # (action, received values) -> messages
+
+
+class StorageSet:
+    """The storages of some tensors, each once, by weak reference."""
+
+    def __init__(self, tensors: Iterable[Any] = ()) -> None:
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # key -> storage, bytes
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Any]) -> None:
+        """Add the storages of those of `tensors` that are tensors; for a wrapper subclass, those of its inner tensors."""
+        for tensor in tensors:
+            if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+                self.add(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            elif isinstance(tensor, Tensor):
+                with suppress(NotImplementedError, RuntimeError):  # a sparse tensor, for one, has no storage
+                    if (key := storage_key(tensor)) not in self._storages:
+                        storage = tensor.untyped_storage()
+                        self._storages[key] = StorageWeakRef(storage), storage.nbytes()
+
+    def alive_subset(self) -> "StorageSet":
+        """Return the storages that exist now."""
+        subset = StorageSet()
+        subset._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        return subset
+
+    def freed_bytes(self) -> int:
+        """Return the bytes of the storages that no longer exist."""
+        return sum(size for storage, size in self._storages.values() if storage.expired())
+
+
+class _OutputRecorder(TorchDispatchMode):
+    """Adds what every operation returns to a set of storages."""
+
+    def __init__(self, storages: StorageSet) -> None:
+        super().__init__()
+        self._storages = storages
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled under this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self._storages.add(leaves(output))
+        return output
+
+
+class MemoryMeasurement:
+    """Measures what one microbatch keeps on each of a rank's `stages` while a training step runs.
+
+    It is the first microbatch to reach the stage that will have a backward. Recording takes time, so only that one is slowed.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        import_dynamo()
+        self._stages = {index: stage for index, stage in stages.items() if not any(map(is_compiled, stage.module.modules()))}
+        self._measured_microbatch: dict[int, int] = {}  # by stage
+        self._without_backward: frozenset[int] = frozenset()
+        self._of_forward: dict[int, StorageSet] = {}  # by stage, until its backward
+        self._around_input_backward: dict[int, tuple[StorageSet, StorageSet]] = {}  # by stage: alive before I, and after it
+        self.sizes: dict[int, Size] = {}  # the result, by stage
+
+    def wrap_actions(self, functions: Mapping[Kind, ActionFunction]) -> dict[Kind, ActionFunction]:
+        """Return the engine's function for each kind of action, with the measurement around it."""
+        wrappers = {Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward, Kind.W: self._backward_weight}
+        return {kind: partial(wrappers[kind], function) for kind, function in functions.items()}
+
+    def skip_microbatches(self, microbatches: frozenset[int]) -> None:
+        """Do not measure `microbatches`, which have no backward. One of them may have run before the handshake."""
+        self._without_backward = microbatches
+        for stage in [stage for stage, number in self._measured_microbatch.items() if number in microbatches]:
+            del self._measured_microbatch[stage], self._of_forward[stage]
+
+    def _forward(self, function: ActionFunction, action: Action, values: Any) -> Any:
+        is_measured = action.stage in self._stages and action.stage not in self._measured_microbatch
+        if not is_measured or action.microbatch in self._without_backward:
+            return function(action, values)
+
+        self._measured_microbatch[action.stage] = action.microbatch
+        storages = self._of_forward[action.stage] = StorageSet(leaves(values))
+        with _OutputRecorder(storages):
+            return function(action, values)
+
+    def _backward(self, function: ActionFunction, action: Action, values: Any) -> Any:
+        if self._measured_microbatch.get(action.stage) != action.microbatch or action.stage not in self._of_forward:
+            return function(action, values)
+
+        alive_before = self._of_forward.pop(action.stage).alive_subset()
+        messages = function(action, values)
+        if action.kind is Kind.I:
+            alive_after = alive_before.alive_subset()
+            alive_after.add(self._stages[action.stage].saved_for_weight_backward(action.microbatch))
+            self._around_input_backward[action.stage] = alive_before, alive_after
+        else:
+            freed = alive_before.freed_bytes()
+            self.sizes[action.stage] = Size(freed, freed)
+        return messages
+
+    def _backward_weight(self, function: ActionFunction, action: Action, values: Any) -> Any:
+        messages = function(action, values)
+        stage = action.stage
+        if stage in self._around_input_backward and not self._stages[stage].saved_for_weight_backward(
+            self._measured_microbatch[stage]
+        ):
+            alive_before, alive_after = self._around_input_backward.pop(stage)
+            self.sizes[stage] = Size(alive_before.freed_bytes(), alive_after.freed_bytes())
+        return messages

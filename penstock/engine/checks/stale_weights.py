@@ -1,0 +1,199 @@
+"""Find weights that are stale on this rank, because another rank has trained them: of a model object, or of two pipelines.
+
+Each rank records how its tensors were when the last pipeline of them was built: those that it ran, and those that others ran.
+When the next one is built, the ranks tell each other which of theirs have changed since. A tensor is stale on a rank that did
+not run it, and where nobody has loaded it since, if it has changed where it was run.
+"""
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from penstock.comms.encoding import view_as_bytes
+from penstock.errors import MismatchError
+from penstock.stage.dtensor import local_shard
+from penstock.torch_private import tensor_slots, tensor_version
+
+TensorKey = tuple[str, str]  # the first pipeline that had a tensor, and its name in the uncut model: the same on all ranks
+MAX_SAMPLED_VALUES = 64  # of a tensor, to see changes of `.data` by an optimizer, of which autograd does not know
+STALE_HINT = (
+    "pipe.rebuild(schedule=..) goes on with the trained ones, checkpoint.export(pipe, path) writes a file of them to load into "
+    "the model, and pipe.state_dict() has this rank's part"
+)
+
+
+class _TensorRecord:
+    """A tensor's version and values when the last pipeline of it was built."""
+
+    def __init__(self, key: TensorKey, tensor: Tensor, is_local: bool, was_stale: bool) -> None:
+        self.key, self.is_local, self.was_stale = key, is_local, was_stale
+        self.tensor = weakref.ref(tensor)
+        self._version, self._sample = _version(tensor), sample_bytes(tensor)
+
+    def has_changed(self) -> bool:
+        """Whether its values differ now. A buffer may be written with the values that it has: only values count."""
+        if (tensor := self.tensor()) is None:
+            return False
+        was_written = _version(tensor) != self._version and (isinstance(tensor, nn.Parameter) or tensor.is_meta)
+        return was_written or not torch.equal(sample_bytes(tensor), self._sample)
+
+    def is_stale(self, changed: Collection[TensorKey]) -> bool:
+        """Whether another rank has newer values. `changed`: keys of tensors that have changed where they were run."""
+        return not self.is_local and (self.was_stale or self.key in changed) and not self.has_changed()
+
+
+_records: dict[int, _TensorRecord] = {}  # by the tensor's id
+_hooks: "weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]]" = weakref.WeakKeyDictionary()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor_version(tensor)
+
+
+def sample_bytes(tensor: Tensor) -> Tensor:
+    """Return some of a tensor's values, evenly spread, as bytes."""
+    tensor = local_shard(tensor.detach())
+    if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    step = -(-tensor.numel() // MAX_SAMPLED_VALUES)
+    return view_as_bytes(tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device)))
+
+
+def _records_of(tensors: Iterable[Tensor]) -> list[_TensorRecord]:
+    records = [_records[id(tensor)] for tensor in tensors if id(tensor) in _records]
+    return [record for record in records if record.tensor() is not None]
+
+
+def any_recorded(tensors: Iterable[Tensor]) -> bool:
+    """Whether an earlier pipeline has had one of the tensors."""
+    return bool(_records_of(tensors))
+
+
+def changed_keys() -> set[TensorKey]:
+    """Return the keys of the tensors that this rank has run and whose values have changed."""
+    return {record.key for record in _records.values() if record.is_local and record.has_changed()}
+
+
+def check_not_stale(tensors: Mapping[str, Tensor], changed: Collection[TensorKey], rank: int) -> None:
+    """Raise MismatchError if one of `tensors`, which this rank is to run, is stale. `changed`: the keys of all ranks."""
+    stale = [name for name, tensor in tensors.items() if any(record.is_stale(changed) for record in _records_of([tensor]))]
+    if stale:
+        raise MismatchError(
+            f"a pipeline has trained this model, and rank {rank} would run {len(stale)} tensors ({stale[0]}, ..) whose new "
+            f"values are on another rank: {STALE_HINT}"
+        )
+
+
+def record_pipeline(
+    pipeline_number: int,
+    local_tensors: Mapping[str, Tensor],
+    remote_tensors: Mapping[str, Tensor],
+    changed: Collection[TensorKey],
+    num_ranks: int,
+) -> "SharedTensors":
+    """Record the tensors of a pipeline that was built: those that this rank runs, and those that others run, by name."""
+    for tensor_id in [tensor_id for tensor_id, record in _records.items() if record.tensor() is None]:
+        del _records[tensor_id]
+
+    for name, tensor in [*local_tensors.items(), *remote_tensors.items()] if num_ranks > 1 else ():
+        previous, is_local = _records.get(id(tensor)), name in local_tensors
+        was_stale = previous is not None and not is_local and previous.is_stale(changed)
+        key = (str(pipeline_number), name) if previous is None else previous.key
+        _records[id(tensor)] = _TensorRecord(key, tensor, is_local, was_stale)
+    return SharedTensors(local_tensors, remote_tensors)
+
+
+# -- two pipelines of one model -------------------------------------------------------------------------------------------
+
+
+_pipelines: "weakref.WeakSet[SharedTensors]" = weakref.WeakSet()
+
+
+class SharedTensors:
+    """The tensors of a pipeline's model, by name, to find those that another pipeline trains on another rank.
+
+    Pipelines are built in the same order on all ranks, so each rank knows which others have trained since.
+    """
+
+    def __init__(self, local_tensors: Mapping[str, Tensor], remote_tensors: Mapping[str, Tensor]) -> None:
+        self.local = {id(tensor): (name, weakref.ref(tensor)) for name, tensor in local_tensors.items()}
+        self.remote = {id(tensor): weakref.ref(tensor) for tensor in remote_tensors.values()}
+        self.steps = 0  # of training
+        self._remote_elsewhere: list[tuple[weakref.ref[SharedTensors], str, weakref.ref[Tensor], int]] = []
+        for pipeline in _pipelines:
+            self._record_overlap(pipeline)
+            pipeline._record_overlap(self)
+        _pipelines.add(self)
+
+    def _record_overlap(self, pipeline: "SharedTensors") -> None:
+        """Record the tensors that this rank runs here and that other ranks run for `pipeline`, with its step count."""
+        for tensor_id, (name, tensor) in self.local.items():
+            remote = pipeline.remote.get(tensor_id)
+            if remote is not None and remote() is not None and remote() is tensor():
+                self._remote_elsewhere.append((weakref.ref(pipeline), name, tensor, pipeline.steps))
+
+    def check_not_trained_apart(self) -> None:
+        """Before a training step: raise MismatchError if another pipeline has trained a layer on another rank."""
+        for reference, name, tensor, steps in self._remote_elsewhere:
+            pipeline, weight = reference(), tensor()
+            if pipeline is not None and weight is not None and weight.requires_grad and pipeline.steps != steps:
+                raise MismatchError(
+                    f"another pipeline has {name} on another rank, and has trained since this one was built: neither sees what "
+                    "the other does. Cut both so that a shared layer is on one rank, or go on with pipe.rebuild(..)"
+                )
+
+
+# -- the model by itself --------------------------------------------------------------------------------------------------
+
+
+def refuse_stale_use(model: nn.Module) -> None:
+    """After a training step: refuse forward, `state_dict()`, copy and pickle of `model` from now on, while it is stale."""
+    if model not in _hooks:
+        hook = _RefusalHook(model)
+        _hooks[model] = [model.register_forward_pre_hook(hook), model.register_state_dict_pre_hook(hook)]
+
+
+@contextmanager
+def allow_stale_use(model: Any) -> Iterator[None]:
+    """Allow it again while another pipeline of `model` is built, which traces its forward and reads its names."""
+    handles = _hooks.pop(model, ()) if isinstance(model, nn.Module) else ()
+    for handle in handles:
+        handle.remove()
+    try:
+        yield
+    finally:
+        if handles:
+            refuse_stale_use(model)
+
+
+class _RefusalHook:
+    """A hook of `model` that raises if it is stale. It is copied and pickled with the model, and raises then too."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model and weakref.ref(model)
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        _check_model_not_stale(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle and deepcopy."""
+        if self._model is not None and (model := self._model()) is not None:
+            _check_model_not_stale(model)
+        return _RefusalHook, (None,)
+
+
+def _check_model_not_stale(model: nn.Module) -> None:
+    """Raise MismatchError if a tensor that this rank runs has changed: then those of other ranks have changed there."""
+    records = _records_of(slot.tensor for slot in tensor_slots(model))
+    if any(record.is_local and record.has_changed() for record in records):
+        stale = [record.key[1] for record in records if not record.is_local and (record.was_stale or not record.has_changed())]
+        if stale:
+            raise MismatchError(
+                f"a pipeline has trained this {type(model).__name__}, and {len(stale)} of its tensors ({stale[0]}, ..) have "
+                f"their new values on other ranks: {STALE_HINT}"
+            )

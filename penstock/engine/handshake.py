@@ -1,0 +1,253 @@
+"""The handshake before a step's data flows: each rank sends a header, reads all headers, and draws the same conclusions."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.comms.control_group import ControlGroup
+from penstock.comms.transport.channels import MessageSpecs
+from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHeader
+from penstock.engine.checks.gradient_factor import TOLERANCE
+from penstock.errors import MismatchError
+from penstock.mesh.position import MeshPosition
+from penstock.schedule import Size
+from penstock.schedule.rank_program import RankProgram, RankPrograms
+from penstock.stage.microbatch import loss_shares, rows_dim_hint, split_sizes
+
+MAX_LEARNED_KINDS = 64  # kinds of batch whose messages and memory are remembered
+
+# Fields of the header that must be equal on all ranks -> the two halves of the error, of which one describes a value.
+EQUAL_FIELDS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "steps_before": ("are apart", lambda step: f"is at step {step:.0f}"),
+    "user_scale": ("do not scale their gradients alike", lambda scale: f"has scale={scale:.6g}"),
+    "autocast_index": ("are not all in the same torch.autocast", lambda index: f"is in {_autocast_name(index)}"),
+}
+
+
+def _autocast_name(autocast_index: float) -> str:
+    dtype = AUTOCAST_DTYPES[int(autocast_index)]
+    return "none" if dtype is None else f"one of {str(dtype).removeprefix('torch.')}"
+
+
+class LearnedShapes(NamedTuple):
+    """What the first step of a kind of batch has shown, so that later ones need not send or measure it."""
+
+    message_specs: MessageSpecs
+    activation_sizes: Mapping[int, Size]  # stage -> bytes that a microbatch keeps, for this rank's stages, where measured
+
+
+class StepConfig(NamedTuple):
+    """The settings of one step, which every rank has read from all headers."""
+
+    program: RankProgram  # what this rank runs
+    microbatch_rows: Sequence[int]
+    loss_shares: Sequence[float]  # of each microbatch in the loss over all replicas; empty without a target
+    without_backward: frozenset[int]  # microbatches of share 0
+    has_backward: bool  # whether any microbatch of any replica has another share
+    same_on_replicas: bool  # whether all replicas have as many microbatches, and the same ones of share 0
+    wants_losses: bool  # whether a rank wants the loss of each microbatch
+    batch_kind: tuple[object, ...]
+    learned: LearnedShapes | None  # None in the first step of its kind
+
+
+class StepHandshake:
+    """Exchanges the headers of all ranks of the job, and remembers what earlier steps have shown of each kind of batch."""
+
+    def __init__(self, control: ControlGroup, position: MeshPosition, programs: RankPrograms) -> None:
+        self.control, self.position, self.programs = control, position, programs
+        self._learned: dict[tuple[object, ...], LearnedShapes] = {}  # by kind of batch, the oldest first
+        self._last_kinds: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what `_last_config` was read from
+        self._last_config: StepConfig
+        self._warned = set[str]()  # the warnings that have been given
+
+    def has_learned(self, header: StepHeader) -> bool:
+        """Whether this rank remembers a step with this header: all it can know before the others' have come."""
+        return any(header.batch_kind in batch_kind for batch_kind in self._learned)
+
+    def exchange(self, batch: LocalBatch, wait_reason: str) -> StepConfig:
+        """Receive all headers. Raise MismatchError, the same on every rank, if they do not fit together."""
+        headers = [StepHeader(*row) for row in self.control.finish_all_gather_row(wait_reason)]
+        check_same_step(headers)
+        self._warn_of_unequal_factors([header.gradient_factor for header in headers])
+        self._warn_of_missing_optimizer_step([header.weights_changed for header in headers])
+
+        # Loss weights are not in the header: where a loss has them, the shares are computed anew.
+        kinds = [header.batch_kind for header in headers], any(header.wants_losses for header in headers)
+        if kinds != self._last_kinds or any(header.num_loss_weights for header in headers):
+            self._check_target_rows(headers, batch, wait_reason)
+            check_matching_batches(headers, self.position)
+            self._last_kinds, self._last_config = kinds, self._read_headers(headers, batch, wait_reason)
+
+        check_same_values(headers, self.position)
+        return self._last_config._replace(learned=self._learned.get(self._last_config.batch_kind))
+
+    def remember(self, config: StepConfig, learned: LearnedShapes) -> None:
+        """After a step: remember what it has shown. All ranks forget the same kinds, the oldest first."""
+        self._learned.pop(config.batch_kind, None)
+        self._learned[config.batch_kind] = learned
+        if len(self._learned) > MAX_LEARNED_KINDS:
+            del self._learned[next(iter(self._learned))]
+
+    def forget_learned(self) -> None:
+        """After a failed step: some ranks may have learned what others have not."""
+        self._learned.clear()
+
+    def _check_target_rows(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> None:
+        """Raise MismatchError, with all shapes, if inputs and target of a replica differ in rows."""
+        counts = [
+            (_max_field(headers, ranks, "input_rows"), _max_field(headers, ranks, "target_rows"))
+            for ranks in self.position.replica_pipelines
+        ]
+        unequal = [replica for replica, (rows, target_rows) in enumerate(counts) if target_rows not in (NO_ROWS, rows)]
+        if not unequal:
+            return
+
+        shapes = self.control.all_gather_object(batch.describe_shapes(), wait_reason)
+        replica = unequal[0]
+        rows, target_rows = counts[replica]
+        shape_list = ", ".join([text for rank in self.position.replica_pipelines[replica] for text in shapes[rank]])
+        prefix = _replica_prefix(self.position, replica)
+        raise MismatchError(
+            f"{prefix}the batch has {rows:.0f} rows but the target has {target_rows:.0f} ({shape_list}); "
+            f"{rows_dim_hint(batch.call.rows_dim)}"
+        )
+
+    def _warn_of_unequal_factors(self, factors: Sequence[float]) -> None:
+        """Warn if ranks have multiplied their gradients by different numbers since the last step."""
+        known = {rank: factor for rank, factor in enumerate(factors) if factor == factor}
+        if known and max(known.values()) > min(known.values()) * (1 + 2 * TOLERANCE):
+            factor_list = ", ".join(f"by {factor:.3g} on rank {rank}" for rank, factor in known.items())
+            self._warn_once(
+                "factors",
+                f"gradients were multiplied {factor_list}, as clipping by the norm of a list of parameters "
+                "does, which is one rank's: clip with pipe.clip_grad_norm_(max_norm), by the norm of the whole model",
+            )
+
+    def _warn_of_missing_optimizer_step(self, weights_changed: Sequence[float]) -> None:
+        """Warn if weights have changed on some ranks since the last step, and on others not."""
+        changed, unchanged = (
+            "/".join(str(rank) for rank, flag in enumerate(weights_changed) if flag == value) for value in (1.0, 0.0)
+        )
+        if changed and unchanged:
+            self._warn_once(
+                "steps",
+                f"weights have changed on rank {changed}, but none that had a gradient on rank {unchanged}: "
+                "call optimizer.step(), and all but what prints and logs, on all ranks",
+            )
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned and self.position.world.rank == 0:
+            warnings.warn(f"since the last step {text}", stacklevel=9)
+        self._warned.add(key)
+
+    def _read_headers(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> StepConfig:
+        """Return the step's settings, except for what earlier steps have shown."""
+        max_microbatches = self.programs.program.schedule.microbatches
+        replica_rows = [int(_max_field(headers, ranks, "input_rows")) for ranks in self.position.replica_pipelines]
+        microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
+        loss_shares = self._loss_shares(headers, microbatch_rows, batch, wait_reason)
+        skipped = [frozenset(number for number, share in enumerate(row) if not share) for row in loss_shares]
+
+        replica = self.position.replica
+        shapes = {(len(rows), numbers) for rows, numbers in zip(microbatch_rows, skipped, strict=True)}
+        return StepConfig(
+            program=self.programs.of(batch.training, len(microbatch_rows[replica]), skipped[replica]),
+            microbatch_rows=microbatch_rows[replica],
+            loss_shares=loss_shares[replica],
+            without_backward=skipped[replica],
+            has_backward=any(map(any, loss_shares)),
+            same_on_replicas=len(shapes) == 1,
+            wants_losses=any(header.wants_losses for header in headers),
+            batch_kind=(skipped[replica], *[header.batch_kind for header in headers]),
+            learned=None,
+        )
+
+    def _loss_shares(
+        self,
+        headers: Sequence[StepHeader],
+        microbatch_rows: Sequence[Sequence[float]],
+        batch: LocalBatch,
+        wait_reason: str,
+    ) -> Sequence[Sequence[float]]:
+        """Return, for every replica, each microbatch's share of the loss: by rows or by `loss_weight`; 1 each for a sum."""
+        if all(header.target_rows == NO_ROWS for header in headers):
+            return [[] for _ in microbatch_rows]
+        if batch.call.reduction == "sum":
+            return [[1.0] * len(rows) for rows in microbatch_rows]
+
+        weights = microbatch_rows
+        if any(header.num_loss_weights for header in headers):
+            rank_weights = self.control.all_gather_object(batch.loss_weights, wait_reason)
+            weights = [next(filter(None, (rank_weights[rank] for rank in ranks))) for ranks in self.position.replica_pipelines]
+        total = sum(map(sum, weights))
+        return [loss_shares(row, total) for row in weights]
+
+
+def check_same_step(headers: Sequence[StepHeader]) -> None:
+    """Raise MismatchError if the ranks are not about to run the same step."""
+    for field, (difference, describe) in EQUAL_FIELDS.items():
+        expected, *values = [getattr(header, field) for header in headers]
+        for rank, value in enumerate(values, 1):
+            if value != expected:
+                raise MismatchError(f"the ranks {difference}: rank 0 {describe(expected)}, rank {rank} {describe(value)}")
+
+
+def check_matching_batches(headers: Sequence[StepHeader], position: MeshPosition) -> None:
+    """Raise MismatchError if ranks along tp have different batches, or replicas differ in what is trained or weighted."""
+    for replica, pipelines in enumerate(position.pipelines):
+        _check_same_batch_along_tp(headers, pipelines, _replica_prefix(position, replica))
+
+    for ranks in position.stage_ranks:
+        if len({headers[rank].requires_grad_hash for rank in ranks}) > 1:
+            rank_list = ", ".join(map(str, ranks))
+            raise MismatchError(
+                f"ranks {rank_list} have the same stages, but not the same parameters frozen: they must be alike"
+            )
+
+    if len({_max_field(headers, ranks, "num_loss_weights") > 0 for ranks in position.replica_pipelines}) > 1:
+        raise MismatchError("some replicas have a loss_weight= and others have none: give all of them the same")
+    if len({_max_field(headers, ranks, "target_rows") == NO_ROWS for ranks in position.replica_pipelines}) > 1:
+        raise MismatchError("some replicas have a target and others have none: give each of them one, or none of them")
+
+
+def _check_same_batch_along_tp(headers: Sequence[StepHeader], pipelines: Sequence[Sequence[int]], prefix: str) -> None:
+    """Raise MismatchError if the pipelines of one replica, which ranks along tp share, have different batches."""
+    rows = [(_max_field(headers, ranks, "input_rows"), _max_field(headers, ranks, "target_rows")) for ranks in pipelines]
+    for shard, shard_rows in enumerate(rows):
+        if shard_rows != rows[0]:
+            difference = f"{rows[0][0]:.0f} rows at tp 0, {shard_rows[0]:.0f} at tp {shard}"
+            raise MismatchError(f"{prefix}the ranks along tp work on one batch, but it has {difference}")
+    if len({_max_field(headers, ranks, "input_signature") for ranks in pipelines}) > 1:
+        raise MismatchError(f"{prefix}the ranks along tp work on one batch, but its tensors differ in shape or dtype")
+
+
+def check_same_values(headers: Sequence[StepHeader], position: MeshPosition) -> None:
+    """Raise MismatchError if inputs of some rows would meet the target of others.
+
+    If every rank that reads the inputs was given their target, only targets are compared: inputs on ranks that do not read
+    them may differ, by a random crop for instance.
+    """
+    for replica, pipelines in enumerate(position.pipelines):
+        replica_ranks = [rank for ranks in pipelines for rank in ranks]
+        readers = [rank for rank in replica_ranks if headers[rank].input_rows != NO_ROWS]
+        input_ranks = readers if all(headers[rank].target_hash for rank in readers) else replica_ranks
+
+        for name, field, ranks in (("target", "target_hash", replica_ranks), ("inputs", "inputs_hash", input_ranks)):
+            hashes = {rank: getattr(headers[rank], field) for rank in ranks if getattr(headers[rank], field)}
+            for rank, value in hashes.items():
+                first_rank, expected = next(iter(hashes.items()))
+                if value != expected:
+                    raise MismatchError(
+                        f"{_replica_prefix(position, replica)}rank {rank}'s batch is another than rank {first_rank}'s: they "
+                        f"were given different values as {name}. Give both the same rows (pipe.sampler(dataset), one seed for "
+                        "all loaders, no batch skipped on one rank alone), or None where they are not read"
+                    )
+
+
+def _replica_prefix(position: MeshPosition, replica: int) -> str:
+    return f"replica {replica}: " if position.num_replicas > 1 else ""
+
+
+def _max_field(headers: Sequence[StepHeader], ranks: Sequence[int], field: str) -> float:
+    """Return the field of the one of `ranks` that has a value; the others have NO_ROWS or 0."""
+    return max(getattr(headers[rank], field) for rank in ranks)

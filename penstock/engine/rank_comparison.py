@@ -1,0 +1,153 @@
+"""What the ranks compare before they build a pipeline: they must all build the same one."""
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from penstock import partition
+from penstock.comms.control_group import ControlGroup
+from penstock.engine.checks import stale_weights
+from penstock.engine.checks.digest import tensor_crc
+from penstock.engine.clock import clock_id
+from penstock.engine.model_partition import ModelPartition
+from penstock.errors import MismatchError
+from penstock.mesh.position import MeshPosition
+from penstock.schedule import Schedule
+from penstock.stage.exchange import keyword_names
+
+
+class RankDescription(NamedTuple):
+    """What one rank is about to build."""
+
+    settings: Mapping[str, str]  # what must be equal on all ranks, in words
+    tensors: Mapping[int, Mapping[str, str]]  # stage -> name -> shape, dtype and whether it is trained
+    names: Mapping[int, Mapping[str, str]]  # stage -> the names of its state, see `partition.uncompiled_names`
+    keywords: Mapping[int, Sequence[str]]  # stage -> the keywords that its forward takes
+    clock_id: str
+    changed_keys: Collection[stale_weights.TensorKey]  # of tensors that earlier pipelines have trained on this rank
+    value_digests: Mapping[str, int]  # of some values of all tensors of an uncut model that is new; else empty
+
+
+class RankComparison(NamedTuple):
+    """What all ranks' descriptions come to. Names and keywords are by stage of the whole model."""
+
+    names: Sequence[Mapping[str, str]]  # a stage's own name of each entry -> the name in the uncut model
+    keywords: Sequence[Sequence[str]]  # that the stage's forward takes
+    clock_ids: Sequence[str]  # of every rank: equal for those that share a clock
+    changed_keys: Collection[stale_weights.TensorKey]  # of tensors that earlier pipelines have trained
+
+
+def compare_ranks(
+    control: ControlGroup, position: MeshPosition, table: Schedule, partition_: ModelPartition, options: Mapping[str, Any]
+) -> RankComparison:
+    """Compare what all ranks are about to build. Raise MismatchError, the same on every rank, if they differ."""
+    description = describe_rank(position, table, partition_, options)
+    descriptions = control.all_gather_object(description, "to build the pipeline")
+    check_same_pipeline(descriptions)
+    if position.world.rank == 0:
+        _warn_of_unequal_values([rank_description.value_digests for rank_description in descriptions])
+
+    names_by_stage: dict[int, Mapping[str, str]] = {}
+    keywords_by_stage: dict[int, Sequence[str]] = {}
+    for rank_description in descriptions:
+        names_by_stage.update(rank_description.names)
+        keywords_by_stage.update(rank_description.keywords)
+    stages = sorted(names_by_stage)
+    return RankComparison(
+        partition.model_names_of_stages([names_by_stage[stage] for stage in stages], partition_.uncut_model is not None),
+        [keywords_by_stage[stage] for stage in stages],
+        [rank_description.clock_id for rank_description in descriptions],
+        set().union(*[rank_description.changed_keys for rank_description in descriptions]),
+    )
+
+
+def describe_rank(
+    position: MeshPosition, table: Schedule, partition_: ModelPartition, options: Mapping[str, Any]
+) -> RankDescription:
+    """Describe what this rank is about to build. `options`: those of the pipeline that must be equal on all ranks."""
+    state_names = partition_.state_names
+    settings = {
+        "mesh": f"a mesh with the pipelines {position.pipelines}",
+        "schedule": f"{table.name} with {table.microbatches} microbatches and {table.stages} stages",
+        "table": f"another table of that name ({table.digest()[:12]})",
+        "backend": f"backend {position.world.backend}",
+        "tied": f"tied parameters {partition_.tied}",
+        "skips": f"values that skip stages {sorted(partition_.skips)}",
+        "uncut": "stages" if state_names is None else f"a model of {len(state_names)} names",
+        **{name: f"{name}={_option_text(value)}" for name, value in options.items()},
+    }
+    modules = partition_.modules.items()
+    return RankDescription(
+        settings,
+        {stage: _tensor_descriptions(module) for stage, module in modules},
+        {stage: partition.uncompiled_names(module) for stage, module in modules},
+        {stage: keyword_names(module) for stage, module in modules},
+        clock_id(),
+        stale_weights.changed_keys(),
+        _value_digests(partition_.uncut_model if position.world.world_size > 1 else None),
+    )
+
+
+def _option_text(option: Any) -> str:
+    """Return an option in words that are equal in every process: functions by name, styles of tensor parallel by class."""
+    if isinstance(option, Mapping):
+        return str({name: type(value).__name__ for name, value in option.items()})
+    return getattr(option, "__name__", type(option).__name__) if callable(option) else str(option)
+
+
+def _tensor_descriptions(module: nn.Module) -> dict[str, str]:
+    return {
+        name: f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def _value_digests(model: nn.Module | None) -> dict[str, int]:
+    """Digest some values of each tensor; empty for a model that a pipeline had before, whose ranks differ by training."""
+    state = {} if model is None else model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if _has_values(value)}
+    if stale_weights.any_recorded(tensors.values()):
+        return {}
+    return {name: tensor_crc(stale_weights.sample_bytes(tensor)) for name, tensor in tensors.items()}
+
+
+def _has_values(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta and not hasattr(value, "placements")
+
+
+def check_same_pipeline(descriptions: Sequence[RankDescription]) -> None:
+    """Raise MismatchError unless all ranks build the same pipeline."""
+    for key, expected in descriptions[0].settings.items():
+        for rank, description in enumerate(descriptions):
+            if description.settings[key] != expected:
+                difference = f"rank 0 has {expected}, rank {rank} has {description.settings[key]}"
+                raise MismatchError(f"the ranks do not build the same pipeline: {difference}")
+
+    first_copies: dict[int, tuple[int, Mapping[str, str]]] = {}  # stage -> the first rank that has it, and its tensors
+    for rank, description in enumerate(descriptions):
+        for stage, tensors in description.tensors.items():
+            first_rank, first_tensors = first_copies.setdefault(stage, (rank, tensors))
+            for name in {**first_tensors, **tensors}:
+                if first_tensors.get(name) != tensors.get(name):
+                    difference = f"{first_tensors.get(name)} on rank {first_rank}, but {tensors.get(name)} on rank {rank}"
+                    raise MismatchError(
+                        f"stage {stage} is not the same on all ranks that have it: {name} is {difference} "
+                        "(shape, dtype, trained)"
+                    )
+
+
+def _warn_of_unequal_values(rank_digests: Sequence[Mapping[str, int]]) -> None:
+    """Warn if a rank has built the uncut model with other values than rank 0."""
+    for rank, digests in enumerate(rank_digests):
+        unequal = [name for name in digests if name in rank_digests[0] and digests[name] != rank_digests[0][name]]
+        if unequal:
+            warnings.warn(
+                f"rank {rank} has built another model than rank 0: {len(unequal)} of its {len(digests)} tensors have other "
+                f"values ({unequal[0]}, ..), and each stage keeps those of its own rank: seed all ranks alike, and load "
+                "weights on all",
+                stacklevel=4,
+            )
+            return

@@ -1,0 +1,46 @@
+"""Undo what a step has changed, after a failure, or because a value in it was not finite."""
+
+from collections.abc import Collection
+
+import torch
+
+from penstock.randomness import default_generator
+from penstock.stage.stage import Stage
+from penstock.torch_private import buffer_slots
+
+
+class StepRollback:
+    """A context for one step: if it raises, gradients of `stages` are restored; with `include_state`, buffers and random
+    state too.
+
+    A gradient that is None costs nothing. One that is being accumulated is copied: sums that begin anew would have other bits.
+    """
+
+    def __init__(self, stages: Collection[Stage], device: torch.device, include_state: bool) -> None:
+        parameters = {id(parameter): parameter for stage in stages for parameter in stage.parameters}
+        gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
+        self._gradients = [(parameter, grad, None if grad is None else grad.detach().clone()) for parameter, grad in gradients]
+
+        slots = [slot for stage in stages for slot in buffer_slots(stage.module)] if include_state else []
+        self._buffers = [(slot, slot.tensor.clone()) for slot in slots]
+
+        generators = (default_generator(device), torch.default_generator) if include_state else ()
+        unique = {id(generator): generator for generator in generators}
+        self._random_states = [(generator, generator.get_state()) for generator in unique.values()]
+
+    def __enter__(self) -> "StepRollback":
+        return self
+
+    def __exit__(self, error_type: object, *_: object) -> None:
+        if error_type:
+            self.restore()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore everything, in the same tensors."""
+        for parameter, gradient, copy in self._gradients:
+            parameter.grad = gradient if gradient is None or copy is None else gradient.copy_(copy)
+        for slot, values in self._buffers:
+            slot.replace(slot.tensor.copy_(values))
+        for generator, state in self._random_states:
+            generator.set_state(state)

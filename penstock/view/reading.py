@@ -87,11 +87,11 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
     unit = str(data.get("memory_unit", ""))  # this and the next two are not in older files
     between, averaging = (tuple(map(float, data.get(key, ()))) for key in ("between", "averaging"))
     timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging)
-    _check(timeline)
+    check_timeline(timeline)
     return timeline
 
 
-def _check(timeline: Timeline) -> None:
+def check_timeline(timeline: Timeline) -> None:
     """Raises ValueError for what no step can be."""
     stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
     _check_order(timeline, stages)

@@ -14,7 +14,7 @@ ORDER = [
     *("errors", "lazy", "schedule"),  # plain Python
     *("torch_private", "trees", "randomness"),
     *("comms", "partition", "stage", "mesh", "engine", "pipeline", "model", "checkpoint"),
-    *("plan", "penstock", "view", "learn", "commands", "__main__"),
+    *("plan", "penstock", "view", "integrations", "learn", "commands", "__main__"),
 ]
 
 MODULES = {

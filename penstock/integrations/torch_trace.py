@@ -1,0 +1,264 @@
+"""Steps of other programs, read from their torch.profiler traces, one a rank: `penstock show traces/`.
+
+timeline = read("traces/")
+print(timeline.explain())
+"""
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.integrations.chrome_trace import PROFILE, is_trace
+from penstock.integrations.clocks import clock_offsets
+from penstock.integrations.rank_trace import RankTrace, TimedAction, read_rank
+from penstock.schedule import Action, Event, Kind, MeasuredTimeline, Schedule, ScheduleError, build, from_rows, names
+from penstock.view.reading import check_timeline
+from penstock.view.record import Record
+
+Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+StepKey = tuple[int, int]  # number of the profiler step, and of the pipeline's step in it
+RankStep = list[TimedAction]  # the actions of one rank in one step, in order
+
+
+def read(paths: Paths, ranks: Sequence[int] | None = None, placement: Sequence[int] | None = None) -> MeasuredTimeline:
+    """Return the usual one of the steps in these traces, the middle one by its length, in seconds.
+
+    `paths`: a folder, or a file for each rank; `.json` or `.json.gz`, as `export_chrome_trace` writes them.
+    `ranks`: the job's ranks that make one pipeline, in its order; by default what the traces say, else all.
+    `placement`: the rank of every stage, as a place in `ranks`; by default what the traces say, else a stage a rank in order.
+
+    Raises PenstockError for a file that is no trace or is damaged, and for traces that do not make one pipeline's step.
+    """
+    usual = read_record(paths, ranks, placement)[0].usual
+    assert isinstance(usual, MeasuredTimeline)
+    return usual
+
+
+def read_record(
+    paths: Paths,
+    ranks: Sequence[int] | None = None,
+    placement: Sequence[int] | None = None,
+    on_bytes: Callable[[int], object] = lambda count: None,
+) -> tuple[Record, list[str]]:
+    """Return all steps in the traces, and notes on how they were read. Arguments and errors: as `read`.
+
+    `on_bytes` is called with the number of bytes read, piece by piece.
+    """
+    files = trace_files(paths)
+    traces = _of_pipeline([read_rank(file, position, on_bytes) for position, file in enumerate(files)], ranks)
+    _set_stages(traces, placement)
+    steps = _common_steps(traces)
+    tables, dropped = _whole_tables(steps, placement)
+    steps = {key: steps[key] for key in tables}
+    table = next(iter(tables.values()))
+
+    intervals = [[{timed.action: (timed.start, timed.end) for timed in row} for row in rows] for rows in steps.values()]
+    offsets, error = clock_offsets(intervals, [trace.host for trace in traces])
+    name = f"{_catalog_name(table)}, measured"
+    timelines = []
+    for key, rows in steps.items():
+        events = tuple(_events(rank, row, offsets[rank]) for rank, row in enumerate(rows))
+        between = tuple(_between(trace, row) for trace, row in zip(traces, rows, strict=True))
+        timelines.append(_checked(MeasuredTimeline(name, events, between=between), key))
+    record = Record(tuple(timelines), unit="s", labels=tuple(map(_step_name, steps)))
+    return record, _notes(record, traces, dropped, error)
+
+
+def trace_files(paths: Paths) -> list[Path]:
+    """The traces that `paths` are or that a folder has. Raises PenstockError where there are none."""
+    given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
+    files = []
+    for path in given:
+        inside = [file for file in path.iterdir() if file.name.endswith((".json", ".json.gz"))] if path.is_dir() else [path]
+        found = sorted(file for file in inside if file == path or is_trace(file))
+        if not found:
+            raise PenstockError(f"{path} has no traces of torch.profiler (.json or .json.gz, one for each rank): {PROFILE}")
+        files += found
+    if not files:
+        raise PenstockError("there are no traces to read: give a folder, or a file for each rank")
+    return files
+
+
+# ---- ranks and stages
+
+
+def _of_pipeline(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -> list[RankTrace]:
+    """The traces of one pipeline, in its order."""
+    by_rank: dict[int, RankTrace] = {}
+    for trace in traces:
+        if (first := by_rank.setdefault(trace.rank, trace)) is not trace:
+            raise PenstockError(f"{first.path} and {trace.path} are both of rank {trace.rank}: give one trace for each rank")
+    first_rank = min(by_rank)
+    ranks = ranks or [rank for rank in by_rank[first_rank].pipeline if rank in by_rank] or sorted(by_rank)
+    if missing := [rank for rank in ranks if rank not in by_rank]:
+        raise PenstockError(
+            f"there is no trace of rank {missing[0]}, but of {_listed(sorted(by_rank))}: add it, or give ranks="
+        )
+    return [by_rank[rank] for rank in ranks]
+
+
+def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None) -> None:
+    """Give the actions of ranks whose traces name no stage the one stage that such a rank has."""
+    if any(trace.names_stages for trace in traces):
+        if nameless := [trace for trace in traces if not trace.names_stages]:
+            raise PenstockError(f"{nameless[0].path} names no stages, the other traces do: give traces of one job")
+        return
+    homes = list(range(len(traces))) if placement is None else list(placement)
+    if sorted(homes) != list(range(len(traces))):
+        raise PenstockError(f"placement {homes} is none of {len(traces)} ranks with a stage each: give every rank once")
+    for rank, trace in enumerate(traces):
+        stage = homes.index(rank)
+        trace.actions = [timed._replace(action=timed.action._replace(stage=stage)) for timed in trace.actions]
+        trace.received = frozenset(action._replace(stage=stage) for action in trace.received)
+
+
+# ---- steps
+
+
+def _common_steps(traces: Sequence[RankTrace]) -> dict[StepKey, list[RankStep]]:
+    """The steps that all ranks have, in order, with what every rank ran. Raises PenstockError if there are none."""
+    of_ranks = [_steps_of(trace) for trace in traces]
+    common = sorted(set.intersection(*(set(steps) for steps in of_ranks)))
+    if not common:
+        seen = "; ".join(
+            f"{trace.path.name}: {_listed(_numbers(steps))}" for trace, steps in zip(traces, of_ranks, strict=True)
+        )
+        raise PenstockError(f"the traces have no step in common ({seen}): profile the same steps on every rank")
+    return {key: [steps[key] for steps in of_ranks] for key in common}
+
+
+def _numbers(steps: Mapping[StepKey, RankStep]) -> list[int]:
+    return sorted({number for number, _ in steps})
+
+
+def _steps_of(trace: RankTrace) -> dict[StepKey, RankStep]:
+    """The actions of every profiler step; an action that comes again in one begins another step of the pipeline."""
+    steps = defaultdict[StepKey, RankStep](list)
+    ranges = sorted((when.start, when.end, number) for number, when in trace.steps.items())
+    part, step, seen = 0, -1, set[Action]()
+    for timed in trace.actions:
+        place = bisect_right(ranges, timed.host_start, key=lambda each: each[0]) - 1
+        number = ranges[place][2] if place >= 0 and timed.host_start < ranges[place][1] else 0
+        if ranges and (place < 0 or timed.host_start >= ranges[place][1]):
+            continue  # before the first mark, or after the last
+        if number != step:
+            part, step, seen = 0, number, set()
+        elif timed.action in seen:
+            part, seen = part + 1, set()
+        seen.add(timed.action)
+        steps[number, part].append(timed)
+    return steps
+
+
+def _whole_tables(
+    steps: Mapping[StepKey, Sequence[RankStep]], placement: Sequence[int] | None
+) -> tuple[dict[StepKey, Schedule], int]:
+    """The tables of the steps that ran the usual one, and how many others there are.
+
+    Raises PenstockError where no step is whole.
+    """
+    tables, faults = dict[StepKey, Schedule](), list[PenstockError]()
+    for key, rows in steps.items():
+        try:
+            tables[key] = _table(key, rows, placement)
+        except PenstockError as error:
+            faults.append(error)
+    if not tables:
+        raise faults[0]
+    usual = Counter(table.actions for table in tables.values()).most_common(1)[0][0]
+    alike = {key: table for key, table in tables.items() if table.actions == usual}
+    return alike, len(steps) - len(alike)
+
+
+def _table(key: StepKey, rows: Sequence[RankStep], placement: Sequence[int] | None) -> Schedule:
+    """What ran in a step. Raises PenstockError where actions are missing, or stand on two ranks."""
+    try:
+        table = from_rows("traces", [[timed.action for timed in row] for row in rows])
+    except ScheduleError as error:
+        raise PenstockError(f"{_step_name(key)} is not whole, {error}: give the traces of all ranks of one pipeline") from error
+    homes: dict[int, int] = {}
+    for rank, row in enumerate(table.actions):
+        for action in row:
+            if homes.setdefault(action.stage, rank) != rank:
+                told = f"stage {action.stage} ran on two of these ranks, {homes[action.stage]} and {rank}"
+                raise PenstockError(f"{told}: they are replicas, so give the traces of one pipeline")
+    if placement is not None and tuple(placement) != table.placement:
+        raise PenstockError(f"placement is {list(placement)}, but in the traces the stages ran on {list(table.placement)}")
+    ran = {action for row in table.actions for action in row}
+    for stage in range(table.stages):
+        for microbatch in range(table.microbatches):
+            cells = {kind: Action(kind, stage, microbatch) in ran for kind in Kind}
+            for name, is_there in (("forward", cells[Kind.F]), ("backward", cells[Kind.B] or cells[Kind.I])):
+                if not is_there:
+                    told = f"{_step_name(key)} has no {name} of microbatch {microbatch} on stage {stage}"
+                    raise PenstockError(f"{told}: profile whole steps of training, on all ranks")
+    return table
+
+
+def _step_name(key: StepKey) -> str:
+    number, part = key
+    return f"step {number}" + (f", part {part + 1}" if part else "")
+
+
+def _catalog_name(table: Schedule) -> str:
+    """The name of the catalog's schedule with these actions; of others, "traces"."""
+    for name in names():
+        try:
+            found = build(name, table.ranks, table.microbatches, table.stages // table.ranks)
+        except ScheduleError:
+            continue
+        if found.actions == table.actions:
+            return name
+    return table.name
+
+
+def _events(rank: int, row: RankStep, offset: float) -> tuple[Event, ...]:
+    """The events of `row`, none beginning or ending before the one it follows, as a rank runs one at a time."""
+    events, free = list[Event](), -float("inf")
+    for action, start, end, sent, _ in row:
+        start, end = max(start + offset, free), max(end + offset, free)
+        events.append(Event(rank, action, start, end, None if sent is None else max(end, sent + offset)))
+        free = end
+    return tuple(events)
+
+
+def _between(trace: RankTrace, row: RankStep) -> float:
+    """Seconds from the end of the step before to the first thing that belongs to this one; 0 if there is none before."""
+    first = row[0].host_start
+    before = [timed.sent or timed.end for timed in trace.actions if timed.host_start < first]
+    began = [start for start in trace.began if before and before[-1] <= start <= first]
+    return max(0.0, min(began, default=first) - before[-1]) if before else 0.0
+
+
+def _checked(timeline: MeasuredTimeline, key: StepKey) -> MeasuredTimeline:
+    try:
+        check_timeline(timeline)
+    except ValueError as error:
+        raise PenstockError(f"{_step_name(key)} cannot have run so, {error}: give the traces of one job") from error
+    return timeline
+
+
+# ---- what is told
+
+
+def _notes(record: Record, traces: Sequence[RankTrace], dropped: int, error: float) -> list[str]:
+    """In a sentence each, what a reader of the timeline should know of how it was found."""
+    lengths = [1e3 * step.makespan for step in record.steps]
+    steps = f"{len(lengths)} steps of {min(lengths):.1f} to {max(lengths):.1f} ms, the middle one is shown"
+    notes = [steps if len(lengths) > 1 else "1 step"]
+    if dropped:
+        notes.append(f"left out: {dropped} that ran other actions or are not whole")
+    if len({trace.host for trace in traces}) > 1:
+        notes.append(f"clocks lined up by the messages, to {1e6 * error:.0f} us")
+    elif error:
+        notes.append(f"clocks of one machine that its messages contradict, by {1e6 * error:.0f} us")
+    if any(trace.is_inferred for trace in traces):
+        notes.append("actions inferred from autograd's operations and messages, as nothing names them")
+    return notes
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"

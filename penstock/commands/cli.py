@@ -31,6 +31,7 @@ GROUPS = {  # group -> command -> its class, whose docstring is its help and who
         "generate": "trained.Generate",
         "eval": "trained.Eval",
         "export": "trained.Export",
+        "export-costs": "traces.ExportCosts",
         "audit": "audit.Audit",
     },
     "machine": {

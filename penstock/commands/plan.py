@@ -14,7 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from penstock.commands.options import command
 from penstock.commands.source import nearest_path
+from penstock.commands.traces import layer_costs, read_traces
 from penstock.errors import PenstockError
+from penstock.integrations.torch_trace import is_traces
 from penstock.learn.puzzles.judge import Missed, fault, loaded
 from penstock.learn.written import FAULTS
 from penstock.plan import ModelProfile, parse_memory_size, plan, robustness
@@ -31,7 +33,7 @@ NOISE, DRAWS = 0.1, 200  # relative change of action times, and how often they a
 @command(
     model="[FILE.py:FUNCTION | transformers:CONFIG.json]",
     ranks="P", dp="N[,N]", memory="BYTES", batch="ROWS", microbatches="M[,M]", schedules="NAME[,NAME]",
-    send="MS", bandwidth="GB/S", speed="TFLOPS", costs="FILE | RUN", save_costs="FILE", out="FILE",
+    send="MS", bandwidth="GB/S", speed="TFLOPS", costs="FILE | RUN | TRACES", save_costs="FILE", out="FILE",
 )  # fmt: skip
 class Plan:
     """Find the fastest way to run a model on given ranks.
@@ -73,7 +75,7 @@ class Plan:
     tokens: int = 1024
     """Tokens of a row for estimates."""
     costs: Path | None = None
-    """Read the layers' costs from this file or run instead of measuring a model."""
+    """Read the layers' costs from this file or run, or the stages' from traces, instead of measuring a model."""
     save_costs: Path | None = None
     """Write the measured costs to this file, for --costs."""
     out: Path | None = None
@@ -112,6 +114,10 @@ class Plan:
     def _layers(self) -> ModelProfile:
         if (self.costs is None) == (self.model is None):
             raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
+        if self.costs is not None and is_traces(self.costs):
+            record, notes = read_traces(self.costs)
+            print("\n".join([*notes, "a row of --batch is one microbatch of the traces: `penstock export-costs --rows` changes that"]))
+            return layer_costs(record)
         if self.costs is not None:
             costs = self.costs / COSTS_FILE if self.costs.is_dir() else self.costs
             if costs != self.costs and not costs.is_file():

@@ -4,6 +4,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional  # not `| None`, for which tyro imports typeguard: a third of the time of `penstock show`
 
@@ -11,10 +12,12 @@ import tyro
 
 from penstock.commands.options import command
 from penstock.commands.source import table_of, table_written_in
+from penstock.commands.traces import read_traces
 from penstock.errors import PenstockError
+from penstock.integrations.torch_trace import is_traces
 from penstock.plan import is_plan_file
 from penstock.plan import load as load_plan
-from penstock.schedule import Costs, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
+from penstock.schedule import Costs, Measurement, Schedule, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
 from penstock.schedule.catalog import FAMILIES
 from penstock.schedule.table import collector_paused
 from penstock.view.differences import differences
@@ -31,15 +34,17 @@ _LOWERED = re.compile(r"\d(SEND|RECV)_[FB]\d")
 
 def is_recorded(source: str) -> bool:
     """Return whether `source` is a run or a saved timeline, and not a schedule."""
-    return source not in names() and (source.endswith(".json") or Path(source).is_dir())
+    return source not in names() and (source.endswith((".json", ".json.gz")) or Path(source).is_dir())
 
 
-def recorded(source: str) -> Record:
-    """Load the run, timeline or plan `source`. Raises PenstockError if it is none."""
-    return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan_file(source) else load(source)
+def recorded(source: str) -> tuple[Record, list[str]]:
+    """Load the run, timeline, plan or traces `source`, with notes on how traces were read. Raises PenstockError if it is none."""
+    if is_traces(Path(source)):
+        return read_traces(Path(source))
+    return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan_file(source) else load(source), []
 
 
-def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Table, str]:
+def proved(source: str, ranks: int, microbatches: int, **options: int | None) -> tuple[Schedule, str]:
     """Return the schedule of that name or file, and the proof as text. A file may be CSV, PyTorch's lowered CSV or Python.
 
     Raises PenstockError if the schedule cannot be built, read or proved.
@@ -47,6 +52,7 @@ def proved(source: str, ranks: int, microbatches: int, **options: int | None) ->
     if source.endswith(".csv") and _is_lowered(Path(source)):
         script = from_lowered_csv(source)
         prove(script)
+        assert isinstance(script.schedule, Schedule)
         return script.schedule, f"{verify(script.schedule)}\nproved: its own sends and receives, in their order, as well"
     read = table_written_in if source.endswith(".py") else table_of
     schedule = read(source, ranks, microbatches, **options)
@@ -110,7 +116,7 @@ class Simulated:
     overlap: float = 0.0
     """Share of the shorter action of an overlapped pair that the longer one hides."""
 
-    def proved(self, source: str) -> tuple[Table, str]:
+    def proved(self, source: str) -> tuple[Schedule, str]:
         """Return the schedule of that name or file, and the proof as text."""
         options = {"stages_per_rank": self.stages_per_rank, "group_size": self.group_size}
         return proved(source, self.ranks, self.microbatches, **options)
@@ -124,21 +130,23 @@ class Simulated:
         return simulate(schedule, Costs(forward, inputs, weights, self.send, act=1 / parts, overlap=self.overlap))
 
 
-@command(schedule="[SCHEDULE | RUN | FILE]", csv="FILE", html="FILE", perfetto="FILE", svg="FILE", png="FILE", **COSTS)
+@command(schedule="[SCHEDULE | RUN | FILE | TRACES]", csv="FILE", json="FILE", html="FILE", perfetto="FILE", svg="FILE", png="FILE", **COSTS)
 class Show(Simulated):
     """Draw a schedule, a plan or a run, with bubble and memory.
 
     A schedule is timed by the simulator, at the costs that the options give. A run is drawn as it was measured.
     A FILE is a table as .csv, a .py with a function schedule(rank, ranks, microbatches), which is run here, a plan.json,
-    or the timeline.json of a run.
+    or the timeline.json of a run. TRACES is a folder of torch.profiler's traces, one a rank, of another program's steps.
     """
 
     schedule: tyro.conf.Positional[str] = "1f1b"
-    """Name that `penstock schedules` lists, folder of a run, or file."""
+    """Name that `penstock schedules` lists, folder of a run or of traces, or file."""
     table: bool = False
     """Print the table too."""
     csv: Optional[str] = None
     """Write the table to this file, in PyTorch's compute-only form."""
+    json: Optional[Path] = None
+    """Write a timeline.json, which show, compare and studio read."""
     html: Optional[Path] = None
     """Write a page for the browser, one file: zoom, causes of idle time, memory, critical path."""
     perfetto: Optional[Path] = None
@@ -160,6 +168,10 @@ class Show(Simulated):
         """Write the files, then print the picture: a reader like `head` may end the output early."""
         with collector_paused():  # a large schedule has millions of actions
             record, lines = self._recorded() if is_recorded(self.schedule) else self._simulated()
+            if self.json is not None:
+                with writing(self.json):
+                    record.save(self.json)
+                lines.append(f"wrote {self.json}")
             files = write([record], self.html, self.perfetto, self.svg, self.png, self.embed, self._extras())
             print("\n".join([*lines, *(f"wrote {path}" for path in files)]))
 
@@ -185,7 +197,7 @@ class Show(Simulated):
     def _recorded(self) -> tuple[Record, list[str]]:
         if self.table or self.csv is not None:
             raise PenstockError(f"{self.schedule} is a timeline, not a table: leave out --table and --csv")
-        record, lines = recorded(self.schedule), list[str]()
+        record, lines = recorded(self.schedule)
         timelines = {f"{record.name}, {record.label}": record.usual} | ({"planned": record.planned} if record.planned else {})
         for label, timeline in timelines.items():
             picture = draw(timeline, terminal_width(), colors(), list(timelines.values()))
@@ -195,38 +207,60 @@ class Show(Simulated):
         return record, lines
 
 
-@command(first="[SCHEDULE | RUN | FILE]", second="[SCHEDULE | RUN | FILE]", html="FILE", **COSTS)
+@command(first="[SCHEDULE | RUN | FILE | TRACES]", second="[SCHEDULE | RUN | FILE | TRACES]", html="FILE", **COSTS)
 class Compare(Simulated):
-    """Draw two schedules or runs, and list how they differ.
+    """Draw two schedules, runs or traces, and list how they differ.
 
-    Both are drawn at one scale. Costs are those of a rank, however many stages a schedule puts on it.
+    Both are drawn at one scale. Costs are those of a rank, however many stages a schedule puts on it. A schedule beside a run
+    or traces is predicted at the costs that were measured there, with as many ranks and microbatches.
     """
 
     first: tyro.conf.Positional[str] = "1f1b"
-    """Schedule, run or file, as for `penstock show`."""
+    """Schedule, run, file or traces, as for `penstock show`."""
     second: tyro.conf.Positional[str] = "zb-h1"
-    """The schedule, run or file to compare it with."""
+    """The schedule, run, file or traces to compare it with."""
     html: Optional[Path] = None
     """Draw both on a page for the browser, in this file."""
 
     def run(self) -> None:
         """Write the page, then print both pictures and the differences."""
         sources = (self.first, self.second)
-        records = [self._record(source) for source in sources]
-        report = differences(records[0], records[1], [_work(source) for source in sources])
+        found = {source: recorded(source) for source in sources if is_recorded(source)}
+        measured = next((record for record, _ in found.values() if record.explanation), None)
+        records = [found[source][0] if source in found else self._schedule(source, measured) for source in sources]
+        report = [differences(records[0], records[1], [_work(source) for source in sources])]
+        if measured and len(found) < len(sources):
+            report.append(_own_prediction(measured))
+        report += [note for _, notes in found.values() for note in notes]
+
         files = [*write(records, self.html)]
         for record in records:
             print(record.name)
             print(draw(record.usual, terminal_width(), colors(), [record.usual for record in records]))
-        print(report)
+        print("\n".join(report))
         for path in files:
             print(f"wrote {path}")
 
-    def _record(self, source: str) -> Record:
-        if is_recorded(source):
-            return recorded(source)
-        schedule, _ = self.proved(source)
-        return Record((self.timed(schedule, schedule.stages / schedule.ranks),))
+    def _schedule(self, source: str, measured: Record | None) -> Record:
+        """Time the schedule `source` at the options' costs, or predict it at those of the `measured` run or traces."""
+        if measured is None:
+            schedule, _ = self.proved(source)
+            return Record((self.timed(schedule, schedule.stages / schedule.ranks),))
+        measurement = _measurement(measured)
+        same_size = replace(self, ranks=measurement.schedule.ranks, microbatches=measurement.schedule.microbatches)
+        schedule, _ = same_size.proved(source)
+        return Record((measurement.predict(schedule),), unit="s", labels=("predicted",))
+
+
+def _measurement(record: Record) -> Measurement:
+    return Measurement.of(*record.steps, layers=record.layers)
+
+
+def _own_prediction(measured: Record) -> str:
+    """Say what is predicted of the step that was measured: other predictions may be as far off."""
+    measurement = _measurement(measured)
+    own = measurement.predict(measurement.schedule).makespan
+    return f"{measured.name}, is itself predicted to take {1e3 * own:.4g} ms, {own / measured.usual.makespan - 1:+.1%}"
 
 
 def _work(source: str) -> dict[str, Any]:

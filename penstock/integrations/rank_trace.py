@@ -294,9 +294,9 @@ def _sent(marks: _Marks, end: float) -> float | None:
 
 def _inferred(marks: _Marks) -> Iterator[TimedAction]:
     """Actions of the one stage of a rank, microbatch by microbatch within a profiler step, from its operations."""
-    ran: list[tuple[Range, Action]] = []
+    ran, all_groups = list[tuple[Range, Action]](), list(_backwards(marks))
     for step in marks.steps.values():
-        groups = [group for group in _backwards(marks) if step.start <= group[0][0].start < step.end]
+        groups = [group for group in all_groups if step.start <= group[0][0].start < step.end]
         for microbatch, group in enumerate(groups):
             backward = Range(group[0][0].start, max(operation.end for operation, _ in group))
             linked = [marks.forwards[number] for _, number in group if number in marks.forwards]
@@ -307,9 +307,9 @@ def _inferred(marks: _Marks) -> Iterator[TimedAction]:
     ran.sort(key=_start)
 
     arrivals, free = sorted(receive.end for receive in marks.receives), -math.inf
-    for (when, action), (following, _) in zip(ran, [*ran[1:], (Range(math.inf, math.inf), None)], strict=True):
+    for (when, action), following in zip(ran, [*(later.start for later, _ in ran[1:]), math.inf], strict=False):
         arrived = arrivals[bisect_right(arrivals, free) : bisect_right(arrivals, when.start)]
-        sends = _within(marks.sends, Range(when.end, following.start))
+        sends = _within(marks.sends, Range(when.end, following))
         marks.receives_of[action] = [Range(arrival, arrival) for arrival in arrived]
         start = max(arrived, default=when.start)  # with the host's time until the first operation
         yield TimedAction(action, start, when.end, sends[-1].end if sends else None, start)

@@ -16,7 +16,9 @@ from penstock.integrations.clocks import clock_offsets
 from penstock.integrations.rank_trace import RankTrace, TimedAction, read_rank
 from penstock.schedule import Action, Event, Kind, MeasuredTimeline, Schedule, ScheduleError, build, from_rows, names
 from penstock.view.reading import check_timeline
-from penstock.view.record import Record
+from penstock.view.record import FILE, Record
+
+ENDINGS = (".json", ".json.gz")
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 StepKey = tuple[int, int]  # number of the profiler step, and of the pipeline's step in it
@@ -52,6 +54,7 @@ def read_record(
     _set_stages(traces, placement)
     steps = _common_steps(traces)
     tables, dropped = _whole_tables(steps, placement)
+    _check_last_stage(next(iter(tables.values())), traces)
     steps = {key: steps[key] for key in tables}
     table = next(iter(tables.values()))
 
@@ -67,12 +70,19 @@ def read_record(
     return record, _notes(record, traces, dropped, error)
 
 
+def is_traces(path: Path) -> bool:
+    """Return whether `path` is a trace, or a folder of traces and not that of a run."""
+    if path.is_dir():
+        return not (path / FILE).exists() and any(is_trace(file) for file in path.iterdir() if file.name.endswith(ENDINGS))
+    return path.name.endswith(ENDINGS) and path.is_file() and is_trace(path)
+
+
 def trace_files(paths: Paths) -> list[Path]:
     """The traces that `paths` are or that a folder has. Raises PenstockError where there are none."""
     given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
     files = []
     for path in given:
-        inside = [file for file in path.iterdir() if file.name.endswith((".json", ".json.gz"))] if path.is_dir() else [path]
+        inside = [file for file in path.iterdir() if file.name.endswith(ENDINGS)] if path.is_dir() else [path]
         found = sorted(file for file in inside if file == path or is_trace(file))
         if not found:
             raise PenstockError(f"{path} has no traces of torch.profiler (.json or .json.gz, one for each rank): {PROFILE}")
@@ -175,10 +185,11 @@ def _whole_tables(
 
 def _table(key: StepKey, rows: Sequence[RankStep], placement: Sequence[int] | None) -> Schedule:
     """What ran in a step. Raises PenstockError where actions are missing, or stand on two ranks."""
-    try:
-        table = from_rows("traces", [[timed.action for timed in row] for row in rows])
-    except ScheduleError as error:
-        raise PenstockError(f"{_step_name(key)} is not whole, {error}: give the traces of all ranks of one pipeline") from error
+    stages = {timed.action.stage for row in rows for timed in row}
+    if len(stages) <= max(stages):
+        absent = next(stage for stage in range(len(stages) + 1) if stage not in stages)
+        raise PenstockError(f"no trace has stage {absent}: give the traces of all ranks of the pipeline")
+    table = from_rows("traces", [[timed.action for timed in row] for row in rows])
     homes: dict[int, int] = {}
     for rank, row in enumerate(table.actions):
         for action in row:
@@ -196,6 +207,16 @@ def _table(key: StepKey, rows: Sequence[RankStep], placement: Sequence[int] | No
                     told = f"{_step_name(key)} has no {name} of microbatch {microbatch} on stage {stage}"
                     raise PenstockError(f"{told}: profile whole steps of training, on all ranks")
     return table
+
+
+def _check_last_stage(table: Schedule, traces: Sequence[RankTrace]) -> None:
+    """Raise PenstockError where every backward of the last stage has waited for a message, so that it is not the last."""
+    last = table.stages - 1
+    received = frozenset[Action]().union(*(trace.received for trace in traces))
+    backwards = {action for row in table.actions for action in row if action.stage == last and action.kind in (Kind.B, Kind.I)}
+    if backwards <= received:
+        told = f"backwards of stage {last} wait for messages from stage {last + 1}, which is in no trace"
+        raise PenstockError(f"{told}: give the traces of all ranks of the pipeline")
 
 
 def _step_name(key: StepKey) -> str:

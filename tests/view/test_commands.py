@@ -8,6 +8,7 @@ import pytest
 from timelines import COSTS, measured
 
 from penstock.commands.train.config import TrainConfig
+from penstock.plan import Layer, ModelProfile, plan
 from penstock.schedule import build, simulate
 from penstock.view.record import save
 
@@ -105,6 +106,13 @@ def test_compare_takes_two_runs(run):
     assert "ms" in done.stdout
 
 
+def test_a_schedule_beside_a_run_is_predicted_at_its_costs(run):
+    told = penstock("compare", "gpipe", run).stdout
+    assert "gpipe, predicted  1f1b, measured" in told
+    assert "1f1b, measured, is itself predicted to take 1" in told
+    assert "differ in" not in told  # it has the run's ranks and microbatches
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -112,11 +120,15 @@ def test_compare_takes_two_runs(run):
         (["show", "tests"], "tests has no timeline: there is no file tests/timeline.json"),
         (["show", "x.json"], "x.json has no timeline: there is no file x.json"),
         (["show", "RUN", "--table"], "is a timeline, not a table: leave out --table and --csv"),
-        (["compare", "1f1b", "RUN"], "1f1b is in units of its costs, and 1f1b, measured is in seconds: compare two runs"),
+        (["compare", "1f1b", "PLAN"], "1f1b is in units of its costs, and "),
         (["compare", "1f1b", "gpip"], "did you mean gpipe?"),
     ],
 )
-def test_what_cannot_be_shown_is_one_sentence(words, told, run):
+def test_what_cannot_be_shown_is_one_sentence(words, told, run, tmp_path):
+    if "PLAN" in words:
+        layers = ModelProfile.of([Layer("a", 0.1, 0.1, 0.1), Layer("b", 0.1, 0.1, 0.1)])
+        plan(layers, 2, 1e12, batch=2, effort="quick")[0].save(tmp_path / "PLAN.json")
+        words = [*words[:-1], str(tmp_path / "PLAN.json")]
     done = penstock(*(run if word == "RUN" else word for word in words))
     assert done.returncode == 1
     assert told in done.stderr

@@ -1,0 +1,68 @@
+"""Traces of torch.profiler as a record, with a progress bar where they are large; and `penstock export-costs`."""
+
+import sys
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+
+from penstock.commands.options import command
+from penstock.errors import PenstockError
+from penstock.integrations.torch_trace import is_traces, read_record, trace_files
+from penstock.plan import Layer, ModelProfile
+from penstock.schedule import Kind, Measurement
+from penstock.view.files import writing
+from penstock.view.reading import load
+from penstock.view.record import Record
+
+MIN_BAR_BYTES = 50_000_000
+
+
+def read_traces(source: Path) -> tuple[Record, list[str]]:
+    """Return the steps in the traces at `source`, and notes on how they were read. Errors: as `torch_trace.read`."""
+    size = sum(file.stat().st_size for file in trace_files(source))
+    is_shown = size >= MIN_BAR_BYTES and sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=not is_shown) as bar:
+        task = bar.add_task(f"reading {source}", total=size)
+        return read_record(source, on_bytes=lambda count: bar.advance(task, count))
+
+
+def layer_costs(record: Record, rows: int = 1) -> ModelProfile:
+    """Return what each stage cost, as layers `stage0`, `stage1`, .. of a model, at microbatches of `rows` rows.
+
+    Raises ScheduleError where a stage ran no forward or no backward.
+    """
+    measurement = Measurement.of(*record.steps, layers=record.layers)
+    times, gaps = measurement.seconds, measurement.between
+    layers = []
+    for stage in range(measurement.schedule.stages):
+        forward, inputs, weights = (times[kind][stage] + gaps[kind][stage] for kind in (Kind.F, Kind.I, Kind.W))
+        kept = measurement.sizes[stage] if measurement.sizes else (0.0, 0.0)
+        layers.append(Layer(f"stage{stage}", forward, inputs, weights, *kept))
+    return ModelProfile.of(layers, rows)
+
+
+@command(source="RUN | TRACES", out="[FILE]", rows="ROWS")
+class ExportCosts:
+    """Write what each stage of a run or of traces cost to a file.
+
+    `penstock plan --costs` and `penstock search --costs` read it.
+    """
+
+    source: tyro.conf.Positional[Path]
+    """Folder of a run, its timeline.json, or a folder of torch.profiler's traces, one a rank."""
+    out: tyro.conf.Positional[Path] = Path("costs.json")
+    """File to write."""
+    rows: int = 1
+    """Rows of a microbatch. With 1, `penstock plan --batch` counts microbatches."""
+
+    def run(self) -> None:
+        """Read, measure, write."""
+        if self.rows < 1:
+            raise PenstockError(f"--rows {self.rows} is too small: use 1 or more")
+        record, notes = read_traces(self.source) if is_traces(self.source) else (load(self.source), list[str]())
+        layers = layer_costs(record, self.rows)
+        with writing(self.out):
+            layers.save(self.out)
+        print("\n".join([*notes, f"wrote {self.out}: {len(layers.names)} stages; memory and parameters are not in it"]))

@@ -1,0 +1,276 @@
+"""Traces of torch.profiler, real ones of torch's schedules and ours, and made ones: what is read from them."""
+
+import contextlib
+import gzip
+import json
+import random
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import made_traces
+import prompt
+import pytest
+import torch_runs
+
+import penstock as ps
+from penstock.errors import PenstockError
+from penstock.integrations.torch_trace import is_traces, read, read_record
+from penstock.schedule import Timeline, build
+
+penstock = partial(prompt.penstock, columns=100)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of traces for each of torch's schedules, and for ours."""
+    folder = tmp_path_factory.mktemp("runs")
+    ps.launch(torch_runs.rank_profiled, torch_runs.RANKS, folder)
+    return folder
+
+
+def nothing_starts_before_what_it_needs(timeline: Timeline) -> bool:
+    return all(needed.end <= event.start for event in timeline.events for needed in timeline.needs(event))
+
+
+# ---- real traces
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", torch_runs.NAMES)
+def test_every_action_of_torchs_schedules_is_found_in_its_order_of_time(runs: Path, name: str) -> None:
+    record, notes = read_record(runs / name)
+    assert [step.name for step in record.steps] == [f"{name}, measured"] * torch_runs.STEPS
+    assert record.labels == ("step 1", "step 2", "step 3")
+    table = build(name, torch_runs.RANKS, torch_runs.MICROBATCHES)
+    for step in record.steps:
+        assert tuple(tuple(event.action for event in row) for row in step.rows) == table.actions
+        assert nothing_starts_before_what_it_needs(step)
+    assert any("inferred" in note for note in notes) == (name == "1f1b")
+    assert not any("clock" in note for note in notes)
+    assert record.steps[0].between == (0, 0)
+    assert min(record.steps[1].between) > 0
+    assert record.explanation is not None
+
+
+@pytest.mark.ranks
+def test_a_traced_step_of_ours_has_the_actions_that_ran(runs: Path) -> None:
+    timeline = read(runs / "ours")
+    assert {event.action.stage for event in timeline.rows[1]} == {1}
+    assert len(timeline.events) >= 2 * torch_runs.RANKS * torch_runs.MICROBATCHES
+    assert nothing_starts_before_what_it_needs(timeline)
+
+
+@pytest.mark.ranks
+def test_a_gzipped_trace_and_a_list_of_files_in_any_order_read_the_same(runs: Path, tmp_path: Path) -> None:
+    files = sorted((runs / "gpipe").iterdir())
+    zipped = tmp_path / "rank1.json.gz"
+    zipped.write_bytes(gzip.compress(files[1].read_bytes()))
+    assert read([zipped, files[0]]) == read(runs / "gpipe")
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_missing_is_noticed_where_stages_have_no_names(runs: Path) -> None:
+    with pytest.raises(PenstockError, match="backwards of stage 0 wait for messages from stage 1, which is in no trace"):
+        read(runs / "gpipe" / "rank0.json")
+    with pytest.raises(PenstockError, match="backwards of stage 0 wait for messages from stage 1, which is in no trace"):
+        read(runs / "1f1b" / "rank0.json")
+
+
+@pytest.mark.ranks
+def test_the_commands_take_traces_as_they_take_runs(runs: Path, tmp_path: Path) -> None:
+    traces, page, kept, costs = runs / "gpipe", tmp_path / "page.html", tmp_path / "timeline.json", tmp_path / "costs.json"
+    shown = penstock("show", traces, "--html", page, "--json", kept).stdout.splitlines()
+    assert re.fullmatch(r"3 steps of .* ms, the middle one is shown", shown[0])
+    assert shown[1].startswith("gpipe, measured, step ")
+    assert shown[2].startswith("rank 0 |F")
+    assert shown[-2:] == [f"wrote {kept}", f"wrote {page}"]
+    assert penstock("show", kept).stdout.splitlines() == shown[1:-2]
+
+    compared = penstock("compare", traces, "1f1b").stdout
+    assert "gpipe, measured  1f1b, predicted" in compared
+    assert "gpipe, measured, is itself predicted to take" in compared
+
+    told = penstock("export-costs", traces, costs, "--rows", "2").stdout
+    assert told.splitlines()[-1] == f"wrote {costs}: 2 stages; memory and parameters are not in it"
+    assert ps.plan.ModelProfile.load(costs).names == ["stage0", "stage1"]
+    planned = penstock("plan", "--costs", traces, "--ranks", "2", "--batch", "4", "--effort", "quick").stdout
+    assert "a row of --batch is one microbatch of the traces" in planned
+    assert "cut before stage1" in planned
+
+
+# ---- made traces
+
+
+def test_times_are_those_of_the_trace(tmp_path: Path) -> None:
+    made = made_traces.timeline()
+    made_traces.write(tmp_path, made)
+    found = read(tmp_path)
+    assert [event.action for event in found.events] == [event.action for event in made.events]
+    for event, was in zip(found.events, made.events, strict=True):
+        assert event.start - found.start == pytest.approx(was.start, abs=1e-6)
+        assert event.end - event.start == pytest.approx(was.end - was.start, abs=1e-6)
+
+
+def test_on_a_gpu_an_action_takes_from_its_first_kernel_to_its_last(tmp_path: Path) -> None:
+    made = made_traces.timeline("zb-v")
+    made_traces.write(tmp_path, made, on_gpu=True)
+    found = read(tmp_path)
+    assert found.name == "zb-v, measured"
+    assert [event.end - event.start for event in found.events] == pytest.approx([0.010] * len(made.events), abs=1e-6)
+
+
+def test_clocks_of_other_machines_are_lined_up_by_the_messages(tmp_path: Path) -> None:
+    made = made_traces.timeline(ranks=3)
+    made_traces.write(tmp_path, made, ahead=[0, 0.5, -2], hosts=["a", "b", "c"])
+    record, notes = read_record(tmp_path)
+    assert record.usual.makespan == pytest.approx(made.makespan, abs=1e-6)  # messages take as long there and back
+    assert "clocks lined up by the messages, to 1000 us" in notes
+
+
+def test_a_clock_of_the_same_machine_is_moved_only_where_a_message_would_be_there_before_it_was_sent(tmp_path: Path) -> None:
+    made_traces.write(tmp_path / "a", made_traces.timeline(), ahead=[0, 0.0005])
+    assert not any("clock" in note for note in read_record(tmp_path / "a")[1])
+    made_traces.write(tmp_path / "b", made_traces.timeline(), ahead=[0, 0.0015])
+    record, notes = read_record(tmp_path / "b")
+    assert any("clocks of one machine" in note for note in notes)
+    assert nothing_starts_before_what_it_needs(record.usual)
+
+
+def test_the_middle_step_is_read(tmp_path: Path) -> None:
+    files = made_traces.write(tmp_path, made_traces.timeline())
+    for file in files:  # the first step's last backward takes 5 ms longer, the last step's 2 ms
+        data = json.loads(file.read_text())
+        lasts = [event for event in data["traceEvents"] if event["name"] == "PP:0B3"]
+        for event, longer in zip(lasts, (5000, 0, 2000), strict=False):
+            event["dur"] += longer
+        file.write_text(json.dumps(data))
+    record, _ = read_record(tmp_path)
+    assert record.label == "step 5"
+
+
+def test_a_step_that_is_not_whole_is_left_out_and_that_is_told(tmp_path: Path) -> None:
+    files = made_traces.write(tmp_path, made_traces.timeline())
+    data = json.loads(files[0].read_text())
+    place = next(place for place, event in enumerate(data["traceEvents"]) if event["name"] == "PP:0B1")
+    del data["traceEvents"][place]
+    files[0].write_text(json.dumps(data))
+    record, notes = read_record(tmp_path)
+    assert record.labels == ("step 4", "step 5")
+    assert "left out: 1 that ran other actions or are not whole" in notes
+
+
+def test_pipeline_steps_of_one_profiler_step_are_told_apart_by_their_actions(tmp_path: Path) -> None:
+    files = made_traces.write(tmp_path, made_traces.timeline())
+    for file in files:
+        data = json.loads(file.read_text())
+        data["traceEvents"] = [event for event in data["traceEvents"] if not event["name"].startswith("ProfilerStep")]
+        file.write_text(json.dumps(data))
+    assert read_record(tmp_path)[0].labels == ("step 0", "step 0, part 2", "step 0, part 3")
+
+
+def test_ranks_choose_one_pipeline_of_several(tmp_path: Path) -> None:
+    made_traces.write(tmp_path / "a", made_traces.timeline())
+    made_traces.write(tmp_path / "b", made_traces.timeline())
+    for rank, file in enumerate(made_traces.write(tmp_path / "b", made_traces.timeline())):
+        file.write_text(file.read_text().replace(f'"rank": {rank}', f'"rank": {rank + 2}'))
+        shutil.move(file, tmp_path / "a" / f"worker{rank + 2}.json")
+    with pytest.raises(PenstockError, match="stage 0 ran on two of these ranks, 0 and 2: they are replicas"):
+        read(tmp_path / "a")
+    assert read(tmp_path / "a", ranks=[2, 3]).ranks == 2
+    for rank in range(4):  # as torch describes the groups of a mesh
+        file = tmp_path / "a" / f"worker{rank}.json"
+        group = [{"pg_desc": "mesh_pp", "ranks": [0, 1] if rank < 2 else [2, 3]}]
+        file.write_text(file.read_text().replace('"world_size"', f'"pg_config": {json.dumps(group)}, "world_size"'))
+    assert read(tmp_path / "a").ranks == 2
+
+
+def test_placement_is_checked_against_the_traces(tmp_path: Path) -> None:
+    made_traces.write(tmp_path, made_traces.timeline())
+    assert read(tmp_path, placement=[0, 1]).ranks == 2
+    with pytest.raises(PenstockError, match=re.escape("placement is [1, 0], but in the traces the stages ran on [0, 1]")):
+        read(tmp_path, placement=[1, 0])
+
+
+# ---- what is no trace
+
+
+def test_a_folder_is_one_of_traces_only_if_it_has_some_and_is_no_run(tmp_path: Path) -> None:
+    assert not is_traces(tmp_path)
+    files = made_traces.write(tmp_path, made_traces.timeline())
+    assert is_traces(tmp_path)
+    assert is_traces(files[0])
+    (tmp_path / "timeline.json").write_text("{}")
+    assert not is_traces(tmp_path)
+    assert not is_traces(tmp_path / "timeline.json")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    return made_traces.write(tmp_path, made_traces.timeline())
+
+
+def says(files: list[Path]) -> str:
+    with pytest.raises(PenstockError) as raised:
+        read(files)
+    text = str(raised.value)
+    assert "\n" not in text
+    assert ": " in text  # and what to do
+    return text
+
+
+def test_a_truncated_trace_says_so(files: list[Path]) -> None:
+    files[1].write_text(files[1].read_text()[:-300])
+    assert re.search(r"worker1.json is cut off or damaged after \d+ events: copy or export it again", says(files))
+    files[1].write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 10**5)[:-20])
+    assert "cannot be unzipped" in says(files)
+
+
+def test_a_foreign_file_says_how_a_trace_is_made(files: list[Path]) -> None:
+    files[1].write_text('{"losses": [1, 2]}')
+    assert "it has no traceEvents: profile some steps with torch.profiler" in says(files)
+    files[1].write_text('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 1}]}')
+    assert "worker1.json has no action of a pipeline, neither ranges" in says(files)
+
+
+def test_missing_and_doubled_ranks_are_named(files: list[Path]) -> None:
+    assert "no trace has stage 0: give the traces of all ranks" in says(files[1:])
+    assert "are both of rank 0: give one trace for each rank" in says([files[0], files[0]])
+    with pytest.raises(PenstockError, match="there is no trace of rank 5, but of 0, 1"):
+        read(files, ranks=[0, 5])
+
+
+def test_ranks_with_other_steps_are_told_with_theirs(files: list[Path], tmp_path: Path) -> None:
+    later = made_traces.write(tmp_path / "later", made_traces.timeline(), steps=[8, 9])
+    told = says([files[0], later[1]])
+    assert "no step in common (worker0.json: 3, 4, 5; worker1.json: 8, 9): profile the same steps on every rank" in told
+
+
+def test_a_folder_without_traces_says_what_it_should_have(tmp_path: Path) -> None:
+    with pytest.raises(PenstockError, match="has no traces of torch"):
+        read(tmp_path)
+    with pytest.raises(PenstockError, match="there are no traces to read"):
+        read([])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_trace_is_read_or_refused_in_a_sentence(files: list[Path], seed: int) -> None:
+    rng = random.Random(seed)
+    data = bytearray(files[1].read_bytes())
+    for _ in range(rng.randint(1, 30)):
+        place = rng.randrange(len(data))
+        match seed % 4:
+            case 0:  # bits flipped
+                data[place] ^= 1 << rng.randrange(8)
+            case 1:  # cut short
+                del data[max(place, 100) :]
+            case 2:  # pieces missing
+                del data[place : place + rng.randint(1, 200)]
+            case 3:  # keys and values that are others
+                word = rng.choice([b"ts", b"dur", b"name", b"args", b"ph", b"rank", b"PP:", b"1000", b"user"])
+                other = rng.choice([b"null", b"[]", b"{}", b"-1e999", b"NaN", b'"', b"9" * 40, b""])
+                data = data.replace(word, other, rng.randint(1, 3))
+    files[1].write_bytes(data)
+    with contextlib.suppress(PenstockError):
+        read(files)

@@ -16,7 +16,7 @@ MAX_EVENT_CHARACTERS = 2**22  # of one event; beyond that it is damaged
 MAX_HEADER_CHARACTERS = 2**26  # before the events; process groups of thousands of ranks are listed there
 PROFILE = "profile some steps with torch.profiler, call its step() after each, and export_chrome_trace() on every rank"
 
-_BEGIN = re.compile(r'"traceEvents"\s*:\s*\[|\A\s*\[')
+_BEGIN = re.compile(r'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
 
 

@@ -116,7 +116,11 @@ class Plan:
             raise PenstockError("give a model to measure, FILE.py:FUNCTION, or --costs FILE")
         if self.costs is not None and is_traces(self.costs):
             record, notes = read_traces(self.costs)
-            print("\n".join([*notes, "a row of --batch is one microbatch of the traces: `penstock export-costs --rows` changes that"]))
+            print(
+                "\n".join(
+                    [*notes, "a row of --batch is one microbatch of the traces: `penstock export-costs --rows` changes that"]
+                )
+            )
             return layer_costs(record)
         if self.costs is not None:
             costs = self.costs / COSTS_FILE if self.costs.is_dir() else self.costs

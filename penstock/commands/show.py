@@ -38,7 +38,7 @@ def is_recorded(source: str) -> bool:
 
 
 def recorded(source: str) -> tuple[Record, list[str]]:
-    """Load the run, timeline, plan or traces `source`, with notes on how traces were read. Raises PenstockError if it is none."""
+    """Load the run, timeline, plan or traces `source`, and notes on how traces were read. Raises PenstockError otherwise."""
     if is_traces(Path(source)):
         return read_traces(Path(source))
     return Record((load_plan(source).timeline,), unit="s", labels=("planned",)) if is_plan_file(source) else load(source), []
@@ -130,7 +130,16 @@ class Simulated:
         return simulate(schedule, Costs(forward, inputs, weights, self.send, act=1 / parts, overlap=self.overlap))
 
 
-@command(schedule="[SCHEDULE | RUN | FILE | TRACES]", csv="FILE", json="FILE", html="FILE", perfetto="FILE", svg="FILE", png="FILE", **COSTS)
+@command(
+    schedule="[SCHEDULE | RUN | FILE | TRACES]",
+    csv="FILE",
+    json="FILE",
+    html="FILE",
+    perfetto="FILE",
+    svg="FILE",
+    png="FILE",
+    **COSTS,
+)
 class Show(Simulated):
     """Draw a schedule, a plan or a run, with bubble and memory.
 
@@ -209,7 +218,7 @@ class Show(Simulated):
 
 @command(first="[SCHEDULE | RUN | FILE | TRACES]", second="[SCHEDULE | RUN | FILE | TRACES]", html="FILE", **COSTS)
 class Compare(Simulated):
-    """Draw two schedules, runs or traces, and list how they differ.
+    """Draw two schedules or runs, and list how they differ.
 
     Both are drawn at one scale. Costs are those of a rank, however many stages a schedule puts on it. A schedule beside a run
     or traces is predicted at the costs that were measured there, with as many ranks and microbatches.

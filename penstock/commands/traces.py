@@ -10,7 +10,7 @@ from rich.progress import Progress
 from penstock.commands.options import command
 from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces, read_record, trace_files
-from penstock.plan import Layer, ModelProfile
+from penstock.plan import LayerCost, ModelProfile
 from penstock.schedule import Kind, Measurement
 from penstock.view.files import writing
 from penstock.view.reading import load
@@ -39,8 +39,8 @@ def layer_costs(record: Record, rows: int = 1) -> ModelProfile:
     for stage in range(measurement.schedule.stages):
         forward, inputs, weights = (times[kind][stage] + gaps[kind][stage] for kind in (Kind.F, Kind.I, Kind.W))
         kept = measurement.sizes[stage] if measurement.sizes else (0.0, 0.0)
-        layers.append(Layer(f"stage{stage}", forward, inputs, weights, *kept))
-    return ModelProfile.of(layers, rows)
+        layers.append(LayerCost(f"stage{stage}", forward, inputs, weights, *kept))
+    return ModelProfile.from_layers(layers, rows)
 
 
 @command(source="RUN | TRACES", out="[FILE]", rows="ROWS")
@@ -65,4 +65,4 @@ class ExportCosts:
         layers = layer_costs(record, self.rows)
         with writing(self.out):
             layers.save(self.out)
-        print("\n".join([*notes, f"wrote {self.out}: {len(layers.names)} stages; memory and parameters are not in it"]))
+        print("\n".join([*notes, f"wrote {self.out}: {len(layers.layer_names)} stages; memory and parameters are not in it"]))

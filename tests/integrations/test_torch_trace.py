@@ -94,7 +94,7 @@ def test_the_commands_take_traces_as_they_take_runs(runs: Path, tmp_path: Path) 
 
     told = penstock("export-costs", traces, costs, "--rows", "2").stdout
     assert told.splitlines()[-1] == f"wrote {costs}: 2 stages; memory and parameters are not in it"
-    assert ps.plan.ModelProfile.load(costs).names == ["stage0", "stage1"]
+    assert ps.plan.ModelProfile.load(costs).layer_names == ["stage0", "stage1"]
     planned = penstock("plan", "--costs", traces, "--ranks", "2", "--batch", "4", "--effort", "quick").stdout
     assert "a row of --batch is one microbatch of the traces" in planned
     assert "cut before stage1" in planned

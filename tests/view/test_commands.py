@@ -8,7 +8,7 @@ import pytest
 from timelines import COSTS, measured
 
 from penstock.commands.train.config import TrainConfig
-from penstock.plan import Layer, ModelProfile, plan
+from penstock.plan import LayerCost, ModelProfile, plan
 from penstock.schedule import build, simulate
 from penstock.view.record import save
 
@@ -126,7 +126,7 @@ def test_a_schedule_beside_a_run_is_predicted_at_its_costs(run):
 )
 def test_what_cannot_be_shown_is_one_sentence(words, told, run, tmp_path):
     if "PLAN" in words:
-        layers = ModelProfile.of([Layer("a", 0.1, 0.1, 0.1), Layer("b", 0.1, 0.1, 0.1)])
+        layers = ModelProfile.from_layers([LayerCost("a", 0.1, 0.1, 0.1), LayerCost("b", 0.1, 0.1, 0.1)])
         plan(layers, 2, 1e12, batch=2, effort="quick")[0].save(tmp_path / "PLAN.json")
         words = [*words[:-1], str(tmp_path / "PLAN.json")]
     done = penstock(*(run if word == "RUN" else word for word in words))

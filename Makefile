@@ -55,9 +55,9 @@ $(VENV)/docs: $(VENV)/ready
 
 # Schedules, models, meshes and faults over communicators with NCCL's manners, on the CPU: tests/nccl_like.py. `ahead` connects
 # at first use as `lazy` does, and takes every test; `lazy` those in which the host waits, `eager` those that make groups.
-NCCL_LAZY := faults mistakes undone agreement
+NCCL_LAZY := faults mistakes rollback handshake
 NCCL_EAGER := faults pipeline
-NCCL_AHEAD := faults model data training generation mistakes pipeline undone agreement
+NCCL_AHEAD := faults model data training generation mistakes pipeline rollback handshake
 NCCL_TESTS_lazy := $(NCCL_LAZY:%=tests/engine/test_%.py)
 NCCL_TESTS_eager := $(NCCL_EAGER:%=tests/engine/test_%.py) tests/mesh/test_mesh.py::test_it_has_the_gradients_of_one_process
 NCCL_TESTS_ahead := $(NCCL_AHEAD:%=tests/engine/test_%.py) tests/mesh/test_mesh.py tests/stage

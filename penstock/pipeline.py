@@ -45,9 +45,9 @@ _pipeline_numbers = itertools.count(1)  # pipelines are built in the same order 
 
 
 class Pipeline(NotAModule):
-    """A model cut into stages over the ranks, trained step by step as one. Every rank makes the same call.
+    """A model cut into stages over the ranks, trained as one. All ranks make the same calls.
 
-    Each rank has its own part of the model, at least one stage; the schedule says which rank runs what when.
+    Each rank runs its own stages, at least one; the schedule says when.
 
         pipe = ps.Pipeline(model, nn.functional.mse_loss, "1f1b", microbatches=8)
         optimizer = torch.optim.Adam(pipe.parameters())  # this rank's part
@@ -55,73 +55,73 @@ class Pipeline(NotAModule):
         optimizer.step(), optimizer.zero_grad()
 
     model
-        An `nn.Sequential`, cut here; any other model with `cuts` or an example (where there is one stage, without); a list with
+        An `nn.Sequential`, cut here; any other model with `cuts` or an example (neither is needed for one stage); a list with
         one module for each stage; or `{stage: module}` with all stages that the schedule places on this rank, and no others.
-        Any tree of tensors, numbers and None may pass between stages: a forward of several parameters gets a tuple spread over
-        them and a dict by name, any other what the stage before gave.
+        Stages may pass any tree of tensors, numbers and None: a forward of several parameters gets a tuple spread over them, a
+        dict by name; any other forward gets the output of the stage before.
     loss_fn
-        `loss_fn(output, target)`: a floating-point scalar, the mean over its microbatch, or the sum (`reduction`). It runs on
-        the last stage's rank. What is trained belongs to the model: a loss that is a module has no parameters, or frozen ones.
+        `loss_fn(output, target)` returns a floating-point scalar, the mean over its microbatch, or the sum (`reduction`). It
+        runs on the last stage's rank. A loss that is a module has no trained parameters: those belong to the model.
     schedule
         A name of `ps.schedule.names()`, built with `microbatches` and the `options` of its family (`stages_per_rank`,
-        `group_size`); the path of a CSV table; a `Schedule`; or a function of (rank, ranks, microbatches) that gives the rank's
-        row: `"0F0"`, `"1B0"`, ..
+        `group_size`); the path of a CSV table; a `Schedule`; or a function of (rank, ranks, microbatches) that returns the
+        rank's row: `"0F0"`, `"1B0"`, ..
     microbatches
-        Into how many pieces a batch is split, M. A batch of fewer rows runs as many as it has rows.
+        The number of pieces into which a batch is split, M. A batch of fewer rows than M is split into its rows.
     loss_weight
-        `loss_weight(target)`: what a microbatch counts in the batch's mean, from its target alone; by default its rows. For a
-        mean over tokens, as with an `ignore_index` or class weights, `ps.tokens()`.
+        `loss_weight(target)` returns the weight of a microbatch in the batch's mean, from its target alone; by default its
+        rows. For a mean over tokens, as with an `ignore_index` or class weights: `ps.tokens()`.
     topology
-        Where this rank stands; by default what `ps.comms.init_distributed()` finds.
+        This rank's place among all ranks; by default what `ps.comms.init_distributed()` finds.
     seed
-        Of the random numbers that layers (dropout) and the loss draw in training, which depend on it, the step, the microbatch
-        and the layer only; and of weights that are on the meta device. None leaves them to torch's generator, and so to the
-        schedule.
+        Seeds the random numbers that layers (dropout) and the loss draw in training: they depend on seed, step, microbatch and
+        layer only. Also seeds the values of a model on the meta device. With None, torch's generator is used, and the numbers
+        depend on the schedule.
     cuts
-        Names of submodules: where each stage but the first begins. See `ps.partition.split`.
+        The names of the submodules at which each stage but the first begins. See `ps.partition.split`.
     example_args, example_kwargs
-        One microbatch: the model is traced with it, and cut by the times measured on it, unless `cuts` says where.
+        One microbatch. The model is traced with it, and cut where the times measured on it are balanced, or at `cuts`.
     merge_weight_gradients
-        W of one stage that stand next to each other in the table are one product over their joined rows: faster, and exact to
-        rounding only, since the order of the sums changes.
+        Compute neighbouring W of one stage in one product over their joined rows: faster, and exact to rounding only, since
+        the order of the sums changes.
     recompute
         `"stage"` or `"block"`: keep only the input of every stage, or of every layer; the backward computes the rest again.
-        Or a sequence of these and None, one for each stage.
+        Or a sequence of these and None with an entry for each stage.
     plan
-        What `ps.plan.plan` found, or `ps.plan.load` read: its schedule, microbatches, cuts and recomputation, instead of yours.
-        A model with other layers than it was made for is refused.
+        A plan of `ps.plan.plan` or `ps.plan.load`: its schedule, microbatches, cuts and recomputation replace these arguments.
+        The model must have the layers that the plan was made for.
     scaler
-        A GradScaler for float16, whose scale the backward starts with; `ShardedGradScaler` where there are several ranks.
+        A GradScaler for float16: the backward starts with its scale. With several ranks, a `ShardedGradScaler`.
     init
-        `init(submodule)`, called on each submodule of a model on the meta device, after its `reset_parameters()` and the
-        `_init_weights(submodule)` that models of transformers have. A rank gives memory to its own stages only, and the values
-        are the same for any cut. What none of these writes must be loaded before the first step.
+        `init(submodule)` is called on each submodule of a model on the meta device, after its `reset_parameters()` and the
+        `_init_weights(submodule)` of transformers' models. A rank allocates its own stages only, and the values are the same
+        for any cut. Tensors that none of these initialises must be loaded before the first step.
     mesh
-        A DeviceMesh of all ranks with any of the axes `pp`, `dp`, `tp`, for instance of `ps.comms.init_mesh`. Pipelines along
-        `dp` are replicas: each is given rows of its own, and the loss is the mean over all their rows. Ranks along `tp` are
-        given the same rows. With an axis `dp` or `tp` a step that fails is the pipeline's last.
+        A DeviceMesh of all ranks with any of the axes `pp`, `dp`, `tp`, as of `ps.comms.init_mesh`. Pipelines along `dp` are
+        replicas: each gets different rows, and the loss is the mean over all of them. Ranks along `tp` get the same rows. With
+        an axis `dp` or `tp`, no step can follow one that failed.
     data_parallel
-        How replicas are held equal: `"ddp"`, `"fsdp"` (`fully_shard`), or a function of (stage, the axis `dp`) that applies one
-        of the two in its own way and returns the stage. Gradients are averaged once a step, while the last backwards go on.
+        How replicas are kept equal: `"ddp"`, `"fsdp"` (`fully_shard`), or a function of (stage, the axis `dp`) that applies
+        one of the two and returns the stage. Gradients are averaged once a step, while the last backwards run.
     tensor_parallel
-        Names of submodules in the uncut model, `*` standing for any part between two dots -> torch's styles
-        (`ColwiseParallel()`, ..), by which ranks along `tp` share their products.
+        A dict from names of submodules in the uncut model, where `*` is any part between two dots, to torch's styles
+        (`ColwiseParallel()`, ..): how ranks along `tp` divide them.
     on_nonfinite
-        Watch every step for values that are NaN or infinite, in losses, what layers and stages give, and gradients: `"raise"`
-        an error that names rank, stage, layer, microbatch and action; `"skip"` the step as if its batch had not been; or
-        `"retry"` it once, and raise if that was of no use. By default nothing is watched. See docs/howto/audit.md.
+        Test losses, outputs of layers and stages, and gradients of every step for NaN and infinity. If one is found: `"raise"`
+        an error that names rank, stage, layer, microbatch and action; `"skip"` the step, and restore what it has changed; or
+        `"retry"` it once, and raise if that does not help. By default nothing is tested. See docs/howto/audit.md.
     rows_dim
-        The dimension of inputs, targets and outputs that has the rows: microbatches are cut and outputs joined along it. 0 by
-        default, which a model with modules of `batch_first=False` must say itself: theirs is 1. `ps.Rows(tensor, dim)` is a
-        tensor of a batch that has them elsewhere, `ps.Replicated(tensor)` one that has none.
+        The batch dimension of inputs, targets and outputs, along which they are split and joined. 0 by default; for a model
+        with modules of `batch_first=False`, where it is 1, it must be given. `ps.Rows(tensor, dim)` wraps a tensor of a batch
+        with another one, `ps.Replicated(tensor)` a tensor without.
     reduction
-        What `loss_fn` returns: `"mean"`, or `"sum"` over the rows, which adds the microbatches' losses, those of all replicas
-        too. See docs/howto/loss.md.
+        What `loss_fn` returns: `"mean"`, or `"sum"` over the rows. For a sum, the losses of all microbatches and replicas are
+        added. See docs/howto/loss.md.
 
     Once built, its options cannot be set: `pipe.schedule = ..` raises AttributeError. `step_count` can.
 
-    Raises ScheduleError if the table cannot be proved, MismatchError where the ranks, the schedule and the model do not fit
-    together, LostRankError if a rank does not come.
+    Raises ScheduleError if the table cannot be proved, MismatchError if ranks, schedule and model do not fit together,
+    LostRankError if a rank does not answer.
     """
 
     def __init__(
@@ -224,33 +224,33 @@ class Pipeline(NotAModule):
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of one batch; gradients are added to the parameters' `.grad`. Returns the loss, everywhere.
+        """Run forward and backward of one batch, add gradients to the parameters' `.grad`, and return the loss on every rank.
 
-        What clips them afterwards is `clip_grad_norm_`, by the norm of the whole model: a list of parameters has this rank's.
+        To clip them, use `pipe.clip_grad_norm_`: it takes the norm of the whole model, not of this rank's part.
 
         args, kwargs
-            The first stage's input, any tree of tensors with the same number of rows, their first dimension unless `rows_dim`
-            says another; numbers, None and `ps.Replicated(tensor)` go to every microbatch. A keyword of the model's that has
-            the name of one of those below is given by position.
+            The first stage's input: any tree of tensors of (rows, ..), or with the rows in dimension `rows_dim`. Numbers, None
+            and `ps.Replicated(tensor)` go to every microbatch. If the model has a keyword that is a parameter of this method,
+            give that by position.
         target
-            The loss's, likewise. Only the first stage's rank reads the inputs and only the last one's the target: others may
-            pass None. Where both are given the target, they compare some of its values.
+            The loss's target, a tree of the same kind. Only the first stage's rank reads the inputs and only the last stage's
+            the target: others may pass None. If both are given the target, they compare some of its values.
         scale
-            What the gradients are multiplied by, the same on every rank: 1/k adds those of the mean over k batches up in k
-            calls (docs/howto/data.md). The loss is not scaled.
+            A factor of the gradients, the same on every rank: 1/k in each of k calls adds up the gradients of the mean over k
+            batches (docs/howto/data.md). The loss is not scaled.
         losses
-            A list that gets each microbatch's loss instead of what it holds, in the order of the rows, on every rank that gives
-            one; NaN for a microbatch that counts nothing. With replicas, those of this one.
+            A list, whose contents are replaced by each microbatch's loss, in the order of the rows, on every rank that gives
+            one; NaN for a microbatch of weight 0. With replicas, the losses of this one.
         return_outputs
-            Return (loss, outputs): the batch's, detached, on the last stage's rank, None on the others.
+            Return (loss, outputs): the batch's outputs, detached, on the last stage's rank, None on the others.
 
-        The loss is the mean over the whole batch (the sum, with `reduction="sum"`), a scalar in its dtype, detached: the
-        backward has been done. A batch of fewer rows than microbatches runs as many microbatches as it has rows.
+        The loss is the mean over the whole batch (the sum, with `reduction="sum"`), a detached scalar. A batch of fewer rows
+        than microbatches is split into its rows.
 
         Raises, on every rank: MismatchError for a batch that does not fit; StageError when the model or the loss raises;
-        LostRankError when a rank dies or is silent. Gradients are as before the step then, and after the first two the next
-        step works, unless there is an axis dp or tp. A checkpoint that could not be written beside the steps is told here, once
-        and before the step begins: the same call does it then.
+        LostRankError when a rank dies or is silent. Gradients are restored. After the first two the next step works, unless
+        there is an axis dp or tp. If a checkpoint in the background could not be written, its error is raised here, once,
+        before the step begins: call again to run the step.
         """
         if self.report is not None and any(self.report.background_save_failed):
             self._engine.settle_background_save()
@@ -262,9 +262,9 @@ class Pipeline(NotAModule):
         return (loss, result.joined_outputs(self.rows_dim)) if return_outputs else loss
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
-        """Forward only, modules in evaluation mode for its time; touches no gradient and no buffer.
+        """Run the forward of one batch, with modules in evaluation mode meanwhile. Changes no gradient and no buffer.
 
-        The mode alone, as `nn.Module.eval` sets it, is set by `train(False)`. See docs/howto/validate.md.
+        To only set the mode, as `nn.Module.eval` does, use `train(False)`. See docs/howto/validate.md.
 
         Returns the outputs of the whole batch on the last stage's rank, None on the others; with a `target`, (outputs, loss),
         the loss on every rank. Raises as `step` does.
@@ -285,32 +285,32 @@ class Pipeline(NotAModule):
         on_token: Callable[[Tensor], object] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Go on with `tokens`: (batch, time) int64 -> (batch, time + new) int64, the same on every rank.
+        """Generate text after `tokens`: (batch, time) int64 -> (batch, time + new) int64, the same on every rank.
 
             text = pipe.generate(prompt, max_new_tokens=64)  # greedy: the uncut model's own tokens
 
         tokens
-            Rows of one length, the same on every rank; along `dp` each replica has rows of its own.
+            Rows of one length, the same on every rank; along `dp` each replica may have different rows.
         max_new_tokens
-            How many each row gets, at most.
+            The most tokens that are added to each row.
         temperature, top_k
-            0: always the likeliest token. Else each is drawn from softmax(logits / temperature), over the `top_k` likeliest if
-            that is given.
+            At temperature 0 always the likeliest token. Else tokens are drawn from softmax(logits / temperature), over the
+            `top_k` likeliest if that is given.
         eos
-            The token that ends a row, which is filled up with it. Generation ends when all rows, of all replicas, have ended.
+            The token that ends a row; it fills up the rest. Generation ends when all rows, of all replicas, have ended.
         seed
-            Of what is drawn, which depends on it, the row and the position: not on ranks, schedule or microbatches.
+            Seeds the drawing, which depends on seed, row and position: not on ranks, schedule or microbatches.
         on_token
-            Called on every rank with each column of new tokens, (batch,), as it comes.
+            Called on every rank with each column of new tokens, (batch,).
         kwargs
             Further arguments of the model's forward, the same in every pass (`use_cache=False`).
 
-        The model takes tokens and gives logits, (batch, time, vocabulary), itself or as `logits` of what it gives; with
-        `rows_dim=1` it takes (time, batch) and gives (time, batch, vocabulary). It is in evaluation mode. Layers that use
-        `ps.cache`, as our GPT's do, are given new tokens only; any other model runs over the whole text for each token. A text
-        longer than the model's context goes on from its last `context` tokens.
+        The model takes tokens and returns logits, (batch, time, vocabulary), or an object with them as `logits`; with
+        `rows_dim=1` it takes (time, batch) and returns (time, batch, vocabulary). It is in evaluation mode. Layers that use
+        `ps.cache`, as our GPT's do, get new tokens only; any other model runs over the whole text for each token. For a text
+        longer than the model's context, the model gets its last `context` tokens.
 
-        Raises, on every rank: MismatchError for arguments that cannot be or differ between ranks, and for another kind of
+        Raises, on every rank: MismatchError for arguments out of range or different between ranks, and for another kind of
         output; else as `step` does.
         """
         generation_options = GenerationOptions(max_new_tokens, temperature, top_k, eos, seed)
@@ -331,31 +331,32 @@ class Pipeline(NotAModule):
         optimizer: Any = None,
         **options: Any,
     ) -> Any:
-        """This training with another schedule, other microbatches or another cut: a new pipeline in the place of this one.
+        """Replace this pipeline by one with another schedule, number of microbatches or cut, and go on with the training.
 
             pipe, optimizer = pipe.rebuild("zb-v", microbatches=8, optimizer=optimizer)
 
-        Each rank gets the weights, buffers, gradients and optimizer state of its new stages from the rank that has them, and
-        what follows has the bits of a training that was so from the start. Nothing is written to disk. The step count, modes
-        and what is frozen go along. All ranks make the same call, between steps.
+        Each rank receives the weights, buffers, gradients and optimizer state of its new stages from the rank that has them.
+        Later steps have the bits of a training that was so from the start. Nothing is written to disk. Step count, modes and
+        frozen parameters stay. All ranks make the same call, between steps.
 
         schedule, microbatches
-            As for `Pipeline`; what is left out stays.
+            As for `Pipeline`; by default unchanged.
         cuts
-            Where each stage but the first begins. Left out, cuts that were given stay; a cut that was chosen is chosen again.
+            The names at which each stage but the first begins. By default unchanged if they were given; a measured cut is
+            chosen again.
         optimizer
-            Of this rank's `pipe.parameters()`, or a list of several. Each parameter stays in its group, on whichever rank it
-            is. It is the same object afterwards, so schedulers and scalers that have it go on with it.
+            The optimizer of this rank's `pipe.parameters()`, or a list of several. Each parameter stays in its group, on
+            whichever rank it is. The object stays the same: schedulers and scalers that refer to it remain valid.
         options
-            What else changes, of `Pipeline`'s own (`loss_fn`, `recompute`, `plan`, ..) or of the schedule's family
-            (`stages_per_rank`, ..): those of the schedule before stay with that. The model and the mesh stay.
+            Other changes: arguments of `Pipeline` (`loss_fn`, `recompute`, `plan`, ..) or options of the schedule's family
+            (`stages_per_rank`, ..). A new schedule drops the options of the old one. The model and the mesh stay.
 
-        Returns the new pipeline, or (pipeline, optimizer) where there is one. This one ends: it refuses further calls. What was
-        done to `pipe.stages` themselves, as compiling them, is to be done again.
+        Returns the new pipeline, or (pipeline, optimizer) if there is one. This one ends: further calls raise. Changes of
+        `pipe.stages`' modules, as by compiling them, must be made again.
 
         Raises, on every rank and before anything changes: ScheduleError and MismatchError as `Pipeline`; MismatchError for
-        optimizers that differ between ranks, hooks that would stay behind, and parameters in shards (`fsdp`, `tp`). This
-        pipeline goes on then, unless there is an axis dp. What a checkpoint's writing came to is told as by `step`.
+        optimizers that differ between ranks, hooks that would be lost, and parameters in shards (`fsdp`, `tp`). Unless there
+        is an axis dp, this pipeline can be used on then. Raises the error of a checkpoint in the background, as `step`.
         """
         self._engine.settle_background_save()
         changes = {"schedule": schedule, "microbatches": microbatches, "cuts": cuts}
@@ -379,13 +380,13 @@ class Pipeline(NotAModule):
         return pipe if optimizer is None else (pipe, optimizer)
 
     def train(self, mode: bool = True) -> "Pipeline":
-        """Put this rank's modules into training mode, which `step` leaves as it is, or out of it; as `nn.Module.train`."""
+        """Set training or evaluation mode of this rank's modules, as `nn.Module.train`. `step` does not change it."""
         for module in self.stages.values():
             module.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of this rank's gradients, or set them to 0; as `nn.Module.zero_grad`."""
+        """Reset this rank's gradients to None, or to 0; as `nn.Module.zero_grad`."""
         for module in self.stages.values():
             module.zero_grad(set_to_none)
 
@@ -427,28 +428,28 @@ class Pipeline(NotAModule):
 
     @property
     def last(self) -> LastStep:
-        """What the last step came to: `report`, `metrics()`, `timeline()`, `clock_error`, and `lines()`."""
+        """The last step: `report`, `metrics()`, `timeline()`, `clock_error`, and `lines()`."""
         return LastStep(self._engine, self.collective)
 
     @property
     def report(self) -> StepReport | None:
-        """What the last step took, the same on every rank; None before the first."""
+        """Times and memory of the last step, the same on every rank; None before the first."""
         return self.last.report
 
     @property
     def preempted(self) -> bool:
-        """Whether any rank has been asked to save and leave (`ps.comms.catch_preemption`): the same after the same step."""
+        """Whether any rank was asked to save and leave (`ps.comms.catch_preemption`); after each step the same on all ranks."""
         return self.report is not None and any(self.report.preempted)
 
     @contextmanager
     def collective(self, call: str, announces: bool = True) -> Iterator[ControlGroup]:
-        """Around what all ranks do as one `call`: if a rank makes another call, or fails inside, all raise the same error.
+        """A context for a call that all ranks make: if a rank makes another call, or fails inside, all raise the same error.
 
-        Gives the control group they exchange values over. `announces`: see `ControlGroup.collective_call`. One call at a time:
+        Yields the control group, to exchange values over. `announces`: see `ControlGroup.collective_call`. One call at a time:
         two would mix their microbatches.
         """
         if os.getpid() != self._process_id:
-            raise PenstockError(f"the pipeline is that of process {self._process_id}, which has forked this one: call it there")
+            raise PenstockError(f"the pipeline belongs to process {self._process_id}, which has forked this one: call it there")
         if not self._call_lock.acquire(blocking=False):
             raise PenstockError("the pipeline is in another call: one at a time, and none from a forward, a loss or a hook")
         try:
@@ -464,13 +465,13 @@ class Pipeline(NotAModule):
             raise LostRankError(f"this pipeline ended when {reason}: start the ranks again")
 
     def sampler(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> ReplicaSampler:
-        """Which rows of `dataset` this rank's loader reads: the same on all ranks of a pipeline, others on each replica.
+        """Return a sampler for this rank's DataLoader: the same rows on all ranks of a pipeline, others on each replica.
 
             loader = DataLoader(dataset, batch_size=32, sampler=pipe.sampler(dataset))  # rows of one replica's batch
 
-        Each iteration is the next epoch, `shuffle` makes each another shuffle, which depends on `seed` and the epoch only, and
-        `set_epoch(n)` goes on at epoch n. Every replica gets len(dataset) // dp rows an epoch; the rows left over come first
-        in the next. See docs/howto/data.md.
+        Each iteration is the next epoch. With `shuffle` each has a different order, which depends on `seed` and the epoch only;
+        `set_epoch(n)` sets the next one. Every replica gets len(dataset) // dp rows an epoch; the remaining rows come first in
+        the next. See docs/howto/data.md.
 
         Raises MismatchError for a dataset without a length, or with fewer rows than replicas.
         """
@@ -483,7 +484,7 @@ class Pipeline(NotAModule):
             )
         return ReplicaSampler(len(dataset), self.position.replica, self.position.num_replicas, shuffle, seed)
 
-    # -- parameters: see parameters.py ------------------------------------------------------------------------------
+    # -- parameters: see stage/rank_parameters.py -----------------------------------------------------------
 
     @property
     def stages(self) -> dict[int, nn.Module]:
@@ -491,27 +492,27 @@ class Pipeline(NotAModule):
         return self._parameters.modules
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, each once and by the name that `named_parameters()` of the uncut model has for it.
+        """Iterate over this rank's parameters, each once, with the name that `named_parameters()` of the uncut model gives it.
 
             groups = [{"params": [p for name, p in pipe.named_parameters() if "norm" in name], "weight_decay": 0.0}, ..]
 
-        So one that several ranks share, as tied embeddings, has one name on all of them, and groups that are made by names put
+        A parameter that several ranks share, as tied embeddings, has one name on all of them: groups that are made by names put
         it into the same one everywhere. `state_dict()` has it under each of its names.
         """
         return self._parameters.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters, for its optimizer; one that several of its stages share comes once.
+        """Iterate over this rank's parameters, each once, for its optimizer.
 
             optimizer = torch.optim.AdamW(pipe.parameters())
             torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)  # as pipe.clip_grad_norm_(1.0): all ranks call it
 
-        A function that clips by the norm, or takes it, gets a number for each gradient of other ranks besides, so that the norm
-        is the whole model's. It must be given what this returns, or a generator over it: a list of parameters, as
-        `optimizer.param_groups` has, is this rank's only, and its norm too.
+        Torch's functions that take or clip a norm also get a stand-in for each gradient of other ranks, so that the norm is the
+        whole model's. Pass them this iterator, or a generator over it: a list, as in `optimizer.param_groups`, has this rank's
+        parameters only, and so its norm.
 
-        Where none of them is trained there is an empty one that is: torch makes no optimizer of nothing. Raises MismatchError
-        for an optimizer that decides by all parameters at once, such as LBFGS, where there are several ranks.
+        If all are frozen, one empty trainable parameter is added, because torch optimizers refuse an empty list. Raises
+        MismatchError for an optimizer whose step depends on all parameters at once, as LBFGS, if there are several ranks.
         """
         parameters = list(self._parameters.parameters())
         has_trained = any(parameter.requires_grad for parameter in parameters)
@@ -528,20 +529,20 @@ class Pipeline(NotAModule):
             yield from parameters
 
     def state_dict(self, strict: bool = True) -> dict[str, Any]:
-        """This rank's part of the uncut model's state, under the uncut model's names; all ranks' parts make the whole.
+        """Return this rank's part of the uncut model's state, under the uncut model's names; all ranks' parts are the whole.
 
-        What `fully_shard` or `tensor_parallel` has spread over ranks comes as DTensors: `full_tensor()`, which all who have a
-        piece call, is the whole of one. Raises MismatchError while something has no value yet, unless `strict` is False.
+        Parameters in shards (`fully_shard`, `tensor_parallel`) are DTensors: `full_tensor()`, called by all ranks that have a
+        shard, returns the whole one. Raises MismatchError while a tensor has no values yet, unless `strict` is False.
         """
         if strict:
             self._parameters.check_initialised()
         return self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's part out of `state`, which may be the whole model's. Every rank that has a tied parameter loads it.
+        """Load this rank's part of `state`, which may be the whole model's. Every rank that has a tied parameter loads it.
 
-        Raises MismatchError, before anything is loaded, for a name this rank lacks in `state`, for one that no stage has
-        (both unless `strict` is False), and for a shape that differs.
+        Raises MismatchError, before anything is loaded, for a name that is missing in `state`, for one that no stage has (both
+        unless `strict` is False), and for a shape that differs.
         """
         value: Any = state
         if not isinstance(value, Mapping):
@@ -552,18 +553,19 @@ class Pipeline(NotAModule):
         self._parameters.load_state_dict(state, strict)
 
     def gather(self, make: Callable[[], Any], what: str = "to gather values") -> list[Any]:
-        """What `make()` gives on every rank, by rank: numbers and texts, in lists and dicts. All ranks call it, between steps.
+        """Return what `make()` returns on each rank, by rank: numbers and texts, in lists and dicts. All ranks call it.
 
-        If it raises on one rank, all do. `what` is said of a rank that does not come.
+        If `make()` raises on one rank, all raise. `what` completes the error about a rank that does not answer. Not during a
+        step.
         """
         with self.collective("gather()") as control:
             return control.all_gather_object(make(), what)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all ranks' gradients so that their norm, taken together, is at most `max_norm`; returns the norm before.
+        """Scale all ranks' gradients so that the norm of the whole model is at most `max_norm`; return the norm before.
 
-        The norm is taken over the parameters in the uncut model's order, so it has the bits of the uncut model's. A tied
-        parameter counts once. All ranks call it. Raises MismatchError for a `max_norm` that is no number of 0 or more.
+        All ranks call it. The norm is bitwise that of the uncut model: parameters are taken in its order, and a tied parameter
+        counts once. Raises MismatchError for a `max_norm` that is no number of 0 or more.
         """
         norms = self._gradient_norms(norm_type, max_norm)
         total = self._parameters.clip_grads(norms, max_norm, float(norm_type))
@@ -571,7 +573,7 @@ class Pipeline(NotAModule):
         return total
 
     def _gradient_norms(self, norm_type: float, max_norm: float = 0.0) -> list[Any]:
-        """Those of all ranks, which all call it. Raises MismatchError for a `max_norm` that is no number of 0 or more."""
+        """Return the norms of each rank's gradients, by rank. All ranks call it. Raises as `clip_grad_norm_`."""
         with self.collective("clip_grad_norm_()", announces=self.position.num_stage_ranks > 1):  # a DTensor's norm waits
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
@@ -579,18 +581,18 @@ class Pipeline(NotAModule):
             return self._control.all_gather_object(norms, "to clip their gradients")
 
     def metrics(self) -> dict[str, float]:
-        """What the last step came to, by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
+        """Return the numbers of the last step by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.
 
-        Times are in seconds, memory in bytes; `wait/..` are the shares of this pipeline's time that each cause of idle
-        time took, `between_steps_seconds/..` what lay before the step since the one before: the optimizer, the next batch;
-        `averaging_seconds/..` what replicas took after their last action until gradients were averaged.
+        Times are in seconds, memory in bytes. `wait/..`: the share of this pipeline's time that each cause of idle time took.
+        `between_steps_seconds/..`: from the step before to this one, for the optimizer and the next batch.
+        `averaging_seconds/..`: from a replica's last action until gradients were averaged.
         """
         return self.last.metrics()
 
     def timeline(self) -> MeasuredTimeline:
-        """When every action of the last step ran, measured, in seconds of rank 0's clock. All ranks call it.
+        """Return when every action of the last step ran, in seconds of rank 0's clock. All ranks call it.
 
-        Of pipelines side by side, each gets its own. Memory is in bytes (`engine/activation_memory.py`) unless a stage is
+        Each replica gets its own timeline. Memory is in bytes (`engine/activation_memory.py`) unless a stage is
         compiled. Ranks on other machines compare their clocks first; `clock_error` says how far apart they may still be, in
         seconds.
         """
@@ -602,5 +604,5 @@ class Pipeline(NotAModule):
         return self.last.clock_error
 
     def lines(self) -> dict[str, str]:
-        """What carries this rank's messages: `{"0-1": "memory that both processes see"}`. All ranks call it."""
+        """Return what carries this rank's messages: `{"0-1": "memory that both processes see"}`. All ranks call it."""
         return self.last.lines()

@@ -359,7 +359,7 @@ def rank_forks():
 
 def test_a_forked_process_does_not_have_its_parents_pipeline():
     for process, told, trained in ps.launch(rank_forks, 2):
-        assert told == f"the pipeline is that of process {process}, which has forked this one: call it there"
+        assert told == f"the pipeline belongs to process {process}, which has forked this one: call it there"
         assert trained
 
 

@@ -57,7 +57,7 @@ class Penstock:
 
     def __init__(self, case: Case, rank: int) -> None:
         table = case.table()
-        stages = case.subject.stages(table.stages)
+        stages = case.subject.stages(table.num_stages)
         self.pipe = ps.Pipeline(stages, case.subject.loss, schedule=table, merge_weight_gradients=case.merge)
         self.modules: list[nn.Module] = [stages[index] for index in table.stages_of(rank)]
         self.input, self.target = case.subject.batch(case.microbatches)
@@ -72,8 +72,8 @@ class Peer:
 
     def __init__(self, case: Case, rank: int) -> None:
         table, cpu = case.table(), torch.device("cpu")
-        modules = case.subject.stages(table.stages)
-        self.stages = [PipelineStage(modules[index], index, table.stages, cpu) for index in table.stages_of(rank)]
+        modules = case.subject.stages(table.num_stages)
+        self.stages = [PipelineStage(modules[index], index, table.num_stages, cpu) for index in table.stages_of(rank)]
         self.modules: list[nn.Module] = [modules[index] for index in table.stages_of(rank)]
         self.schedule: Any
         if case.schedule in SINGLE_STAGE:
@@ -124,7 +124,7 @@ class OneProcess:
     """The whole model on rank 0, gradients accumulated over microbatches; the other ranks do nothing."""
 
     def __init__(self, case: Case, rank: int, microbatches: int) -> None:
-        self.modules: list[nn.Module] = case.subject.stages(case.table().stages) if rank == 0 else []
+        self.modules: list[nn.Module] = case.subject.stages(case.table().num_stages) if rank == 0 else []
         self.loss, self.microbatches = case.subject.loss, microbatches
         self.input, self.target = case.subject.batch(case.microbatches)
 

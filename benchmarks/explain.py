@@ -37,7 +37,7 @@ def ideal(case: Case) -> float:
 
 def fed(case: Case, timeline: Timeline, send: float) -> float:
     """Seconds `simulate` predicts for this send cost and the times that one step's actions took."""
-    return simulate(case.one_by_one(), action_costs(Measurement.of(timeline), send)).makespan
+    return simulate(case.one_by_one(), action_costs(Measurement.from_timelines(timeline), send)).makespan
 
 
 def times_of(timeline: Timeline, kind: Kind, stage: int) -> list[float]:

@@ -1,12 +1,12 @@
-"""What it saves that gradients are averaged while the table goes on, against what is predicted of it.
+"""What it saves that gradients are averaging_end_time while the table goes on, against what is predicted of it.
 
 python benchmarks/gradients.py                      two hosts, a replica of two ranks on each, 100 Mbit/s: about two minutes
 python benchmarks/gradients.py --rate 1gbit --kilobytes 8192
 
 The hosts are namespaces of this machine (tests/comms/hosts.py) with a torchrun agent each; run it as root. Stages sleep, and
 have a parameter of so many kilobytes. With overlap a stage's gradients leave after its last backward; without, all leave when
-the step is over. Both take turns. Predicted: `schedule.averaged` on the simulated table, with the bandwidth that all-reduces of
-that size have there.
+the step is over. Both take turns. Predicted: `schedule.averaging_end_time` on the simulated table, with the bandwidth
+that all-reduces of that size have there.
 """
 
 import json
@@ -27,7 +27,7 @@ from two_hosts import results_of, run
 import penstock as ps
 from penstock.learn.emulated_device import EmulatedDevice
 from penstock.mesh.position import MeshPosition, mesh_position
-from penstock.schedule import Costs, Schedule, averaged, simulate
+from penstock.schedule import Costs, Schedule, averaging_end_time, simulate
 
 PIPELINE = 2  # ranks of a replica
 WARM_UP = 2  # steps
@@ -95,7 +95,7 @@ def _measured(options: Options, name: str, mesh: DeviceMesh, position: MeshPosit
                 parameter.grad = None
     planned = simulate(table, Costs(seconds, 2 * seconds, 0))
     each = 4 * floats / bandwidth
-    told = {kind: averaged(planned, each, overlapped=kind == "overlapped", shared=True) for kind in took}
+    told = {kind: averaging_end_time(planned, each, overlapped=kind == "overlapped", shared=True) for kind in took}
     return {"schedule": name, "link": table.stages * each, "table": planned.makespan, "told": told, **took}
 
 

@@ -115,7 +115,7 @@ def _bandwidth(hosts: list[str], kilobytes: int) -> float:
 def _measured(options: Options, name: str, kilobytes: int, link: Link) -> Row:
     """One configuration: its steps both ways, in turns, and what the simulator says of both."""
     table = ps.schedule.build(name, ranks=RANKS, microbatches=options.microbatches)
-    part = RANKS / table.stages
+    part = RANKS / table.num_stages
     subject = Emulated(kilobytes * 1024 // (4 * ROWS), part * options.milliseconds / 1e3, ROWS)
     batch, target = subject.batch(table.microbatches)
     overlapped, waiting = (_pipeline(subject, table, batch, target) for _ in range(2))
@@ -130,14 +130,14 @@ def _measured(options: Options, name: str, kilobytes: int, link: Link) -> Row:
             took[way].append(time.perf_counter() - begin)
             if way == "overlapped":
                 timeline = pipe.timeline()
-                fed.append(took[way][-1] / _predicted(table, subject, link, Measurement.of(timeline)))
+                fed.append(took[way][-1] / _predicted(table, subject, link, Measurement.from_timelines(timeline)))
     row: Row = {"KB": kilobytes, "schedule": name, "on a link": _busiest(table, subject, link), "fed/": median(fed)}
     row |= took | {"no link": _predicted(table, subject, link._replace(bandwidth=float("inf")))}
     return row | {"predicted": _predicted(table, subject, link), "predicted waiting": _predicted_waiting(table, subject, link)}
 
 
 def _pipeline(subject: Emulated, table: Schedule, batch: Tensor, target: Tensor) -> ps.Pipeline:
-    pipe = ps.Pipeline(subject.stages(table.stages), subject.loss, table, seed=None)
+    pipe = ps.Pipeline(subject.stages(table.num_stages), subject.loss, table, seed=None)
     for _ in range(WARM_UP):
         pipe.step(batch, target=target)
     return pipe

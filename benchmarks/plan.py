@@ -48,7 +48,7 @@ ROWS, MICROBATCHES = 2, 8  # rows of a microbatch
 ACTIVATION, KEEP, OUTPUT = 10e6, 5e6, 2e6  # bytes, of a layer that says so
 OVERSLEPT = 0.0001  # seconds by which a sleep is longer
 BATCH = 16  # rows of a step that computes
-PAIRED, NOTABLE = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"), 0.05
+PAIRED, NOTABLE_SHARE = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"), 0.05
 SEND, ACTION = 0.0002, 0.0002  # seconds of a message, and of the engine, as `penstock bench` has them
 
 
@@ -229,7 +229,7 @@ def compared(plans: Sequence[Plan], default: Fixed, make: Callable[[int], Task],
     pairs = [
         (took[one] < took[other]) == (seconds[one] < seconds[other])
         for one, other in combinations(range(len(every)), 2)
-        if max(seconds[one], seconds[other]) > (1 + NOTABLE) * min(seconds[one], seconds[other])
+        if max(seconds[one], seconds[other]) > (1 + NOTABLE_SHARE) * min(seconds[one], seconds[other])
     ]
     row: Row = {
         "schedule": plans[0].schedule.name,
@@ -248,7 +248,7 @@ def main(options: Options) -> None:
     rows, pairs = (large_models(options.effort), []) if options.models else (real if options.real else emulated)(options)
     show(rows, *rows[0])
     if pairs:
-        print(f"of {len(pairs)} pairs that are planned to differ by {NOTABLE:.0%} or more, {sum(pairs)} are told right")
+        print(f"of {len(pairs)} pairs that are planned to differ by {NOTABLE_SHARE:.0%} or more, {sum(pairs)} are told right")
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

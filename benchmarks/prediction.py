@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
     def layers(self) -> list[int]:
         """How many layers each stage has. Unevenly cut, of every two stages the first has a third, rounded down."""
-        stages = self.table().stages
+        stages = self.table().num_stages
         size = LAYERS // stages
         return [size] * stages if self.even else [2 * size // 3, 2 * size - 2 * size // 3] * (stages // 2)
 
@@ -140,7 +140,10 @@ def _straggler(steps: int) -> None:
         end="",
     )
     print(
-        "nobody" if named is None else f"rank {named.rank}, {1e3 * named.longer:.1f} ms and {1e3 * named.loss:.1f} ms", end=""
+        "nobody"
+        if named is None
+        else f"rank {named.rank}, {1e3 * named.extra_seconds_per_action:.1f} ms and {1e3 * named.step_seconds_lost:.1f} ms",
+        end="",
     )
     print(f"; where all are alike: {'nobody' if fair.explain().straggler is None else 'one, wrongly'}")
 
@@ -188,8 +191,8 @@ def _row(case: Case, ran: Ran, source: Case, known: Ran) -> Row:
     took = {"": min(ran.seconds), "median ": median(ran.seconds)}
     steps = {"": [best], "median ": known.timelines}
     for which, timelines in steps.items():
-        measured = Measurement.of(*timelines, layers=source.layers(), around=known.around)
-        told = measured.predict(case.table(), case.layers()).makespan + measured.around
+        measured = Measurement.from_timelines(*timelines, layers=source.layers(), around=known.around)
+        told = measured.predict(case.table(), case.layers()).makespan + measured.step_overhead
         row |= {f"{which}predicted": 1e3 * told, f"{which}error": 100 * (told / took[which] - 1)}
     return row | {"fastest": 1e3 * took[""], "median": 1e3 * took["median "], "most": 1e3 * max(ran.seconds)}
 

@@ -122,7 +122,7 @@ def _kept(each: Row, draws: int = 200) -> Row:
 
 def _noisy(table: Schedule, costs: Costs, factors: dict[tuple[Kind, int, int], float], dice: random.Random) -> float:
     """The makespan where each action takes its own time: those of the simulator's order, one after the other."""
-    times, ends = costs.table(table.stages), dict[tuple[Kind, int, int], float]()
+    times, ends = costs.action_costs(table.num_stages), dict[tuple[Kind, int, int], float]()
     free = [0.0] * table.ranks
     for event in sorted(simulate(table, costs).events, key=lambda event: (event.start, event.end)):
         kind, stage, microbatch = event.action

@@ -79,7 +79,7 @@ def emulated(options: Options) -> list[Row]:
 
 
 def _emulated(width: int, schedule: str, ranks: int, microbatches: int) -> Case:
-    stages_per_rank = ps.schedule.build(schedule, ranks=ranks, microbatches=microbatches).stages // ranks
+    stages_per_rank = ps.schedule.build(schedule, ranks=ranks, microbatches=microbatches).num_stages // ranks
     return Case(Emulated(width, FORWARD / stages_per_rank), schedule, ranks, microbatches)
 
 
@@ -131,7 +131,7 @@ def _common(case: Case, records: list[Record]) -> Row:
     ours, peer = (step_times(records, name) for name in ("ours", "peer"))
     return {
         "P": case.ranks,
-        "V": case.table().stages // case.ranks,
+        "V": case.table().num_stages // case.ranks,
         "M": case.microbatches,
         "schedule": case.schedule,
         "ours": 1e3 * median(ours),
@@ -158,7 +158,7 @@ def _taken(case: Case, kind: Kind, timelines: tuple[Timeline, ...]) -> tuple[flo
     assert case.subject.nominal is not None
     forward, inputs, weights = case.subject.nominal
     nominal = {Kind.F: forward, Kind.B: inputs + weights, Kind.I: inputs, Kind.W: weights}[kind]
-    stages = range(1, case.table().stages)
+    stages = range(1, case.table().num_stages)
     times = [[time for stage in stages for time in times_of(timeline, kind, stage)] for timeline in timelines]
     return tuple(fmean(each) / nominal for each in times) if all(times) else None
 

@@ -61,7 +61,7 @@ def train(cut: str, schedule: str, steps: int, layers: int, microbatches: int = 
     torch.manual_seed(0)
     model, tokens = Transformer(layers), torch.randint(VOCABULARY, (32, 16))
     if cut == "manual":
-        pipe = ps.Pipeline(by_hand(model, table.stages), tokenwise_loss, table)
+        pipe = ps.Pipeline(by_hand(model, table.num_stages), tokenwise_loss, table)
     else:
         pipe = ps.Pipeline(model, tokenwise_loss, table, example_args=(tokens[:4],))
     optimizer = torch.optim.Adam(pipe.parameters(), lr=3e-3)
@@ -72,7 +72,7 @@ def train(cut: str, schedule: str, steps: int, layers: int, microbatches: int = 
         if topology.rank == 0:
             print(f"step {step}  loss {loss:.6f}", flush=True)
     if topology.rank == 0:
-        print(f"{schedule} over {table.stages} stages, bubble {pipe.report.bubble:.0%}" if pipe.report else schedule)
+        print(f"{schedule} over {table.num_stages} stages, bubble {pipe.report.bubble:.0%}" if pipe.report else schedule)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from penstock.mesh.tensor_parallel import TensorParallelPlan
 from penstock.partition.materialise import Init
 from penstock.randomness import fork_generator
 from penstock.schedule import MeasuredTimeline, Schedule
-from penstock.schedule.catalog import all_options
+from penstock.schedule.catalog import all_build_options
 from penstock.stage.module_runner import Recompute, evaluation_mode
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -211,7 +211,7 @@ class Pipeline(NotAModule):
         if loss_fn is not None and self.position.stage_rank_index == 0 and self.topology.rank == self.last_rank:
             self._loss_checks = LossChecks(loss_fn, reduction, loss_weight, self.schedule.microbatches, self.rows_dim)
 
-        self._options = ["model", *arguments, *all_options()]  # read-only from here on
+        self._options = ["model", *arguments, *all_build_options()]  # read-only from here on
 
     # -- training and evaluation ------------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
 def _gradient_sum_order(pipe: Pipeline) -> str:
     """In which the microbatches' gradients of a weight are summed up."""
     table = pipe.schedule
-    for stage in range(table.stages):
+    for stage in range(table.num_stages):
         row = table.actions[table.placement[stage]]
         added = [each.microbatch for each in row if each.stage == stage and each.kind in (Kind.B, Kind.W)]
         if added != sorted(added) or pipe.merge_weight_gradients:

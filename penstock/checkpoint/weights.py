@@ -27,7 +27,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.topology import Topology
 from penstock.errors import MismatchError
 from penstock.pipeline import Pipeline
-from penstock.schedule.timing.explanation import bytes_meant
+from penstock.schedule.memory import parse_bytes
 
 _WEIGHTS_FILE_PATTERN = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")  # what a folder of weights is made of
 
@@ -100,7 +100,7 @@ def _write_weights(
     max_shard_size: int | str,
 ) -> None:
     """Write all ranks' parts of the state to `path`."""
-    one_file, most = path.suffix == ".safetensors", bytes_meant(str(max_shard_size))
+    one_file, most = path.suffix == ".safetensors", parse_bytes(str(max_shard_size))
     if most is None:
         told = f"max_shard_size={max_shard_size!r} is no size"
         raise MismatchError(f"{told}: give a number of bytes, or one with a unit, like '5GB'")

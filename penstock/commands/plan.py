@@ -22,7 +22,7 @@ from penstock.learn.written import FAULTS
 from penstock.plan import ModelProfile, parse_memory_size, plan, robustness
 from penstock.plan import Plan as BestPlan
 from penstock.plan.estimating import COSTS_FILE
-from penstock.schedule.timing.explanation import bytes_told
+from penstock.schedule.memory import format_bytes
 from penstock.view.files import writing
 
 TRANSFORMERS = "transformers:"
@@ -102,7 +102,7 @@ class Plan:
             more = self._plans(layers, factor * limit, "quick")[0]
             if more.seconds < 0.99 * best.seconds:
                 less = 1 - more.seconds / best.seconds
-                print(f"with {bytes_told(factor * limit)} a rank: {1e3 * more.seconds:.4g} ms, {less:.1%} less")
+                print(f"with {format_bytes(factor * limit)} a rank: {1e3 * more.seconds:.4g} ms, {less:.1%} less")
         middle, worst = robustness(best, NOISE, DRAWS, self.seed)
         print(
             f"where every action takes up to {NOISE:.0%} more or less: {1e3 * middle:.4g} ms in the middle of {DRAWS} draws, "
@@ -251,7 +251,7 @@ def table(plans: Sequence[BestPlan], limit: float) -> str:
                 f"{1e3 * candidate.seconds:.4g} ms",
                 f"{candidate.share_above_bound:.1%}",
                 f"{candidate.timeline.bubble:.1%}",
-                f"{bytes_told(max(candidate.peak_memory))} ({max(candidate.peak_memory) / limit:.0%})",
+                f"{format_bytes(max(candidate.peak_memory))} ({max(candidate.peak_memory) / limit:.0%})",
                 f"{recomputed_stages} of {candidate.schedule.stages}",
                 str(candidate.microbatches),
                 candidate.schedule.name,

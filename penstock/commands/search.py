@@ -61,7 +61,7 @@ class Search:
                 found.schedule.to_csv(self.csv)
         print(summary(simulate(found.schedule, costs)))
         bound = f"no table within the limit is below {1e3 * found.bound:.4g} ms"
-        print(f"step {1e3 * found.makespan:.4g} ms, {bound}: {found.because}")
+        print(f"step {1e3 * found.makespan:.4g} ms, {bound}: {found.bound_reason}")
         if found.family is not None and found.family_makespan is not None:
             less = 1 - found.makespan / found.family_makespan
             print(f"the best published table, {found.family}, takes {1e3 * found.family_makespan:.4g} ms: {less:.1%} less")

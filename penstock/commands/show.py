@@ -17,9 +17,20 @@ from penstock.errors import PenstockError
 from penstock.integrations.torch_trace import is_traces
 from penstock.plan import is_plan_file
 from penstock.plan import load as load_plan
-from penstock.schedule import Costs, Measurement, Schedule, Table, Timeline, from_lowered_csv, names, prove, simulate, verify
+from penstock.schedule import (
+    Costs,
+    Measurement,
+    Schedule,
+    Table,
+    Timeline,
+    names,
+    prove,
+    script_from_compute_comms_csv,
+    simulate,
+    verify,
+)
 from penstock.schedule.catalog import FAMILIES
-from penstock.schedule.table import collector_paused
+from penstock.schedule.table import garbage_collection_paused
 from penstock.view.differences import differences
 from penstock.view.files import write, writing
 from penstock.view.reading import load
@@ -50,7 +61,7 @@ def proved(source: str, ranks: int, microbatches: int, **options: int | None) ->
     Raises PenstockError if the schedule cannot be built, read or proved.
     """
     if source.endswith(".csv") and _is_lowered(Path(source)):
-        script = from_lowered_csv(source)
+        script = script_from_compute_comms_csv(source)
         prove(script)
         assert isinstance(script.schedule, Schedule)
         return script.schedule, f"{verify(script.schedule)}\nproved: its own sends and receives, in their order, as well"
@@ -80,7 +91,10 @@ class Schedules:
 def _schedules(width: int | None) -> Iterator[str]:
     """Yield the lines of a table of the schedules; if it is wider than `width`, yield a paragraph for each schedule."""
     heads = ("schedule", "what it does", "stages on a rank", "bubble", "in flight on rank r")
-    rows = [(name, family.summary, family.stages, family.bubble, family.in_flight) for name, family in FAMILIES.items()]
+    rows = [
+        (name, family.summary, family.stages_per_rank_text, family.bubble, family.in_flight)
+        for name, family in FAMILIES.items()
+    ]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     if width is None or sum(widths) + 2 * len(widths) <= width:
@@ -175,7 +189,7 @@ class Show(Simulated):
 
     def run(self) -> None:
         """Write the files, then print the picture: a reader like `head` may end the output early."""
-        with collector_paused():  # a large schedule has millions of actions
+        with garbage_collection_paused():  # a large schedule has millions of actions
             record, lines = self._recorded() if is_recorded(self.schedule) else self._simulated()
             if self.json is not None:
                 with writing(self.json):
@@ -212,7 +226,7 @@ class Show(Simulated):
             picture = draw(timeline, terminal_width(), colors(), list(timelines.values()))
             lines += [label, picture, summary(timeline, record.unit)]
         if record.explanation:
-            lines.append(f"verdict: {record.explanation.verdict_told}")
+            lines.append(f"verdict: {record.explanation.verdict_text}")
         return record, lines
 
 
@@ -262,7 +276,7 @@ class Compare(Simulated):
 
 
 def _measurement(record: Record) -> Measurement:
-    return Measurement.of(*record.steps, layers=record.layers)
+    return Measurement.from_timelines(*record.steps, layers=record.layers)
 
 
 def _own_prediction(measured: Record) -> str:

@@ -40,7 +40,7 @@ def question_of(path: str, ranks: int, microbatches: int) -> dict[str, Any]:
     """Return the studio's question for the file `path`: a table as CSV, a Python file, which is run, a plan or a timeline."""
     if path.endswith(".py"):
         table = table_written_in(path, ranks, microbatches)
-        return {"rows": table.texts(), "placement": table.placement, "name": Path(path).name}
+        return {"rows": table.csv_rows(), "placement": table.placement, "name": Path(path).name}
     if not path.endswith((".csv", ".json")):
         raise PenstockError(f"{path} is no table: the studio opens a .csv or a .py file, a plan.json or a run's timeline.json")
     _check_file(path, {})

@@ -33,12 +33,12 @@ def layer_costs(record: Record, rows: int = 1) -> ModelProfile:
 
     Raises ScheduleError where a stage ran no forward or no backward.
     """
-    measurement = Measurement.of(*record.steps, layers=record.layers)
-    times, gaps = measurement.seconds, measurement.between
+    measurement = Measurement.from_timelines(*record.steps, layers=record.layers)
+    times, gaps = measurement.seconds, measurement.engine_seconds
     layers = []
     for stage in range(measurement.schedule.stages):
         forward, inputs, weights = (times[kind][stage] + gaps[kind][stage] for kind in (Kind.F, Kind.I, Kind.W))
-        kept = measurement.sizes[stage] if measurement.sizes else (0.0, 0.0)
+        kept = measurement.activation_sizes[stage] if measurement.activation_sizes else (0.0, 0.0)
         layers.append(LayerCost(f"stage{stage}", forward, inputs, weights, *kept))
     return ModelProfile.from_layers(layers, rows)
 

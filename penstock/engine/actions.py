@@ -58,7 +58,7 @@ class StepActions:
         _, index, microbatch = action
         stage, batch = self.stages[index], self.batch
         has_backward = batch.training and microbatch not in self.without_backward
-        is_split = (index, microbatch) in self.program.split
+        is_split = (index, microbatch) in self.program.split_backwards
 
         output = stage.forward(microbatch, batch.forward_inputs(action, values), batch.seed, has_backward, is_split)
         if stage.auxiliary_losses and microbatch not in self.without_backward:
@@ -92,13 +92,13 @@ class StepActions:
         return [
             # One gradient, the common case, is sent without a list around it: see `flatten_gradients`.
             message[0] if len(message) == 1 and message[0] is not None else message
-            for message in stage.backward(microbatch, gradients, action in self.program.last, weight)
+            for message in stage.backward(microbatch, gradients, action in self.program.last_backwards, weight)
         ]
 
     def backward_weight(self, action: Action, values: Sequence[Any]) -> Sequence[Any]:
         """Add the weights' gradients of the microbatches that the program has merged into this W; it may be none."""
-        if microbatches := self.program.weights[action]:
-            self.stages[action.stage].backward_weight(microbatches, action in self.program.last)
+        if microbatches := self.program.weight_microbatches[action]:
+            self.stages[action.stage].backward_weight(microbatches, action in self.program.last_backwards)
         return ()
 
     def microbatch_losses(self) -> MicrobatchLosses:

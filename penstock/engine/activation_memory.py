@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.schedule import Size
+from penstock.schedule import ActivationSize
 from penstock.schedule.table import Action, Kind
 from penstock.stage.stage import Stage
 from penstock.torch_private import TorchDispatchMode, import_dynamo, is_compiled, storage_key
@@ -86,7 +86,7 @@ class MemoryMeasurement:
         self._without_backward: frozenset[int] = frozenset()
         self._of_forward: dict[int, StorageSet] = {}  # by stage, until its backward
         self._around_input_backward: dict[int, tuple[StorageSet, StorageSet]] = {}  # by stage: alive before I, and after it
-        self.sizes: dict[int, Size] = {}  # the result, by stage
+        self.sizes: dict[int, ActivationSize] = {}  # the result, by stage
 
     def wrap_actions(self, functions: Mapping[Kind, ActionFunction]) -> dict[Kind, ActionFunction]:
         """Return the engine's function for each kind of action, with the measurement around it."""
@@ -121,7 +121,7 @@ class MemoryMeasurement:
             self._around_input_backward[action.stage] = alive_before, alive_after
         else:
             freed = alive_before.freed_bytes()
-            self.sizes[action.stage] = Size(freed, freed)
+            self.sizes[action.stage] = ActivationSize(freed, freed)
         return messages
 
     def _backward_weight(self, function: ActionFunction, action: Action, values: Any) -> Any:
@@ -131,5 +131,5 @@ class MemoryMeasurement:
             self._measured_microbatch[stage]
         ):
             alive_before, alive_after = self._around_input_backward.pop(stage)
-            self.sizes[stage] = Size(alive_before.freed_bytes(), alive_after.freed_bytes())
+            self.sizes[stage] = ActivationSize(alive_before.freed_bytes(), alive_after.freed_bytes())
         return messages

@@ -31,7 +31,7 @@ from penstock.partition.rows import resolve_rows_dim
 from penstock.schedule import Program, Schedule, build, from_rows, verify
 from penstock.schedule.catalog import did_you_mean, family_options
 from penstock.schedule.rank_program import RankPrograms
-from penstock.schedule.schedule import read
+from penstock.schedule.schedule import read_csv_cells
 from penstock.schedule.table import Cell
 from penstock.schedule.transform import with_full_backwards
 from penstock.stage.module_runner import Recompute, check_recompute
@@ -191,7 +191,7 @@ def build_schedule(
     """Return the table and its proved program. `schedule`: a name, the path of a CSV file, a rule, or a table."""
     schedule = str(schedule) if isinstance(schedule, PathLike) else schedule
     if isinstance(schedule, str) and schedule.endswith(".csv"):
-        schedule = from_rows(schedule, read(schedule), **options)
+        schedule = from_rows(schedule, read_csv_cells(schedule), **options)
     elif isinstance(schedule, str):
         schedule = build(schedule, ranks=num_ranks, microbatches=microbatches, **options)
     elif not isinstance(schedule, Schedule):
@@ -315,7 +315,7 @@ def _build_stages(
             merge_weight_gradients=config.arguments.merge_weight_gradients,
             recompute=config.recompute[index],
             replication=replications[index],
-            in_order=table.weights_in_order(index),
+            in_order=table.has_weights_in_backward_order(index),
         )
         for index, module in modules.items()
     }

@@ -121,7 +121,7 @@ class TextGeneration:
         replica_rows = [headers[ranks[0]].rows for ranks in engine.position.replica_pipelines]
         self.first_row = sum(replica_rows[: engine.position.replica])  # rows of all replicas are numbered
         self.sizes = split_sizes(len(tokens), min(len(tokens), engine.schedule.microbatches))
-        self.program = engine.programs.of(training=False, microbatches=len(self.sizes))
+        self.program = engine.programs.select(training=False, microbatches=len(self.sizes))
 
         contexts = [header.max_context for header in headers if header.max_context is not None]
         self.max_context = min(contexts, default=None)
@@ -149,7 +149,7 @@ class TextGeneration:
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
         specs = self._known_specs[1] if self._known_specs[0] == num_inputs else None
         channels.begin(specs)
-        engine.run_program(self.program.steps, {Kind.F: self._forward}, channels, ActionClock())
+        engine.run_program(self.program.lines, {Kind.F: self._forward}, channels, ActionClock())
 
         # 3. The new tokens, on all ranks.
         column = self._exchange_tokens()

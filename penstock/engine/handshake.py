@@ -10,7 +10,7 @@ from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHead
 from penstock.engine.checks.gradient_factor import TOLERANCE
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import Size
+from penstock.schedule import ActivationSize
 from penstock.schedule.rank_program import RankProgram, RankPrograms
 from penstock.stage.microbatch import loss_shares, rows_dim_hint, split_sizes
 
@@ -33,7 +33,7 @@ class LearnedShapes(NamedTuple):
     """What the first step of a kind of batch has shown, so that later ones need not send or measure it."""
 
     message_specs: MessageSpecs
-    activation_sizes: Mapping[int, Size]  # stage -> bytes that a microbatch keeps, for this rank's stages, where measured
+    activation_sizes: Mapping[int, ActivationSize]  # stage of this rank -> bytes that a microbatch keeps, if known
 
 
 class StepConfig(NamedTuple):
@@ -151,7 +151,7 @@ class StepHandshake:
         replica = self.position.replica
         shapes = {(len(rows), numbers) for rows, numbers in zip(microbatch_rows, skipped, strict=True)}
         return StepConfig(
-            program=self.programs.of(batch.training, len(microbatch_rows[replica]), skipped[replica]),
+            program=self.programs.select(batch.training, len(microbatch_rows[replica]), skipped[replica]),
             microbatch_rows=microbatch_rows[replica],
             loss_shares=loss_shares[replica],
             without_backward=skipped[replica],

@@ -9,7 +9,7 @@ from penstock.engine.report import StepReport
 from penstock.engine.step import Engine
 from penstock.errors import PenstockError
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import Border, Event, MeasuredTimeline, Size, Timeline
+from penstock.schedule import ActivationSize, Event, MeasuredTimeline, MessageCost, Timeline
 from penstock.schedule.table import Skip, Table
 
 
@@ -83,7 +83,7 @@ def _metrics(report: StepReport, timeline: Timeline) -> dict[str, float]:
 def _measured_timeline(
     table: Table,
     rows: Sequence[tuple[Event, ...]],
-    sizes: Sequence[Mapping[int, Size]],
+    sizes: Sequence[Mapping[int, ActivationSize]],
     report: StepReport,
     position: MeshPosition,
     skips: Iterable[Skip],
@@ -95,9 +95,9 @@ def _measured_timeline(
     return MeasuredTimeline(
         f"{table.name}, measured",
         tuple(rows),
-        sizes=tuple(size_of_stage[stage] for stage in range(table.stages)) if all_measured else (),
+        activation_sizes=tuple(size_of_stage[stage] for stage in range(table.stages)) if all_measured else (),
         memory_unit="bytes" if all_measured else "",
-        between=tuple([report.between[rank] for rank in ranks]),
+        between_steps=tuple([report.between[rank] for rank in ranks]),
         averaging=tuple([report.averaging[rank] for rank in ranks]) if position.num_stage_ranks > 1 else (),
-        skips=dict.fromkeys(skips, Border()),
+        skips=dict.fromkeys(skips, MessageCost()),
     )

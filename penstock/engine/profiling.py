@@ -35,7 +35,7 @@ class ReceiveRanges:
     def take(self, transfer: Transfer, device: torch.device) -> Any:
         """As `ReceiveChannel.take`."""
         kind, stage, microbatch = transfer.action
-        receiver = transfer.taker if transfer.taker is not None else stage + 1 if kind is Kind.F else stage - 1
+        receiver = transfer.skip_stage if transfer.skip_stage is not None else stage + 1 if kind is Kind.F else stage - 1
         with record_function(f"{receiver}RECV_{_direction(kind)}{microbatch}"):
             return self._incoming.take(transfer, device)
 

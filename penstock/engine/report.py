@@ -14,7 +14,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.engine.checks.nonfinite import NonFiniteOrigin
 from penstock.engine.clock import ActionClock
 from penstock.mesh.position import MeshPosition
-from penstock.schedule import Size
+from penstock.schedule import ActivationSize
 from penstock.schedule.table import Action
 from penstock.stage import microbatch
 
@@ -56,7 +56,7 @@ class StepResult(NamedTuple):
     report: StepReport
     actions: Sequence[Action]  # what this rank ran
     clock: ActionClock  # and when
-    activation_sizes: Mapping[int, Size]  # stage -> bytes that a microbatch keeps, for this rank's stages, where known
+    activation_sizes: Mapping[int, ActivationSize]  # stage of this rank -> bytes that a microbatch keeps, if known
     nonfinite_origin: NonFiniteOrigin | None = None
 
     def joined_outputs(self, rows_dim: int) -> Any:

@@ -64,7 +64,7 @@ from penstock.mesh.fsdp import begin_step
 from penstock.mesh.parallelize import finish_gradient_averaging
 from penstock.mesh.position import MeshPosition
 from penstock.partition.attributes import AttributeSnapshot
-from penstock.schedule.program import Step, Transfer
+from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
 from penstock.stage.autograd_edges import detach_for_next_stage
@@ -95,7 +95,7 @@ class Engine:
         self.activity = control.topology.context.activity
 
         self.programs, self.schedule = programs, programs.program.schedule
-        self._full_program = programs.of(training=True)
+        self._full_program = programs.select(training=True)
         self.handshake = StepHandshake(control, position, programs)
 
         self.stages, self.parameters, self.tied = stages, parameters, tied
@@ -144,7 +144,7 @@ class Engine:
         batch = split_batch(call, self.position, self.schedule, requires_grad_flags(self.stages.values()))
 
         # 2. Send the header before any wait: a rank in another call must not wait for this one.
-        first_action = self._full_program.steps[0].action if self._full_program.steps else "the others end it"
+        first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"
         wait_reason = f"to begin {'step()' if call.training else 'eval()'}, before {first_action}"
         self.control.begin_all_gather_row(batch.header, wait_reason)
 
@@ -173,7 +173,7 @@ class Engine:
         channels.begin(config.learned.message_specs if config.learned else None)
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, config, early)
         functions = self._with_observers(actions.functions, measurement)
-        self.run_program(config.program.steps, functions, channels, clock, early)
+        self.run_program(config.program.lines, functions, channels, clock, early)
         self.unregistered.check_gradients_unchanged(gradient_records)
 
         # 8. Average gradients over replicas.
@@ -195,13 +195,13 @@ class Engine:
         self, batch: LocalBatch, clock: ActionClock, measurement: MemoryMeasurement | None
     ) -> EarlyForward | None:
         """Run this rank's first action before the handshake, if it is a forward of the first stage, which waits for nobody."""
-        action = self._full_program.steps[0].action if self._full_program.steps else None
+        action = self._full_program.lines[0].action if self._full_program.lines else None
         gains_nothing = self.schedule.stages == 1 or self.position.tp is not None  # along tp the action waits for other ranks
         if gains_nothing or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
 
         _, index, microbatch = action
-        stage, is_split = self.stages[index], (index, microbatch) in self._full_program.split
+        stage, is_split = self.stages[index], (index, microbatch) in self._full_program.split_backwards
 
         def forward(action: Action, values: Sequence[Any]) -> Sequence[Any]:
             inputs = batch.forward_inputs(action, values)
@@ -221,7 +221,7 @@ class Engine:
 
     def run_program(
         self,
-        lines: Sequence[Step],
+        lines: Sequence[ProgramLine],
         functions: ActionFunctions,
         channels: Channels,
         clock: ActionClock,
@@ -244,7 +244,7 @@ class Engine:
                 if messages is None:
                     values = [
                         incoming[transfer.source].take(transfer, self.device)
-                        if transfer.travels
+                        if transfer.is_remote
                         else local_values.pop(transfer)
                         for transfer in inputs
                     ]
@@ -258,7 +258,7 @@ class Engine:
                     del values
 
                 for transfer, value in zip(outputs, messages, strict=True):
-                    if transfer.travels:
+                    if transfer.is_remote:
                         outgoing[transfer.destination].send(transfer, value)
                     else:
                         local_values[transfer] = detach_for_next_stage(value)
@@ -278,7 +278,7 @@ class Engine:
     def _conclude(self, actions: StepActions, clock: ActionClock, measurement: MemoryMeasurement | None) -> StepResult:
         """Exchange losses, times and flags with all ranks. The host waits for its GPU here; before, only without NCCL."""
         config = actions.config
-        ran = [line.action for line in config.program.steps]
+        ran = [line.action for line in config.program.lines]
         wait_reason = f"to end the step, after {ran[-1] if ran else 'nothing'}"
 
         # 1. This rank's summary. The monitor looks at gradients last: they are complete now.

@@ -65,7 +65,7 @@ def read_record(
     for key, rows in steps.items():
         events = tuple(_events(rank, row, offsets[rank]) for rank, row in enumerate(rows))
         between = tuple(_between(trace, row) for trace, row in zip(traces, rows, strict=True))
-        timelines.append(_checked(MeasuredTimeline(name, events, between=between), key))
+        timelines.append(_checked(MeasuredTimeline(name, events, between_steps=between), key))
     record = Record(tuple(timelines), unit="s", labels=tuple(map(_step_name, steps)))
     return record, _notes(record, traces, dropped, error)
 
@@ -130,14 +130,14 @@ def _set_stages(traces: Sequence[RankTrace], placement: Sequence[int] | None) ->
 
 def _common_steps(traces: Sequence[RankTrace]) -> dict[StepKey, list[RankStep]]:
     """The steps that all ranks have, in order, with what every rank ran. Raises PenstockError if there are none."""
-    of_ranks = [_steps_of(trace) for trace in traces]
-    common = sorted(set.intersection(*(set(steps) for steps in of_ranks)))
+    format_per_rank = [_steps_of(trace) for trace in traces]
+    common = sorted(set.intersection(*(set(steps) for steps in format_per_rank)))
     if not common:
         seen = "; ".join(
-            f"{trace.path.name}: {_listed(_numbers(steps))}" for trace, steps in zip(traces, of_ranks, strict=True)
+            f"{trace.path.name}: {_listed(_numbers(steps))}" for trace, steps in zip(traces, format_per_rank, strict=True)
         )
         raise PenstockError(f"the traces have no step in common ({seen}): profile the same steps on every rank")
-    return {key: [steps[key] for steps in of_ranks] for key in common}
+    return {key: [steps[key] for steps in format_per_rank] for key in common}
 
 
 def _numbers(steps: Mapping[StepKey, RankStep]) -> list[int]:

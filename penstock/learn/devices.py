@@ -39,8 +39,8 @@ def emulated_step(table: Schedule, forward: float, backward: float, weights: flo
     `backward` is to the input, `weights` to the weights. Where a rank has several stages, each has its part of the time.
     """
     topology = ps.comms.init_distributed(backend="gloo")
-    part = topology.world_size / table.stages
-    stages = [EmulatedLayer(DIM, part * forward, part * backward, part * weights) for _ in range(table.stages)]
+    part = topology.world_size / table.num_stages
+    stages = [EmulatedLayer(DIM, part * forward, part * backward, part * weights) for _ in range(table.num_stages)]
     return fastest_step(ps.Pipeline(stages, mse_loss, schedule=table))
 
 

@@ -132,7 +132,7 @@ class Rank:
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Any, table: Schedule, rank: int) -> None:
         self.table, self.rank, self.loss_fn = table, rank, loss_fn
-        cuts = [stage * len(layers) // table.stages for stage in range(table.stages + 1)]
+        cuts = [stage * len(layers) // table.num_stages for stage in range(table.num_stages + 1)]
         self.stages = {s: nn.Sequential(*layers[cuts[s] : cuts[s + 1]]) for s in table.stages_of(rank)}
         for stage in self.stages.values():
             split_backward(stage)
@@ -164,7 +164,7 @@ class Rank:
         """Run the stage on what the one before has made; the last one's output becomes the loss."""
         value = self.inputs[microbatch] if stage == 0 else self.receive(Kind.F, stage - 1, microbatch).requires_grad_()
         output = self.stages[stage](value)
-        if stage == self.table.stages - 1:
+        if stage == self.table.num_stages - 1:
             output = self.loss_fn(output, self.targets[microbatch])
             self.losses[microbatch] = output.detach()
         else:
@@ -174,7 +174,7 @@ class Rank:
     def backward_input(self, stage: int, microbatch: int) -> None:
         """The gradient of what went into the stage; it is scaled once, where it begins."""
         value, output = self.kept.pop((stage, microbatch))
-        if stage == self.table.stages - 1:
+        if stage == self.table.num_stages - 1:
             gradient = torch.full_like(output, self.shares[microbatch])
         else:
             gradient = self.receive(Kind.B, stage + 1, microbatch)

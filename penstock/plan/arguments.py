@@ -8,7 +8,7 @@ from penstock.errors import PenstockError, is_whole_number
 from penstock.plan.model_profile import ModelProfile
 from penstock.plan.partition_search import EvaluatedPartition, PartitionSearch
 from penstock.schedule.catalog import FAMILIES
-from penstock.schedule.timing.explanation import bytes_meant, bytes_told
+from penstock.schedule.memory import format_bytes, parse_bytes
 
 
 def check_arguments(
@@ -103,18 +103,18 @@ def nothing_fits_message(cutting: PartitionSearch, best: EvaluatedPartition, fit
     always, buffers = cutting.static_bytes(rank, [stages[stage] for stage in cutting.timer.stages_of_rank[rank]])
     held = choice.peak_bytes - always - buffers
     needed = max(each.peak_bytes for each in best.choices)
-    schedule, needs = cutting.timer.schedule, f"{bytes_told(choice.excess_bytes)} of {bytes_told(choice.peak_bytes)}"
+    schedule, needs = cutting.timer.schedule, f"{format_bytes(choice.excess_bytes)} of {format_bytes(choice.peak_bytes)}"
     told = (
         f"nothing fits: at best ({schedule.name}, {schedule.microbatches} microbatches) rank {rank} misses {needs}: "
-        f"{bytes_told(always)} for parameters, gradients and optimizer state, {bytes_told(buffers)} for messages, "
-        f"{bytes_told(held)} for activations"
+        f"{format_bytes(always)} for parameters, gradients and optimizer state, {format_bytes(buffers)} for messages, "
+        f"{format_bytes(held)} for activations"
     )
-    return f"{told}. What fits: {'; '.join([*fitting, f'{bytes_told(needed)} for each rank'])}"
+    return f"{told}. What fits: {'; '.join([*fitting, f'{format_bytes(needed)} for each rank'])}"
 
 
 def parse_memory_size(text: str) -> float:
     """The bytes that `text` says, `2GB`, `2GiB` or `2e9` for instance. Raises PenstockError for anything else."""
-    size = bytes_meant(text)
+    size = parse_bytes(text)
     if size is None or size < 1000:
         raise PenstockError(f"{text!r} is no amount of memory that a rank can have: write it as 2GB, 500MB")
     return size

@@ -135,8 +135,8 @@ def profile_of_run(measured: Measurement, balance: Balance, parameters: Sequence
     The engine's time for an action is in its layers'; what messages took is not: that is `measured.send`.
     """
     layers = []
-    times = measured.costs.table(measured.schedule.stages)
-    sizes = measured.sizes or ((0.0, 0.0),) * measured.schedule.stages
+    times = measured.costs.action_costs(measured.schedule.num_stages)
+    sizes = measured.activation_sizes or ((0.0, 0.0),) * measured.schedule.num_stages
     for stage, (start, end) in enumerate(pairwise((*balance.starts, len(balance.costs)))):
         for place in range(start, end):
             share = balance.costs[place] / balance.stage_costs[stage] if balance.stage_costs[stage] else 1 / (end - start)

@@ -23,7 +23,7 @@ from penstock.partition.model_graph import first_line
 from penstock.partition.unit_times import RecordedUnit, module_device, record_unit_inputs, replace_tensors, with_memory
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import fork_generator
-from penstock.schedule import Action, Kind, Size
+from penstock.schedule import Action, ActivationSize, Kind
 from penstock.stage import microbatch
 from penstock.stage.neighbours import Neighbours
 from penstock.stage.stage import Stage
@@ -266,6 +266,6 @@ def _measure_bytes(stage: Stage, inputs: list[Tensor]) -> tuple[float, float, fl
     acts[Kind.I](Action(Kind.I, MIDDLE_STAGE, 0), gradients)
     del gradients
     acts[Kind.W](Action(Kind.W, MIDDLE_STAGE, 0), None)
-    size = measured.sizes.get(MIDDLE_STAGE, Size(0, 0))  # none of a compiled layer
+    size = measured.sizes.get(MIDDLE_STAGE, ActivationSize(0, 0))  # none of a compiled layer
     parameters = sum(parameter.nbytes for parameter in stage.module.parameters())
     return max(0, size.act - kept_output.freed_bytes()), size.keep, parameters, carried, kept_output.freed_bytes()

@@ -59,9 +59,9 @@ def measure_overheads() -> Overheads:
         .layers
     )
     action = fmean(
-        sum(times) for kind in (Kind.F, Kind.B) for times in zip(small.seconds[kind], small.between[kind], strict=True)
+        sum(times) for kind in (Kind.F, Kind.B) for times in zip(small.seconds[kind], small.engine_seconds[kind], strict=True)
     )
-    send, longer = (fmean(each.send or (0.0,)) for each in (small, large))
+    send, longer = (fmean(each.message_seconds or (0.0,)) for each in (small, large))
     size = 4.0 * (MESSAGE_FLOATS[1] - MESSAGE_FLOATS[0])
     return Overheads(alone, action, send, size / (longer - send) if longer > send else float("inf"))
 
@@ -76,4 +76,4 @@ def _measure_empty_pipeline(floats: int) -> Measurement:
     for _ in range(PROBE_STEPS + 1):  # in the first the ranks agree on the shapes
         pipe.step(rows, target=rows)
         timelines.append(pipe.timeline())
-    return Measurement.of(*timelines[1:])
+    return Measurement.from_timelines(*timelines[1:])

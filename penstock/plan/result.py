@@ -14,7 +14,7 @@ from penstock.errors import PenstockError
 from penstock.plan.schedule_timer import KINDS, ScheduleTimer
 from penstock.plan.stage_costs import Recompute
 from penstock.schedule import Costs, Kind, Measurement, Schedule, Timeline, from_rows, simulate, verify
-from penstock.schedule.timing.explanation import bytes_told
+from penstock.schedule.memory import format_bytes
 
 FORMAT = "penstock plan 1"
 
@@ -59,12 +59,13 @@ class Plan:
     def measurement(self) -> Measurement:
         """What its stages are planned to cost, as if it had been measured: to predict other tables by."""
         stages = self.schedule.stages
-        table, free = self.costs.table(stages), dict.fromkeys(Kind, (0.0,) * stages)
-        sends = tuple(map(sum, self.costs.borders(stages)))
+        table, free = self.costs.action_costs(stages), dict.fromkeys(Kind, (0.0,) * stages)
+        sends = tuple(map(sum, self.costs.message_costs(stages)))
         work = tuple(map(sum, zip(table[Kind.F], table[Kind.B], strict=True)))
         layers = work if all(work) else ()
         times = {kind: tuple(times) for kind, times in table.items()}
-        return Measurement(self.schedule, times, free, sends, layers=layers, sizes=self.costs.sizes(stages))
+        sizes = self.costs.activation_sizes(stages)
+        return Measurement(self.schedule, times, free, sends, layers=layers, activation_sizes=sizes)
 
     def __str__(self) -> str:
         """In a few lines."""
@@ -74,7 +75,7 @@ class Plan:
             f"{self.microbatches} microbatches: "
             f"{1e3 * self.seconds:.4g} ms a step, {self.share_above_bound:.1%} above what none can be below\n"
             f"cut before {', '.join(self.cuts) or 'nothing'}; recomputes {', '.join(again) or 'nothing'}\n"
-            f"at the fullest {', '.join(map(bytes_told, self.peak_memory))}\n"
+            f"at the fullest {', '.join(map(format_bytes, self.peak_memory))}\n"
             f"{self.why}"
         )
 
@@ -82,7 +83,7 @@ class Plan:
         """Write it to the JSON file at `path`."""
         costs = {field.name: getattr(self.costs, field.name) for field in fields(Costs)}
         costs = {name: value for name, value in costs.items() if value not in (None, {}, float("inf"))}
-        table = {"name": self.schedule.name, "placement": self.schedule.placement, "rows": self.schedule.texts()}
+        table = {"name": self.schedule.name, "placement": self.schedule.placement, "rows": self.schedule.csv_rows()}
         data = {"format": FORMAT, **{name: getattr(self, name) for name in _PLAIN_FIELDS}, "schedule": table, "costs": costs}
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -90,9 +91,9 @@ class Plan:
 def robustness(plan: Plan, share: float = 0.1, draws: int = 200, seed: int = 0) -> tuple[float, float]:
     """Seconds of a step where every action takes up to `share` more or less: the median of so many draws, and the worst."""
     table, random, stages = ScheduleTimer(plan.schedule), Random(seed), plan.schedule.stages
-    costs = [cost for kind in KINDS for cost in plan.costs.table(stages)[kind]]
+    costs = [cost for kind in KINDS for cost in plan.costs.action_costs(stages)[kind]]
     apart = [one != other for one, other in pairwise(plan.schedule.placement)]
-    lags = [sum(border) * crosses for border, crosses in zip(plan.costs.borders(stages), apart, strict=True)]
+    lags = [sum(border) * crosses for border, crosses in zip(plan.costs.message_costs(stages), apart, strict=True)]
     drawn = [table.makespan_with_jitter(costs, [*lags, 0.0], share, random) for _ in range(draws)]
     averaging = plan.seconds - plan.timeline.makespan if plan.dp > 1 else 0.0  # comes after the actions of the table
     return median(drawn) + averaging, max(drawn) + averaging

@@ -84,7 +84,7 @@ def _operations_in_order(schedule: Schedule) -> list[tuple[int, int, int, int]]:
 
     Actions count from 1; 0 is there from the beginning. The last border is no border.
     """
-    stages, nowhere = schedule.stages, schedule.stages - 1
+    stages, nowhere = schedule.num_stages, schedule.num_stages - 1
     order = sorted(
         simulate(schedule).events, key=lambda event: event.start
     )  # every action takes 1: none starts before what it needs

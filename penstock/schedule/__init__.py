@@ -18,24 +18,24 @@ A table goes this way: family -> table -> verify -> program -> simulate, or the 
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import build, names
-from penstock.schedule.memory import Size
-from penstock.schedule.program import Compute, Program, Script, Step, Transfer, lower
-from penstock.schedule.pytorch_csv import from_lowered_csv, from_lowered_rows
+from penstock.schedule.memory import ActivationSize
+from penstock.schedule.program import Compute, Program, ProgramLine, Script, Transfer, lower
+from penstock.schedule.pytorch_csv import script_from_compute_comms_csv, script_from_compute_comms_rows
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.searching.search import Found, search
 from penstock.schedule.table import Action, Kind, Skip, Table
 from penstock.schedule.timing.causes import Cause, Idle
-from penstock.schedule.timing.events import Border, Event
+from penstock.schedule.timing.events import Event, MessageCost
 from penstock.schedule.timing.explain import MeasuredTimeline, explain
 from penstock.schedule.timing.explanation import Explanation
 from penstock.schedule.timing.measurement import Measurement
-from penstock.schedule.timing.simulate import Costs, averaged, simulate
+from penstock.schedule.timing.simulate import Costs, averaging_end_time, simulate
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.verify import Proof, prove, verify
 
 __all__ = [
-    "Action", "Border", "Cause", "Compute", "Costs", "Event", "Explanation", "Found", "Idle", "Kind", "MeasuredTimeline",
-    "Measurement", "Program", "Proof", "Schedule", "ScheduleError", "Script", "Size", "Skip", "Step", "Table",
-    "Timeline", "Transfer", "averaged", "build", "explain", "from_lowered_csv", "from_lowered_rows", "from_rows",
-    "lower", "names", "prove", "search", "simulate", "verify",
+    "Action", "ActivationSize", "Cause", "Compute", "Costs", "Event", "Explanation", "Found", "Idle", "Kind",
+    "MeasuredTimeline", "Measurement", "MessageCost", "Program", "ProgramLine", "Proof", "Schedule", "ScheduleError",
+    "Script", "Skip", "Table", "Timeline", "Transfer", "averaging_end_time", "build", "explain", "from_rows", "lower",
+    "names", "prove", "script_from_compute_comms_csv", "script_from_compute_comms_rows", "search", "simulate", "verify",
 ]  # fmt: skip

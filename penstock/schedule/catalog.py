@@ -10,13 +10,13 @@ from typing import Any
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.families import controllable_memory, one_f_one_b, two_chunks
 from penstock.schedule.schedule import Schedule, from_rows
-from penstock.schedule.table import PLACEMENTS, Cell, collector_paused
+from penstock.schedule.table import PLACEMENTS, Cell, garbage_collection_paused
 from penstock.schedule.verify import verify
 
 Rows = Iterable[Iterable[Cell]]
 
 
-def each_rank(rule: Callable[..., Iterable[Cell]]) -> Callable[..., Rows]:
+def rows_from_rank_rule(rule: Callable[..., Iterable[Cell]]) -> Callable[..., Rows]:
     """A rule for the row of one rank as a rule for the rows of all."""
 
     @wraps(rule)
@@ -35,7 +35,7 @@ class Family:
     bubble: str  # idle time of a rank, T = its forward and backward of one microbatch, no send cost
     in_flight: str  # activations in flight on rank r, in microbatches
     placement: str = "loop"
-    least: int = 1  # the smallest V that the rule is for
+    min_stages_per_rank: int = 1  # the smallest V that the rule is for
 
     @property
     def summary(self) -> str:
@@ -49,30 +49,34 @@ class Family:
         return [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
 
     @property
-    def stages(self) -> str:
+    def stages_per_rank_text(self) -> str:
         """V in words: `1`, `2, V` with the stages down and back up, or a range."""
         if "stages_per_rank" in self.options:
-            return f"{self.least} or more"
+            return f"{self.min_stages_per_rank} or more"
         return f"{self.stages_per_rank}, in a V" if self.placement == "V" else str(self.stages_per_rank)
 
 
-MOST = 10**8  # ranks x microbatches: a table of more takes tens of gigabytes
+MAX_CELLS = 10**8  # ranks x microbatches: a table of more takes tens of gigabytes
 
 FAMILIES: dict[str, Family] = {
-    "naive": Family(each_rank(one_f_one_b.naive), 1, "(P-1) M T", "1"),
-    "gpipe": Family(each_rank(one_f_one_b.gpipe), 1, "(P-1) T", "M"),
-    "1f1b": Family(each_rank(one_f_one_b.one_f_one_b), 1, "(P-1) T", "min(P-r, M)"),
+    "naive": Family(rows_from_rank_rule(one_f_one_b.naive), 1, "(P-1) M T", "1"),
+    "gpipe": Family(rows_from_rank_rule(one_f_one_b.gpipe), 1, "(P-1) T", "M"),
+    "1f1b": Family(rows_from_rank_rule(one_f_one_b.one_f_one_b), 1, "(P-1) T", "min(P-r, M)"),
     "interleaved-1f1b": Family(
-        each_rank(one_f_one_b.interleaved_1f1b), 2, "(P-1) T / V", "((V-1)P + 2(P-1-r) + 1) / V", least=2
+        rows_from_rank_rule(one_f_one_b.interleaved_1f1b),
+        2,
+        "(P-1) T / V",
+        "((V-1)P + 2(P-1-r) + 1) / V",
+        min_stages_per_rank=2,
     ),
-    "looped-bfs": Family(each_rank(one_f_one_b.looped_bfs), 2, "(P-1) T / V", "M"),
-    "zb-h1": Family(each_rank(one_f_one_b.zb_h1), 1, "(P-1)(F + I - W) where F, I >= W", "P"),
-    "zb-h2": Family(each_rank(one_f_one_b.zb_h2), 1, "(P-1)(F + I - 2W) by span", "2P-1"),
-    "interleaved-zb": Family(each_rank(one_f_one_b.interleaved_zb), 2, "(P-1)(F + I - W) / V", "P"),
-    "zb-v": Family(each_rank(two_chunks.zb_v), 2, "0 by span, (P-1) F/2", "P", placement="V"),
+    "looped-bfs": Family(rows_from_rank_rule(one_f_one_b.looped_bfs), 2, "(P-1) T / V", "M"),
+    "zb-h1": Family(rows_from_rank_rule(one_f_one_b.zb_h1), 1, "(P-1)(F + I - W) where F, I >= W", "P"),
+    "zb-h2": Family(rows_from_rank_rule(one_f_one_b.zb_h2), 1, "(P-1)(F + I - 2W) by span", "2P-1"),
+    "interleaved-zb": Family(rows_from_rank_rule(one_f_one_b.interleaved_zb), 2, "(P-1)(F + I - W) / V", "P"),
+    "zb-v": Family(rows_from_rank_rule(two_chunks.zb_v), 2, "0 by span, (P-1) F/2", "P", placement="V"),
     "v-half": Family(controllable_memory.v_half, 2, "about half of 1f1b's", "floor((P+2) / 2)", placement="V"),
     "v-min": Family(controllable_memory.v_min, 2, "about 2/3 of 1f1b's", "floor((P+4) / 3)", placement="V"),
-    "dualpipe-v": Family(each_rank(two_chunks.dualpipe_v), 2, "(P-1)(F&B + B - 3W) / 2", "(2P+1) / 2", placement="V"),
+    "dualpipe-v": Family(rows_from_rank_rule(two_chunks.dualpipe_v), 2, "(P-1)(F&B + B - 3W) / 2", "(2P+1) / 2", placement="V"),
 }
 
 
@@ -86,7 +90,7 @@ def family_options(name: str) -> list[str]:
     return list(dict.fromkeys(["stages_per_rank", *_family(name).options]))
 
 
-def all_options() -> list[str]:
+def all_build_options() -> list[str]:
     """What `build` can be told besides P and M, of any schedule."""
     return list(dict.fromkeys(option for name in names() for option in family_options(name)))
 
@@ -97,7 +101,7 @@ def _family(name: str) -> Family:
     return FAMILIES[name]
 
 
-@collector_paused()
+@garbage_collection_paused()
 def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, **options: Any) -> Schedule:
     """The table of a schedule of the catalog.
 
@@ -122,8 +126,10 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         if not is_whole_number(value, 1):
             raise ScheduleError(f"{name} cannot be built with {what}={value!r}: use a whole number of 1 or more")
     ranks, microbatches = int(ranks), int(microbatches)
-    if ranks * microbatches > MOST:
-        raise ScheduleError(f"{name} of {ranks} ranks and {microbatches} microbatches is too large: {MOST:,} in all at most")
+    if ranks * microbatches > MAX_CELLS:
+        raise ScheduleError(
+            f"{name} of {ranks} ranks and {microbatches} microbatches is too large: {MAX_CELLS:,} in all at most"
+        )
     options = {what: value and int(value) for what, value in options.items()}
     if stages_per_rank is not None:
         _check_stages(name, family, stages_per_rank := int(stages_per_rank))
@@ -146,8 +152,8 @@ def _check_stages(name: str, family: Family, stages_per_rank: int) -> None:
     if "stages_per_rank" not in family.options and stages_per_rank != family.stages_per_rank:
         has = "one stage" if family.stages_per_rank == 1 else f"{family.stages_per_rank} stages"
         raise ScheduleError(f"{name} has {has} on each rank, not stages_per_rank={stages_per_rank}: leave it out")
-    if stages_per_rank < family.least:
-        raise ScheduleError(f"{name} needs stages_per_rank={family.least} or more, not {stages_per_rank}")
+    if stages_per_rank < family.min_stages_per_rank:
+        raise ScheduleError(f"{name} needs stages_per_rank={family.min_stages_per_rank} or more, not {stages_per_rank}")
 
 
 def _check_groups(of: Callable[[int], Schedule], microbatches: int, group_size: int) -> None:

@@ -1,53 +1,74 @@
-"""What activations take: held from their forward to the end of their backward."""
+"""The memory of activations: held from their forward to the end of their backward."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
 
+MAX_LISTED_RANKS = 16  # up to this many ranks, the amount of each is printed
 
-class Size(NamedTuple):
-    """What one activation of a stage takes, in any unit: all of it, and the part that W still needs after I."""
 
-    act: float = 1
-    keep: float = 1
+class ActivationSize(NamedTuple):
+    """The memory of one activation of a stage, in any unit."""
 
-    def change(self, kind: Kind) -> float:
-        """What an action of `kind` adds to the memory of its rank: F when it starts, the others when they end."""
+    act: float = 1  # all of it, from F on
+    keep: float = 1  # the part that W still needs after I
+
+    def memory_change(self, kind: Kind) -> float:
+        """Return how an action of `kind` changes its rank's memory: F when it starts, the others when they end."""
         if kind is Kind.F:
             return self.act
         return -self.act if kind is Kind.B else self.keep - self.act if kind is Kind.I else -self.keep
 
 
-FEW = 16  # ranks, of which each one's amount is told
-Row = Iterable[Action | tuple[Action, ...]]  # of one rank; a place is an action, or the two of a pair
+Row = Iterable[Action | tuple[Action, ...]]  # the cells of one rank: an action, or the two of a pair
 
 
-def held_after(row: Row, sizes: Sequence[Size] = ()) -> Iterator[tuple[Action, float]]:
-    """The actions of a rank, and what its activations take once each has ended.
+def memory_after_actions(row: Row, sizes: Sequence[ActivationSize] = ()) -> Iterator[tuple[Action, float]]:
+    """Yield the actions of a rank, each with the memory of the rank's activations once it has ended.
 
-    Of a pair the forward counts first: it begins before the backward ends. Without `sizes`, of the stages, each takes 1.
+    In a pair the forward counts first, because it begins before the backward ends.
+
+    `sizes`: of an activation of each stage; without, each counts 1.
     """
-    one, held = Size(), 0.0
+    unit, memory = ActivationSize(), 0.0
     for cell in row:
-        for action in (cell,) if isinstance(cell, Action) else cell if len(cell) == 1 else sorted(cell, key=frees):
-            held += (sizes[action.stage] if sizes else one).change(action.kind)
-            yield action, held
+        for action in (
+            (cell,) if isinstance(cell, Action) else cell if len(cell) == 1 else sorted(cell, key=changes_memory_at_end)
+        ):
+            memory += (sizes[action.stage] if sizes else unit).memory_change(action.kind)
+            yield action, memory
 
 
-def frees(action: Action) -> bool:
-    """Whether `action` changes what is held when it ends, not when it starts."""
+def changes_memory_at_end(action: Action) -> bool:
+    """Return whether `action` changes memory when it ends (a backward), not when it starts."""
     return action.kind is not Kind.F
 
 
 def peaks_in_flight(rows: Iterable[Row]) -> tuple[int, ...]:
-    """For every rank, the most (stage, microbatch) activations held at once: F takes one up, B or W lets it go."""
-    return tuple(int(max((held for _, held in held_after(row)), default=0)) for row in rows)
+    """Return for every rank the most (stage, microbatch) activations held at once, from F to the end of B or W."""
+    return tuple(int(max((memory for _, memory in memory_after_actions(row)), default=0)) for row in rows)
 
 
-def of_ranks(amounts: Sequence[float], told: Callable[[float], str] = "{:g}".format) -> str:
-    """One amount for each rank, as people read them: `4/3/2/1`; of many ranks what all have, or from where to where it goes."""
-    if len(amounts) <= FEW:
-        return "/".join(map(told, amounts))
+def format_per_rank(amounts: Sequence[float], format_amount: Callable[[float], str] = "{:g}".format) -> str:
+    """Return one amount for each rank as text: `4/3/2/1`, or their range if there are many ranks."""
+    if len(amounts) <= MAX_LISTED_RANKS:
+        return "/".join(map(format_amount, amounts))
     least, most = min(amounts), max(amounts)
-    return f"{told(most)} on every rank" if least == most else f"{told(least)} to {told(most)} on {len(amounts)} ranks"
+    if least == most:
+        return f"{format_amount(most)} on every rank"
+    return f"{format_amount(least)} to {format_amount(most)} on {len(amounts)} ranks"
+
+
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as text: `12.3 MB`."""
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0, "bytes"))
+    factor, name = next((unit for unit in units if size >= unit[0]), units[-1])
+    return f"{size / (factor or 1):.4g} {name}"
+
+
+def parse_bytes(text: str) -> float | None:
+    """Return the number of bytes that `text` says, such as `2GB`, `2GiB` or `2e9`; None if it says none."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:E\d+)?)\s*(?:(?:([TGMK])(I?))?B)?\s*", text.upper())
+    return float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.table import Action, Cell, Kind, Skip, Table, collector_paused, takers
+from penstock.schedule.table import Action, Cell, Kind, Skip, Table, garbage_collection_paused, receiving_stages
 
 RECEIVES_AHEAD = 2  # of one channel: the one being waited for, and one that travels while the rank computes
 
@@ -31,25 +31,25 @@ class Transfer(NamedTuple):
     action: Action
     source: int
     destination: int
-    taker: int | None = None  # the stage it is for, if that is not the neighbour
+    skip_stage: int | None = None  # the stage it is for, if that is not the neighbour
 
     @property
-    def travels(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether it goes to another rank."""
         return self.source != self.destination
 
     def __str__(self) -> str:
         what = "output" if self.action.kind is Kind.F else "gradient"
-        return f"{what} of {self.action}" + ("" if self.taker is None else f" for stage {self.taker}")
+        return f"{what} of {self.action}" + ("" if self.skip_stage is None else f" for stage {self.skip_stage}")
 
 
-class Step(NamedTuple):
+class ProgramLine(NamedTuple):
     """One action of a rank's program: post `receives`, wait for `needs`, run `action`, post `gives`."""
 
     action: Action
     receives: tuple[Transfer, ...]
     needs: tuple[Transfer, ...]  # one for each stage it takes something from, in stage order
-    gives: tuple[Transfer, ...]  # one for each stage it makes something for, in stage order
+    outputs: tuple[Transfer, ...]  # one for each stage it makes something for, in stage order
 
 
 class Compute(NamedTuple):
@@ -69,7 +69,7 @@ class Script:
     schedule: Table
     rows: tuple[tuple[Instruction, ...], ...]
 
-    def row(self, rank: int) -> Iterator[Instruction]:
+    def instructions(self, rank: int) -> Iterator[Instruction]:
         """What `rank` does."""
         return iter(self.rows[rank])
 
@@ -79,42 +79,42 @@ class Program:
     """What every rank does, in order, and the transfers of every channel (source, destination), in order."""
 
     schedule: Table
-    steps: tuple[tuple[Step, ...], ...]
+    lines: tuple[tuple[ProgramLine, ...], ...]
     channels: dict[tuple[int, int], tuple[Transfer, ...]]
     skips: frozenset[Skip] = frozenset()
 
-    def row(self, rank: int) -> Iterator[Instruction]:
+    def instructions(self, rank: int) -> Iterator[Instruction]:
         """What `rank` does, post by post. A pair runs after the receives, and before the sends, of both its actions."""
-        steps = iter(self.steps[rank])
+        steps = iter(self.lines[rank])
         for cell in self.schedule.cells(rank):
             _, receives, needs, gives = next(steps)
             if not isinstance(cell, Action):
                 _, *more = next(steps)
                 receives, needs, gives = receives + more[0], needs + more[1], gives + more[2]
             yield from receives
-            yield Compute(cell, travelling(needs))
-            yield from travelling(gives)
+            yield Compute(cell, remote_transfers(needs))
+            yield from remote_transfers(gives)
 
 
-def travelling(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+def remote_transfers(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
     """Those of them that go to another rank."""
-    return tuple([each for each in transfers if each.travels])
+    return tuple([each for each in transfers if each.is_remote])
 
 
-def checked_skips(skips: Collection[Skip], stages: int) -> None:
+def check_skips(skips: Collection[Skip], num_stages: int) -> None:
     """Raises ScheduleError for a skip that is none of a model of `stages` stages."""
     for start, end in skips:
-        if not 0 <= start < end - 1 < stages - 1:
-            raise ScheduleError(f"no skip goes from stage {start} to stage {end} of {stages}: it passes at least one by")
+        if not 0 <= start < end - 1 < num_stages - 1:
+            raise ScheduleError(f"no skip goes from stage {start} to stage {end} of {num_stages}: it passes at least one by")
 
 
-class Transfers:
+class TransferTable:
     """All transfers of a table: what each action makes and needs, and by channel in the order in which the table makes them."""
 
     def __init__(self, schedule: Table, skips: Collection[Skip] = ()) -> None:
         self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-        self.between: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)  # from stage, to stage: by microbatch
-        ways, goes = self.between, takers(schedule.stages, skips)
+        self.by_stages: dict[tuple[int, int], dict[int, Transfer]] = defaultdict(dict)  # from stage, to stage: by microbatch
+        ways, goes = self.by_stages, receiving_stages(schedule.num_stages, skips)
         comes = {Kind.F: goes[Kind.B], Kind.B: goes[Kind.F], Kind.I: goes[Kind.F], Kind.W: goes[Kind.W]}
         self._makes = {kind: [[(taker, ways[s, taker]) for taker in to] for s, to in enumerate(goes[kind])] for kind in Kind}
         self._needs = {kind: [[ways[giver, s] for giver in by] for s, by in enumerate(comes[kind])] for kind in Kind}
@@ -127,18 +127,18 @@ class Transfers:
                     if source != destination:
                         self.channels[source, destination].append(transfer)
 
-    def made_by(self, action: Action) -> tuple[Transfer, ...]:
+    def outputs_of(self, action: Action) -> tuple[Transfer, ...]:
         """What takes what `action` makes to the stages that need it."""
         kind, stage, microbatch = action
         return tuple([way[microbatch] for _, way in self._makes[kind][stage]])
 
-    def needed_by(self, action: Action) -> tuple[Transfer, ...]:
+    def inputs_of(self, action: Action) -> tuple[Transfer, ...]:
         """What brings what `action` works on, as far as the table makes it."""
         kind, stage, microbatch = action
         return tuple([way[microbatch] for way in self._needs[kind][stage] if microbatch in way])
 
 
-@collector_paused()
+@garbage_collection_paused()
 def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] = ()) -> Program:
     """The program of `schedule`, whose actions must be in range (`verify` checks that first).
 
@@ -147,7 +147,7 @@ def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] 
     posted with its first action, so that the pair can wait for both.
     `skips`: of the model, as in `verify`.
     """
-    transfers, together = Transfers(schedule, skips), dict(schedule.overlaps)
+    transfers, together = TransferTable(schedule, skips), dict(schedule.overlaps)
     inboxes: list[dict[int, _Inbox]] = [{} for _ in range(schedule.ranks)]
     for (source, destination), queue in transfers.channels.items():
         inboxes[destination][source] = _Inbox(queue, ahead)
@@ -181,14 +181,14 @@ class _Inbox:
 
 
 def _steps(
-    row: Iterable[Action], together: dict[Action, Action], transfers: Transfers, inboxes: dict[int, _Inbox]
-) -> Iterator[Step]:
+    row: Iterable[Action], together: dict[Action, Action], transfers: TransferTable, inboxes: dict[int, _Inbox]
+) -> Iterator[ProgramLine]:
     fresh = [transfer for inbox in inboxes.values() for transfer in inbox.post(inbox.ahead)]
     for action in row:
-        needs = transfers.needed_by(action)
-        awaited = needs + transfers.needed_by(together[action]) if action in together else needs
+        needs = transfers.inputs_of(action)
+        awaited = needs + transfers.inputs_of(together[action]) if action in together else needs
         for transfer in awaited:
-            if transfer.travels:
+            if transfer.is_remote:
                 fresh += inboxes[transfer.source].expect(transfer)
-        yield Step(action, tuple(fresh), needs, transfers.made_by(action))
-        fresh = [late for transfer in needs if transfer.travels for late in inboxes[transfer.source].consume()]
+        yield ProgramLine(action, tuple(fresh), needs, transfers.outputs_of(action))
+        fresh = [late for transfer in needs if transfer.is_remote for late in inboxes[transfer.source].consume()]

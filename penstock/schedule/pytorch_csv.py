@@ -14,8 +14,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.program import Compute, Instruction, Script, Transfer, Transfers, travelling
-from penstock.schedule.schedule import Path, Schedule, from_rows, parsed, read
+from penstock.schedule.program import Compute, Instruction, Script, Transfer, TransferTable, remote_transfers
+from penstock.schedule.schedule import FilePath, Schedule, from_rows, parse_cell, read_csv_cells
 from penstock.schedule.table import Action, Cell, actions_of
 from penstock.schedule.verify import check_table
 
@@ -33,12 +33,15 @@ class _Post(NamedTuple):
     microbatch: int
 
 
-def from_lowered_csv(path: Path, name: str | None = None) -> Script:
-    """Read a CSV in PyTorch's `compute_comms` form, a line for each rank. Raises ScheduleError as `from_lowered_rows`."""
-    return from_lowered_rows(name or str(path), read(path))
+def script_from_compute_comms_csv(path: FilePath, name: str | None = None) -> Script:
+    """Read a CSV in PyTorch's `compute_comms` form, a line for each rank.
+
+    Raises ScheduleError as `script_from_compute_comms_rows`.
+    """
+    return script_from_compute_comms_rows(name or str(path), read_csv_cells(path))
 
 
-def from_lowered_rows(name: str, rows: Sequence[Iterable[str]]) -> Script:
+def script_from_compute_comms_rows(name: str, rows: Sequence[Iterable[str]]) -> Script:
     """The script that the texts of a lowered table's cells describe, a row for each rank.
 
     Raises ScheduleError for a cell that cannot be read, a table that is not complete, a send before there is anything to
@@ -49,7 +52,7 @@ def from_lowered_rows(name: str, rows: Sequence[Iterable[str]]) -> Script:
     table = [[cell for cell in row if not isinstance(cell, _Post)] for row in parsed]
     schedule = from_rows(name, table)
     check_table(schedule)
-    transfers = Transfers(schedule)
+    transfers = TransferTable(schedule)
     script = Script(schedule, tuple(tuple(_row(rank, row, schedule, transfers)) for rank, row in enumerate(parsed)))
     sent = {each for rank, row in enumerate(script.rows) for each in row if isinstance(each, Transfer) and each.source == rank}
     for transfer in chain.from_iterable(transfers.channels.values()):
@@ -63,10 +66,10 @@ def _cells(text: str) -> Iterator[Cell | _Post]:
         stage, end, direction, microbatch = post.groups()
         yield _Post(text.strip(), end != "RECV", end == "WAIT_SEND", direction == "F", int(stage), int(microbatch))
     else:
-        yield from parsed(text)
+        yield from parse_cell(text)
 
 
-def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers: Transfers) -> Iterator[Instruction]:
+def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers: TransferTable) -> Iterator[Instruction]:
     done: set[Action] = set()
     posted: set[Transfer] = set()
     for number, cell in enumerate(cells):
@@ -86,7 +89,7 @@ def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers
         else:
             needs = []
             for action in actions_of(cell):
-                for arriving in travelling(transfers.needed_by(action)):
+                for arriving in remote_transfers(transfers.inputs_of(action)):
                     if arriving not in posted:
                         raise ScheduleError(f"rank {rank} has {action}, but before it no receive of the {arriving}")
                     needs.append(arriving)
@@ -94,13 +97,13 @@ def _row(rank: int, cells: Sequence[Cell | _Post], schedule: Schedule, transfers
             yield Compute(cell, tuple(needs))
 
 
-def _transfer(rank: int, post: _Post, schedule: Schedule, transfers: Transfers) -> Transfer:
+def _transfer(rank: int, post: _Post, schedule: Schedule, transfers: TransferTable) -> Transfer:
     """The transfer whose send or receive `post` is."""
-    if not post.stage < schedule.stages or schedule.placement[post.stage] != rank:
+    if not post.stage < schedule.num_stages or schedule.placement[post.stage] != rank:
         raise ScheduleError(f"rank {rank} has {post.text}, but not stage {post.stage}")
     onward = 1 if post.forward else -1
     maker = post.stage if post.sends else post.stage - onward
-    transfer = transfers.between.get((maker, maker + onward), {}).get(post.microbatch)
-    if transfer is None or not transfer.travels:
+    transfer = transfers.by_stages.get((maker, maker + onward), {}).get(post.microbatch)
+    if transfer is None or not transfer.is_remote:
         raise ScheduleError(f"rank {rank} has {post.text}, but no other rank makes or needs that")
     return transfer

@@ -5,26 +5,26 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from penstock.schedule.program import Program, Step, lower
+from penstock.schedule.program import Program, ProgramLine, lower
 from penstock.schedule.table import Action, Kind
 from penstock.schedule.verify import prove
 
-REMEMBERED = 64  # programs: a batch may come in any number of microbatches, any of them without a backward
+MAX_CACHED_PROGRAMS = 64  # programs: a batch may come in any number of microbatches, any of them without a backward
 
 
 @dataclass(frozen=True)
 class RankProgram:
     """The steps of a rank, and what follows from them for each action."""
 
-    steps: tuple[Step, ...]
-    split: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward is I and W: its forward prepares for it
-    weights: dict[Action, tuple[int, ...]]  # W -> the microbatches whose weights' gradients it adds
-    last: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
+    lines: tuple[ProgramLine, ...]
+    split_backwards: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward is I and W: its forward prepares for it
+    weight_microbatches: dict[Action, tuple[int, ...]]  # W -> the microbatches whose weights' gradients it adds
+    last_backwards: frozenset[Action]  # the B or W with which a stage's gradients of this step are complete
 
     @cached_property
     def stages(self) -> list[int]:
         """The rank's stages, in the order in which they come into use."""
-        return list(dict.fromkeys(step.action.stage for step in self.steps))
+        return list(dict.fromkeys(step.action.stage for step in self.lines))
 
 
 class RankPrograms:
@@ -35,9 +35,9 @@ class RankPrograms:
 
     def __init__(self, program: Program, rank: int, merge: bool = False) -> None:
         self.program, self.rank, self.merge = program, rank, merge
-        self._known = lru_cache(REMEMBERED)(self._made)
+        self._known = lru_cache(MAX_CACHED_PROGRAMS)(self._made)
 
-    def of(
+    def select(
         self, training: bool, microbatches: int | None = None, without_backward: frozenset[int] = frozenset()
     ) -> RankProgram:
         """What is done for the first `microbatches` (None: all); if not training, the forwards of each.
@@ -56,9 +56,9 @@ class RankPrograms:
             return action.microbatch < microbatches and (forward or (training and action.microbatch not in without_backward))
 
         if not training or microbatches < whole.microbatches or without_backward:
-            program = lower(whole.keep(wanted), skips=program.skips)
+            program = lower(whole.filter_actions(wanted), skips=program.skips)
             prove(program)
-        steps = program.steps[self.rank]
+        steps = program.lines[self.rank]
         row = [step.action for step in steps]
         return RankProgram(
             steps,

@@ -10,9 +10,9 @@ from penstock.errors import ScheduleError
 from penstock.schedule.table import PLACEMENTS, Action, Cell, Table, actions_of
 from penstock.schedule.verify import verify
 
-LARGEST = 2**25  # bytes of a file
-MOST_CELLS, MOST_ROWS = 500_000, 10_000
-Path = str | PathLike[str]
+MAX_CSV_BYTES = 2**25  # bytes of a file
+MAX_TABLE_CELLS, MAX_TABLE_ROWS = 500_000, 10_000
+FilePath = str | PathLike[str]
 Placement = str | Sequence[int] | None  # `loop`, `V`, the rank of every stage, or where the stage's first action stands
 
 
@@ -20,7 +20,7 @@ class Schedule(Table):
     """A table as people have it: built by a rule, from rows or from a file. It is not proved until `verify` did that."""
 
     @classmethod
-    def from_csv(cls, path: Path, placement: Placement = None, name: str | None = None) -> "Schedule":
+    def from_csv(cls, path: FilePath, placement: Placement = None, name: str | None = None) -> "Schedule":
         """Read a table from the file at `path` and prove it. Empty cells (bubbles) are passed over.
 
         `placement`: as in `from_rows`.
@@ -29,32 +29,32 @@ class Schedule(Table):
         Raises OSError where there is no such file, ScheduleError for one that is no text, for a cell that is no action and
         for a table that `verify` refuses: one that is not complete, or that would stop.
         """
-        schedule = from_rows(name or str(path), read(path), placement)
+        schedule = from_rows(name or str(path), read_csv_cells(path), placement)
         verify(schedule)
         return schedule
 
 
-def read(path: Path) -> list[list[str]]:
+def read_csv_cells(path: FilePath) -> list[list[str]]:
     """The cells of the CSV file at `path`, a row for each line. Raises ScheduleError for a file that is no text."""
     with open(path, "rb") as file:
-        data = file.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise ScheduleError(f"{path} has more than {LARGEST:,} bytes, the most that a CSV table may have")
+        data = file.read(MAX_CSV_BYTES + 1)
+    if len(data) > MAX_CSV_BYTES:
+        raise ScheduleError(f"{path} has more than {MAX_CSV_BYTES:,} bytes, the most that a CSV table may have")
     try:
-        return cells_of(str(path), data.decode("utf-8-sig"))
+        return parse_csv_cells(str(path), data.decode("utf-8-sig"))
     except UnicodeError as error:
         raise ScheduleError(f"{path} is damaged, or no CSV table: {error}") from error
 
 
-def cells_of(name: str, text: str) -> list[list[str]]:
+def parse_csv_cells(name: str, text: str) -> list[list[str]]:
     """The cells of a table as CSV, a row for each line. Raises ScheduleError for what is none."""
     rows, count = list[list[str]](), 0
     try:
         for row in csv.reader(io.StringIO(text, newline="")):
             rows.append(row)
             count += max(1, len(row))
-            if count > MOST_CELLS or len(rows) > MOST_ROWS:
-                told = f"{name} has more than {MOST_CELLS:,} cells or {MOST_ROWS:,} rows"
+            if count > MAX_TABLE_CELLS or len(rows) > MAX_TABLE_ROWS:
+                told = f"{name} has more than {MAX_TABLE_CELLS:,} cells or {MAX_TABLE_ROWS:,} rows"
                 raise ScheduleError(f"{told}, the most that a table may have: it has a row for each rank")
         return rows
     except csv.Error as error:  # a cell of 131,072 characters, for instance
@@ -73,7 +73,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
         (0, 1)
     """
     try:
-        cells = [[cell for each in row for cell in (parsed(each) if isinstance(each, str) else (each,))] for row in rows]
+        cells = [[cell for each in row for cell in (parse_cell(each) if isinstance(each, str) else (each,))] for row in rows]
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
     table = tuple(tuple(action for cell in row for action in actions_of(cell)) for row in cells)
@@ -81,8 +81,10 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
     stages = 1 + max((action.stage for row in table for action in row), default=-1)
     microbatches = 1 + max((action.microbatch for row in table for action in row), default=-1)
     for what, count in (("stage", stages), ("microbatch", microbatches)):
-        if count > MOST_CELLS:
-            raise ScheduleError(f"{name} has {what} {count - 1:,}, and so more cells than a table may have, {MOST_CELLS:,}")
+        if count > MAX_TABLE_CELLS:
+            raise ScheduleError(
+                f"{name} has {what} {count - 1:,}, and so more cells than a table may have, {MAX_TABLE_CELLS:,}"
+            )
     if placement is None:
         placement = _homes(name, table, stages)
     elif isinstance(placement, str):
@@ -106,7 +108,7 @@ _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _NO_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")  # PyTorch's notes on sharded weights
 
 
-def parsed(text: str) -> Iterator[Cell]:
+def parse_cell(text: str) -> Iterator[Cell]:
     """The cell PyTorch's compute-only form writes as `text`; nothing for a bubble, or what is left to the engine."""
     text = text.strip()
     if overlap := _OVERLAP.fullmatch(text):

@@ -49,8 +49,8 @@ class Action(NamedTuple):
         raise ScheduleError(f"cannot read {shown} as an action: expected stage, kind (F, B, I or W), microbatch, as in 2F3")
 
 
-Pair = tuple[Action, Action]  # two actions that may run at the same time
-Cell = Action | Pair  # what stands in one place of a table
+OverlappedPair = tuple[Action, Action]  # two actions that may run at the same time
+Cell = Action | OverlappedPair  # what stands in one place of a table
 Skip = tuple[int, int]  # from a stage to a later one that does not follow it
 
 
@@ -59,21 +59,21 @@ def actions_of(cell: Cell) -> tuple[Action, ...]:
     return (cell,) if isinstance(cell, Action) else cell
 
 
-def written(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
     """A cell as people are told it: `2F3`, or `{2F3 5B1}` for a pair."""
     return str(cell) if isinstance(cell, Action) else f"{{{cell[0]} {cell[1]}}}"
 
 
-def takers(stages: int, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
+def receiving_stages(num_stages: int, skips: Collection[Skip] = ()) -> dict[Kind, list[list[int]]]:
     """Kind -> stage -> the stages that take what such an action makes, in order: outputs go onward, gradients back."""
-    onward, back, nowhere = ([list[int]() for _ in range(stages)] for _ in range(3))
-    for start, end in sorted({*pairwise(range(stages)), *skips}):
+    onward, back, nowhere = ([list[int]() for _ in range(num_stages)] for _ in range(3))
+    for start, end in sorted({*pairwise(range(num_stages)), *skips}):
         onward[start].append(end)
         back[end].append(start)
     return {Kind.F: onward, Kind.B: back, Kind.I: back, Kind.W: nowhere}
 
 
-def dependencies(action: Action, stages: int, skips: Collection[Skip] = ()) -> Iterator[tuple[Action, ...]]:
+def dependencies(action: Action, num_stages: int, skips: Collection[Skip] = ()) -> Iterator[tuple[Action, ...]]:
     """What `action` waits for: for each dependency, the alternatives that satisfy it (I stands for B).
 
     F(s,m) waits for F(s-1,m); B or I(s,m) for F(s,m) and for B or I(s+1,m); W(s,m) for I(s,m). With a skip (s,t) also F(t,m)
@@ -90,22 +90,22 @@ def dependencies(action: Action, stages: int, skips: Collection[Skip] = ()) -> I
         yield (Action(Kind.I, stage, microbatch),)
     else:
         yield (Action(Kind.F, stage, microbatch),)
-        if stage < stages - 1:
+        if stage < num_stages - 1:
             yield Action(Kind.B, stage + 1, microbatch), Action(Kind.I, stage + 1, microbatch)
         for start, end in skips:
             if start == stage:
                 yield Action(Kind.B, end, microbatch), Action(Kind.I, end, microbatch)
 
 
-def loop_placement(stages: int, ranks: int) -> tuple[int, ...]:
+def loop_placement(num_stages: int, ranks: int) -> tuple[int, ...]:
     """Stage s lives on rank s mod P."""
-    return tuple(stage % ranks for stage in range(stages))
+    return tuple(stage % ranks for stage in range(num_stages))
 
 
-def v_placement(stages: int, ranks: int) -> tuple[int, ...]:
+def v_placement(num_stages: int, ranks: int) -> tuple[int, ...]:
     """Down the ranks and back up, again and again: 0, 1, .., P-1, P-1, .., 1, 0."""
     fold = (*range(ranks), *reversed(range(ranks)))
-    return tuple(fold[stage % (2 * ranks)] for stage in range(stages))
+    return tuple(fold[stage % (2 * ranks)] for stage in range(num_stages))
 
 
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"loop": loop_placement, "V": v_placement}
@@ -119,7 +119,7 @@ class Table:
     placement: tuple[int, ...]  # stage -> rank
     microbatches: int
     actions: tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
-    overlaps: frozenset[Pair] = frozenset()  # actions that stand next to each other and may run at the same time
+    overlaps: frozenset[OverlappedPair] = frozenset()  # actions that stand next to each other and may run at the same time
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(self.placement))
@@ -132,21 +132,26 @@ class Table:
         return len(self.actions)
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """S, the number of stages on all ranks together."""
         return len(self.placement)
+
+    @property
+    def stages(self) -> int:
+        """Return S: the same as `num_stages`."""
+        return self.num_stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on `rank`, ascending."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
-    def weights_in_order(self, stage: int) -> bool:
+    def has_weights_in_backward_order(self, stage: int) -> bool:
         """Whether the microbatches' W on `stage` come in the order of their I, and so do those that have a B instead."""
         row = [action for action in self.actions[self.placement[stage]] if action.stage == stage]
         inputs, weights = ([each.microbatch for each in row if each.kind in (Kind.B, half)] for half in (Kind.I, Kind.W))
         return inputs == weights
 
-    def keep(self, wanted: Callable[[Action], bool]) -> Self:
+    def filter_actions(self, wanted: Callable[[Action], bool]) -> Self:
         """The same table with only the `wanted` actions, e.g. the forwards alone for an evaluation.
 
         Leaving out actions together with all that depends on them never creates a deadlock, so what was proved stays proved.
@@ -167,7 +172,7 @@ class Table:
     def _begins_pair(self) -> frozenset[Action]:
         return frozenset(first for first, _ in self.overlaps)
 
-    def texts(self) -> list[list[str]]:
+    def csv_rows(self) -> list[list[str]]:
         """The cells of every rank as PyTorch's compute-only form writes them: `2F3`, `(2F3;5B1)OVERLAP_F_B`."""
         return [
             [str(cell) if isinstance(cell, Action) else f"({cell[0]};{cell[1]})OVERLAP_F_B" for cell in self.cells(rank)]
@@ -177,28 +182,28 @@ class Table:
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write `texts` to the file at `path`, a line for each rank. Raises OSError where that cannot be written."""
         with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(self.texts())
+            csv.writer(file).writerows(self.csv_rows())
 
     def digest(self) -> str:
         """A fingerprint of placement and table, the same in every process."""
-        text = f"{self.placement};{self.microbatches};{self.texts()}"
+        text = f"{self.placement};{self.microbatches};{self.csv_rows()}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __str__(self) -> str:
         """The table as an aligned grid, a row for each rank, overlapping pairs in braces."""
-        rows = [[written(cell) for cell in self.cells(rank)] for rank in range(self.ranks)]
+        rows = [[cell_text(cell) for cell in self.cells(rank)] for rank in range(self.ranks)]
         width = max((len(cell) for row in rows for cell in row), default=1)
         return "\n".join(f"rank {rank} | {' '.join(cell.rjust(width) for cell in row)}" for rank, row in enumerate(rows))
 
 
-def must_be_table(schedule: object) -> None:
+def check_is_table(schedule: object) -> None:
     """Raises ScheduleError for what is no table, as the name of one."""
     if not isinstance(schedule, Table):
         raise ScheduleError(f"{schedule!r} is no table: penstock.schedule.build(name, ranks=.., microbatches=..) makes one")
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """No garbage collection inside: tables are many small tuples without a circle; looking for one takes half of the time."""
     enabled = gc.isenabled()
     gc.disable()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from penstock.schedule.schedule import Schedule, from_rows
-from penstock.schedule.table import Action, Cell, Kind, Pair
+from penstock.schedule.table import Action, Cell, Kind, OverlappedPair
 
 
 def with_full_backwards(schedule: Schedule) -> Schedule:
@@ -50,7 +50,7 @@ def _input_only(action: Action) -> Action:
     return action._replace(kind=Kind.I) if action.kind is Kind.B else action
 
 
-def paired(table: Schedule, time: Callable[[Schedule], float], tries: int) -> Schedule:
+def with_overlapped_pairs(table: Schedule, time: Callable[[Schedule], float], tries: int) -> Schedule:
     """`table` with neighbours made pairs, one after the other, where `time` does not get longer; at most `tries` are tried."""
     rows, best = [list(table.cells(rank)) for rank in range(table.ranks)], time(table)
     for row in rows:
@@ -67,7 +67,7 @@ def paired(table: Schedule, time: Callable[[Schedule], float], tries: int) -> Sc
     return table
 
 
-def _pair(one: Cell, other: Cell) -> Pair | None:
+def _pair(one: Cell, other: Cell) -> OverlappedPair | None:
     """The two if they are a forward and a backward of different microbatches."""
     if not (isinstance(one, Action) and isinstance(other, Action)) or one.microbatch == other.microbatch:
         return None

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.memory import of_ranks, peaks_in_flight
-from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, checked_skips, lower
+from penstock.schedule.memory import format_per_rank, peaks_in_flight
+from penstock.schedule.program import RECEIVES_AHEAD, Compute, Instruction, Program, Script, Transfer, check_skips, lower
 from penstock.schedule.table import (
     Action,
     Cell,
@@ -31,10 +31,10 @@ from penstock.schedule.table import (
     Skip,
     Table,
     actions_of,
-    collector_paused,
+    cell_text,
+    check_is_table,
     dependencies,
-    must_be_table,
-    written,
+    garbage_collection_paused,
 )
 
 SENDS = ("async", "blocking")
@@ -47,7 +47,7 @@ class Proof:
 
     name: str
     ranks: int
-    stages: int
+    num_stages: int
     microbatches: int
     actions: int
     transfers: int
@@ -59,13 +59,13 @@ class Proof:
     def __str__(self) -> str:
         how = f"{self.sends} sends" + (", shared channels" if self.channels == "shared" else "")
         return (
-            f"proved: {self.name} over {self.ranks} ranks, {self.stages} stages, {self.microbatches} microbatches: "
+            f"proved: {self.name} over {self.ranks} ranks, {self.num_stages} stages, {self.microbatches} microbatches: "
             f"{self.actions} actions complete, {self.transfers} transfers without a circle ({how}), "
-            f"in flight {of_ranks(self.peak_in_flight)}"
+            f"in flight {format_per_rank(self.peak_in_flight)}"
         )
 
 
-@collector_paused()
+@garbage_collection_paused()
 def verify(
     schedule: Table,
     max_in_flight: int | Sequence[int] | None = None,
@@ -88,17 +88,17 @@ def verify(
         verify(build("1f1b", 2, 2)).peak_in_flight  # (2, 1)
         verify(build("1f1b", 2, 2), sends="blocking")  # raises: rank 0 waits for rank 1 to receive ..; rank 1 waits for ..
     """
-    must_be_table(schedule)
+    check_is_table(schedule)
     for name, value, known in (("sends", sends, SENDS), ("channels", channels, CHANNELS)):
         if value not in known:
             raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, known))}")
     check_table(schedule)
     peaks = peaks_in_flight(map(schedule.cells, range(schedule.ranks)))
     _check_memory(schedule, peaks, max_in_flight)
-    checked_skips(skips, schedule.stages)
+    check_skips(skips, schedule.num_stages)
     program = lower(schedule, RECEIVES_AHEAD if (sends, channels) == ("async", "directed") else 0, skips)
     prove(program, blocking=sends == "blocking", shared=channels == "shared")
-    size = schedule.ranks, schedule.stages, schedule.microbatches
+    size = schedule.ranks, schedule.num_stages, schedule.microbatches
     actions, transfers = (sum(map(len, each)) for each in (schedule.actions, program.channels.values()))
     return Proof(schedule.name, *size, actions, transfers, peaks, sends, channels, program)
 
@@ -114,14 +114,14 @@ def _check_memory(schedule: Table, peaks: Sequence[int], bound: int | Sequence[i
             raise ScheduleError(f"rank {rank} holds {peak} activations in flight, max_in_flight allows {most}")
 
 
-@collector_paused()
+@garbage_collection_paused()
 def prove(program: Program | Script, blocking: bool = False, shared: bool = False) -> None:
     """Run `program` on the abstract machine. Raises ScheduleError if it stops, with the circle.
 
     `blocking`: ranks wait for each send. `shared`: one channel for both directions between two ranks.
     """
     _check_order(program.schedule)
-    rows = [program.row(rank) for rank in range(program.schedule.ranks)]
+    rows = [program.instructions(rank) for rank in range(program.schedule.ranks)]
     if blocking:
         rows = [_waiting_for_sends(row, rank) for rank, row in enumerate(rows)]
     machine = _Machine(program.schedule.name, rows, shared)
@@ -137,12 +137,12 @@ def _check_order(table: Table) -> None:
         for cell in table.cells(rank):
             here = actions_of(cell)
             for action in here:
-                for options in dependencies(action, table.stages):
+                for options in dependencies(action, table.num_stages):
                     if before.isdisjoint(options) and options[0].stage in stages:
                         maker = next((each for each in options if each in row), options[0])
                         told = f"{action} before {maker}, which it needs"
                         if maker in here:
-                            told = f"{written(cell)} as a pair, but {action} needs {maker}"
+                            told = f"{cell_text(cell)} as a pair, but {action} needs {maker}"
                         raise ScheduleError(f"{table.name} deadlocks: rank {rank} has {told}")
             before.update(here)
 
@@ -228,7 +228,7 @@ class _Machine:
         """What `rank` waits for, and, if both directions share a channel, what it has in front where it meets `peer`."""
         post = f"the {'send' if front.source == rank else 'receive'} of the {front} in front of its queue with rank {peer}"
         awaited, cell = self._awaited(rank), self.waits[rank].cell
-        before = f"before {'the end' if cell is None else written(cell)}"
+        before = f"before {'the end' if cell is None else cell_text(cell)}"
         if awaited.source == rank:
             waits = f"waits for rank {awaited.destination} to receive the {awaited}, {before}"
         else:
@@ -247,7 +247,7 @@ def check_table(table: Table) -> None:
 
 def _out_of_place(table: Table) -> Iterator[str]:
     """Where not every action names a stage and a microbatch that exist, on the rank where the stage lives."""
-    placement, ranks, stages, microbatches = table.placement, table.ranks, table.stages, table.microbatches
+    placement, ranks, stages, microbatches = table.placement, table.ranks, table.num_stages, table.microbatches
     if not ranks or not stages or microbatches < 1:
         yield f"{table.name} is empty: {ranks} ranks, {stages} stages, {microbatches} microbatches"
     for stage, home in enumerate(placement):

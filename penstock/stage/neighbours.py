@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule import Kind, Skip
-from penstock.schedule.table import takers
+from penstock.schedule.table import receiving_stages
 
 StageParameter = tuple[int, str]  # a stage, and a parameter's name in it
 
@@ -27,7 +27,7 @@ class Neighbours(NamedTuple):
 
 def stage_neighbours(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[StageParameter]]) -> list[Neighbours]:
     """The neighbours of every stage: the next ones, those at the other end of `skips`, and who shares a group of `tied`."""
-    goes = takers(stages, skips)
+    goes = receiving_stages(stages, skips)
     hops = [hop for group in tied for hop in _hops(group)]
     return [
         Neighbours(

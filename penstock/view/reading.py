@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.schedule import Action, Border, Event, MeasuredTimeline, ScheduleError, Size, Timeline
+from penstock.schedule import Action, ActivationSize, Event, MeasuredTimeline, MessageCost, ScheduleError, Timeline
 from penstock.schedule.table import dependencies
 from penstock.view.data.timeline import Data
 from penstock.view.record import FILE, FORMAT, Record
@@ -81,9 +81,9 @@ def _other_format(data: Data) -> str:
 def _timeline(name: str, data: Data) -> MeasuredTimeline:
     rows = tuple(tuple(_read_event(rank, event) for event in row["events"]) for rank, row in enumerate(data["ranks"]))
     overlaps = frozenset((Action.parse(first), Action.parse(second)) for first, second in data["overlaps"])
-    borders = tuple(Border(*map(float, border)) for border in data["borders"])
-    skips = {(int(lower), int(upper)): Border(float(time), float(on)) for lower, upper, time, on in data["skips"]}
-    sizes = tuple(Size(*map(float, size)) for size in data["sizes"])
+    borders = tuple(MessageCost(*map(float, border)) for border in data["borders"])
+    skips = {(int(lower), int(upper)): MessageCost(float(time), float(on)) for lower, upper, time, on in data["skips"]}
+    sizes = tuple(ActivationSize(*map(float, size)) for size in data["sizes"])
     unit = str(data.get("memory_unit", ""))  # this and the next two are not in older files
     between, averaging = (tuple(map(float, data.get(key, ()))) for key in ("between", "averaging"))
     timeline = MeasuredTimeline(name, rows, borders, sizes, overlaps, skips, unit, between, averaging)
@@ -119,16 +119,22 @@ def _check_order(timeline: Timeline, stages: int) -> None:
 
 
 def _check_amounts(timeline: Timeline, stages: int) -> None:
-    numbers = chain(*timeline.borders, *timeline.sizes, *timeline.skips.values(), timeline.between, timeline.averaging)
+    numbers = chain(
+        *timeline.message_costs,
+        *timeline.activation_sizes,
+        *timeline.skips.values(),
+        timeline.between_steps,
+        timeline.averaging,
+    )
     if not all(map(math.isfinite, numbers)):
         raise ValueError("it has a time or a size that is no finite number")
-    if timeline.borders and len(timeline.borders) != stages - 1:
-        raise ValueError(f"there are {len(timeline.borders)} borders between {stages} stages")
-    if timeline.sizes and len(timeline.sizes) != stages:
-        raise ValueError(f"there are {len(timeline.sizes)} sizes for {stages} stages")
+    if timeline.message_costs and len(timeline.message_costs) != stages - 1:
+        raise ValueError(f"there are {len(timeline.message_costs)} borders between {stages} stages")
+    if timeline.activation_sizes and len(timeline.activation_sizes) != stages:
+        raise ValueError(f"there are {len(timeline.activation_sizes)} sizes for {stages} stages")
     if timeline.memory_unit not in ("", "bytes"):
         raise ValueError(f"its memory is in {timeline.memory_unit!r}, not in bytes")
-    for what, times in (("between steps", timeline.between), ("of averaging", timeline.averaging)):
+    for what, times in (("between steps", timeline.between_steps), ("of averaging", timeline.averaging)):
         if times and (len(times) != timeline.ranks or not min(times) >= 0):
             raise ValueError(f"the times {what} are {list(times)} on {timeline.ranks} ranks")
     if any(not 0 <= lower < upper < stages for lower, upper in timeline.skips):

@@ -49,7 +49,7 @@ class Record:
         if self.unit != "s" or not isinstance(self.usual, MeasuredTimeline):
             return None
         try:
-            return self.usual.explain(Measurement.of(*self.steps, layers=self.layers))
+            return self.usual.explain(Measurement.from_timelines(*self.steps, layers=self.layers))
         except ScheduleError:
             return None
 

@@ -9,9 +9,8 @@ from functools import partial
 from itertools import groupby
 
 from penstock.schedule import Event, Kind, Timeline
-from penstock.schedule.memory import of_ranks
+from penstock.schedule.memory import format_bytes, format_per_rank
 from penstock.schedule.timing.causes import Cause
-from penstock.schedule.timing.explanation import bytes_told
 
 FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "=", Kind.W: "~", None: "="}  # None: an overlapped pair
 COLOR = {
@@ -126,8 +125,8 @@ def summary(timeline: Timeline, unit: str = "") -> str:
     Idle counts the time of all ranks, the bubble that of the busiest one: where they differ that is said.
     `unit` is that of time: `s`, or none where it is whatever the costs were in.
     """
-    flights = of_ranks(timeline.peak_in_flight)
-    peaks = of_ranks(timeline.peak_memory, partial(held, unit=timeline.memory_unit))
+    flights = format_per_rank(timeline.peak_in_flight)
+    peaks = format_per_rank(timeline.peak_memory, partial(held, unit=timeline.memory_unit))
     idle, busiest = timeline.idle_share, "" if same_share(timeline) else " (the bubble is that of the busiest rank alone)"
     memory = f", which take {peaks}" if timeline.memory_unit else ""
     causes = ", ".join(f"{cause} {share:.1%}" for cause, share in told_causes(timeline).items())
@@ -159,7 +158,7 @@ def told(time: float, unit: str = "") -> str:
 
 def held(amount: float, unit: str = "") -> str:
     """Memory as people read it: 12.3 MB where the unit is `bytes`, else the bare number."""
-    return bytes_told(amount) if unit == "bytes" else _bare(amount)
+    return format_bytes(amount) if unit == "bytes" else _bare(amount)
 
 
 def _bare(number: float) -> str:

@@ -105,7 +105,7 @@ def test_search_writes_a_table_that_keeps_the_limit(costs, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "no table within the limit is below" in told
     assert "the best published table" in told
-    assert Schedule.from_csv(tmp_path / "found.csv").stages == 8
+    assert Schedule.from_csv(tmp_path / "found.csv").num_stages == 8
     with pytest.raises(PenstockError, match="8 stages, which do not divide by --ranks 0"):
         Search(costs, ranks=0).run()
 
@@ -139,7 +139,7 @@ def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path
     table = build("1f1b", 2, 4)
     seconds = dict(zip(Kind, [(0.003, 0.006), (0.006, 0.012), (0.003, 0.006), (0.003, 0.006)], strict=True))
     sizes = ((8e6, 4e6), (8e6, 4e6))
-    measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 0.0)), (0.00123456789,), sizes=sizes)
+    measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 0.0)), (0.00123456789,), activation_sizes=sizes)
     balance = Balance(tuple("abcdef"), (1.0,) * 6, (0, 3))
     monkeypatch.setattr("penstock.commands.train.planned.cores", lambda: 2)
     folder = tmp_path / "a run"

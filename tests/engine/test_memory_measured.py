@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.engine.activation_memory import StorageSet
-from penstock.schedule import Costs, Measurement, Size, build, simulate
+from penstock.schedule import ActivationSize, Costs, Measurement, build, simulate
 
 pytestmark = pytest.mark.ranks
 
@@ -42,7 +42,7 @@ def test_the_16_layer_mlp_keeps_what_a_hand_counts(schedule):
     # of every layer what the ReLU gave, and on all ranks but the first, whose input is the caller's batch, what was received
     kept = [EACH * BLOCK + BLOCK * (rank > 0) for rank in range(RANKS)]
     assert timeline.memory_unit == "bytes"
-    assert timeline.sizes == tuple(Size(each, each) for each in kept)
+    assert timeline.sizes == tuple(ActivationSize(each, each) for each in kept)
     assert sum(size.act for size in timeline.sizes) == (LAYERS + RANKS - 1) * BLOCK
     in_flight = [MICROBATCHES] * RANKS if schedule == "gpipe" else [4, 3, 2, 1]
     assert timeline.peak_memory == tuple(each * count for each, count in zip(kept, in_flight, strict=True))
@@ -52,14 +52,14 @@ def test_the_16_layer_mlp_keeps_what_a_hand_counts(schedule):
 
 def test_planned_from_what_was_measured_the_same_table_holds_the_same_bytes_and_another_its_own():
     timeline = ps.launch(rank_mlp, RANKS, "1f1b")[0]
-    measured = Measurement.of(timeline)
+    measured = Measurement.from_timelines(timeline)
     planned = measured.predict(measured.schedule)
     assert (planned.peak_memory, planned.memory_unit) == (timeline.peak_memory, "bytes")
     gpipe = measured.predict(build("gpipe", RANKS, MICROBATCHES))
     assert gpipe.peak_memory == tuple(MICROBATCHES * size.act for size in timeline.sizes)
     acts = [size.act for size in timeline.sizes]
     assert gpipe.peak_memory == simulate(build("gpipe", RANKS, MICROBATCHES), Costs(act=acts)).peak_memory
-    halves = measured.cut(2 * RANKS)  # what layers keep goes where they go
+    halves = measured.recut(2 * RANKS)  # what layers keep goes where they go
     assert sum(size.act for size in halves.sizes) == pytest.approx(sum(acts))
     told = str(timeline.explain(measured)).splitlines()
     most, least = max(timeline.peak_memory), min(timeline.peak_memory)
@@ -99,7 +99,7 @@ def rank_saved(kind):
 @pytest.mark.parametrize("kind", ["gpt", "mlp", "mixed"])
 def test_of_a_whole_model_it_is_what_autograd_saves(kind):
     ((size,), saved) = ps.launch(rank_saved, 1, kind)[0]
-    assert size == Size(saved, saved)
+    assert size == ActivationSize(saved, saved)
 
 
 class Checkpointed(nn.Module):

@@ -275,7 +275,9 @@ def rank_one_table(name):
     """The same stages in one process, which takes the backwards in the order of the table's last stage."""
     table = TABLES[name]
     model, loss_fn = make("gpt", 0.1)
-    order = [a.microbatch for a in table.actions[table.placement[-1]] if a.kind.value == "B" and a.stage == table.stages - 1]
+    order = [
+        a.microbatch for a in table.actions[table.placement[-1]] if a.kind.value == "B" and a.stage == table.num_stages - 1
+    ]
     F, B = ps.schedule.Kind.F, ps.schedule.Kind.B
     row = [ps.schedule.Action(F, 0, m) for m in range(table.microbatches)] + [ps.schedule.Action(B, 0, m) for m in order]
     pipe = ps.Pipeline(model, loss_fn, schedule=ps.schedule.from_rows("one", [row], "loop"))

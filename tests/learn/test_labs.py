@@ -324,7 +324,7 @@ def schedule(rank, ranks, microbatches):
 
 def test_a_written_schedule_places_each_stage_where_its_actions_are():
     table = schedule.build("zb-v", ranks=3, microbatches=4)
-    rule = f"def schedule(rank, ranks, microbatches): return {table.texts()}[rank]"
+    rule = f"def schedule(rank, ranks, microbatches): return {table.csv_rows()}[rank]"
     assert table_of("zb-v", rule, 3, 4) == table
 
 

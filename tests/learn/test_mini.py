@@ -45,7 +45,7 @@ def test_its_own_rule_is_the_catalogues_1f1b():
     for ranks in range(1, 6):
         for microbatches in range(1, 9):
             rows = [list(mini.one_forward_one_backward(rank, ranks, microbatches)) for rank in range(ranks)]
-            assert rows == ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches).texts()
+            assert rows == ps.schedule.build("1f1b", ranks=ranks, microbatches=microbatches).csv_rows()
 
 
 def test_it_can_be_read_in_one_go():

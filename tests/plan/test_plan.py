@@ -41,8 +41,8 @@ def test_a_plan_is_proved_and_takes_what_the_simulator_says_it_takes():
         assert found.seconds == pytest.approx(simulate(found.schedule, found.costs).makespan)
         assert found.seconds >= found.bound > 0
         assert max(found.peak_memory) <= 120 * MB
-        assert len(found.cuts) == found.schedule.stages - 1
-        assert len(found.recompute) == found.schedule.stages
+        assert len(found.cuts) == found.schedule.num_stages - 1
+        assert len(found.recompute) == found.schedule.num_stages
 
 
 @pytest.mark.slow

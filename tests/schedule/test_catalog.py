@@ -41,7 +41,7 @@ def test_every_family_is_described_in_words():
         assert family.summary, name
         assert "`" not in family.summary, name
         assert "\n" not in family.summary, name
-        assert all((family.stages, family.bubble, family.in_flight)), name
+        assert all((family.stages_per_rank_text, family.bubble, family.in_flight)), name
 
 
 NEAR = [

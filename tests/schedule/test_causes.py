@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from test_simulate import PAIRED, table, timed_tables
 from test_timeline import MEASURED, timeline
 
-from penstock.schedule import Border, Costs, Kind, Timeline, build, names, simulate
+from penstock.schedule import Costs, Kind, MessageCost, Timeline, build, names, simulate
 
 
 def idle(timeline: Timeline) -> list[str]:
@@ -41,7 +41,7 @@ def test_a_rank_that_has_computed_the_stages_in_between_itself_waits_for_the_mes
 
 def test_a_measured_rank_waits_for_the_message_of_a_skip_that_its_timeline_knows_of():
     measured = timeline("0F0@0-1\n1F0@1-2 2F0@5-6")
-    skipping = replace(measured, skips={(0, 2): Border()})
+    skipping = replace(measured, skips={(0, 2): MessageCost()})
     assert (idle(measured)[1], idle(skipping)[1]) == ("0-1 fill  2-5 imbalance", "0-1 fill  2-5 communication")
     assert str(skipping.critical_path[-2].action) == str(measured.critical_path[-2].action) == "1F0"  # ended last
 
@@ -72,7 +72,7 @@ def test_a_pair_waits_for_what_both_its_actions_need():
 
 
 def test_a_measured_rank_waits_for_the_message_from_the_end_of_what_it_needs():
-    assert idle(replace(MEASURED, borders=())) == [
+    assert idle(replace(MEASURED, message_costs=())) == [
         "14-18 fill  18-19 communication  22-23 drain  23-24 communication",
         "10-12 fill  12-13 communication  23-27 drain",
     ]
@@ -91,7 +91,7 @@ def test_a_clock_that_is_behind_makes_no_negative_time():
 
 
 def test_without_backwards_a_rank_fills_until_its_first_action():
-    forwards = build("1f1b", 2, 2).keep(lambda action: action.kind is Kind.F)
+    forwards = build("1f1b", 2, 2).filter_actions(lambda action: action.kind is Kind.F)
     assert idle(simulate(forwards, Costs([2, 1]))) == ["4-5 drain", "0-2 fill  3-4 imbalance"]
 
 
@@ -198,4 +198,4 @@ def test_busy_and_idle_time_are_all_the_time(timed):
     if planned.makespan:
         share = sum(planned.busy) / (planned.ranks * planned.makespan)
         assert share + sum(planned.causes.values()) == pytest.approx(1, abs=1e-12)
-    assert replace(planned, borders=()).idle == planned.idle  # so a measured step is explained as a planned one
+    assert replace(planned, message_costs=()).idle == planned.idle  # so a measured step is explained as a planned one

@@ -10,7 +10,7 @@ from test_measurement import close, even, ran, runs
 from test_simulate import table
 
 from penstock.schedule import Costs, Kind, Measurement, ScheduleError, Timeline, build, explain, names, simulate
-from penstock.schedule.timing.explain import shares
+from penstock.schedule.timing.explain import time_shares
 
 
 def slowed(name: str, rank: int, longer: float, ranks: int = 4, microbatches: int = 8) -> Timeline:
@@ -29,7 +29,7 @@ def test_the_shares_add_up_to_the_step(schedule, costs, late):
         tuple(event._replace(end=event.end - late / 40 * (event.end - event.start)) for event in row) for row in timeline.rows
     )
     for each in (timeline, replace(timeline, rows=rows)):
-        parts = shares(each, Measurement.of(each))
+        parts = time_shares(each, Measurement.from_timelines(each))
         assert all(share >= -1e-12 for share in parts.values())
         assert each.makespan == 0 or sum(parts.values()) == close(1)
 
@@ -65,7 +65,7 @@ def test_the_time_before_a_step_is_told_beside_it():
     assert "between steps" not in str(explain(timeline))
     told = str(explain(replace(timeline, averaging=(0.002, 0.001)))).splitlines()
     assert "averaging gradients: 2.0 ms after the last action, which the table does not hide" in told
-    told = str(explain(replace(timeline, between=(7,)))).splitlines()
+    told = str(explain(replace(timeline, between_steps=(7,)))).splitlines()
     assert told[4] == "between steps 7000.0 ms, 25.0% of the loop: the optimizer, the next batch, what else it does"
 
 
@@ -85,15 +85,15 @@ def test_the_slow_rank_is_named_with_what_the_step_loses_by_it(name, rank):
     straggler = explain(slow).straggler
     assert straggler
     assert straggler.rank == rank
-    assert straggler.loss == close(slow.makespan - fair.makespan)
-    assert straggler.times[Kind.F] == (25, 20)
+    assert straggler.step_seconds_lost == close(slow.makespan - fair.makespan)
+    assert straggler.action_seconds[Kind.F] == (25, 20)
 
 
 def test_what_an_action_takes_longer_is_the_mean_over_its_rank():
     straggler = explain(slowed("1f1b", 2, 5)).straggler
     assert straggler
-    assert straggler.longer == close(5)
-    assert straggler.times == {Kind.F: (25, 20), Kind.B: (45, 40)}
+    assert straggler.extra_seconds_per_action == close(5)
+    assert straggler.action_seconds == {Kind.F: (25, 20), Kind.B: (45, 40)}
 
 
 def test_the_slower_of_two_slow_ranks_is_named():
@@ -114,12 +114,12 @@ def test_a_rank_that_has_more_layers_is_no_straggler_once_that_is_known():
     straggler = explain(timeline).straggler
     assert straggler
     assert straggler.rank == 2
-    assert explain(timeline, Measurement.of(timeline, layers=layers)).straggler is None
+    assert explain(timeline, Measurement.from_timelines(timeline, layers=layers)).straggler is None
 
 
 def test_one_rank_is_compared_with_nobody():
     told = explain(simulate(build("1f1b", 1, 4)))
-    assert (told.straggler, told.faster, told.shares["F"] + told.shares["B"]) == (None, None, close(1))
+    assert (told.straggler, told.fastest, told.shares["F"] + told.shares["B"]) == (None, None, close(1))
 
 
 def test_a_rank_without_a_stage_is_in_nobodys_way():
@@ -134,54 +134,54 @@ def test_a_rank_without_a_stage_is_in_nobodys_way():
 
 def test_even_stages_take_what_the_simulator_says_for_them():
     told = explain(simulate(build("1f1b", 4, 8), Costs([1, 2, 3, 6], 0, 4)))
-    assert told.even == close(simulate(build("1f1b", 4, 8), Costs(3, 0, 4)).makespan)
+    assert told.even_stages_seconds == close(simulate(build("1f1b", 4, 8), Costs(3, 0, 4)).makespan)
 
 
 def test_twice_the_microbatches_take_what_the_simulator_says_for_them():
     told = explain(simulate(build("1f1b", 4, 8), Costs(1, 1, 1, send=0.25)))
-    assert told.more
-    assert told.more.schedule == runs("1f1b", 4, 16)
-    assert told.more.seconds == close(simulate(build("1f1b", 4, 16), Costs(1, 1, 1, send=0.25)).makespan)
-    assert (told.held, told.more.held) == (4, 4)
+    assert told.doubled_microbatches
+    assert told.doubled_microbatches.schedule == runs("1f1b", 4, 16)
+    assert told.doubled_microbatches.step_seconds == close(simulate(build("1f1b", 4, 16), Costs(1, 1, 1, send=0.25)).makespan)
+    assert (told.microbatches_held, told.doubled_microbatches.microbatches_held) == (4, 4)
 
 
 def test_the_best_schedule_is_the_fastest_of_the_catalog_with_what_it_holds():
     told = explain(ran(runs("gpipe", 4, 8), even(4), send=0.5))
-    assert told.faster
-    measured = Measurement.of(ran(runs("gpipe", 4, 8), even(4), send=0.5))
+    assert told.fastest
+    measured = Measurement.from_timelines(ran(runs("gpipe", 4, 8), even(4), send=0.5))
     times = {name: measured.predict(build(name, 4, 8)).makespan for name in names()}
-    assert told.faster.seconds == times[told.faster.schedule.name] <= 1.01 * min(times.values())
-    assert told.faster.held <= told.held == 8
-    assert told.faster.halved  # no W was measured
+    assert told.fastest.step_seconds == times[told.fastest.schedule.name] <= 1.01 * min(times.values())
+    assert told.fastest.microbatches_held <= told.microbatches_held == 8
+    assert told.fastest.assumes_equal_halves  # no W was measured
 
 
 def test_a_schedule_that_holds_more_is_told_beside_the_best_that_does_not():
     told = explain(simulate(runs("zb-h1", 4, 8), Costs(1, 1, 1, send=0.5)))
-    assert told.faster
-    assert told.frugal
-    assert told.faster.held > told.held >= told.frugal.held
-    assert told.frugal.seconds > told.faster.seconds
+    assert told.fastest
+    assert told.fastest_in_same_memory
+    assert told.fastest.microbatches_held > told.microbatches_held >= told.fastest_in_same_memory.microbatches_held
+    assert told.fastest_in_same_memory.step_seconds > told.fastest.step_seconds
 
 
 def test_what_is_not_notably_faster_is_not_advised():
     told = explain(simulate(runs("zb-v", 4, 40), Costs(1, 1, 1)))
-    assert (told.faster, told.frugal) == (None, None)
+    assert (told.fastest, told.fastest_in_same_memory) == (None, None)
     assert "none of the catalog would be 1% faster" in str(told)
 
 
 def test_a_table_of_ones_own_is_explained_without_its_family():
     told = explain(simulate(table("0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1")))
-    assert told.more is None
-    assert told.faster
+    assert told.doubled_microbatches is None
+    assert told.fastest
     assert "more microbatches" not in str(told)
 
 
 def test_the_prediction_is_set_against_the_step():
     timeline = ran(runs("1f1b", 4, 8), even(4), send=0.5)
     told = explain(timeline)
-    assert told.predicted == close(timeline.makespan) == close(told.step)
-    cheaper = Measurement.of(ran(runs("1f1b", 4, 8), [3] * 4, send=0.25))
-    assert explain(timeline, cheaper).predicted == close(timeline.makespan / 2)
+    assert told.predicted_step == close(timeline.makespan) == close(told.step)
+    cheaper = Measurement.from_timelines(ran(runs("1f1b", 4, 8), [3] * 4, send=0.25))
+    assert explain(timeline, cheaper).predicted_step == close(timeline.makespan / 2)
     assert "50.0% less than measured" in str(explain(timeline, cheaper))
 
 
@@ -211,20 +211,20 @@ def test_it_is_told_in_a_few_lines_with_units():
 def test_the_verdict_is_one_line_of_what_was_found_each_with_the_step_as_it_would_be():
     told = explain(slowed("1f1b", 2, 5))
     assert told.straggler
-    assert told.faster
+    assert told.fastest
     slow, schedule, cut = told.verdict
-    assert (slow.about, slow.rank, slow.timeline) == ("straggler", 2, told.straggler.timeline)
+    assert (slow.kind, slow.rank, slow.timeline) == ("straggler", 2, told.straggler.timeline)
     assert slow.text == "rank 2 is slow: 70 s, 9.6 % of the step"
-    assert (schedule.text, schedule.timeline) == ("another schedule, interleaved-zb: -24.8 %", told.faster.timeline)
-    assert (cut.text, cut.timeline) == ("another cut: -5.8 %", told.evened)
-    assert told.verdict_told == "; ".join(each.text for each in told.verdict)
+    assert (schedule.text, schedule.timeline) == ("another schedule, interleaved-zb: -24.8 %", told.fastest.timeline)
+    assert (cut.text, cut.timeline) == ("another cut: -5.8 %", told.even_stages_timeline)
+    assert told.verdict_text == "; ".join(each.text for each in told.verdict)
     even = explain(simulate(runs("zb-v", 4, 40), Costs(1, 1, 1)))
     assert even.verdict == ()
-    assert even.verdict_told == "no rank is slow, and no other schedule or cut would make the step 1% shorter"
+    assert even.verdict_text == "no rank is slow, and no other schedule or cut would make the step 1% shorter"
 
 
 def test_a_step_without_backwards_is_refused():
-    forwards = simulate(build("1f1b", 2, 4).keep(lambda action: action.kind is Kind.F))
+    forwards = simulate(build("1f1b", 2, 4).filter_actions(lambda action: action.kind is Kind.F))
     with pytest.raises(ScheduleError, match="stage 0 ran no backward: measure a step"):
         explain(forwards)
 

@@ -7,23 +7,23 @@ from executable_model import Skips, Value, makes, takes
 from hypothesis import given, settings
 from random_tables import named_tables, valid_tables, whole_numbers, with_skips
 
-from penstock.schedule import Action, Compute, Kind, Program, Schedule, Step, Transfer, build, from_rows, lower
+from penstock.schedule import Action, Compute, Kind, Program, ProgramLine, Schedule, Transfer, build, from_rows, lower
 
 
 def drawn(program: Program, rank: int) -> list[str]:
-    """One line for each step: +receives posted  ?transfers waited for  action  !transfers sent, skips with >taker."""
+    """One line for each step: +receives posted  ?transfers waited for  action  !transfers sent, skips with >skip_stage."""
     lines = []
-    for step in program.steps[rank]:
+    for step in program.lines[rank]:
         parts = [f"+{short(transfer)}" for transfer in step.receives]
-        parts += [f"?{short(transfer)}" for transfer in step.needs if transfer.travels]
+        parts += [f"?{short(transfer)}" for transfer in step.needs if transfer.is_remote]
         parts += [str(step.action)]
-        parts += [f"!{short(transfer)}" for transfer in step.gives if transfer.travels]
+        parts += [f"!{short(transfer)}" for transfer in step.outputs if transfer.is_remote]
         lines.append(" ".join(parts))
     return lines
 
 
 def short(transfer: Transfer) -> str:
-    return f"{transfer.action}" + ("" if transfer.taker is None else f">{transfer.taker}")
+    return f"{transfer.action}" + ("" if transfer.skip_stage is None else f">{transfer.skip_stage}")
 
 
 def lines(text: str) -> list[str]:
@@ -88,8 +88,8 @@ def test_two_stages_of_one_rank_need_no_channel():
 def test_a_transfer_says_what_it_carries_and_for_whom_if_that_is_no_neighbour():
     texts = [str(Transfer(Action(kind, 1, 2), 0, 1)) for kind in (Kind.F, Kind.B, Kind.I)]
     assert texts == ["output of 1F2", "gradient of 1B2", "gradient of 1I2"]
-    assert str(Transfer(Action(Kind.F, 0, 3), 0, 1, taker=3)) == "output of 0F3 for stage 3"
-    assert str(Transfer(Action(Kind.I, 3, 0), 1, 0, taker=0)) == "gradient of 3I0 for stage 0"
+    assert str(Transfer(Action(Kind.F, 0, 3), 0, 1, skip_stage=3)) == "output of 0F3 for stage 3"
+    assert str(Transfer(Action(Kind.I, 3, 0), 1, 0, skip_stage=0)) == "gradient of 3I0 for stage 0"
 
 
 def test_the_weight_half_of_a_backward_neither_waits_for_a_neighbour_nor_sends():
@@ -118,7 +118,7 @@ def test_what_a_pair_needs_is_posted_with_its_first_action():
 
 
 def test_a_program_is_read_post_by_post_with_a_pair_between_its_receives_and_its_sends():
-    row = pairs_over_two_ranks(ahead=0).row(0)
+    row = pairs_over_two_ranks(ahead=0).instructions(0)
     told = [f"run {cells(each)}" if isinstance(each, Compute) else f"post {each.action}" for each in row]
     assert ", ".join(told) == (
         "run 0F0, post 0F0, run 0F1, post 0F1, post 1B0, run 0F2+0B0 after 1B0, post 0F2, "
@@ -175,17 +175,17 @@ def test_a_skip_whose_ends_are_on_one_rank_is_handed_over():
     rows = [map(Action.parse, text.split()) for text in ("0F0 2F0 2B0 0B0", "1F0 1B0")]
     program = lower(from_rows("x", rows, (0, 1, 0)), skips={(0, 2)})
     assert drawn(program, 0) == ["+1F0 +1B0 0F0 !0F0", "?1F0 2F0", "2B0 !2B0", "?1B0 0B0"]
-    output, gradient = Transfer(Action(Kind.F, 0, 0), 0, 0, taker=2), Transfer(Action(Kind.B, 2, 0), 0, 0, taker=0)
-    first, second, third, last = program.steps[0]
-    assert (output in first.gives, output in second.needs, output.travels) == (True, True, False)
-    assert (gradient in third.gives, gradient in last.needs, gradient.travels) == (True, True, False)
+    output, gradient = Transfer(Action(Kind.F, 0, 0), 0, 0, skip_stage=2), Transfer(Action(Kind.B, 2, 0), 0, 0, skip_stage=0)
+    first, second, third, last = program.lines[0]
+    assert (output in first.outputs, output in second.needs, output.is_remote) == (True, True, False)
+    assert (gradient in third.outputs, gradient in last.needs, gradient.is_remote) == (True, True, False)
 
 
 def test_a_pair_waits_for_the_skips_of_both_its_actions_and_then_sends_those_of_both():
     rows = [f"{stage}F0 {stage}F1 {stage}B0 {stage}B1".split() for stage in (0, 1, 3, 4)]
     rows.insert(2, ["2F0", "(2F1;2B0)OVERLAP_F_B", "2B1"])
     program = lower(from_rows("x", rows, "loop"), ahead=0, skips={(0, 2), (2, 4)})
-    told = [f"run {cells(each)}" if isinstance(each, Compute) else f"post {short(each)}" for each in program.row(2)]
+    told = [f"run {cells(each)}" if isinstance(each, Compute) else f"post {short(each)}" for each in program.instructions(2)]
     assert told == [
         "post 0F0>2", "post 1F0",
         "run 2F0 after 0F0 after 1F0",
@@ -211,8 +211,8 @@ LOWERED = with_skips(TABLES)
 CHECKED = settings(max_examples=100, deadline=None)
 
 
-def posted_by(program: Program) -> list[tuple[int, Step]]:
-    return [(rank, step) for rank, steps in enumerate(program.steps) for step in steps]
+def posted_by(program: Program) -> list[tuple[int, ProgramLine]]:
+    return [(rank, step) for rank, steps in enumerate(program.lines) for step in steps]
 
 
 @CHECKED
@@ -220,7 +220,7 @@ def posted_by(program: Program) -> list[tuple[int, Step]]:
 def test_a_program_runs_the_table_and_nothing_else(lowered: tuple[Schedule, Skips], ahead):
     schedule, skips = lowered
     program = lower(schedule, ahead, skips)
-    assert tuple(tuple(step.action for step in steps) for steps in program.steps) == schedule.actions
+    assert tuple(tuple(step.action for step in steps) for steps in program.lines) == schedule.actions
 
 
 @CHECKED
@@ -231,14 +231,14 @@ def test_every_transfer_is_made_once_and_needed_once_and_if_it_travels_posted_on
     program = lower(lowered[0], ahead, lowered[1])
     made, needed, posted = Counter[Transfer](), Counter[Transfer](), Counter[Transfer]()
     for rank, step in posted_by(program):
-        assert {transfer.source for transfer in step.gives} <= {rank}
+        assert {transfer.source for transfer in step.outputs} <= {rank}
         assert {transfer.destination for transfer in (*step.receives, *step.needs)} <= {rank}
-        made.update(step.gives)
+        made.update(step.outputs)
         needed.update(step.needs)
         posted.update(step.receives)
     assert set(made.values()) <= {1}
     assert made == needed
-    travelling = Counter({transfer: 1 for transfer in made if transfer.travels})
+    travelling = Counter({transfer: 1 for transfer in made if transfer.is_remote})
     assert posted == travelling == Counter(transfer for queue in program.channels.values() for transfer in queue)
 
 
@@ -250,13 +250,13 @@ def test_a_step_gives_what_other_stages_take_and_needs_what_they_made_in_stage_o
     made = {value: action for row in schedule.actions for action in row for value in messages(makes(action, stages, skips))}
 
     def transfer(value: Value) -> Transfer:
-        taker = None if value.past is None else value.stage
-        return Transfer(made[value], home[made[value].stage], home[value.stage], taker)
+        skip_stage = None if value.past is None else value.stage
+        return Transfer(made[value], home[made[value].stage], home[value.stage], skip_stage)
 
     for _, step in posted_by(lower(schedule, skips=skips)):
         given = sorted(messages(makes(step.action, stages, skips)), key=lambda value: value.stage)
         taken = sorted(messages(takes(step.action, stages, skips)), key=lambda value: made[value].stage)
-        assert step.gives == tuple(map(transfer, given))
+        assert step.outputs == tuple(map(transfer, given))
         assert step.needs == tuple(map(transfer, taken))
 
 
@@ -271,7 +271,7 @@ def test_a_channel_has_its_transfers_in_the_order_in_which_its_sender_posts_them
     program = lower(lowered[0], ahead, lowered[1])
     sent = defaultdict(list)
     for _, step in posted_by(program):
-        for transfer in step.gives:
+        for transfer in step.outputs:
             sent[transfer.source, transfer.destination].append(transfer)
     assert program.channels == {ends: tuple(queue) for ends, queue in sent.items() if ends[0] != ends[1]}
 
@@ -286,7 +286,7 @@ def test_receives_are_posted_in_channel_order_before_they_are_needed_and_no_earl
     for (source, rank), queue in program.channels.items():
         posted: list[Transfer] = []
         consumed: set[Transfer] = set()
-        for step, following in zip_longest(program.steps[rank], program.steps[rank][1:]):
+        for step, following in zip_longest(program.lines[rank], program.lines[rank][1:]):
             posted += [transfer for transfer in step.receives if transfer.source == source]
             assert posted == list(queue[: len(posted)])
             needs = {transfer for transfer in step.needs if transfer.source == source}

@@ -19,10 +19,10 @@ from penstock.schedule import (
     ScheduleError,
     Script,
     Transfer,
-    from_lowered_csv,
-    from_lowered_rows,
     lower,
     prove,
+    script_from_compute_comms_csv,
+    script_from_compute_comms_rows,
 )
 from penstock.schedule.table import loop_placement, v_placement
 
@@ -34,7 +34,7 @@ deferring = pytest.mark.skipif(not DEFERS, reason="torch before 2.13 defers no r
 
 def read(text: str) -> Script:
     """The script of the lowered table drawn in `text`, a line for each rank."""
-    return from_lowered_rows("drawn", [line.split() for line in text.strip().splitlines()])
+    return script_from_compute_comms_rows("drawn", [line.split() for line in text.strip().splitlines()])
 
 
 def refusal(script: Script, **options: bool) -> str:
@@ -64,7 +64,7 @@ def lowered(name: str, ranks: int, microbatches: int, stages_per_rank: int, defe
 
 def script_of(name: str, *numbers: int, deferred: bool) -> Script:
     rows = lowered(name, *numbers, deferred)
-    return from_lowered_rows(name, [map(str, rows[rank]) for rank in range(len(rows))])
+    return script_from_compute_comms_rows(name, [map(str, rows[rank]) for rank in range(len(rows))])
 
 
 def sizes(name: str) -> list[tuple[int, int, int]]:
@@ -83,7 +83,7 @@ def sizes(name: str) -> list[tuple[int, int, int]]:
 def test_the_peers_lowering_cannot_stop_in_either_model(name):
     for size in sizes(name):
         script = script_of(name, *size, deferred=False)
-        assert script.schedule.texts() == theirs(name, *size)
+        assert script.schedule.csv_rows() == theirs(name, *size)
         assert refusal(script, shared=True) == refusal(script, shared=False) == ""
 
 
@@ -129,9 +129,9 @@ def test_the_csv_that_the_peer_writes_is_read(tmp_path):
     for name in CLASSES:
         rows = lowered(name, 2, 4, 2, deferred=DEFERS)
         peer._PipelineScheduleRuntime._dump_csv(types.SimpleNamespace(pipeline_order_with_comms=rows), tmp_path / "theirs.csv")
-        script = from_lowered_csv(tmp_path / "theirs.csv")
+        script = script_from_compute_comms_csv(tmp_path / "theirs.csv")
         assert script.schedule.name == str(tmp_path / "theirs.csv")
-        assert from_lowered_csv(tmp_path / "theirs.csv", name=name) == script_of(name, 2, 4, 2, deferred=DEFERS)
+        assert script_from_compute_comms_csv(tmp_path / "theirs.csv", name=name) == script_of(name, 2, 4, 2, deferred=DEFERS)
 
 
 # ---- what is read, and what is not
@@ -237,7 +237,7 @@ def test_receives_first_on_both_sides_stop_only_where_both_directions_share_a_qu
 
 
 def script(program: Program) -> Script:
-    return Script(program.schedule, tuple(tuple(program.row(rank)) for rank in range(program.schedule.ranks)))
+    return Script(program.schedule, tuple(tuple(program.instructions(rank)) for rank in range(program.schedule.ranks)))
 
 
 def texts(script: Script) -> Texts:
@@ -257,7 +257,7 @@ def text(instruction: Transfer | Compute, rank: int) -> str:
 @given(valid_tables() | named_tables(), whole_numbers(0, 3))
 def test_our_own_programs_written_in_the_peers_form_are_read_again(schedule, ahead):
     ours = script(lower(schedule, ahead))
-    assert from_lowered_rows("random", texts(ours)).rows == ours.rows
+    assert script_from_compute_comms_rows("random", texts(ours)).rows == ours.rows
 
 
 def finishes(schedule: Schedule, rows: list[list[Transfer | Compute]], shared: bool) -> bool:
@@ -309,7 +309,7 @@ def test_a_table_whose_posts_are_moved_about_is_judged_as_its_execution(data, sc
             row.remove(post)
             row.insert(data.draw(whole_numbers(0, len(row))), post)
     try:
-        moved = from_lowered_rows("moved", texts(Script(schedule, tuple(map(tuple, rows)))))
+        moved = script_from_compute_comms_rows("moved", texts(Script(schedule, tuple(map(tuple, rows)))))
         prove(moved, shared=shared)
         proved = True
     except ScheduleError:

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.schedule import build, lower
-from penstock.schedule.rank_program import REMEMBERED, RankPrograms
+from penstock.schedule.rank_program import MAX_CACHED_PROGRAMS, RankPrograms
 
 
 def programs(name: str = "1f1b", microbatches: int = 4, rank: int = 0, **options: bool) -> RankPrograms:
@@ -11,7 +11,7 @@ def programs(name: str = "1f1b", microbatches: int = 4, rank: int = 0, **options
 
 
 def actions(program) -> str:
-    return " ".join(str(step.action) for step in program.steps)
+    return " ".join(str(step.action) for step in program.lines)
 
 
 @pytest.mark.parametrize(
@@ -25,38 +25,41 @@ def actions(program) -> str:
     ],
 )
 def test_a_rank_does_what_the_call_needs(call, expected):
-    assert actions(programs().of(*call)) == expected
+    assert actions(programs().select(*call)) == expected
 
 
 def test_what_was_asked_for_before_is_the_same_program():
     known = programs()
-    assert known.of(True) is known.of(True, 4)
-    assert known.of(False, 4, frozenset({2})) is known.of(False)
-    assert known.of(True, 2) is known.of(True, 2) is not known.of(True, 3)
+    assert known.select(True) is known.select(True, 4)
+    assert known.select(False, 4, frozenset({2})) is known.select(False)
+    assert known.select(True, 2) is known.select(True, 2) is not known.select(True, 3)
 
 
 def test_so_many_kinds_of_batches_as_there_may_be_are_not_all_remembered():
     known = programs(microbatches=8)
-    first, kept = known.of(True, 1), known.of(True, 2)
-    for number in range(2 * REMEMBERED):
-        known.of(True, 3, frozenset(bit for bit in range(8) if number >> bit & 1))
-        assert known.of(True, 2) is kept  # asked for again and again
-    again = known.of(True, 1)
+    first, kept = known.select(True, 1), known.select(True, 2)
+    for number in range(2 * MAX_CACHED_PROGRAMS):
+        known.select(True, 3, frozenset(bit for bit in range(8) if number >> bit & 1))
+        assert known.select(True, 2) is kept  # asked for again and again
+    again = known.select(True, 1)
     assert again == first
     assert again is not first
-    assert known._known.cache_info().currsize == REMEMBERED
+    assert known._known.cache_info().currsize == MAX_CACHED_PROGRAMS
 
 
 def test_a_split_backward_is_known_before_its_forward_and_the_last_action_of_a_stage_completes_its_gradients():
-    program = programs("zb-h1", 2, rank=1).of(True)
-    assert program.split == {(1, 0), (1, 1)}
-    assert {str(action) for action in program.last} == {"1W1"}
-    assert {str(action): microbatches for action, microbatches in program.weights.items()} == {"1W0": (0,), "1W1": (1,)}
+    program = programs("zb-h1", 2, rank=1).select(True)
+    assert program.split_backwards == {(1, 0), (1, 1)}
+    assert {str(action) for action in program.last_backwards} == {"1W1"}
+    assert {str(action): microbatches for action, microbatches in program.weight_microbatches.items()} == {
+        "1W0": (0,),
+        "1W1": (1,),
+    }
 
 
 def test_the_last_of_several_w_in_a_row_does_for_all_if_they_are_merged():
-    program = programs("zb-h2", rank=1, merge=True).of(True)
-    assert {str(action): microbatches for action, microbatches in program.weights.items()} == {
+    program = programs("zb-h2", rank=1, merge=True).select(True)
+    assert {str(action): microbatches for action, microbatches in program.weight_microbatches.items()} == {
         "1W0": (0,),
         "1W1": (),
         "1W2": (),

@@ -14,12 +14,12 @@ from random_tables import some_skips, whole_numbers
 
 from penstock.schedule import Costs, Found, ScheduleError, build, search, simulate, verify
 from penstock.schedule.searching import search as searching
-from penstock.schedule.searching.annealing import anneal, moved
-from penstock.schedule.searching.machine import INFINITE, Machine
-from penstock.schedule.searching.position import Position
-from penstock.schedule.searching.starts import families, in_groups
-from penstock.schedule.searching.wheel import turning, unrolled
-from penstock.schedule.transform import paired
+from penstock.schedule.searching.annealing import anneal, shift_actions
+from penstock.schedule.searching.incremental_simulation import IncrementalSimulation
+from penstock.schedule.searching.initial_tables import grouped_rows, published_schedules
+from penstock.schedule.searching.periodic import find_modulo_schedules, unroll_modulo_schedule
+from penstock.schedule.searching.problem import INFINITE, SearchProblem
+from penstock.schedule.transform import with_overlapped_pairs
 
 COSTS = Costs(forward=30, backward_input=40, backward_weight=20, act=0.5)
 V = (0, 1, 2, 2, 1, 0)
@@ -70,7 +70,7 @@ def test_what_is_found_is_proved_timed_within_its_limit_and_no_longer_than_a_pub
     assert found.makespan == timeline.makespan
     assert found.bound <= found.makespan
     assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
-    for table in families(placement, microbatches):
+    for table in published_schedules(placement, microbatches):
         published = simulate(table, costs)
         if all(peak <= limit for peak, limit in zip(published.peak_memory, limits, strict=True)):
             assert found.bound <= published.makespan * (1 + 1e-9)
@@ -81,12 +81,12 @@ def test_what_is_found_is_proved_timed_within_its_limit_and_no_longer_than_a_pub
 @given(pipelines(), whole_numbers(0, 1000))
 def test_rows_that_are_changed_step_by_step_run_as_the_simulator_says(pipeline, seed):
     costs, placement, microbatches = pipeline
-    machine = Machine(costs, placement, microbatches, [INFINITE] * (max(placement) + 1))
-    position = Position(machine, in_groups(machine, 2), [0.0] * machine.ranks)
+    machine = SearchProblem(costs, placement, microbatches, [INFINITE] * (max(placement) + 1))
+    position = IncrementalSimulation(machine, grouped_rows(machine, 2), [0.0] * machine.ranks)
     anneal(position, random.Random(seed), 3000, 3.0, 1.0, lambda steps, at: None)
-    table = machine.table(position.whole_rows())
+    table = machine.schedule_from_rows(position.rows_with_weights())
     assert simulate(table, Costs(**{**vars(costs), "backward": None})).makespan <= position.makespan * (1 + 1e-12)
-    full = Position(machine, position.whole_rows())
+    full = IncrementalSimulation(machine, position.rows_with_weights())
     assert full.makespan == simulate(table, Costs(**{**vars(costs), "backward": None})).makespan
 
 
@@ -126,11 +126,11 @@ print(found.schedule.digest())
 
 
 def test_what_can_run_in_one_order_only_is_not_moved():
-    machine = Machine(COSTS, (0, 1, 1, 0), 2, [INFINITE] * 2)
-    first, second = machine.rows(build("zb-v", 2, 2))
+    machine = SearchProblem(COSTS, (0, 1, 1, 0), 2, [INFINITE] * 2)
+    first, second = machine.rows_from_table(build("zb-v", 2, 2))
     for row in (first, second):
         for index, places in itertools.product(range(len(row)), (-6, -1, 1, 6)):
-            new = moved(machine, row, index, places, 2).row
+            new = shift_actions(machine, row, index, places, 2).row
             assert sorted(new) == sorted(row)
             for microbatch in (0, 1):  # F of the earlier stage, F of the later one, its I, the other I
                 chain = [action for action in row if action % 2 == microbatch and action < machine.first_weight]
@@ -179,7 +179,7 @@ def test_any_pipeline_is_searched_within_its_memory_and_none_comes_out_longer_th
     verify(found.schedule, skips=list(costs.skips))
     assert found.bound <= found.makespan == timeline.makespan
     assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
-    times = [simulate(table, costs) for table in families(placement, 6)]
+    times = [simulate(table, costs) for table in published_schedules(placement, 6)]
     fit = [each.makespan for each in times if max(each.peak_memory) <= limit]
     assert found.makespan <= min(fit, default=INFINITE)
 
@@ -187,16 +187,16 @@ def test_any_pipeline_is_searched_within_its_memory_and_none_comes_out_longer_th
 def test_what_repeats_for_every_microbatch_is_far_shorter_than_v_min_in_its_memory():
     costs, ranks, microbatches = Costs(30, 40, 20, act=0.5), 4, 32
     published = simulate(build("v-min", ranks, microbatches), costs)
-    machine = Machine(costs, (0, 1, 2, 3, 3, 2, 1, 0), microbatches, [max(published.peak_memory)] * ranks)
-    wheels = list(turning(machine, random.Random(0), 2000))
-    times = [Position(machine, unrolled(machine, turns), [0.0] * ranks).makespan for turns in wheels]
+    machine = SearchProblem(costs, (0, 1, 2, 3, 3, 2, 1, 0), microbatches, [max(published.peak_memory)] * ranks)
+    wheels = list(find_modulo_schedules(machine, random.Random(0), 2000))
+    times = [IncrementalSimulation(machine, unroll_modulo_schedule(machine, turns), [0.0] * ranks).makespan for turns in wheels]
     assert min(times) < 0.92 * published.makespan
 
 
 def test_the_critical_chain_takes_as_long_as_the_step():
-    machine = Machine(Costs(30, 40, 20), V, 5, [INFINITE] * 3)
-    position = Position(machine, in_groups(machine, 2))  # without W, and none is put in
-    chain = [position.rows[rank][place] for rank, place in position.critical()]
+    machine = SearchProblem(Costs(30, 40, 20), V, 5, [INFINITE] * 3)
+    position = IncrementalSimulation(machine, grouped_rows(machine, 2))  # without W, and none is put in
+    chain = [position.rows[rank][place] for rank, place in position.critical_actions()]
     assert sum(machine.cost[action] for action in chain) == position.makespan
 
 
@@ -226,7 +226,7 @@ def test_forwards_and_backwards_that_overlap_become_pairs(limit, progress):
     verify(found.schedule)
     plain = replace(found.schedule, overlaps=frozenset())
     assert found.makespan == simulate(found.schedule, costs).makespan < simulate(plain, costs).makespan
-    assert paired(plain, lambda table: simulate(table, costs).makespan, 100).overlaps
+    assert with_overlapped_pairs(plain, lambda table: simulate(table, costs).makespan, 100).overlaps
 
 
 def test_or_tools_is_not_asked_about_pairs():

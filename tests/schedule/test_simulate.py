@@ -189,7 +189,7 @@ def test_makespan_is_over_all_ranks_and_span_over_one():
 
 
 def test_a_forward_only_table_is_timed():
-    forwards = build("1f1b", 3, 4).keep(lambda action: action.kind is Kind.F)
+    forwards = build("1f1b", 3, 4).filter_actions(lambda action: action.kind is Kind.F)
     assert simulate(forwards, Costs(forward=5)).makespan == (4 + 3 - 1) * 5
 
 

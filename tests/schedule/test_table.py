@@ -116,7 +116,7 @@ def test_stages_are_placed(place, stages, ranks, expected):
 
 def test_a_schedule_counts_its_ranks_and_stages():
     schedule = Schedule("x", [0, 1, 1, 0], 2, [[], []])
-    assert (schedule.ranks, schedule.stages, schedule.stages_of(0), schedule.stages_of(1)) == (2, 4, (0, 3), (1, 2))
+    assert (schedule.ranks, schedule.num_stages, schedule.stages_of(0), schedule.stages_of(1)) == (2, 4, (0, 3), (1, 2))
 
 
 def test_a_schedule_of_lists_equals_one_of_tuples():
@@ -127,7 +127,7 @@ def test_a_schedule_of_lists_equals_one_of_tuples():
 
 def test_the_numbers_of_stages_and_microbatches_are_read_off_the_rows():
     schedule = from_rows("x", [row("0F0 2F4"), row("1F0")], "loop")
-    assert (schedule.ranks, schedule.stages, schedule.microbatches, schedule.placement) == (2, 3, 5, (0, 1, 0))
+    assert (schedule.ranks, schedule.num_stages, schedule.microbatches, schedule.placement) == (2, 3, 5, (0, 1, 0))
 
 
 def test_a_stage_lives_where_its_first_action_stands_unless_told():
@@ -147,16 +147,16 @@ def test_an_unknown_placement_is_refused_with_those_there_are():
 
 
 def test_keeping_the_forwards_leaves_their_order():
-    forwards = build("1f1b", 2, 3).keep(lambda action: action.kind is Kind.F)
+    forwards = build("1f1b", 2, 3).filter_actions(lambda action: action.kind is Kind.F)
     assert str(forwards) == "rank 0 | 0F0 0F1 0F2\nrank 1 | 1F0 1F1 1F2"
     assert (forwards.name, forwards.placement, forwards.microbatches) == ("1f1b", (0, 1), 3)
 
 
 def test_keeping_one_action_of_a_pair_leaves_it_alone():
     schedule = build("dualpipe-v", 2, 4)
-    assert len(schedule.overlaps) == len(schedule.keep(lambda action: True).overlaps) == 6
-    assert not schedule.keep(lambda action: action.kind is Kind.F).overlaps
-    fewer = schedule.keep(lambda action: action.microbatch != 3)
+    assert len(schedule.overlaps) == len(schedule.filter_actions(lambda action: True).overlaps) == 6
+    assert not schedule.filter_actions(lambda action: action.kind is Kind.F).overlaps
+    fewer = schedule.filter_actions(lambda action: action.microbatch != 3)
     assert {str(each) for pair in fewer.overlaps for each in pair} == {"3F2", "0B0", "2F2", "1B0"}
 
 
@@ -303,7 +303,7 @@ def test_the_tables_that_pytorch_makes_are_read_and_proved(peer, kind, placement
     with open(tmp_path / "theirs.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     proof = verify(Schedule.from_csv(tmp_path / "theirs.csv", placement))
-    assert (proof.ranks, proof.stages, proof.microbatches) == (ranks, 2 * ranks, microbatches)
+    assert (proof.ranks, proof.num_stages, proof.microbatches) == (ranks, 2 * ranks, microbatches)
 
 
 def test_the_last_row_of_pytorchs_1f1b_is_refused(peer):
@@ -328,7 +328,7 @@ def test_any_text_is_an_action_or_refused(text):
 def test_a_table_says_where_weights_come_in_the_order_of_inputs():
     rows = [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "1F1", "1I0", "1I1", "1W1", "1W0"]]
     table = from_rows("mine", rows)
-    assert [table.weights_in_order(stage) for stage in range(2)] == [True, False]
+    assert [table.has_weights_in_backward_order(stage) for stage in range(2)] == [True, False]
     mixed = from_rows("mixed", [["0F0", "0F1", "0F2", "0I0", "0B1", "0I2", "0W0", "0W2"]])
-    assert not mixed.weights_in_order(0)  # a B between I and W
-    assert from_rows("full", [["0F0", "0F1", "0B1", "0B0"]]).weights_in_order(0)
+    assert not mixed.has_weights_in_backward_order(0)  # a B between I and W
+    assert from_rows("full", [["0F0", "0F1", "0B1", "0B0"]]).has_weights_in_backward_order(0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.schedule import Action, Border, Event, Size, Timeline
+from penstock.schedule import Action, ActivationSize, Event, MessageCost, Timeline
 from penstock.schedule.memory import peaks_in_flight
 
 
@@ -19,7 +19,7 @@ def timeline(text: str, pairs: str = "", **known) -> Timeline:
 MEASURED = timeline("""
     0F0@10-12 0F1@12-14 0B0@19-22 0B1@24-27
     1F0@13-15 1B0@15-18 1F1@18-20 1B1@20-23
-""", borders=(Border(latency=1),))  # fmt: skip
+""", message_costs=(MessageCost(latency=1),))  # fmt: skip
 
 
 def test_times_are_counted_from_the_first_start():
@@ -78,14 +78,16 @@ def test_the_critical_path_of_a_pair_goes_to_what_either_of_its_actions_needed()
     assert [str(event.action) for event in paired.critical_path] == ["0F0", "1F0", "2F0", "2B0", "1B0", "1B1"]
 
 
-@pytest.mark.parametrize(("borders", "path"), [((Border(latency=1),), "0F0 0F1 1F1"), ((), "0F0 1F0 1F1")])
+@pytest.mark.parametrize(("borders", "path"), [((MessageCost(latency=1),), "0F0 0F1 1F1"), ((), "0F0 1F0 1F1")])
 def test_where_messages_are_not_known_the_critical_path_goes_to_what_ended_last(borders, path):
-    late = timeline("0F0@0-1 0F1@1-4.5\n1F0@2-5 1F1@5.5-6", borders=borders)
+    late = timeline("0F0@0-1 0F1@1-4.5\n1F0@2-5 1F1@5.5-6", message_costs=borders)
     assert " ".join(str(event.action) for event in late.critical_path) == path
 
 
 def test_the_memory_curve_is_that_of_the_sizes():
-    halves = timeline("0F0@0-1 1F0@1-2 1I0@3-4 0I0@5-7 1W0@7-8 0W0@8-9", sizes=(Size(10, 4), Size(7, 7)))
+    halves = timeline(
+        "0F0@0-1 1F0@1-2 1I0@3-4 0I0@5-7 1W0@7-8 0W0@8-9", activation_sizes=(ActivationSize(10, 4), ActivationSize(7, 7))
+    )
     assert halves.memory(0) == [(0, 10), (1, 17), (7, 11), (8, 4), (9, 0)]  # 1I0 frees nothing
     assert halves.peak_memory == (17,)
     assert halves.peak_in_flight == (2,)

@@ -8,7 +8,7 @@ from penstock.schedule.transform import with_full_backwards, with_weights_last
 
 def test_an_i_and_its_w_become_a_b_where_no_other_rank_waits_in_between() -> None:
     table = from_rows("x", [["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"], ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]])
-    assert with_full_backwards(table).texts() == [
+    assert with_full_backwards(table).csv_rows() == [
         ["0F0", "0F1", "0B0", "0B1"],
         ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"],  # rank 0 waits for the gradient of 1I0
     ]
@@ -16,12 +16,12 @@ def test_an_i_and_its_w_become_a_b_where_no_other_rank_waits_in_between() -> Non
 
 def test_it_does_where_the_stage_before_lives_on_the_same_rank() -> None:
     table = from_rows("x", [["0F0", "1F0", "1I0", "1W0", "0I0", "0W0"]])
-    assert with_full_backwards(table).texts() == [["0F0", "1F0", "1B0", "0B0"]]
+    assert with_full_backwards(table).csv_rows() == [["0F0", "1F0", "1B0", "0B0"]]
 
 
 def test_a_w_of_another_microbatch_stays() -> None:
     row = ["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]
-    assert with_full_backwards(from_rows("x", [row])).texts() == [row]
+    assert with_full_backwards(from_rows("x", [row])).csv_rows() == [row]
 
 
 @pytest.mark.parametrize("name", names())

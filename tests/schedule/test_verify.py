@@ -248,7 +248,7 @@ def test_with_blocking_sends_the_receives_of_earlier_transfers_are_posted_too():
 
 def test_two_stages_of_one_rank_hand_over_without_a_transfer():
     proof = verify(table("0F0 1F0 1B0 0B0", (0, 0)))
-    assert (proof.ranks, proof.stages, proof.transfers) == (1, 2, 0)
+    assert (proof.ranks, proof.num_stages, proof.transfers) == (1, 2, 0)
 
 
 def test_a_rank_without_any_stage_is_accepted():
@@ -369,7 +369,7 @@ def test_a_model_that_there_is_not_is_refused():
 
 def test_the_proof_says_what_was_counted():
     proof = verify(build("1f1b", 3, 4))
-    assert (proof.name, proof.ranks, proof.stages, proof.microbatches, proof.sends) == ("1f1b", 3, 3, 4, "async")
+    assert (proof.name, proof.ranks, proof.num_stages, proof.microbatches, proof.sends) == ("1f1b", 3, 3, 4, "async")
     assert str(proof) == (
         "proved: 1f1b over 3 ranks, 3 stages, 4 microbatches: "
         "24 actions complete, 16 transfers without a circle (async sends), in flight 3/2/1"

@@ -12,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from test_colors import contrast
 from timelines import COSTS, measured
 
-from penstock.schedule import Costs, Size, Timeline, build, simulate
+from penstock.schedule import ActivationSize, Costs, Timeline, build, simulate
 from penstock.view.html import page
 from penstock.view.record import Record
 
@@ -29,8 +29,14 @@ def folder(tmp_path_factory):
     (folder / "measured.html").write_text(page([Record(steps, planned, "s")]))
     step = steps[0]
     rows = tuple(tuple(event._replace(sent=event.end + 1e-4) for event in row) for row in step.rows)
-    known = replace(step, rows=rows, sizes=(Size(1.5e6, 1e6),) * 4, memory_unit="bytes", between=(0.02, 0.01, 0.01, 0.01))
-    weighed = replace(planned, sizes=known.sizes, memory_unit="bytes")
+    known = replace(
+        step,
+        rows=rows,
+        activation_sizes=(ActivationSize(1.5e6, 1e6),) * 4,
+        memory_unit="bytes",
+        between_steps=(0.02, 0.01, 0.01, 0.01),
+    )
+    weighed = replace(planned, activation_sizes=known.activation_sizes, memory_unit="bytes")
     (folder / "weighed.html").write_text(page([Record((known,), weighed, "s")]))
     (folder / "weighed_or_not.html").write_text(page([Record((known,)), Record((step,))]))
     plan = simulate(schedule)
@@ -39,7 +45,7 @@ def folder(tmp_path_factory):
     other = simulate(build("zb-h1", ranks=4, microbatches=8))
     (folder / "compare.html").write_text(page([Record((plan,)), Record((other,))]))
     hostile = "</script><img src=x onerror=\"document.title='broken'\">"
-    named = Timeline(hostile, plan.rows, plan.borders)
+    named = Timeline(hostile, plan.rows, plan.message_costs)
     (folder / "hostile.html").write_text(page([Record((named, named), labels=(hostile, hostile))]))
     large = build("interleaved-1f1b", ranks=16, microbatches=156, stages_per_rank=4)
     (folder / "large.html").write_text(page([Record((simulate(large, Costs(send=0.1)),))]))

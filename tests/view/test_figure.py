@@ -10,7 +10,7 @@ import pytest
 from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
-from penstock.schedule import Costs, Size, Timeline, build, simulate
+from penstock.schedule import ActivationSize, Costs, Timeline, build, simulate
 from penstock.view.figure.png import save_png
 from penstock.view.figure.shapes import Box, Line, Text, hatching
 from penstock.view.figure.svg import svg
@@ -50,7 +50,7 @@ def test_the_figure_has_each_action_at_its_time_idle_time_in_its_colour_and_an_a
 
 
 def test_memory_that_is_known_in_bytes_is_a_curve_below_each_rank():
-    known = replace(two_ranks(), sizes=(Size(3e6, 3e6), Size(2e6, 2e6)), memory_unit="bytes")
+    known = replace(two_ranks(), activation_sizes=(ActivationSize(3e6, 3e6), ActivationSize(2e6, 2e6)), memory_unit="bytes")
     drawn = figure(Record((known,)), width=LABEL + 8 + 110)  # 10 pixels a unit of time
     curve = [s for s in drawn.shapes if isinstance(s, Box) and s.color == SHADE][:-1]  # the last stands in the legend
     heights = [(round((s.x - LABEL) / 10), round(s.width / 10), round(s.height / MEMORY * 6)) for s in curve]
@@ -111,7 +111,7 @@ def test_more_ranks_than_a_figure_has_room_for_are_told():
 
 def test_the_svg_is_well_formed_whatever_the_name_and_says_the_same_each_time():
     timeline = two_ranks()
-    named = Timeline("<script>&\"'", timeline.rows, timeline.borders)
+    named = Timeline("<script>&\"'", timeline.rows, timeline.message_costs)
     text = svg(figure(Record((named,))))
     root = ElementTree.fromstring(text)
     assert root.find(f"{SPACE}title").text == "<script>&\"'"

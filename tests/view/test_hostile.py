@@ -14,7 +14,7 @@ from studios import served
 import penstock as ps
 from penstock.commands.source import table_of
 from penstock.schedule import Schedule, build, simulate
-from penstock.schedule.pytorch_csv import from_lowered_csv
+from penstock.schedule.pytorch_csv import script_from_compute_comms_csv
 from penstock.view import reading, record, serving
 from penstock.view.studio import worker
 from penstock.view.studio.answers import answer
@@ -42,7 +42,7 @@ TABLES = {
 @pytest.mark.parametrize("what", TABLES)
 def test_a_table_that_is_none_is_refused_in_a_sentence(what, tmp_path):
     (tmp_path / "table.csv").write_bytes(TABLES[what])
-    for read in (Schedule.from_csv, from_lowered_csv, lambda path: Schedule.from_csv(path, "loop")):
+    for read in (Schedule.from_csv, script_from_compute_comms_csv, lambda path: Schedule.from_csv(path, "loop")):
         with pytest.raises(ps.ScheduleError) as raised:
             read(tmp_path / "table.csv")
         assert len(str(raised.value)) < 500 + len(str(tmp_path))
@@ -72,7 +72,7 @@ TABLE = b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,(1B1;0F2)OVERLAP_F_B\n"
 @given(changes)
 def test_a_mutated_table_is_read_or_refused(tmp_path, changes):
     (tmp_path / "table.csv").write_bytes(mutated(TABLE, changes))
-    for read in (Schedule.from_csv, from_lowered_csv):
+    for read in (Schedule.from_csv, script_from_compute_comms_csv):
         with suppress(ps.ScheduleError):
             read(tmp_path / "table.csv")
     with suppress(ps.PenstockError):

@@ -90,7 +90,7 @@ def test_its_policy_allows_its_own_script_and_style_and_nothing_else():
 def test_the_records_are_in_it_whole_and_cannot_break_out():
     timeline = two_ranks()
     name = "</script><script>alert(1)</script><!--&"
-    record = Record((Timeline(name, timeline.rows, timeline.borders),), labels=("<b>\u2028",))
+    record = Record((Timeline(name, timeline.rows, timeline.message_costs),), labels=("<b>\u2028",))
     text = page([record])
     outline = Outline(text)
     assert text.count("<script") == 2

@@ -8,7 +8,7 @@ import pytest
 from timelines import COSTS, measured, two_ranks
 from trace_processor import opened
 
-from penstock.schedule import Costs, Size, build, simulate
+from penstock.schedule import ActivationSize, Costs, build, simulate
 from penstock.view.perfetto import trace
 from penstock.view.record import Record
 
@@ -39,7 +39,7 @@ def test_a_small_trace_event_by_event():
 
 def test_a_measured_trace_counts_bytes_and_shows_the_time_before_each_step():
     one = two_ranks()
-    step = replace(one, sizes=(Size(1000, 800),) * 2, memory_unit="bytes", between=(2, 3))
+    step = replace(one, activation_sizes=(ActivationSize(1000, 800),) * 2, memory_unit="bytes", between_steps=(2, 3))
     record = Record((step, step), unit="s")
     counters = [(e["pid"], e["ts"], e["args"]["bytes"]) for e in events(record, "C")]
     assert counters[:4] == [(1, 3e6, 1000), (1, 4e6, 2000), (1, 11e6, 1000), (1, 14e6, 0)]

@@ -123,7 +123,7 @@ TEN = {  # question: what a person does; where the answer is; what it says, word
         ".finding",
         lambda run: run.explanation.verdict[0].text,
     ),
-    "Would zb-v help?": ([write("zb-v"), ENTER], ANSWER, lambda run: run.explanation.others_told["zb-v"]),
+    "Would zb-v help?": ([write("zb-v"), ENTER], ANSWER, lambda run: run.explanation.alternative_texts["zb-v"]),
     "Why does rank 2 wait here?": ([click_on_the_gap], TIP, why_rank_2_waits),
     "What may 2B3 cost before it matters?": (
         [write("2B3"), ENTER],

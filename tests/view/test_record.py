@@ -7,7 +7,7 @@ import pytest
 from timelines import COSTS, measured, two_ranks
 
 from penstock.errors import PenstockError
-from penstock.schedule import Costs, Size, build, simulate
+from penstock.schedule import ActivationSize, Costs, build, simulate
 from penstock.view.data.timeline import timeline_data
 from penstock.view.reading import load
 from penstock.view.record import Record, save
@@ -80,14 +80,16 @@ def test_what_is_saved_is_loaded_again_with_all_that_follows_from_it(tmp_path, n
     assert again.planned.causes == planned.causes
     assert again.planned.peak_memory == planned.peak_memory
     assert again.planned.critical_path == planned.critical_path
-    assert again.planned.borders == planned.borders
+    assert again.planned.message_costs == planned.message_costs
 
 
 def test_what_was_measured_besides_is_loaded_again_and_older_files_without_it_too(tmp_path):
     bare = measured(build("zb-h1", ranks=3, microbatches=5), 1)
     rows = tuple(tuple(event._replace(sent=event.end + 1e-6) for event in row) for row in bare.rows)
-    sizes = tuple(Size(1000 + stage, 1500) for stage in range(3))
-    step = replace(bare, rows=rows, sizes=sizes, memory_unit="bytes", between=(0.25, 0.5, 0.125), averaging=(0.5, 0, 0))
+    sizes = tuple(ActivationSize(1000 + stage, 1500) for stage in range(3))
+    step = replace(
+        bare, rows=rows, activation_sizes=sizes, memory_unit="bytes", between_steps=(0.25, 0.5, 0.125), averaging=(0.5, 0, 0)
+    )
     save(step, None, tmp_path / "timeline.json")
     again = load(tmp_path).steps[0]
     assert (again.sizes, again.memory_unit, again.between) == (step.sizes, "bytes", step.between)
@@ -196,7 +198,7 @@ def test_the_verdict_in_the_file_is_that_of_the_explanation_and_is_worked_out_ag
     record = load(tmp_path)
     told = record.data()["verdict"]
     assert record.explanation
-    assert told["text"] == record.explanation.verdict_told
+    assert told["text"] == record.explanation.verdict_text
     assert told["text"].startswith("rank 1 is slow: ")
     assert [each["text"] for each in told["findings"]] == told["text"].split("; ")
     assert told["findings"][0]["rank"] == 1

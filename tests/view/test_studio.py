@@ -19,7 +19,7 @@ from studios import run_of, served
 
 from penstock import PenstockError
 from penstock.commands.source import question_of
-from penstock.schedule import Costs, Measurement, Size, build, simulate, verify
+from penstock.schedule import ActivationSize, Costs, Measurement, build, simulate, verify
 from penstock.view.reading import read
 from penstock.view.record import Record
 from penstock.view.studio import answers
@@ -41,7 +41,7 @@ def test_an_answer_is_what_verify_and_simulate_say():
     found, table = asked("zb-v", 4, 8), build("zb-v", ranks=4, microbatches=8)
     assert found["proof"]["text"] == str(verify(table))
     assert found["timeline"]["makespan"] == simulate(table).makespan
-    assert found["rows"] == table.texts()
+    assert found["rows"] == table.csv_rows()
     assert not found["stopped"]
     json.dumps(found)
 
@@ -108,7 +108,7 @@ def test_a_better_table_is_found_within_the_memory_that_was_taken_or_the_limit()
 
 def test_a_run_brings_its_table_and_its_costs_in_milliseconds():
     found = answer({"run": run_of(), "file": "timeline.json"})
-    assert found["rows"] == build("1f1b", ranks=2, microbatches=4).texts()
+    assert found["rows"] == build("1f1b", ranks=2, microbatches=4).csv_rows()
     assert found["costs"]["stages"]["0"]["forward"] == pytest.approx(10, rel=0.01)
     assert found["costs"]["stages"]["1"]["forward"] == pytest.approx(20, rel=0.01)
     assert found["costs"]["send"] == pytest.approx(1, rel=0.01)
@@ -124,7 +124,7 @@ def test_the_verdict_on_a_run_is_of_all_its_steps_as_on_its_page():
         slow, rows=tuple(tuple(each._replace(start=3 * each.start, end=3 * each.end) for each in row) for row in slow.rows)
     )
     run = json.dumps(Record((fast, slow, slow), None, "s").data())
-    assert answer({"run": run})["measured"]["verdict"]["text"] == read(run, "run").explanation.verdict_told
+    assert answer({"run": run})["measured"]["verdict"]["text"] == read(run, "run").explanation.verdict_text
 
 
 def beside_a_run(run, **table):
@@ -136,7 +136,7 @@ def test_another_schedule_beside_a_run_takes_what_the_verdict_on_the_run_says(na
     run = run_of(layers=(5, 4))
     found = beside_a_run(run, schedule=name, ranks=2, microbatches=4)
     steps = read(run, "run").steps
-    predicted = Measurement.of(*steps, layers=(5, 4)).predict(build(name, ranks=2, microbatches=4))
+    predicted = Measurement.from_timelines(*steps, layers=(5, 4)).predict(build(name, ranks=2, microbatches=4))
     assert found["timeline"]["makespan"] == pytest.approx(predicted.makespan, rel=1e-9)
     assert found["proof"]["holds"]
     assert not found["stopped"]
@@ -394,7 +394,9 @@ def test_a_pair_that_never_runs_is_laid_out_as_one():
 
 def test_a_run_whose_memory_was_measured_is_planned_in_bytes():
     record = read(run_of(), "run")
-    step = replace(record.steps[0], sizes=(Size(3000, 1000), Size(2000, 2000)), memory_unit="bytes")
+    step = replace(
+        record.steps[0], activation_sizes=(ActivationSize(3000, 1000), ActivationSize(2000, 2000)), memory_unit="bytes"
+    )
     found = answer({"run": json.dumps(Record((step,), None, "s", ("step 7",)).data()), "file": "timeline.json"})
     assert found["costs"]["sizes"] == [[3000, 1000], [2000, 2000]]
     assert (found["timeline"]["memory_unit"], found["timeline"]["peak_memory"]) == ("bytes", (6000, 2000))

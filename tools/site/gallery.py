@@ -22,7 +22,7 @@ AXES = "microbatches", "", {float(count): str(count) for count in COUNTS}
 def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
     """What the table takes where F = I = W = 1 of a whole rank, however many stages it has."""
     schedule = build(name, ranks, microbatches)
-    share = ranks / schedule.stages
+    share = ranks / schedule.num_stages
     return simulate(schedule, Costs(share, share, share))
 
 
@@ -55,7 +55,7 @@ def measured(name: str) -> dict[int, float]:
 
 def opened(name: str) -> str:
     """A link that opens what the picture shows in the playground, at the same costs."""
-    share = 4 / build(name, 4, 8).stages
+    share = 4 / build(name, 4, 8).num_stages
     costs = json.dumps(dict.fromkeys(("forward", "backward_input", "backward_weight"), share))
     return playground.link("schedules/", "Open it in the playground", schedule=name, ranks=4, microbatches=8, costs=costs)
 
@@ -66,7 +66,7 @@ def page(name: str, link: str) -> str:
     rows = []
     for count in COUNTS:
         of = timeline(name, 4, count)
-        held = max(of.peak_in_flight) * 4 / build(name, 4, count).stages
+        held = max(of.peak_in_flight) * 4 / build(name, 4, count).num_stages
         took = f"{measured(name)[count]:g}" if count in measured(name) else ""
         bubbles = f"{of.bubble:.1%} | {of.bubble_by_span:.1%}"
         rows.append(f"| {count} | {of.makespan:g} | {bubbles} | {held:g} | {took} |")
@@ -80,7 +80,7 @@ def page(name: str, link: str) -> str:
 
 | stages on a rank | idle time of a rank | microbatches in flight on rank r |
 |---|---|---|
-| {family.stages} | {family.bubble} | {family.in_flight} |
+| {family.stages_per_rank_text} | {family.bubble} | {family.in_flight} |
 
 P ranks, V stages on each, M microbatches. F, I and W are the times of forward, backward to the input and backward to the
 weights of one microbatch on one rank; B = I + W and T = F + B. Sends cost nothing here. The rule says where the formula holds.

@@ -58,7 +58,7 @@ def bench(schedule: Schedule, forward: float, megabytes: float, steps: int) -> N
     floats = max(1, round(megabytes * 1e6 / 4))
     run = launch(measure, schedule.ranks, schedule, forward, floats, steps)[0]
     ideal = simulate(schedule, Costs(forward, forward, forward)).makespan
-    measurement = Measurement.of(run.timeline)
+    measurement = Measurement.from_timelines(run.timeline)
     predicted = simulate(measurement.schedule, action_costs(measurement)).makespan
     step = statistics.median(run.seconds)
     spread = f"{min(run.seconds) * 1e3:.1f} to {max(run.seconds) * 1e3:.1f}"

@@ -141,11 +141,11 @@ class TrainConfig:
         if self.ranks > most and not (self.plan or "").endswith(".json"):
             raise PenstockError(f"--ranks {self.ranks} are more than the model's {most} layers: use --ranks {most} or fewer")
         table = self.table()
-        if table.stages > most:
-            ranks = most * table.ranks // table.stages
+        if table.num_stages > most:
+            ranks = most * table.ranks // table.num_stages
             fewer = f"--ranks {ranks}" if ranks else f"--stages-per-rank {most // table.ranks}"
             raise PenstockError(
-                f"{table.stages} stages need more layers than the model's {most}: use {fewer} or fewer, or --layers"
+                f"{table.num_stages} stages need more layers than the model's {most}: use {fewer} or fewer, or --layers"
             )
         return table
 

@@ -266,7 +266,7 @@ def _write_settings(folder: Path, config: TrainConfig, results: dict[str, Any]) 
 def _explanation(setup: Setup, timelines: list[Timeline]) -> str:
     """Explain in words where the time of these steps went, the verdict first. Draw them in the run's folder, over the plan."""
     config, folder, balance = setup.config, setup.folder, setup.pipe.balance
-    measured = Measurement.of(*timelines, layers=balance.stage_costs if balance else ())
+    measured = Measurement.from_timelines(*timelines, layers=balance.stage_costs if balance else ())
     labels = tuple(f"step {config.steps - len(timelines) + 1 + number}" for number in range(len(timelines)))
     record = Record(tuple(timelines), measured.predict(measured.schedule), "s", labels, measured.layers)
     if folder is not None and config.timeline:
@@ -274,7 +274,7 @@ def _explanation(setup: Setup, timelines: list[Timeline]) -> str:
         list(write([record], html=folder / "timeline.html"))
     explanation = record.explanation
     better_plan = advice(config, folder, balance, setup.parameters, measured) if folder is not None and balance else ""
-    return f"{explanation.verdict_told}\n{explanation}{better_plan}" if explanation else ""
+    return f"{explanation.verdict_text}\n{explanation}{better_plan}" if explanation else ""
 
 
 def crowding(ranks: int, cores: int) -> str:

@@ -25,7 +25,8 @@ from penstock.partition.balance import Balance
 from penstock.plan import ModelProfile, Overheads, Plan, load, measure, measure_overheads, parse_memory_size, plan
 from penstock.plan.estimating import COSTS_FILE, profile_of_run
 from penstock.schedule import Measurement, Timeline
-from penstock.schedule.timing.explanation import NOTABLE, bytes_told
+from penstock.schedule.memory import format_bytes
+from penstock.schedule.timing.explanation import NOTABLE_SHARE
 
 EXAMPLE_MICROBATCHES = 4  # the example has the rows of a microbatch of this many
 UNLIMITED_BYTES = 1e15
@@ -158,7 +159,7 @@ def compare_with_plan(config: TrainConfig, timelines: Sequence[Timeline]) -> str
         f"a step of the table: planned {1e3 * seconds:.4g} ms, measured {1e3 * measured:.4g} ms ({measured / seconds - 1:+.1%})"
     ]
     for rank, (busy, measured_busy) in enumerate(zip(planned.busy, usual.busy, strict=True)):
-        sizes = [bytes_told(line.peak_memory[rank]) for line in (planned, usual) if line.memory_unit == "bytes"]
+        sizes = [format_bytes(line.peak_memory[rank]) for line in (planned, usual) if line.memory_unit == "bytes"]
         memory = f"; holds {sizes[0]} of activations, {sizes[1]}" if len(sizes) == 2 else ""
         lines.append(f"  rank {rank} works {1e3 * busy:.4g} ms, {1e3 * measured_busy:.4g} ms{memory}")
     return "\n".join(lines)
@@ -175,15 +176,15 @@ def advice(config: TrainConfig, folder: Path, balance: Balance, parameters: Mapp
     if config.ranks * config.dp > count_cores() and config.device != "cuda":
         return "\nthe planner: `--plan auto` tries whether fewer ranks, which do not share cores, are faster"
     with suppress(PenstockError):  # the table is of no family
-        send = float(f"{fmean(measured.send or (0.0,)):.4g}")  # as it is printed
+        send = float(f"{fmean(measured.message_seconds or (0.0,)):.4g}")  # as it is printed
         planned = partial(plan, layers, config.ranks, batch=batch, effort="quick", send=send)
         same = partial(planned, schedules=[config.schedule], microbatches=config.microbatches, fewer=False)
         memory = math.ceil(max(same(memory=UNLIMITED_BYTES)[0].peak_memory))
         best, now = planned(memory=memory)[0], measured.predict(measured.schedule).makespan
-        if best.seconds < (1 - NOTABLE) * now:
+        if best.seconds < (1 - NOTABLE_SHARE) * now:
             less = f"{1e3 * best.seconds:.4g} ms, {1 - best.seconds / now:.1%} less"
             options = f"--ranks {config.ranks} --batch {batch} --memory {memory} --send {1e3 * send:g} --effort quick"
             command = f"penstock plan --costs {quote(str(folder))} {options} --out plan.json"
             return f"\nthe planner: {_table(best)}: {less}; {command} writes it"
-        return f"\nthe planner: no cut, schedule or microbatches in the same memory would be {NOTABLE:.0%} faster"
+        return f"\nthe planner: no cut, schedule or microbatches in the same memory would be {NOTABLE_SHARE:.0%} faster"
     return ""

@@ -144,7 +144,7 @@ def both_cuts() -> Seen:
     trained = {way: train(pipe, losses) for way, pipe in pipes.items()}
     for name in SCHEDULES:
         table = ps.schedule.build(name, ranks=RANKS, microbatches=MICROBATCHES)
-        trained[name] = train(ps.Pipeline(by_hand(model(), table.stages), tokenwise, table), losses)
+        trained[name] = train(ps.Pipeline(by_hand(model(), table.num_stages), tokenwise, table), losses)
     return Seen(pieces, names, losses, trained, alone())
 
 

@@ -79,7 +79,7 @@ def without_end() -> Schedule:
 
 def one_batch(microbatches: int) -> list[list[str]]:
     """The rows of 1F1B."""
-    return schedule.build("1f1b", ranks=RANKS, microbatches=microbatches).texts()
+    return schedule.build("1f1b", ranks=RANKS, microbatches=microbatches).csv_rows()
 
 
 def shifted(row: list[str], number: int) -> list[str]:

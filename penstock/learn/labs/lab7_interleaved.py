@@ -76,7 +76,7 @@ def build(ranks: int, count: int) -> Schedule:
 
 def timed(table: Schedule, send: float = 0.0) -> Timeline:
     """`table` simulated: every stage has its part of its rank's work, a message takes `send` seconds."""
-    part = table.ranks / table.stages
+    part = table.ranks / table.num_stages
     return schedule.simulate(table, Costs(part * FORWARD, part * BACKWARD / 2, part * BACKWARD / 2, send))
 
 
@@ -95,12 +95,12 @@ def measured(table: Schedule) -> Timeline:
 
 def in_flight(table: Schedule) -> float:
     """The most that rank 0 has in flight; a stage's activation is a part of its rank's."""
-    return timed(table).peak_in_flight[0] * table.ranks / table.stages
+    return timed(table).peak_in_flight[0] * table.ranks / table.num_stages
 
 
 def check_bubble(table: Schedule, timeline: Timeline) -> None:
     """The bubble is (P-1) T / V: simulated exactly, measured about."""
-    ranks, count = table.ranks, table.stages // table.ranks
+    ranks, count = table.ranks, table.num_stages // table.ranks
     idle = (ranks - 1) * T / count
     step = table.microbatches * T + idle
     plan, rule, real = timed(table).bubble, idle / step, timeline.bubble
@@ -114,7 +114,7 @@ def check_bubble(table: Schedule, timeline: Timeline) -> None:
 
 def check_price(table: Schedule) -> None:
     """What the rules say of messages and memory."""
-    ranks, microbatches, count = table.ranks, table.microbatches, table.stages // table.ranks
+    ranks, microbatches, count = table.ranks, table.microbatches, table.num_stages // table.ranks
     messages, expected = schedule.verify(table).transfers, 2 * microbatches * (ranks - 1 + (count - 1) * ranks)
     held = min(microbatches, ranks if count == 1 else ((count - 1) * ranks + 2 * (ranks - 1) + 1) / count)
     check(

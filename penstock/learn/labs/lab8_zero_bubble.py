@@ -57,7 +57,7 @@ def where_the_bubble_went(tables: dict[str, Schedule]) -> None:
     for name, table in tables.items():
         plan = timed(table)
         fill, drain = (plan.makespan * plan.causes[cause] for cause in (Cause.FILL, Cause.DRAIN))
-        in_flight = max(plan.peak_in_flight) * table.ranks / table.stages  # a stage's activation is a part of its rank's
+        in_flight = max(plan.peak_in_flight) * table.ranks / table.num_stages  # a stage's activation is a part of its rank's
         say(f"  {name:6}  {fill:6.2f}   {drain:7.2f}   {in_flight:9g}")
     say("zb-h1: while the pipeline drains, a rank has W to do. zb-h2: while it fills, a rank has more forwards to do, so")
     say("it holds almost twice as many microbatches. zb-v: the stages go down the ranks and back up; each is half as large,")
@@ -127,7 +127,7 @@ def is_near(plan: Timeline, real: Timeline) -> bool:
 
 def timed(table: Schedule) -> Timeline:
     """`table` simulated, in units; every stage has its part of its rank's work."""
-    part = table.ranks / table.stages
+    part = table.ranks / table.num_stages
     return ps.schedule.simulate(table, Costs(part * FORWARD, part * INPUTS, part * WEIGHTS))
 
 

@@ -177,20 +177,20 @@ def target(ranks: int, microbatches: int) -> Score:
 
 def timed(table: Schedule) -> Timeline:
     """`table` simulated, in units; every stage has an equal part of the work."""
-    part = table.ranks / table.stages
+    part = table.ranks / table.num_stages
     return ps.schedule.simulate(table, Costs(part, part, part))
 
 
 def score(table: Schedule) -> Score:
     """What `table` achieves; a stage's activation is a part of its rank's."""
     plan = timed(table)
-    return Score(plan.makespan, max(plan.peak_in_flight) * table.ranks / table.stages)
+    return Score(plan.makespan, max(plan.peak_in_flight) * table.ranks / table.num_stages)
 
 
 def run(table: Schedule) -> Trial:
     """Run `table`, both on emulated devices and on an MLP with a layer for each stage."""
     timeline = emulated_step(table, UNIT, UNIT, UNIT)
-    mine, alone = gradients_of(table, table.stages), one_process(table)
+    mine, alone = gradients_of(table, table.num_stages), one_process(table)
     return Trial(timeline, len(mine), tuple(name for name, value in mine.items() if not torch.equal(value, alone[name])))
 
 
@@ -201,10 +201,10 @@ def one_process(table: Schedule) -> dict[str, Tensor]:
     which `table` makes them on their stage.
     """
     torch.manual_seed(0)
-    model = ps.model.mlp(DIM, table.stages, CLASSES)
+    model = ps.model.mlp(DIM, table.num_stages, CLASSES)
     each = of_each_microbatch(model, table.microbatches)
     total: dict[str, Tensor] = {}
-    for stage, module in enumerate(ps.partition.split(model, table.stages)):
+    for stage, module in enumerate(ps.partition.split(model, table.num_stages)):
         order = [
             microbatch
             for kind, where, microbatch in table.actions[table.placement[stage]]

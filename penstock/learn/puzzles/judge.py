@@ -86,7 +86,7 @@ def table(name: str, rule: Callable[..., Iterable[str]], ranks: int, microbatche
 
 def timed(made: Schedule) -> Timeline:
     """`made` at F = I = W = 1 of a rank: of V stages on it each takes a V-th."""
-    part = made.ranks / made.stages
+    part = made.ranks / made.num_stages
     return simulate(made, Costs(part, part, part, act=part))
 
 

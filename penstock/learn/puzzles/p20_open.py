@@ -25,13 +25,13 @@ from penstock.schedule.timing.timeline import Timeline
 @yours
 def rows(ranks: int, microbatches: int, costs: Costs) -> list[list[str]]:
     """The rows of all ranks."""
-    tried = [build(name, ranks=ranks, microbatches=microbatches).texts() for name in ("1f1b", "zb-h1", "zb-h2")]
+    tried = [build(name, ranks=ranks, microbatches=microbatches).csv_rows() for name in ("1f1b", "zb-h1", "zb-h2")]
     return min(tried, key=lambda each: simulate(from_rows("mine", each), costs).makespan)
 
 
 TRIALS = 8
 HINTS = (
-    "The catalogue is a good beginning: build(name, ranks=.., microbatches=..).texts() are its rows.",
+    "The catalogue is a good beginning: build(name, ranks=.., microbatches=..).csv_rows() are its rows.",
     "Then try small changes, and keep what `simulate` says is faster and `verify` accepts: move one action to another"
     " place of its row.",
 )

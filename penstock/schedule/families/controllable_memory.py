@@ -9,15 +9,15 @@ the order of the slots as soon as they can run, and a W whenever none can.
 
 from collections.abc import Sequence
 
-from penstock.schedule.memory import Size, peaks_in_flight
+from penstock.schedule.memory import ActivationSize, peaks_in_flight
 from penstock.schedule.schedule import from_rows
-from penstock.schedule.searching.machine import Machine
-from penstock.schedule.searching.position import Position
+from penstock.schedule.searching.incremental_simulation import IncrementalSimulation
+from penstock.schedule.searching.problem import SearchProblem
 from penstock.schedule.table import Action, Kind, dependencies
 from penstock.schedule.timing.simulate import Costs
 
 PERIOD = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
-ONE = Size()  # what is in flight from F to W
+ONE = ActivationSize()  # what is in flight from F to W
 
 Slots = dict[int, Action]  # of one rank
 Rows = tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
@@ -53,9 +53,11 @@ def _tightened(first: Sequence[tuple[int, int, int, int]], microbatches: int) ->
     steady = range(first[0][3], PERIOD * (microbatches - 1))  # from the first microbatch's return to the last one's entry
     _move_ends(slots, steady, bound)
     tightened = from_rows("tightened", list(map(_in_order, slots)))
-    machine = Machine(Costs(), tightened.placement, microbatches, [bound] * len(first))
-    position = Position(machine, machine.without_weights(machine.rows(tightened)), slack=[0.0] * len(first))
-    return machine.table(position.whole_rows()).actions
+    machine = SearchProblem(Costs(), tightened.placement, microbatches, [bound] * len(first))
+    position = IncrementalSimulation(
+        machine, machine.without_weights(machine.rows_from_table(tightened)), slack=[0.0] * len(first)
+    )
+    return machine.schedule_from_rows(position.rows_with_weights()).actions
 
 
 def _periodic(rank: int, ranks: int, offsets: tuple[int, int, int, int], microbatches: int) -> Slots:
@@ -90,7 +92,7 @@ def _move_ends(slots: list[Slots], steady: range, bound: int) -> None:
             target = _earliest(slots[rank], action, max(needs, default=-1) + 1, slot, held[rank], bound)
             slots[rank][target] = slots[rank].pop(slot)
             at[action] = target
-        held[rank] += ONE.change(action.kind)
+        held[rank] += ONE.memory_change(action.kind)
 
 
 def _earliest(row: Slots, action: Action, begin: int, slot: int, held: float, bound: int) -> int:
@@ -102,7 +104,7 @@ def _earliest(row: Slots, action: Action, begin: int, slot: int, held: float, bo
         if held >= bound:
             break
         if target in row:
-            held -= ONE.change(row[target].kind)
+            held -= ONE.memory_change(row[target].kind)
         else:
             best = target
     return best

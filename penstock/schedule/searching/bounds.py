@@ -4,39 +4,39 @@ import heapq
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine
+from penstock.schedule.searching.problem import INFINITE, TOLERANCE, SearchProblem
 from penstock.schedule.table import Kind
 
 
-class Bound(NamedTuple):
+class LowerBound(NamedTuple):
     """No step is shorter than `time`; `because` says what keeps it from that."""
 
     time: float
-    because: str
+    reason: str
 
 
-def bound(machine: Machine) -> Bound:
+def lower_bound(machine: SearchProblem) -> LowerBound:
     """The highest lower bound that is known for any table of `machine`'s actions, its backwards whole or in halves."""
     heads, tails = heads_and_tails(machine)
     machine = _cheapest(machine)
     chain = max(head + machine.cost[action] + tails[action] for action, head in enumerate(heads))
-    bounds = [Bound(chain, "the longest chain of actions that wait for each other")]
+    bounds = [LowerBound(chain, "the longest chain of actions that wait for each other")]
     for rank in range(machine.ranks):
-        bounds.append(Bound(_one_rank(machine, rank, heads, tails), f"the work of rank {rank}, from its first input on"))
-        bounds.append(Bound(_memory(machine, rank, heads), f"the memory of rank {rank}"))
+        bounds.append(LowerBound(_one_rank(machine, rank, heads, tails), f"the work of rank {rank}, from its first input on"))
+        bounds.append(LowerBound(_memory(machine, rank, heads), f"the memory of rank {rank}"))
     return max(bounds)
 
 
-def heads_and_tails(machine: Machine) -> tuple[list[float], list[float]]:
+def heads_and_tails(machine: SearchProblem) -> tuple[list[float], list[float]]:
     """How long it takes at least from the begin to every action, and from its end to the end of the step."""
     cheapest = _cheapest(machine)
     return _earliest(cheapest), cheapest.tails
 
 
-def _cheapest(machine: Machine) -> Machine:
+def _cheapest(machine: SearchProblem) -> SearchProblem:
     """A machine on which no table takes longer: what halves and pairs may save is saved everywhere."""
-    costs, stages = machine.costs, machine.stages
-    times, sizes = costs.table(stages), costs.sizes(stages)
+    costs, stages = machine.costs, machine.num_stages
+    times, sizes = costs.action_costs(stages), costs.activation_sizes(stages)
     inputs = [min(half, full) for half, full in zip(times[Kind.I], times[Kind.B], strict=True)]
     lefts = zip(times[Kind.W], times[Kind.B], inputs, strict=True)
     cheaper = replace(
@@ -47,10 +47,10 @@ def _cheapest(machine: Machine) -> Machine:
         keep=[min(size) for size in sizes],
         backward=None,
     )
-    return Machine(cheaper, machine.placement, machine.microbatches, machine.limits)
+    return SearchProblem(cheaper, machine.placement, machine.microbatches, machine.limits)
 
 
-def _earliest(machine: Machine) -> list[float]:
+def _earliest(machine: SearchProblem) -> list[float]:
     """When every action can start at best, if only its chain and the microbatches before it are counted."""
     heads = [0.0] * len(machine.cost)
     count, there = machine.microbatches, list(machine.there)
@@ -71,10 +71,10 @@ def _earliest(machine: Machine) -> list[float]:
     return heads
 
 
-def _one_rank(machine: Machine, rank: int, heads: list[float], tails: list[float]) -> float:
+def _one_rank(machine: SearchProblem, rank: int, heads: list[float], tails: list[float]) -> float:
     """How long the step takes at least if only `rank` had to wait, and could stop an action for a more urgent one (Jackson)."""
     count = machine.microbatches
-    mine = [action for action in range(len(heads)) if machine.placement[action // count % machine.stages] == rank]
+    mine = [action for action in range(len(heads)) if machine.placement[action // count % machine.num_stages] == rank]
     mine.sort(key=heads.__getitem__)
     left = [machine.cost[action] for action in mine]
     now, end, index, urgent = 0.0, 0.0, 0, list[tuple[float, int]]()
@@ -95,9 +95,9 @@ def _one_rank(machine: Machine, rank: int, heads: list[float], tails: list[float
     return end
 
 
-def _memory(machine: Machine, rank: int, heads: list[float]) -> float:
+def _memory(machine: SearchProblem, rank: int, heads: list[float]) -> float:
     """How long the step takes at least for what the activations of `rank` take, for how long they are held at least."""
-    count, stages, area = machine.microbatches, machine.stages, 0.0
+    count, stages, area = machine.microbatches, machine.num_stages, 0.0
     for stage in machine.stages_of[rank]:
         weight = 2 * stages + stage
         there = heads[(stages + stage) * count] + machine.times[stages + stage] - heads[stage * count]

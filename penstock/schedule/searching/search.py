@@ -10,14 +10,14 @@ from typing import Any
 
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.searching import proving, starts, wheel
+from penstock.schedule.searching import cp_sat, initial_tables, periodic
 from penstock.schedule.searching.annealing import Report, anneal
-from penstock.schedule.searching.bounds import Bound, bound
-from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Rows
-from penstock.schedule.searching.position import Position, State
-from penstock.schedule.table import Kind, Table, must_be_table
+from penstock.schedule.searching.bounds import LowerBound, lower_bound
+from penstock.schedule.searching.incremental_simulation import IncrementalSimulation, Snapshot
+from penstock.schedule.searching.problem import INFINITE, TOLERANCE, Rows, SearchProblem
+from penstock.schedule.table import Kind, Table, check_is_table
 from penstock.schedule.timing.simulate import Costs, simulate
-from penstock.schedule.transform import paired, with_full_backwards
+from penstock.schedule.transform import with_full_backwards, with_overlapped_pairs
 from penstock.schedule.verify import verify
 
 EFFORTS = {"quick": 2_500_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # steps of a position
@@ -31,7 +31,7 @@ class Found:
     schedule: Schedule  # verified
     makespan: float  # of `schedule`, as `simulate` has it
     bound: float  # no table within the limit is shorter
-    because: str  # what keeps a table from being shorter than the bound
+    bound_reason: str  # what keeps a table from being shorter than the bound
     family: str | None  # the best published table with these stages within the limit; None: there is none
     family_makespan: float | None
 
@@ -79,13 +79,13 @@ def search(
         raise ScheduleError(f"effort={effort!r}: use {', '.join(EFFORTS)}")
     if not isinstance(costs, Costs):
         raise ScheduleError(f"costs={costs!r} are none: Costs(forward=.., backward_input=.., backward_weight=..) makes some")
-    microbatches, seed = checked_whole("microbatches", microbatches, 1), checked_whole("seed", seed, -INFINITE)
-    placement = checked_placement(placement)
-    limits = checked_limits(limit, costs, placement)
+    microbatches, seed = as_integer("microbatches", microbatches, 1), as_integer("seed", seed, -INFINITE)
+    placement = as_placement(placement)
+    limits = memory_limits(limit, costs, placement)
     _check_start(start, placement, microbatches)
     if effort == "optimal":
-        proving.check(costs)
-    machines = [Machine(costs, placement, microbatches, limits, whole) for whole in _forms(costs, len(placement))]
+        cp_sat.check(costs)
+    machines = [SearchProblem(costs, placement, microbatches, limits, whole) for whole in _forms(costs, len(placement))]
     best = _Best(machines[0], start, EFFORTS[effort], progress)
     dice = random.Random(seed)
     with suppress(KeyboardInterrupt, _Enough):
@@ -99,15 +99,15 @@ def search(
 
 def _forms(costs: Costs, stages: int) -> list[bool]:
     """Whether backwards are to be whole or not: both, where a whole one costs less than its halves or holds less."""
-    times = costs.table(stages)
+    times = costs.action_costs(stages)
     halves = zip(times[Kind.I], times[Kind.W], strict=True)
     cheaper = any(full < i + w for full, (i, w) in zip(times[Kind.B], halves, strict=True))
-    return [False, True] if cheaper or any(keep > act for act, keep in costs.sizes(stages)) else [False]
+    return [False, True] if cheaper or any(keep > act for act, keep in costs.activation_sizes(stages)) else [False]
 
 
 def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatches: int) -> None:
     if start is not None:
-        must_be_table(start)
+        check_is_table(start)
         verify(start)
         if (start.placement, start.microbatches) != (placement, microbatches):
             here = f"{start.microbatches} microbatches on {start.placement}"
@@ -117,14 +117,14 @@ def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatche
 class _Best:
     """The best that was found so far, how much of the search's work is done, and who wants to know."""
 
-    def __init__(self, machine: Machine, start: Schedule | None, work: int, progress: Progress | None) -> None:
+    def __init__(self, machine: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
         self.machine, self.work, self.progress, self.done = machine, work, progress, 0.0
-        self.bound = bound(machine)
-        self.published = list(starts.families(machine.placement, machine.microbatches))
+        self.bound = lower_bound(machine)
+        self.published = list(initial_tables.published_schedules(machine.placement, machine.microbatches))
         self.tables = [*self.published, *([start] if start else ())]
         self.time = lru_cache(self._time)
         self.makespan = min(map(self.time, self.tables), default=INFINITE)
-        self.searched: tuple[Machine, Rows] | None = None  # None: one of the tables
+        self.searched: tuple[SearchProblem, Rows] | None = None  # None: one of the tables
 
     def _time(self, table: Table) -> float:
         """The makespan of `table`, infinite if it does not keep the limit, or stops."""
@@ -135,10 +135,10 @@ class _Best:
         fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, self.machine.limits, strict=True))
         return timeline.makespan if fits else INFINITE
 
-    def report(self, steps: int, position: Position) -> None:
+    def report(self, steps: int, position: IncrementalSimulation) -> None:
         """`steps` more are done, and the search is at `position`."""
         if position.makespan < self.makespan:
-            self.makespan, self.searched = position.makespan, (position.machine, position.whole_rows())
+            self.makespan, self.searched = position.makespan, (position.machine, position.rows_with_weights())
         self.check(steps)
 
     def check(self, steps: float = 0) -> None:
@@ -151,29 +151,31 @@ class _Best:
 
     def prove(self, seed: int) -> None:
         """Take what OR-Tools finds, and what it says that no table is shorter than."""
-        table, least = proving.prove(self.machine, self.found().schedule, self.bound.time, seed)
+        table, least = cp_sat.prove(self.machine, self.found().schedule, self.bound.time, seed)
         self.tables.append(table)
         if least > self.bound.time:
-            self.bound = Bound(least, "OR-Tools ruled out anything shorter")
+            self.bound = LowerBound(least, "OR-Tools ruled out anything shorter")
 
     def found(self) -> Found:
         """What is told of it; stopped before there was any table, one microbatch after the other."""
-        plain = Machine(self.machine.costs, self.machine.placement, self.machine.microbatches, self.machine.limits, whole=True)
-        tables = [*self.tables, plain.table(starts.in_groups(plain, 1), "sequential")]
+        plain = SearchProblem(
+            self.machine.costs, self.machine.placement, self.machine.microbatches, self.machine.limits, whole=True
+        )
+        tables = [*self.tables, plain.schedule_from_rows(initial_tables.grouped_rows(plain, 1), "sequential")]
         if self.searched:
             machine, rows = self.searched
-            table = machine.table(rows)
+            table = machine.schedule_from_rows(rows)
             tables = [table, with_full_backwards(table), *tables]
         if self.machine.costs.overlap:
             tries = int(PAIRS * self.work / len(self.machine.cost))
             best = tables[:2] if self.searched else [replace(min(tables, key=self.time), name="searched")]
-            tables += [paired(each, self.time, tries) for each in best if not each.overlaps]
+            tables += [with_overlapped_pairs(each, self.time, tries) for each in best if not each.overlaps]
         table = min(tables, key=self.time)
         verify(table, skips=list(self.machine.costs.skips))
         time, published = self.time(table), [each for each in self.published if self.time(each) < INFINITE]
         family = min(published, key=self.time, default=None)
         name, of_family = (family.name, self.time(family)) if family else (None, None)
-        return Found(table, time, min(self.bound.time, time), self.bound.because, name, of_family)
+        return Found(table, time, min(self.bound.time, time), self.bound.reason, name, of_family)
 
 
 ROUNDS = (  # how many are annealed, the share of the work for all, how hot one after the other
@@ -187,52 +189,56 @@ PAIRS = 0.05  # the work beside it for pairs, if any overlap: so many actions ar
 LAST = 0.2  # the share of the work for the best, with every W in its place
 
 
-def _search(best: _Best, machine: Machine, work: float, dice: random.Random) -> None:
+def _search(best: _Best, machine: SearchProblem, work: float, dice: random.Random) -> None:
     """Anneal from rows of all kinds: of rules, of periodic tables, and of the tables to beat."""
-    turns = list[wheel.Turns]()
+    turns = list[periodic.Turns]()
     for _ in range(TURNED):
-        turns += wheel.turning(machine, dice, int(WHEELS / TURNED * work / A_CODE / len(machine.times)))
+        turns += periodic.find_modulo_schedules(machine, dice, int(WHEELS / TURNED * work / A_CODE / len(machine.times)))
         best.check(WHEELS / TURNED * work)
 
-    begins = [*starts.of(machine), *(wheel.unrolled(machine, turn) for turn in turns), *map(machine.rows, best.tables)]
+    begins = [
+        *initial_tables.initial_rows(machine),
+        *(periodic.unroll_modulo_schedule(machine, turn) for turn in turns),
+        *map(machine.rows_from_table, best.tables),
+    ]
     _anneal(machine, begins, work * (1 - WHEELS), dice, best.report)
 
 
-def _anneal(machine: Machine, begins: list[Rows], work: float, dice: random.Random, report: Report) -> None:
+def _anneal(machine: SearchProblem, begins: list[Rows], work: float, dice: random.Random, report: Report) -> None:
     """From `begins` many are annealed for a short time, the best of these for longer, the best of those for the longest.
 
     What becomes of a start takes its place: so those that go on differ, and one that is good early does not crowd out the rest.
     Nothing happens if no start keeps the limit.
     """
-    starting = dict[str, State]()
+    starting = dict[str, Snapshot]()
     for rows in begins:
-        position = Position(machine, machine.without_weights(rows), [0.0] * machine.ranks)
-        report(position.steps, position)
+        position = IncrementalSimulation(machine, machine.without_weights(rows), [0.0] * machine.ranks)
+        report(position.work, position)
         if position.makespan < INFINITE:
-            starting.setdefault(str(position.rows), position.state())  # some are alike
+            starting.setdefault(str(position.rows), position.snapshot())  # some are alike
     if not starting:
         return
     states = list(starting.values())
     for many, share, hot in ROUNDS:
         states = sorted(states, key=lambda state: state.makespan)[:many]
         for index in range(many):
-            position.go_to(states[index % len(states)])
+            position.restore(states[index % len(states)])
             heat = hot[index % len(hot)] * machine.typical
             anneal(position, dice, int(work * share / many), heat, heat / 10, report)
-            states[index % len(states)] = position.state()
-    position.go_to(min(states, key=lambda state: state.makespan))
-    position = Position(machine, position.whole_rows())
+            states[index % len(states)] = position.snapshot()
+    position.restore(min(states, key=lambda state: state.makespan))
+    position = IncrementalSimulation(machine, position.rows_with_weights())
     anneal(position, dice, int(work * LAST), machine.typical / 5, machine.typical / 20, report)
 
 
-def checked_whole(name: str, value: int, least: float) -> int:
+def as_integer(name: str, value: int, least: float) -> int:
     """`value`; raises ScheduleError if it is no whole number of `least` or more."""
     if not is_whole_number(value, least):
         raise ScheduleError(f"{name}={value!r}: use a whole number" + (f" of {least:g} or more" if least > -INFINITE else ""))
     return int(value)
 
 
-def checked_placement(placement: Sequence[int]) -> tuple[int, ...]:
+def as_placement(placement: Sequence[int]) -> tuple[int, ...]:
     """`placement`, with a stage at least for each rank; raises ScheduleError for one that is none."""
     homes = tuple(placement) if isinstance(placement, Iterable) else ()
     if not homes or not all(map(is_whole_number, homes)) or {*homes} != {*range(max(homes) + 1)}:
@@ -240,7 +246,7 @@ def checked_placement(placement: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, homes))
 
 
-def checked_limits(limit: float | Sequence[float] | None, costs: Costs, placement: tuple[int, ...]) -> list[float]:
+def memory_limits(limit: float | Sequence[float] | None, costs: Costs, placement: tuple[int, ...]) -> list[float]:
     """The limit of every rank; raises ScheduleError if one is too low for one microbatch, and says what that takes."""
     ranks = max(placement) + 1
     given: Any = INFINITE if limit is None else limit
@@ -251,7 +257,7 @@ def checked_limits(limit: float | Sequence[float] | None, costs: Costs, placemen
     if len(limits) != ranks:
         raise ScheduleError(f"limit has {len(limits)} numbers for {ranks} ranks: give one number, or one for each rank")
     least = [0.0] * ranks
-    for size, home in zip(costs.sizes(len(placement)), placement, strict=True):
+    for size, home in zip(costs.activation_sizes(len(placement)), placement, strict=True):
         least[home] += size.act
     short = [rank for rank in range(ranks) if not least[rank] <= limits[rank] * (1 + TOLERANCE)]
     if short:

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
-from penstock.schedule.timing.events import Event, Events
+from penstock.schedule.timing.events import Event, StepEvents
 
 Cell = tuple[Event, ...]  # one event, or the two of a pair
 
@@ -46,7 +46,7 @@ class Idle(NamedTuple):
     cause: Cause
 
 
-def shares(idle: Iterable[Iterable[Idle]], total: float) -> dict[Cause, float]:
+def cause_shares(idle: Iterable[Iterable[Idle]], total: float) -> dict[Cause, float]:
     """The share of `total`, the time of all ranks together, that each cause of `idle` time takes."""
     lost = dict.fromkeys(Cause, 0.0)
     for row in idle:
@@ -55,17 +55,17 @@ def shares(idle: Iterable[Iterable[Idle]], total: float) -> dict[Cause, float]:
     return {cause: time / total if total else 0.0 for cause, time in lost.items()}
 
 
-def idle_times(step: Events) -> tuple[tuple[Idle, ...], ...]:
+def idle_times(step: StepEvents) -> tuple[tuple[Idle, ...], ...]:
     """For every rank, when it was idle and for which cause, in order."""
     return tuple(tuple(_idle_of(rank, step)) for rank in range(step.ranks))
 
 
-def _idle_of(rank: int, step: Events) -> Iterator[Idle]:
+def _idle_of(rank: int, step: StepEvents) -> Iterator[Idle]:
     cells, free, sent = list(step.cells(rank)), step.start, step.start
     for cell, cause in zip(cells, _without_communication(cells), strict=True):
         for event in cell:
             if free < event.start:
-                awaited = step.awaited(cell)
+                awaited = step.last_remote_need(cell)
                 yield from _idle(free, sent, awaited.end if awaited else event.start, event.start, cause)
             free, sent = max(free, event.end), max(sent, event.sent or event.end)
     yield from _idle(free, sent, step.end, step.end, Cause.DRAIN if cells else Cause.IMBALANCE)
@@ -95,7 +95,7 @@ def _without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
 # ---- the critical path
 
 
-def critical_path(step: Events) -> tuple[Event, ...]:
+def critical_path(step: StepEvents) -> tuple[Event, ...]:
     """The chain of events, first to last, that made the step as long as it was: see `Timeline.critical_path`."""
     if not step.events:
         return ()
@@ -106,16 +106,16 @@ def critical_path(step: Events) -> tuple[Event, ...]:
     return tuple(reversed(path))
 
 
-def _waited_for(event: Event, step: Events, before: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
+def _waited_for(event: Event, step: StepEvents, before: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
     """What `event` of `cell` could not start before, each with the time at which it allowed the start."""
     for last in before[-1:]:
         yield last.end, last
     for member in cell:
-        for needed in step.needs(member):
+        for needed in step.needed_events(member):
             yield (needed.end, needed) if needed.rank == event.rank else step.arrivals[needed.action, member.action.stage]
 
 
-def _places(step: Events) -> dict[Action, tuple[Cell, Cell]]:
+def _places(step: StepEvents) -> dict[Action, tuple[Cell, Cell]]:
     """For every action, the cell before it on its rank (if any) and its own."""
     rows = [[(), *step.cells(rank)] for rank in range(step.ranks)]
     return {event.action: (before, cell) for row in rows for before, cell in pairwise(row) for event in cell}

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from penstock.schedule.memory import Size
-from penstock.schedule.table import Action, Pair, Skip, dependencies, takers
+from penstock.schedule.memory import ActivationSize
+from penstock.schedule.table import Action, OverlappedPair, Skip, dependencies, receiving_stages
 
 
 class Event(NamedTuple):
@@ -20,7 +20,7 @@ class Event(NamedTuple):
     sent: float | None = None  # when the rank had handed over what it made, if that was measured
 
 
-class Border(NamedTuple):
+class MessageCost(NamedTuple):
     """What a message costs that passes from one stage to another, or back, where the two live on different ranks."""
 
     transmission: float = 0.0  # time for which it occupies its channel
@@ -33,7 +33,7 @@ class Channel:
 
     free: float = float("-inf")  # when the last message has left it
 
-    def carry(self, ready: float, border: Border) -> float:
+    def transmit(self, ready: float, border: MessageCost) -> float:
         """When a message over `border` arrives that the rank hands over at the time `ready`."""
         self.free = max(self.free, ready) + border.transmission
         return self.free + border.latency
@@ -42,22 +42,22 @@ class Channel:
 class Arrival(NamedTuple):
     """When a message arrives, and the event at whose end the queue began in which it stood."""
 
-    when: float
+    time: float
     queue_began: Event
 
 
 @dataclass(frozen=True)
-class Events:
+class StepEvents:
     """What a `Timeline` is made of, and what is read off its events one by one."""
 
     name: str
     rows: tuple[tuple[Event, ...], ...]  # rank -> its events, in order
-    borders: tuple[Border, ...] = ()  # stage s -> what a message between s and s+1 costs; empty when measured
-    sizes: tuple[Size, ...] = ()  # stage -> what its activations take; empty: one each
-    overlaps: frozenset[Pair] = frozenset()  # actions that ran as one pair
-    skips: Mapping[Skip, Border] = field(default_factory=dict)  # what a message of each skip costs
+    message_costs: tuple[MessageCost, ...] = ()  # stage s -> what a message between s and s+1 costs; empty when measured
+    activation_sizes: tuple[ActivationSize, ...] = ()  # stage -> what its activations take; empty: one each
+    overlaps: frozenset[OverlappedPair] = frozenset()  # actions that ran as one pair
+    skips: Mapping[Skip, MessageCost] = field(default_factory=dict)  # what a message of each skip costs
     memory_unit: str = ""  # "bytes", or "" where it is activations or whatever the sizes were in
-    between: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
+    between_steps: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
     averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
 
     @cached_property
@@ -71,7 +71,7 @@ class Events:
         return len(self.rows)
 
     @cached_property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """S, the number of stages that ran something."""
         return 1 + max((event.action.stage for event in self.events), default=-1)
 
@@ -85,15 +85,15 @@ class Events:
     def _begins_pair(self) -> frozenset[Action]:
         return frozenset(first for first, _ in self.overlaps)
 
-    def needs(self, event: Event) -> Iterator[Event]:
+    def needed_events(self, event: Event) -> Iterator[Event]:
         """The events that `event` could not start before."""
         at = self._at
-        for options in dependencies(event.action, self.stages, self.skips):
+        for options in dependencies(event.action, self.num_stages, self.skips):
             yield from [at[action] for action in options if action in at]
 
-    def awaited(self, cell: Iterable[Event]) -> Event | None:
+    def last_remote_need(self, cell: Iterable[Event]) -> Event | None:
         """Of all that an action or a pair needs from other ranks, what ended last; None if it needs nothing from there."""
-        elsewhere = (needed for event in cell for needed in self.needs(event) if needed.rank != event.rank)
+        elsewhere = (needed for event in cell for needed in self.needed_events(event) if needed.rank != event.rank)
         return max(elsewhere, key=lambda event: event.end, default=None)
 
     @cached_property
@@ -104,7 +104,7 @@ class Events:
     def arrivals(self) -> dict[tuple[Action, int], Arrival]:
         """For what every action sends to each stage on another rank, when that arrives at the costs of messages."""
         home = {event.action.stage: event.rank for event in self.events}
-        goes = takers(self.stages, [skip for skip in self.skips if skip[1] < self.stages])
+        goes = receiving_stages(self.num_stages, [skip for skip in self.skips if skip[1] < self.num_stages])
         channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
         queue_began: dict[tuple[int, int], Event] = {}
         arrivals = {}
@@ -115,13 +115,13 @@ class Events:
                 if ends[0] != ends[1]:
                     if channels[ends].free <= event.end:
                         queue_began[ends] = event
-                    when = channels[ends].carry(event.end, self._border(min(stage, taker), max(stage, taker)))
+                    when = channels[ends].transmit(event.end, self._border(min(stage, taker), max(stage, taker)))
                     arrivals[event.action, taker] = Arrival(when, queue_began[ends])
         return arrivals
 
-    def _border(self, low: int, high: int) -> Border:
+    def _border(self, low: int, high: int) -> MessageCost:
         """What a message between two stages costs; nothing where that is not known."""
-        return self.skips[low, high] if high > low + 1 else self.borders[low] if self.borders else Border()
+        return self.skips[low, high] if high > low + 1 else self.message_costs[low] if self.message_costs else MessageCost()
 
     @cached_property
     def start(self) -> float:

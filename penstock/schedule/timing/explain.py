@@ -13,8 +13,8 @@ from penstock.schedule.catalog import FAMILIES, build, names
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.table import Kind
 from penstock.schedule.timing.causes import Cause
-from penstock.schedule.timing.explanation import ENGINE, NOTABLE, Alternative, Explanation, Straggler
-from penstock.schedule.timing.measurement import Measurement, gaps_of
+from penstock.schedule.timing.explanation import ENGINE, NOTABLE_SHARE, Alternative, Explanation, Straggler
+from penstock.schedule.timing.measurement import Measurement, find_gaps
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
 
@@ -25,36 +25,36 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
     """Explain a measured step of training: `print` what comes back.
 
     `timeline`: of the step; its times are in seconds.
-    `measurement`: the costs, by default `Measurement.of(timeline)`, which expects every stage to take the same; it can be
-    told how many layers each has, and be given more steps.
+    `measurement`: the costs, by default `Measurement.from_timelines(timeline)`, which expects every
+    stage to take the same; it can be given the layers of each stage, and more steps.
 
     Raises ScheduleError where a stage ran no forward or no backward.
     """
-    here = measurement or Measurement.of(timeline)
+    here = measurement or Measurement.from_timelines(timeline)
     table = here.schedule
     predicted = here.predict(table)
     held, now = _held(table, predicted), predicted.makespan
     even = replace(here, seconds={kind: (fmean(times),) * len(times) for kind, times in here.seconds.items()})
     others = tuple(_others(here))
-    notable = [other for other in others if other.seconds < (1 - NOTABLE) * now]
+    notable = [other for other in others if other.step_seconds < (1 - NOTABLE_SHARE) * now]
     faster = _best(notable)
-    frugal = _best([other for other in notable if other.held <= held])
+    frugal = _best([other for other in notable if other.microbatches_held <= held])
     return Explanation(
         schedule=table,
         step=timeline.makespan,
-        shares=shares(timeline, here),
+        shares=time_shares(timeline, here),
         causes={cause.value: share for cause, share in timeline.causes.items()},
-        between=max(timeline.between, default=0.0),
+        between_steps=max(timeline.between_steps, default=0.0),
         averaging=max(timeline.averaging, default=0.0),
-        predicted=now,
-        held=held,
-        bytes=_bytes(predicted),
+        predicted_step=now,
+        microbatches_held=held,
+        activation_bytes=_bytes(predicted),
         straggler=_straggler(here, now),
-        evened=even.predict(table),
-        more=_more(here),
-        others=others,
-        faster=faster,
-        frugal=None if frugal is faster else frugal,
+        even_stages_timeline=even.predict(table),
+        doubled_microbatches=_more(here),
+        alternatives=others,
+        fastest=faster,
+        fastest_in_same_memory=None if frugal is faster else frugal,
     )
 
 
@@ -69,14 +69,14 @@ class MeasuredTimeline(Timeline):
         return explain(self, measurement)
 
 
-def shares(timeline: Timeline, measured: Measurement) -> dict[str, float]:
+def time_shares(timeline: Timeline, measured: Measurement) -> dict[str, float]:
     """The share of (ranks x makespan) that each kind of action, each cause of idle time and the engine took; they add up to 1.
 
     Idle time between two actions is the engine's where the second had all it needs when the first ended; else it is what
     `penstock.schedule.timing.causes` says.
     """
     taken = dict.fromkeys([*(kind.value for kind in Kind), *(cause.value for cause in Cause), ENGINE], 0.0)
-    engine = {(gap.after.rank, gap.after.start) for gap in gaps_of(timeline) if gap.before and not measured.waits(gap)}
+    engine = {(gap.after.rank, gap.after.start) for gap in find_gaps(timeline) if gap.before and not measured.is_wait(gap)}
     for rank, row in enumerate(timeline.idle):
         for start, end, cause in row:
             taken[ENGINE if (rank, end) in engine and cause is not Cause.SENDING else cause.value] += end - start
@@ -98,14 +98,14 @@ def _bytes(timeline: Timeline) -> tuple[float, ...]:
 def _straggler(here: Measurement, now: float) -> Straggler | None:
     """The rank that takes longest against its share, if it takes notably longer and the step would be notably shorter."""
     found = [_against_share(here, rank, now) for rank in range(here.schedule.ranks) if here.schedule.actions[rank]]
-    slow = [each for each in found if each and each.loss > NOTABLE * now]
-    return max(slow, key=lambda each: each.longer, default=None)
+    slow = [each for each in found if each and each.step_seconds_lost > NOTABLE_SHARE * now]
+    return max(slow, key=lambda each: each.extra_seconds_per_action, default=None)
 
 
 def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None:
     """How `rank` compares with the others, stage for stage by the layers they have; None if it is not slower."""
     table, mine, layers = here.schedule, here.schedule.stages_of(rank), here.layers
-    others = [stage for stage in range(table.stages) if stage not in mine]
+    others = [stage for stage in range(table.num_stages) if stage not in mine]
     if not others or not mine:
         return None
 
@@ -131,14 +131,14 @@ def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None
 
 def _held(table: Schedule, timeline: Timeline) -> float:
     """Microbatches in flight on the fullest rank; an activation of one of its V stages is a V-th."""
-    return max(timeline.peak_in_flight) * table.ranks / table.stages
+    return max(timeline.peak_in_flight) * table.ranks / table.num_stages
 
 
 def _others(here: Measurement) -> Iterator[Alternative]:
     """The other schedules of the catalog at this P and M, of V stages a rank or as many as they are made for."""
     table = here.schedule
     for name in names():
-        for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.stages // table.ranks]):
+        for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.num_stages // table.ranks]):
             other = _built(name, table.ranks, table.microbatches, stages_per_rank)
             if other and other.actions != table.actions:
                 yield _alternative(here, other)
@@ -146,22 +146,24 @@ def _others(here: Measurement) -> Iterator[Alternative]:
 
 def _best(others: Sequence[Alternative]) -> Alternative | None:
     """The fastest; of those about as fast the one that holds the least."""
-    fastest = min((other.seconds for other in others), default=0.0)
-    near = [other for other in others if other.seconds <= (1 + NOTABLE) * fastest]
-    return min(near, key=lambda other: (other.held, other.seconds), default=None)
+    fastest = min((other.step_seconds for other in others), default=0.0)
+    near = [other for other in others if other.step_seconds <= (1 + NOTABLE_SHARE) * fastest]
+    return min(near, key=lambda other: (other.microbatches_held, other.step_seconds), default=None)
 
 
 def _more(here: Measurement) -> Alternative | None:
     """The same schedule with twice the microbatches; None for a table that is not the catalog's."""
     table = here.schedule
-    stages_per_rank = table.stages // table.ranks
+    stages_per_rank = table.num_stages // table.ranks
     same, twice = (_built(table.name, table.ranks, times * table.microbatches, stages_per_rank) for times in (1, 2))
     return _alternative(here, twice) if same and twice and same.actions == table.actions else None
 
 
 def _alternative(here: Measurement, other: Schedule) -> Alternative:
     timeline, split = here.predict(other), any(action.kind is Kind.W for row in other.actions for action in row)
-    return Alternative(other, timeline, _held(other, timeline), here.halved and split, max(_bytes(timeline), default=0.0))
+    return Alternative(
+        other, timeline, _held(other, timeline), here.assumes_equal_halves and split, max(_bytes(timeline), default=0.0)
+    )
 
 
 def _built(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule | None:

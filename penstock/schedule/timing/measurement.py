@@ -13,10 +13,10 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.schedule.memory import Size
+from penstock.schedule.memory import ActivationSize
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.table import Kind, Skip
-from penstock.schedule.timing.events import Border, Event
+from penstock.schedule.timing.events import Event, MessageCost
 from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
@@ -27,23 +27,25 @@ Samples = dict[object, list[float]]  # what was measured -> seconds, each time i
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured of a cut model on its ranks: `Measurement.of(timeline)`. Times in seconds."""
+    """What was measured of a cut model on its ranks: `Measurement.from_timelines(timeline)`. Times in seconds."""
 
     schedule: Schedule  # the table that ran
     seconds: Times  # of an action
-    between: Times  # of the engine, from the end of such an action to the start of the next, if that waits for nothing
-    send: tuple[float, ...]  # of a message beyond that, over each border between two stages
-    around: float = 0.0  # of a step, before its first action and after its last
+    engine_seconds: Times  # of the engine, from the end of such an action to the start of the next, if that waits for nothing
+    message_seconds: tuple[float, ...]  # of a message beyond that, over each border between two stages
+    step_overhead: float = 0.0  # of a step, before its first action and after its last
     layers: tuple[float, ...] = ()  # how much of the model each stage has, in layers or any unit
-    sizes: tuple[Size, ...] = ()  # what an activation of each stage takes, in bytes; empty if that was not measured
+    activation_sizes: tuple[
+        ActivationSize, ...
+    ] = ()  # what an activation of each stage takes, in bytes; empty if that was not measured
 
     @property
-    def halved(self) -> bool:
+    def assumes_equal_halves(self) -> bool:
         """Whether no I and no W was measured, so that each counts as half of B."""
         return not any(action.kind is Kind.W for row in self.schedule.actions for action in row)
 
     @classmethod
-    def of(cls, *timelines: Timeline, layers: Sequence[float] = (), around: float = 0.0) -> "Measurement":
+    def from_timelines(cls, *timelines: Timeline, layers: Sequence[float] = (), around: float = 0.0) -> "Measurement":
         """From one step or several of the same table. `layers`: of each stage, by default the same.
 
         An action of a stage costs the median over its microbatches and steps; W the mean, since the last of several may have
@@ -52,28 +54,28 @@ class Measurement:
         border where none was, it takes what is usual.
         Raises ScheduleError for timelines of different tables, and where a stage ran no forward or no backward.
         """
-        tables = [table_of(timeline) for timeline in timelines]
+        tables = [executed_table(timeline) for timeline in timelines]
         if not tables or any(table.actions != tables[0].actions for table in tables):
             raise ScheduleError("costs are measured on one table: give one timeline, or several of the same table")
-        if not tables[0].stages:
+        if not tables[0].num_stages:
             raise ScheduleError("nothing ran in this timeline: measure a step")
-        table, gaps = tables[0], [gap for timeline in timelines for gap in gaps_of(timeline)]
+        table, gaps = tables[0], [gap for timeline in timelines for gap in find_gaps(timeline)]
         waits = [gap for gap in gaps if gap.waited]
-        whole = _by_border(((gap, gap.message) for gap in waits), table)
-        between = _between((gap for gap in gaps if not gap.waits(whole.get(gap.border, 0.0))), table.stages)
-        sends = _by_border(((gap, gap.message - _of(between, gap.needed)) for gap in waits), table)
-        sizes = next((timeline.sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
-        layers = _checked(layers, table.stages)
+        whole = _by_border(((gap, gap.message_seconds) for gap in waits), table)
+        between = _between((gap for gap in gaps if not gap.is_wait(whole.get(gap.border, 0.0))), table.num_stages)
+        sends = _by_border(((gap, gap.message_seconds - _of(between, gap.needed)) for gap in waits), table)
+        sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
+        layers = _checked(layers, table.num_stages)
         return cls(table, _seconds(timelines, table), between, tuple(sends.values()), around, layers, sizes)
 
     @property
     def costs(self) -> Costs:
         """For `simulate`, of tables with the same stages. Each action contains the engine's time after it."""
         forward, backward, inputs, weights = (
-            tuple(map(sum, zip(self.seconds[kind], self.between[kind], strict=True))) for kind in Kind
+            tuple(map(sum, zip(self.seconds[kind], self.engine_seconds[kind], strict=True))) for kind in Kind
         )
-        act, keep = zip(*self.sizes, strict=True) if self.sizes else (1, None)
-        return Costs(forward, inputs, weights, self.send, act=act, keep=keep, backward=backward)
+        act, keep = zip(*self.activation_sizes, strict=True) if self.activation_sizes else (1, None)
+        return Costs(forward, inputs, weights, self.message_seconds, act=act, keep=keep, backward=backward)
 
     def predict(self, schedule: Schedule, layers: Sequence[float] = ()) -> Timeline:
         """When every action of `schedule` would run on such ranks, with as many rows in a microbatch.
@@ -83,40 +85,47 @@ class Measurement:
         B where nothing is lost. A step takes the timeline's makespan and `around`.
         """
         table = replace(with_full_backwards(schedule), overlaps=frozenset())
-        here = self.cut(table.stages, layers)
+        here = self.recut(table.num_stages, layers)
         timeline = simulate(table, here.costs)
-        rows = [[event._replace(end=event.end - _of(here.between, event)) for event in row] for row in timeline.rows]
-        borders = [Border(latency=send + after) for send, after in zip(here.send, here.between[Kind.F], strict=False)]
-        name, unit = f"{schedule.name}, predicted", "bytes" if here.sizes else ""
-        return replace(timeline, name=name, rows=tuple(map(tuple, rows)), borders=tuple(borders), memory_unit=unit)
+        rows = [[event._replace(end=event.end - _of(here.engine_seconds, event)) for event in row] for row in timeline.rows]
+        borders = [
+            MessageCost(latency=send + after)
+            for send, after in zip(here.message_seconds, here.engine_seconds[Kind.F], strict=False)
+        ]
+        name, unit = f"{schedule.name}, predicted", "bytes" if here.activation_sizes else ""
+        return replace(timeline, name=name, rows=tuple(map(tuple, rows)), message_costs=tuple(borders), memory_unit=unit)
 
-    def waits(self, gap: "Gap") -> bool:
+    def is_wait(self, gap: "Gap") -> bool:
         """Whether the rank was idle before its message came; else the engine alone took the time."""
         low, high = gap.border
-        return gap.waits(self.send[low] + _of(self.between, gap.needed) if high == low + 1 else 0.0)
+        return gap.is_wait(self.message_seconds[low] + _of(self.engine_seconds, gap.needed) if high == low + 1 else 0.0)
 
-    def cut(self, stages: int, layers: Sequence[float] = ()) -> "Measurement":
+    def recut(self, stages: int, layers: Sequence[float] = ()) -> "Measurement":
         """The same model cut into so many stages: every layer takes along its part of what its stage took.
 
         What a stage took for another reason, a slow rank or the loss, moves with its layers too, and so does memory. Where the
         number of stages differs, the engine's time and that of a message are what is usual.
         """
-        same = stages == self.schedule.stages
+        same = stages == self.schedule.num_stages
         layers = self.layers if same and not layers else _checked(layers, stages)
         if same and layers == self.layers:
             return self
         seconds = {kind: _divided(times, self.layers, layers) for kind, times in self.seconds.items()}
-        parts = [_divided(amounts, self.layers, layers) for amounts in zip(*self.sizes, strict=True)]
-        moved = replace(self, seconds=seconds, layers=layers, sizes=tuple(map(Size, *parts)) if parts else ())
+        parts = [_divided(amounts, self.layers, layers) for amounts in zip(*self.activation_sizes, strict=True)]
+        moved = replace(
+            self, seconds=seconds, layers=layers, activation_sizes=tuple(map(ActivationSize, *parts)) if parts else ()
+        )
         if same:
             return moved
-        between = {kind: (median(times),) * stages for kind, times in self.between.items()}
-        crossing = [send for send, ends in zip(self.send, pairwise(self.schedule.placement), strict=True) if len({*ends}) > 1]
+        between = {kind: (median(times),) * stages for kind, times in self.engine_seconds.items()}
+        crossing = [
+            send for send, ends in zip(self.message_seconds, pairwise(self.schedule.placement), strict=True) if len({*ends}) > 1
+        ]
         send = (median(crossing or [0.0]),) * (stages - 1)
-        return replace(moved, between=between, send=send)
+        return replace(moved, engine_seconds=between, message_seconds=send)
 
 
-def table_of(timeline: Timeline) -> Schedule:
+def executed_table(timeline: Timeline) -> Schedule:
     """The table whose actions `timeline` has, under its name."""
     name = timeline.name.removesuffix(", measured").removesuffix(", predicted")
     table = from_rows(name, [[event.action for event in row] for row in timeline.rows])
@@ -167,23 +176,23 @@ class Gap(NamedTuple):
         return self.needed is not None and (self.before is None or self.needed.end >= self.before.end)
 
     @property
-    def message(self) -> float:
+    def message_seconds(self) -> float:
         """Seconds from the end of what was needed to the start of what needed it."""
         return self.after.start - self.needed.end if self.needed else 0.0
 
-    def waits(self, message: float) -> bool:
+    def is_wait(self, message: float) -> bool:
         """Whether the rank was idle before its message came, which takes so many seconds."""
         if self.needed is None or self.before is None:
             return self.before is None
         return self.needed.end + message > self.before.end
 
 
-def gaps_of(timeline: Timeline) -> Iterator[Gap]:
+def find_gaps(timeline: Timeline) -> Iterator[Gap]:
     """What lies before every action, or pair of actions, rank by rank."""
     for rank in range(timeline.ranks):
         before: Event | None = None
         for cell in timeline.cells(rank):
-            yield Gap(before, cell[0], timeline.awaited(cell))
+            yield Gap(before, cell[0], timeline.last_remote_need(cell))
             before = cell[0]
 
 
@@ -195,11 +204,11 @@ def _seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
             for event in cell:
                 seen[event.action[:2]].append((event.end - event.start) / len(cell))
     taken = {key: fmean(times) if key[0] is Kind.W else median(times) for key, times in seen.items()}
-    split = [stage for stage in range(table.stages) if {(Kind.I, stage), (Kind.W, stage)} <= taken.keys()]
+    split = [stage for stage in range(table.num_stages) if {(Kind.I, stage), (Kind.W, stage)} <= taken.keys()]
     halves = {stage: (taken[Kind.I, stage], taken[Kind.W, stage]) for stage in split}
     share = median([inputs / (inputs + weights) if inputs + weights else 0.5 for inputs, weights in halves.values()] or [0.5])
     costs = []
-    for stage in range(table.stages):
+    for stage in range(table.num_stages):
         if (Kind.F, stage) not in taken or (stage not in halves and (Kind.B, stage) not in taken):
             raise ScheduleError(f"stage {stage} ran no {'backward' if (Kind.F, stage) in taken else 'forward'}: measure a step")
         both = sum(halves[stage]) if stage in halves else taken[Kind.B, stage]
@@ -225,7 +234,7 @@ def _by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Sk
     for gap, seconds in samples:
         for key in (gap.border, _ends(gap.border, table), None):
             seen[key].append(max(0.0, seconds))
-    return {border: _usual(seen, border, _ends(border, table), None) for border in pairwise(range(table.stages))}
+    return {border: _usual(seen, border, _ends(border, table), None) for border in pairwise(range(table.num_stages))}
 
 
 def _usual(seen: Samples, *keys: object) -> float:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise, product
 
 from penstock.errors import ScheduleError
-from penstock.schedule.memory import Size
-from penstock.schedule.program import checked_skips
-from penstock.schedule.table import Action, Kind, Skip, Table, collector_paused, dependencies, must_be_table
-from penstock.schedule.timing.events import Border, Channel, Event
+from penstock.schedule.memory import ActivationSize
+from penstock.schedule.program import check_skips
+from penstock.schedule.table import Action, Kind, Skip, Table, check_is_table, dependencies, garbage_collection_paused
+from penstock.schedule.timing.events import Channel, Event, MessageCost
 from penstock.schedule.timing.timeline import Timeline
 
 Cost = float | Sequence[float]  # one number for all stages (or all borders between stages), or one for each
@@ -44,7 +44,7 @@ class Costs:
     skips: Mapping[Skip, float] = field(default_factory=dict)
     backward: Cost | None = None
 
-    def table(self, stages: int) -> dict[Kind, list[float]]:
+    def action_costs(self, stages: int) -> dict[Kind, list[float]]:
         """Kind -> cost of every stage.
 
         Raises ScheduleError if a sequence does not have one cost for each stage, a cost is negative or no finite number, or
@@ -59,19 +59,19 @@ class Costs:
         full = both if self.backward is None else _costs("backward", self.backward, stages)
         return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
 
-    def borders(self, stages: int) -> tuple[Border, ...]:
+    def message_costs(self, stages: int) -> tuple[MessageCost, ...]:
         """What a message over each border between stages costs. Raises ScheduleError as `table` does."""
         links = self._links(stages)
         sizes = _costs("size", self.size, len(links), "border", "a number of bytes")
-        return tuple(Border(size / bandwidth, send) for (send, bandwidth), size in zip(links, sizes, strict=True))
+        return tuple(MessageCost(size / bandwidth, send) for (send, bandwidth), size in zip(links, sizes, strict=True))
 
-    def skipping(self, stages: int) -> dict[Skip, Border]:
+    def skip_connection_costs(self, stages: int) -> dict[Skip, MessageCost]:
         """What a message of each skip costs. Raises ScheduleError as `table` does, and for a skip between no such stages."""
-        checked_skips(self.skips, stages)
+        check_skips(self.skips, stages)
         links = self._links(stages)
         sizes = _costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
         sends = [(size / links[start][1], links[start][0]) for (start, _), size in zip(self.skips, sizes, strict=True)]
-        return dict(zip(self.skips, map(Border._make, sends), strict=True))
+        return dict(zip(self.skips, map(MessageCost._make, sends), strict=True))
 
     def _links(self, stages: int) -> list[tuple[float, float]]:
         """The latency and the bandwidth of every border."""
@@ -83,11 +83,11 @@ class Costs:
                 raise ScheduleError(f"bandwidth has {bandwidth}: give bytes per unit of time, more than 0")
         return list(zip(sends, bandwidths, strict=True))
 
-    def sizes(self, stages: int) -> tuple[Size, ...]:
+    def activation_sizes(self, stages: int) -> tuple[ActivationSize, ...]:
         """What an activation of every stage takes. Raises ScheduleError as `table` does."""
         acts = _costs("act", self.act, stages, what="an amount of memory")
         keeps = acts if self.keep is None else _costs("keep", self.keep, stages, what="an amount of memory")
-        return tuple(map(Size, acts, keeps))
+        return tuple(map(ActivationSize, acts, keeps))
 
 
 def _costs(name: str, cost: Cost, count: int, each: str = "stage", what: str = "a time") -> list[float]:
@@ -119,27 +119,34 @@ def simulate(schedule: Table, costs: Costs = Costs()) -> Timeline:
         timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1, backward_input=1, backward_weight=1))
         timeline.makespan, timeline.bubble  # 33.0, 0.27..
     """
-    timeline = until_it_stops(schedule, costs)
+    timeline = simulate_until_deadlock(schedule, costs)
     for rank, (row, actions) in enumerate(zip(timeline.rows, schedule.actions, strict=True)):
         if len(row) < len(actions):
             raise ScheduleError(f"{schedule.name} stops: rank {rank} waits for ever before {actions[len(row)]} (see verify)")
     return timeline
 
 
-def until_it_stops(schedule: Table, costs: Costs = Costs()) -> Timeline:
+def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline:
     """The same as far as it comes: of a table whose actions wait for each other in a circle, those that run before that.
 
     Raises ScheduleError as `simulate`, but not for a circle.
     """
-    must_be_table(schedule)
+    check_is_table(schedule)
     _check_places(schedule)
     machine = _Machine(schedule, costs)
-    with collector_paused():
+    with garbage_collection_paused():
         machine.run()
-    rows, stages = tuple(map(tuple, machine.rows)), schedule.stages
+    rows, stages = tuple(map(tuple, machine.rows)), schedule.num_stages
     if any(row and not row[-1].end < float("inf") for row in rows):
         raise ScheduleError("the costs add up to more than a number can say: give smaller ones")
-    return Timeline(schedule.name, rows, costs.borders(stages), costs.sizes(stages), schedule.overlaps, costs.skipping(stages))
+    return Timeline(
+        schedule.name,
+        rows,
+        costs.message_costs(stages),
+        costs.activation_sizes(stages),
+        schedule.overlaps,
+        costs.skip_connection_costs(stages),
+    )
 
 
 def _check_places(schedule: Table) -> None:
@@ -160,7 +167,7 @@ class _Route:
     times: Times
     receiver: int
     channel: Channel
-    border: Border
+    border: MessageCost
 
 
 @dataclass(slots=True)
@@ -216,7 +223,7 @@ class _Machine:
                 for times in work.leaves:
                     times[microbatch] = free
                 for route in work.sends:
-                    route.times[microbatch] = route.channel.carry(free, route.border)
+                    route.times[microbatch] = route.channel.transmit(free, route.border)
                     if waits_for[route.receiver] is route.times:
                         waits_for[route.receiver] = None
                         self.ready.append(route.receiver)
@@ -224,10 +231,10 @@ class _Machine:
 
 def _works(schedule: Table, costs: Costs) -> dict[Kind, list[_Work]]:
     """Kind -> the work of every stage, with the times that connect them."""
-    home, stages, skips = schedule.placement, schedule.stages, costs.skipping(schedule.stages)
-    borders = dict(zip(pairwise(range(stages)), costs.borders(stages), strict=True)) | skips
+    home, stages, skips = schedule.placement, schedule.num_stages, costs.skip_connection_costs(schedule.num_stages)
+    borders = dict(zip(pairwise(range(stages)), costs.message_costs(stages), strict=True)) | skips
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
-    works = {kind: [_Work(cost) for cost in each] for kind, each in costs.table(stages).items()}
+    works = {kind: [_Work(cost) for cost in each] for kind, each in costs.action_costs(stages).items()}
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
         for makers in dependencies(Action(kind, stage, 0), stages, skips):
             times: Times = [None] * schedule.microbatches
@@ -243,7 +250,7 @@ def _works(schedule: Table, costs: Costs) -> dict[Kind, list[_Work]]:
     return works
 
 
-def averaged(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shared: bool = False) -> float:
+def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shared: bool = False) -> float:
     """When the gradients of all stages are averaged, in the unit and on the clock of `timeline`, a planned or measured step.
 
     The gradients of a stage leave after its last backward, those of a rank's stages one after the other. `seconds` is what
@@ -260,8 +267,8 @@ def averaged(timeline: Timeline, seconds: Cost, *, overlapped: bool = True, shar
             ready[stage] = event.rank, max(event.end, ready.get(stage, (0, event.end))[1])
     if not ready:
         raise ScheduleError(f"{timeline.name} has no backward: there are no gradients to average")
-    takes = Costs(backward_weight=seconds).table(max(ready) + 1)[Kind.W]
+    takes = Costs(backward_weight=seconds).action_costs(max(ready) + 1)[Kind.W]
     end = max(event.end for event in timeline.events)
     leaving = sorted((when if overlapped else end, takes[stage], rank) for stage, (rank, when) in ready.items())
     links: dict[int, Channel] = defaultdict(Channel)
-    return max(end, *(links[0 if shared else rank].carry(when, Border(lasts)) for when, lasts, rank in leaving))
+    return max(end, *(links[0 if shared else rank].transmit(when, MessageCost(lasts)) for when, lasts, rank in leaving))

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from functools import cached_property
 
-from penstock.schedule.memory import frees, held_after, peaks_in_flight
+from penstock.schedule.memory import changes_memory_at_end, memory_after_actions, peaks_in_flight
 from penstock.schedule.table import Action
-from penstock.schedule.timing.causes import Cause, Idle, critical_path, idle_times, shares
-from penstock.schedule.timing.events import Event, Events
+from penstock.schedule.timing.causes import Cause, Idle, cause_shares, critical_path, idle_times
+from penstock.schedule.timing.events import Event, StepEvents
 
 
-class Timeline(Events):
+class Timeline(StepEvents):
     """When every action of one step ran, or would run.
 
     `idle_share` counts the time of all ranks, `bubble` that of the busiest one: they are the same where all have as much work.
@@ -49,7 +49,7 @@ class Timeline(Events):
 
         The causes are `fill`, `imbalance`, `drain`, `communication` and `sending`, defined in `timing/causes.py`.
         """
-        return shares(self.idle, self.ranks * self.makespan)
+        return cause_shares(self.idle, self.ranks * self.makespan)
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
@@ -69,7 +69,7 @@ class Timeline(Events):
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """For every rank, the most its activations took at once, in the unit of `act` and `keep`."""
-        return tuple(max((held for _, held in self.held_after(rank)), default=0.0) for rank in range(self.ranks))
+        return tuple(max((held for _, held in self.memory_after_actions(rank)), default=0.0) for rank in range(self.ranks))
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """The memory curve of `rank`: (time, what its activations take from then on) for every action that changes it.
@@ -77,15 +77,15 @@ class Timeline(Events):
         F adds `act` when it starts; at their ends I frees `act` - `keep`, W frees `keep`, B frees `act`.
         """
         at, curve, before = {event.action: event for event in self.rows[rank]}, [], 0.0
-        for action, held in self.held_after(rank):
+        for action, held in self.memory_after_actions(rank):
             if held != before:
-                curve.append((at[action].end if frees(action) else at[action].start, held))
+                curve.append((at[action].end if changes_memory_at_end(action) else at[action].start, held))
             before = held
         return curve
 
-    def held_after(self, rank: int) -> Iterator[tuple[Action, float]]:
+    def memory_after_actions(self, rank: int) -> Iterator[tuple[Action, float]]:
         """The actions of `rank`, and what its activations take once each has ended; of a pair the forward counts first."""
-        return held_after(self._actions(rank), self.sizes)
+        return memory_after_actions(self._actions(rank), self.activation_sizes)
 
     def _actions(self, rank: int) -> Iterator[tuple[Action, ...]]:
         return (tuple([event.action for event in cell]) for cell in self.cells(rank))

@@ -22,11 +22,11 @@ def timeline_data(timeline: Timeline) -> Data:
         "peak_memory": timeline.peak_memory,
         "critical_path": [str(event.action) for event in timeline.critical_path],
         "overlaps": sorted([str(action) for action in pair] for pair in timeline.overlaps),
-        "borders": timeline.borders,
+        "borders": timeline.message_costs,
         "skips": [[*skip, *border] for skip, border in sorted(timeline.skips.items())],
-        "sizes": timeline.sizes,
+        "sizes": timeline.activation_sizes,
         "memory_unit": timeline.memory_unit,
-        "between": [round(time, 9) for time in timeline.between],
+        "between": [round(time, 9) for time in timeline.between_steps],
         "averaging": [round(time, 9) for time in timeline.averaging],
         "ranks": [_row(timeline, rank) for rank in range(timeline.ranks)],
     }
@@ -34,7 +34,7 @@ def timeline_data(timeline: Timeline) -> Data:
 
 def _row(timeline: Timeline, rank: int) -> Data:
     """What a rank ran, why it was idle, and what it held."""
-    held = dict(timeline.held_after(rank))
+    held = dict(timeline.memory_after_actions(rank))
     return {
         "events": [_event(timeline, each, held[each.event.action]) for each in begun(timeline, rank)],
         "idle": [[_since(timeline, start), _since(timeline, end), str(cause)] for start, end, cause in timeline.idle[rank]],
@@ -46,11 +46,11 @@ def verdict_data(told: Explanation) -> Data:
     """What would make the step shorter, in one line and finding by finding, each with the step as it would be; and what each
     other schedule would come to."""
     findings = [
-        {"about": each.about, "text": each.text, "gain": each.gain, "rank": each.rank}
+        {"about": each.kind, "text": each.text, "gain": each.gain, "rank": each.rank}
         | {"name": each.timeline.name, "timeline": timeline_data(each.timeline)}
         for each in told.verdict
     ]
-    return {"text": told.verdict_told, "findings": findings, "others": told.others_told}
+    return {"text": told.verdict_text, "findings": findings, "others": told.alternative_texts}
 
 
 def _event(timeline: Timeline, begun: Begun, held: float) -> Data:

@@ -22,7 +22,7 @@ from penstock.plan import is_plan_text
 from penstock.plan import parse_plan as read_plan
 from penstock.schedule import Action, Costs, Measurement, Schedule, Timeline, build, from_rows, verify
 from penstock.schedule.catalog import FAMILIES
-from penstock.schedule.schedule import cells_of
+from penstock.schedule.schedule import parse_csv_cells
 from penstock.schedule.table import Table
 from penstock.view.data import sums
 from penstock.view.data.sums import is_huge, sums_data
@@ -61,7 +61,7 @@ def choices() -> Data:
         name: {
             "summary": family.summary,
             "stages_per_rank": family.stages_per_rank,
-            "least": family.least,
+            "least": family.min_stages_per_rank,
             "open": "stages_per_rank" in family.options,
         }
         for name, family in FAMILIES.items()
@@ -76,7 +76,7 @@ def _table(asked: Mapping[str, object]) -> Schedule:
     name = question.text(asked.get("name") or asked.get("file") or "table", "name", 200)
     if "csv" in asked:
         text = question.text(asked["csv"], "csv", 8_000_000).removeprefix("\ufeff")
-        return _from_rows(name, cells_of(name, text)[:1000], None)
+        return _from_rows(name, parse_csv_cells(name, text)[:1000], None)
     if "rows" in asked:
         return _from_rows(name, question.items(asked["rows"], "rows"), asked.get("placement"))
     name = question.text(asked.get("schedule"), "schedule", 100)
@@ -108,7 +108,7 @@ def _placed(rank: object, ranks: int) -> int:
 def _check_size(schedule: Schedule) -> None:
     if schedule.ranks > MOST_RANKS:
         raise ScheduleError(f"{schedule.name} has {schedule.ranks} ranks: the studio takes up to {MOST_RANKS}")
-    _check_microbatches(schedule.stages, schedule.microbatches)
+    _check_microbatches(schedule.num_stages, schedule.microbatches)
 
 
 def _check_microbatches(stages: int, microbatches: int) -> None:
@@ -137,7 +137,7 @@ def _of_run(asked: Mapping[str, object]) -> Data:
         name, label, timeline = record.name.removesuffix(", measured"), record.label, record.usual
         if is_huge(timeline):
             raise PenstockError(f"{file} has {len(timeline.events)} actions a step: the studio takes up to {sums.MOST}")
-        measured = Measurement.of(*record.steps, layers=record.layers)
+        measured = Measurement.from_timelines(*record.steps, layers=record.layers)
         verdict = record.explanation and verdict_data(record.explanation)  # of all steps, as on the run's page
     schedule = replace(measured.schedule, name=name)
     _check_size(schedule)
@@ -179,12 +179,12 @@ def _answered(schedule: Schedule, asked: Mapping[str, object]) -> Data:
     except ScheduleError:
         if verdict.holds:
             raise
-    buffer, rows = io.StringIO(), schedule.texts()
+    buffer, rows = io.StringIO(), schedule.csv_rows()
     csv.writer(buffer).writerows(rows)
     return {
         "name": schedule.name,
         "ranks": schedule.ranks,
-        "stages": schedule.stages,
+        "stages": schedule.num_stages,
         "microbatches": schedule.microbatches,
         "placement": list(schedule.placement),
         "rows": rows,
@@ -222,7 +222,7 @@ def _timed(schedule: Schedule, asked: Mapping[str, object]) -> Timed:
 
 def _stuck(schedule: Table, costs: Costs, timeline: Timeline) -> Iterator[Data]:
     """What never runs, where its rank would come to it if it had not to wait."""
-    table = costs.table(schedule.stages)
+    table = costs.action_costs(schedule.num_stages)
     for rank, row in enumerate(timeline.rows):
         free, ran = (row[-1].end if row else timeline.start) - timeline.start, {event.action for event in row}
         for cell in schedule.cells(rank):

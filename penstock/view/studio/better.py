@@ -18,10 +18,10 @@ def better(schedule: Schedule, costs: Costs, limit: int | None, tell: Tell) -> F
     `limit`: activations in flight on a rank, at most; None: what the ranks hold with `schedule`, each. Raises PenstockError
     for a table that is too large to search for.
     """
-    if schedule.stages * schedule.microbatches > MOST_SEARCHED:
+    if schedule.num_stages * schedule.microbatches > MOST_SEARCHED:
         raise ScheduleError(
-            f"{schedule.stages} stages of {schedule.microbatches} microbatches are more than the studio searches for: "
-            f"use {max(1, MOST_SEARCHED // schedule.stages)} microbatches or fewer, or `penstock search`"
+            f"{schedule.num_stages} stages of {schedule.microbatches} microbatches are more than the studio searches for: "
+            f"use {max(1, MOST_SEARCHED // schedule.num_stages)} microbatches or fewer, or `penstock search`"
         )
 
     def progress(share: float, makespan: float) -> None:
@@ -36,7 +36,7 @@ def better(schedule: Schedule, costs: Costs, limit: int | None, tell: Tell) -> F
 
 def found_data(found: Found) -> Data:
     """What a search found, for the page to tell."""
-    return {"makespan": found.makespan, "bound": found.bound, "because": found.because, "proven": found.proven}
+    return {"makespan": found.makespan, "bound": found.bound, "because": found.bound_reason, "proven": found.proven}
 
 
 def _runs(schedule: Schedule) -> bool:

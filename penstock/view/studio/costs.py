@@ -16,9 +16,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from penstock.errors import PenstockError
-from penstock.schedule import Costs, Measurement, Schedule, ScheduleError, Size, Timeline
+from penstock.schedule import ActivationSize, Costs, Measurement, Schedule, ScheduleError, Timeline
 from penstock.schedule.table import Kind, Table
-from penstock.schedule.timing.simulate import until_it_stops
+from penstock.schedule.timing.simulate import simulate_until_deadlock
 from penstock.schedule.transform import with_full_backwards
 from penstock.view.data.timeline import Data
 from penstock.view.studio import question
@@ -45,22 +45,22 @@ def timed(schedule: Schedule, said: Mapping[str, object], unit: object) -> Timed
         return _predicted(schedule, _measurement(said), slower)
     share = question.number(said.get("share", 1), "share")
     scale = MILLI if unit == "ms" else 1.0
-    own = _own(said, schedule.stages)
+    own = _own(said, schedule.num_stages)
     forward, inputs, weights = (
         [scale * share * time * factor for time, factor in zip(own[name], slower, strict=True)] for name in STAGE_COSTS
     )
-    sizes = _sizes(said, schedule.stages)
+    sizes = _sizes(said, schedule.num_stages)
     act, keep = zip(*sizes, strict=True) if sizes else (share, None)
     costs = Costs(forward, inputs, weights, send=scale * _send(said), act=act, keep=keep)
-    timeline = until_it_stops(schedule, costs)
+    timeline = simulate_until_deadlock(schedule, costs)
     return Timed(schedule, costs, replace(timeline, memory_unit="" if keep is None else "bytes"))
 
 
 def data_of(measured: Measurement) -> Data:
     """What a run's actions cost, as the page has it and asks with it."""
-    stages = range(measured.schedule.stages)
+    stages = range(measured.schedule.num_stages)
     each = {name: [time / MILLI for time in measured.seconds[kind]] for name, kind in STAGE_COSTS.items()}
-    usual = fmean(measured.send) if measured.send else 0.0
+    usual = fmean(measured.message_seconds) if measured.message_seconds else 0.0
     halves = [each["backward_input"][stage] + each["backward_weight"][stage] for stage in stages]
     full = [both / MILLI / half if half else 1.0 for both, half in zip(measured.seconds[Kind.B], halves, strict=True)]
     return {
@@ -68,13 +68,13 @@ def data_of(measured: Measurement) -> Data:
         "send": usual / MILLI,
         "stages": {str(stage): {name: times[stage] for name, times in each.items()} for stage in stages},
         "ranks": {},
-        "sizes": [list(size) for size in measured.sizes],
+        "sizes": [list(size) for size in measured.activation_sizes],
         "measured": {
             "placement": list(measured.schedule.placement),
             "layers": list(measured.layers) or [1.0] * len(stages),
             "full": full,  # what B took of what I and W take together
-            "engine": [[measured.between[kind][stage] / MILLI for kind in Kind] for stage in stages],
-            "sends": [send / usual if usual else 1.0 for send in measured.send],  # of the usual message
+            "engine": [[measured.engine_seconds[kind][stage] / MILLI for kind in Kind] for stage in stages],
+            "sends": [send / usual if usual else 1.0 for send in measured.message_seconds],  # of the usual message
         },
     }
 
@@ -123,7 +123,7 @@ def _sizes(said: Mapping[str, object], stages: int) -> list[list[float]]:
 
 def _predicted(schedule: Schedule, measured: Measurement, slower: list[float]) -> Timed:
     """As on the run's ranks: its layers cut for this table; I and W run as one B, and pairs one after the other."""
-    here = measured.cut(schedule.stages)
+    here = measured.recut(schedule.num_stages)
     seconds = {
         kind: tuple(time * factor for time, factor in zip(times, slower, strict=True)) for kind, times in here.seconds.items()
     }
@@ -132,8 +132,8 @@ def _predicted(schedule: Schedule, measured: Measurement, slower: list[float]) -
     try:
         timeline = here.predict(schedule)
     except ScheduleError:  # it stops: as far as it comes
-        stopped = until_it_stops(table, here.costs)
-        timeline = replace(stopped, memory_unit="bytes" if here.sizes else "")
+        stopped = simulate_until_deadlock(table, here.costs)
+        timeline = replace(stopped, memory_unit="bytes" if here.activation_sizes else "")
     return Timed(table, here.costs, replace(timeline, name=schedule.name))
 
 
@@ -155,7 +155,7 @@ def _measurement(said: Mapping[str, object]) -> Measurement:
     between = {kind: tuple(MILLI * time for time in times) for kind, times in zip(Kind, zip(*engine, strict=True), strict=True)}
     sends = tuple(MILLI * _send(said) * part for part in _list(run, "sends", stages - 1))
     ran = Schedule("run", tuple(homes), 0, ((),) * (1 + max(homes)), frozenset())
-    sizes = tuple(Size(*size) for size in _sizes(said, stages))
+    sizes = tuple(ActivationSize(*size) for size in _sizes(said, stages))
     return Measurement(ran, seconds, between, sends, 0.0, tuple(layers), sizes)
 
 

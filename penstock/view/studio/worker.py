@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from penstock.errors import PenstockError
-from penstock.schedule.table import collector_paused
+from penstock.schedule.table import garbage_collection_paused
 from penstock.view.data.timeline import Data
 from penstock.view.studio.answers import answer
 from penstock.view.studio.better import Tell
@@ -118,7 +118,7 @@ def main() -> None:
 def answered(question: object, tell: Tell = lambda data: None) -> Data:
     """The answer; what Penstock refuses, and what it fails at, is told in a sentence."""
     try:
-        with collector_paused():
+        with garbage_collection_paused():
             return answer(question, tell)
     except PenstockError as error:
         return {"error": str(error)}

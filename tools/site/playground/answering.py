@@ -31,4 +31,4 @@ def _table(asked: Mapping[str, Any]) -> dict[str, object]:
     ranks, microbatches = (question.whole(asked, what, MOST[what]) for what in ("ranks", "microbatches"))
     made = table_of("your schedule", asked["python"], ranks, microbatches)
     others = {name: value for name, value in asked.items() if name not in ("python", "ranks", "microbatches")}
-    return {**others, "rows": made.texts(), "placement": list(made.placement), "name": made.name}
+    return {**others, "rows": made.csv_rows(), "placement": list(made.placement), "name": made.name}

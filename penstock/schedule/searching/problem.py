@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule.schedule import Schedule, from_rows
-from penstock.schedule.table import Action, Kind, Table, takers
+from penstock.schedule.table import Action, Kind, Table, receiving_stages
 from penstock.schedule.timing.simulate import Costs
 
 Rows = list[list[int]]  # rank -> the numbers of its actions, in order
@@ -30,7 +30,7 @@ class Send(NamedTuple):
     latency: float
 
 
-class Machine:
+class SearchProblem:
     """What the actions of a pipeline cost, send and hold, in flat lists by their numbers.
 
     When what an action needs is there stands in the slot of its number; what else a model with skips needs has further slots.
@@ -42,19 +42,19 @@ class Machine:
         """`limits`: of every rank, on its memory. `whole`: backwards are not split: I stands for B, and there is no W."""
         self.costs, self.placement, self.microbatches, self.whole = costs, tuple(placement), microbatches, whole
         self.limits = [limit * (1 + TOLERANCE) for limit in limits]
-        self.stages, self.ranks = len(placement), len(limits)
+        self.num_stages, self.ranks = len(placement), len(limits)
         self.stages_of = [[stage for stage, home in enumerate(placement) if home == rank] for rank in range(self.ranks)]
         self.kinds = (Kind.F, Kind.B) if whole else (Kind.F, Kind.I, Kind.W)
-        self.first_back, self.first_weight = self.stages * microbatches, 2 * self.stages * microbatches
-        times, self.sizes = costs.table(self.stages), costs.sizes(self.stages)
-        self.times = [times[kind][stage] for kind in self.kinds for stage in range(self.stages)]  # by codes
+        self.first_back, self.first_weight = self.num_stages * microbatches, 2 * self.num_stages * microbatches
+        times, self.sizes = costs.action_costs(self.num_stages), costs.activation_sizes(self.num_stages)
+        self.times = [times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by codes
         self.typical = sum(self.times) / len(self.times)
         self.cost = self._of_actions(self.times)
-        self.change = self._of_actions([size.change(kind) for kind in self.kinds for size in self.sizes])
+        self.change = self._of_actions([size.memory_change(kind) for kind in self.kinds for size in self.sizes])
         signs = (1, -1, 0)[: len(self.kinds)]  # of F, of I and of W, if every W that can run is done
         self.net = self._of_actions([sign * size.act for sign in signs for size in self.sizes])
         self.work = [
-            microbatches * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.stages] == rank)
+            microbatches * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.num_stages] == rank)
             for rank in range(self.ranks)
         ]
         self.later = [sum(self.sizes[t].act for t in self.stages_of[home] if t > s) for s, home in enumerate(placement)]
@@ -65,7 +65,7 @@ class Machine:
 
     def _connect(self) -> None:
         """Who sends what where. A chain has one taker for each action: `slot` and `latency` say it; `sends` says it for any."""
-        count, stages = len(self.cost), self.stages
+        count, stages = len(self.cost), self.num_stages
         self.sends: list[list[Send]] = [[] for _ in range(count)]
         self.also_needs: list[list[int]] = [[] for _ in range(count)]
         self.source = dict[int, int]()  # slot -> the action that fills it
@@ -90,9 +90,11 @@ class Machine:
 
     def _edges(self) -> Iterator[tuple[int, int, Send]]:
         """Of every code those that need it, in the order in which a rank sends, and what the way there costs."""
-        stages, home = self.stages, self.placement
-        borders = dict(zip(pairwise(range(stages)), self.costs.borders(stages), strict=True)) | self.costs.skipping(stages)
-        goes = takers(stages, list(self.costs.skips))
+        stages, home = self.num_stages, self.placement
+        borders = dict(
+            zip(pairwise(range(stages)), self.costs.message_costs(stages), strict=True)
+        ) | self.costs.skip_connection_costs(stages)
+        goes = receiving_stages(stages, list(self.costs.skips))
         for base, kind in ((0, Kind.F), (stages, Kind.I)):
             for stage in range(stages):
                 for taker in goes[kind][stage]:
@@ -104,7 +106,7 @@ class Machine:
 
     def order(self) -> list[int]:
         """The codes, each behind those that it needs."""
-        stages = self.stages
+        stages = self.num_stages
         return [*range(stages), *reversed(range(stages, 2 * stages)), *range(2 * stages, len(self.times))]
 
     @cached_property
@@ -129,7 +131,7 @@ class Machine:
         """`rows` without their W."""
         return [[action for action in row if action < self.first_weight] for row in rows]
 
-    def rows(self, table: Table) -> Rows:
+    def rows_from_table(self, table: Table) -> Rows:
         """The rows of `table` in numbers, each backward whole or in halves as here, microbatches in order."""
         kinds = (
             {Kind.F: (0,), Kind.B: (1,), Kind.I: (1,), Kind.W: ()}
@@ -137,16 +139,16 @@ class Machine:
             else {Kind.F: (0,), Kind.I: (1,), Kind.W: (2,), Kind.B: (1, 2)}
         )
         return [
-            in_order((code * self.stages + stage for kind, stage, _ in row for code in kinds[kind]), self.microbatches)
+            in_order((code * self.num_stages + stage for kind, stage, _ in row for code in kinds[kind]), self.microbatches)
             for row in table.actions
         ]
 
-    def table(self, rows: Rows, name: str = "searched") -> Schedule:
+    def schedule_from_rows(self, rows: Rows, name: str = "searched") -> Schedule:
         """The table of `rows`."""
 
         def action(number: int) -> Action:
             code, microbatch = divmod(number, self.microbatches)
-            return Action(self.kinds[code // self.stages], code % self.stages, microbatch)
+            return Action(self.kinds[code // self.num_stages], code % self.num_stages, microbatch)
 
         return from_rows(name, [list(map(action, row)) for row in rows], self.placement)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import INFINITE, TOLERANCE, After, Machine, Rows, Slots
+from penstock.schedule.searching.problem import INFINITE, TOLERANCE, After, Rows, SearchProblem, Slots
 
 ATTEMPT, LOOK = 25, 5  # steps that count for an attempt and for a look at a row, beside the actions that run
 PREPARE, ACCEPT = 1 / 32, 1 / 2  # and for each action of the table, in an attempt and if it is accepted
@@ -22,7 +22,7 @@ PREPARE, ACCEPT = 1 / 32, 1 / 2  # and for each action of the table, in an attem
 Trace = list[After]  # before a row and after each of its actions
 
 
-class Moved(NamedTuple):
+class RowChange(NamedTuple):
     """A new row, and the first and the last place where it differs from the old one: behind its end if nothing could move."""
 
     row: list[int]
@@ -30,7 +30,7 @@ class Moved(NamedTuple):
     last: int
 
 
-class State(NamedTuple):
+class Snapshot(NamedTuple):
     """What a position is made from, and its makespan."""
 
     makespan: float
@@ -44,47 +44,47 @@ class _Tried(NamedTuple):
     rows: Rows
     put_off: Rows
     there: Slots
-    changed: Mapping[int, Moved]  # empty: all rows are new
+    changed: Mapping[int, RowChange]  # empty: all rows are new
     begin: list[int]
     traces: list[Trace]
     ends: list[float]
 
 
-class Position:
+class IncrementalSimulation:
     """`rows`, with the makespan; `slack` of every rank is given where the rows leave out W."""
 
-    def __init__(self, machine: Machine, rows: Rows, slack: list[float] | None = None) -> None:
-        self.machine, self.steps = machine, 0  # actions run so far
-        self.go_to(State(INFINITE, rows, slack))
+    def __init__(self, machine: SearchProblem, rows: Rows, slack: list[float] | None = None) -> None:
+        self.machine, self.work = machine, 0  # actions run so far
+        self.restore(Snapshot(INFINITE, rows, slack))
 
-    def go_to(self, state: State) -> None:
+    def restore(self, state: Snapshot) -> None:
         """Stand where `state` is."""
         self.rows, self.slack = state.rows[:], state.slack and state.slack[:]
         self.put_off: Rows = [self._weights(row) for row in self.rows]
         self.trace: list[Trace] = [[(0.0, 0.0, work, 0, 0)] for work in self.machine.work]
         self.there, self.makespan, self.tails = self.machine.there, INFINITE, self.machine.tails
-        if self.attempt({}, INFINITE) < INFINITE:
-            self.accept()
+        if self.try_changes({}, INFINITE) < INFINITE:
+            self.accept_changes()
 
-    def state(self) -> State:
+    def snapshot(self) -> Snapshot:
         """Where it stands, to come back to."""
-        return State(self.makespan, self.rows[:], self.slack and self.slack[:])
+        return Snapshot(self.makespan, self.rows[:], self.slack and self.slack[:])
 
-    def attempt(self, changed: Mapping[int, Moved], most: float) -> float:
+    def try_changes(self, changed: Mapping[int, RowChange], most: float) -> float:
         """The makespan with other rows for some ranks; infinite if that is seen to be above `most`, or cannot run."""
         net = self.machine.net if self.slack else self.machine.change
         for rank, (row, _, _) in changed.items():
-            self.steps += LOOK
+            self.work += LOOK
             if max(accumulate(map(net.__getitem__, row))) > self.machine.limits[rank]:
                 return INFINITE
         traces: list[Trace] = [[] for _ in self.rows]
         end = self._run(changed, most, traces)
-        self.steps += ATTEMPT + int(PREPARE * len(self.machine.cost)) + sum(map(len, traces))
+        self.work += ATTEMPT + int(PREPARE * len(self.machine.cost)) + sum(map(len, traces))
         return end
 
-    def accept(self) -> None:
+    def accept_changes(self) -> None:
         """Go on from what was attempted last."""
-        self.steps += int(ACCEPT * len(self.machine.cost))
+        self.work += int(ACCEPT * len(self.machine.cost))
         self.rows, self.put_off, self.there, changed, begin, traces, self.ends = self.tried
         self.makespan, self.chain = max(self.ends), list[tuple[int, int]]()
         for trace, here, new in zip(self.trace, begin, traces, strict=True):
@@ -114,17 +114,17 @@ class Position:
             behind[action] = longest
         return behind
 
-    def critical(self) -> list[tuple[int, int]]:
+    def critical_actions(self) -> list[tuple[int, int]]:
         """Rank and place of the actions that make up the makespan: each begins as soon as the one before it lets it."""
         if not self.chain:
             self.chain = list(self._chain())
-            self.steps += len(self.chain)
+            self.work += len(self.chain)
         return self.chain
 
     def _chain(self) -> Iterator[tuple[int, int]]:
         """The same from the end of the step on. A stretch of W belongs to the action behind it."""
         machine, cost = self.machine, self.machine.cost
-        count, stages, home = machine.microbatches, machine.stages, machine.placement
+        count, stages, home = machine.microbatches, machine.num_stages, machine.placement
         rank = max(range(machine.ranks), key=self.ends.__getitem__)
         index = len(self.rows[rank]) - 1
         while index >= 0:
@@ -140,17 +140,17 @@ class Position:
                 rank = home[source // count % stages]
                 index = self.rows[rank].index(source)
 
-    def loosen(self, rank: int, slack: float, most: float) -> bool:
+    def try_slack(self, rank: int, slack: float, most: float) -> bool:
         """Whether the step takes at most `most` with another `slack` of `rank`; then it has that."""
         assert self.slack
         before, self.slack[rank] = self.slack[rank], slack
-        if self.attempt({rank: Moved(self.rows[rank], 0, 0)}, most) > most:
+        if self.try_changes({rank: RowChange(self.rows[rank], 0, 0)}, most) > most:
             self.slack[rank] = before
             return False
-        self.accept()
+        self.accept_changes()
         return True
 
-    def whole_rows(self) -> Rows:
+    def rows_with_weights(self) -> Rows:
         """The rows with every W in its place."""
         rows: Rows = []
         for row, put_off, trace in zip(self.rows, self.put_off, self.trace, strict=True):
@@ -167,7 +167,7 @@ class Position:
         apart, leaves = machine.first_back, self.slack and not machine.whole
         return [action + apart for action in row if action >= apart] if leaves else []
 
-    def _run(self, changed: Mapping[int, Moved], most: float, traces: list[Trace]) -> float:
+    def _run(self, changed: Mapping[int, RowChange], most: float, traces: list[Trace]) -> float:
         """One loop over all actions from where something changes: what they leave behind goes into `traces` and `tried`."""
         machine = self.machine
         limits, plain, cost, change = machine.limits, machine.plain, machine.cost, machine.change
@@ -229,7 +229,7 @@ class Position:
         self.tried = _Tried(rows, put_off, there, changed, begin, traces, ends)
         return max(ends)
 
-    def _unrun(self, changed: Mapping[int, Moved], traces: list[Trace]) -> tuple[list[int], Slots]:
+    def _unrun(self, changed: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], Slots]:
         """Where each rank runs again, and what is there before; `traces` begin with that."""
         machine = self.machine
         since = min([self.trace[rank][first][0] for rank, (_, first, _) in changed.items()] or [0.0]) if machine.waits else 0.0
@@ -243,7 +243,7 @@ class Position:
                     there[machine.slot[action]] = -1.0
         return begin, there
 
-    def _with(self, changed: Mapping[int, Moved]) -> tuple[Rows, Rows, list[float]]:
+    def _with(self, changed: Mapping[int, RowChange]) -> tuple[Rows, Rows, list[float]]:
         """Rows, the W they leave out, and how long it takes at least behind an action, with other rows for some ranks."""
         rows, put_off, tails = self.rows[:], self.put_off[:], self.tails[:]
         for rank, (row, first, last) in changed.items():

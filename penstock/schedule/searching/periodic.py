@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from penstock.schedule.searching.machine import INFINITE, TOLERANCE, Machine, Rows
+from penstock.schedule.searching.problem import INFINITE, TOLERANCE, Rows, SearchProblem
 
 LOOSE, SHRINK = 2.0, 0.985  # the first period, in those of a rank that never idles; each further one, in those before it
 KEPT = 4  # of the shortest periods
@@ -27,14 +27,14 @@ class _Span(NamedTuple):
     amount: float
 
 
-def turning(machine: Machine, dice: random.Random, tries: int) -> Iterator[Turns]:
+def find_modulo_schedules(machine: SearchProblem, dice: random.Random, tries: int) -> Iterator[Turns]:
     """Wheels of short periods for `machine`, found in `tries`, the shortest first."""
     least = max(machine.work) / machine.microbatches
     period = LOOSE * least
     waits, needed, found = [0.0] * len(machine.times), INFINITE, list[Turns]()
     for _ in range(tries if period else 0):
         tried = waits[:]
-        code = int(dice.random() * 2 * machine.stages)
+        code = int(dice.random() * 2 * machine.num_stages)
         tried[code] = 0.0 if dice.random() < 0.5 else dice.random() * dice.random() * period
         starts = _placed(machine, period, tried)
         memory, fits = _memory(machine, period, starts)
@@ -48,7 +48,7 @@ def turning(machine: Machine, dice: random.Random, tries: int) -> Iterator[Turns
     yield from reversed(found[-KEPT:])
 
 
-def _placed(machine: Machine, period: float, waits: list[float]) -> list[float]:
+def _placed(machine: SearchProblem, period: float, waits: list[float]) -> list[float]:
     """When every code begins for microbatch 0: after its wait, where its rank is free in every period. Empty: it is not."""
     count, there, starts = machine.microbatches, machine.there[:], [0.0] * len(machine.times)
     taken: list[list[tuple[float, float]]] = [[] for _ in range(machine.ranks)]
@@ -56,9 +56,9 @@ def _placed(machine: Machine, period: float, waits: list[float]) -> list[float]:
         action, length = code * count, machine.times[code]
         ready = max([there[action], *(there[slot] for slot in machine.also_needs[action])])
         if action >= machine.first_weight:
-            inputs = code - machine.stages
+            inputs = code - machine.num_stages
             ready = starts[inputs] + machine.times[inputs]
-        busy = taken[machine.placement[code % machine.stages]]
+        busy = taken[machine.placement[code % machine.num_stages]]
         start = _free(busy, ready + waits[code], length, period)
         if start == INFINITE:
             return []
@@ -86,7 +86,7 @@ def _free(busy: list[tuple[float, float]], ready: float, length: float, period: 
     return start
 
 
-def _memory(machine: Machine, period: float, starts: list[float]) -> tuple[float, bool]:
+def _memory(machine: SearchProblem, period: float, starts: list[float]) -> tuple[float, bool]:
     """What the codes hold in a period, as a measure to make smaller, and whether every rank has room for it."""
     if not starts:
         return INFINITE, False
@@ -100,9 +100,9 @@ def _memory(machine: Machine, period: float, starts: list[float]) -> tuple[float
     return measure, fits
 
 
-def _spans(machine: Machine, rank: int, starts: list[float]) -> Iterator[_Span]:
+def _spans(machine: SearchProblem, rank: int, starts: list[float]) -> Iterator[_Span]:
     """What `rank` holds of a microbatch: all of a stage until its I has ended, then what W needs."""
-    stages = machine.stages
+    stages = machine.num_stages
     for stage in machine.stages_of[rank]:
         begin, (act, keep) = starts[stage], machine.sizes[stage]
         back = starts[stages + stage] + machine.times[stages + stage]
@@ -116,11 +116,11 @@ def _held(spans: Iterable[_Span], time: float, period: float) -> float:
     return sum(amount * (lasts // period + ((time - begin) % period < lasts % period)) for begin, lasts, amount in spans)
 
 
-def unrolled(machine: Machine, turns: Turns) -> Rows:
+def unroll_modulo_schedule(machine: SearchProblem, turns: Turns) -> Rows:
     """The F and I of every microbatch in the order of their starts: `turns` of the wheel, and one more for each microbatch."""
     rows: Rows = []
     for stages in machine.stages_of:
-        codes = [code for stage in stages for code in (stage, machine.stages + stage)]
+        codes = [code for stage in stages for code in (stage, machine.num_stages + stage)]
         when = [(turns[code] + m, code * machine.microbatches + m) for code in codes for m in range(machine.microbatches)]
         rows.append([action for _, action in sorted(when)])
     return rows

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule, from_rows
 from penstock.schedule.searching import bounds
-from penstock.schedule.searching.machine import TOLERANCE, Machine
+from penstock.schedule.searching.problem import TOLERANCE, SearchProblem
 from penstock.schedule.table import Action, Kind
 from penstock.schedule.timing.simulate import Costs, simulate
 
@@ -53,7 +53,7 @@ def _solver() -> Any:
     return cp_model
 
 
-def prove(machine: Machine, found: Schedule, least: float, seed: int) -> Proof:
+def prove(machine: SearchProblem, found: Schedule, least: float, seed: int) -> Proof:
     """The shortest table for `machine`, `found` or a shorter one; no table is shorter than `least`.
 
     `machine`: with its backwards in halves; whole ones are tried wherever they may be worth it.
@@ -72,11 +72,11 @@ def prove(machine: Machine, found: Schedule, least: float, seed: int) -> Proof:
 class _Problem:
     """The pipeline in variables and constraints; `unit` is the time that 1 stands for."""
 
-    def __init__(self, machine: Machine, found: Schedule, least: float) -> None:
+    def __init__(self, machine: SearchProblem, found: Schedule, least: float) -> None:
         self.machine, self.cp_model = machine, _solver()
         self.model = self.cp_model.CpModel()
-        times, stages = machine.times, machine.stages
-        full = machine.costs.table(stages)[Kind.B]
+        times, stages = machine.times, machine.num_stages
+        full = machine.costs.action_costs(stages)[Kind.B]
         self.either = [  # whether a whole backward may be worth it: it takes less time or less memory than its halves
             whole < times[stages + stage] + times[2 * stages + stage] or size.keep > size.act
             for stage, (whole, size) in enumerate(zip(full, machine.sizes, strict=True))
@@ -101,7 +101,7 @@ class _Problem:
 
     def _run(self, action: int) -> _Run:
         """The variables of an action, its length among them where it is a backward that may be whole."""
-        machine, stage = self.machine, action // self.machine.microbatches % self.machine.stages
+        machine, stage = self.machine, action // self.machine.microbatches % self.machine.num_stages
         start, length = self.model.new_int_var(0, self.most, ""), self.time[machine.cost[action]]
         if action < machine.first_back or not self.either[stage]:
             return _Run(start, length, start + length)
@@ -119,7 +119,9 @@ class _Problem:
         transmissions: dict[tuple[int, int], list[Any]] = defaultdict(list)
         for action, run in enumerate(self.runs):
             self.model.add(run.end <= self.end)
-            if (action + 1) % count and not (action >= machine.first_weight and self.either[action // count % machine.stages]):
+            if (action + 1) % count and not (
+                action >= machine.first_weight and self.either[action // count % machine.num_stages]
+            ):
                 self.model.add(self.runs[action + 1].start >= run.end)
             if machine.first_back <= action < machine.first_weight:
                 self.model.add(self.runs[action + machine.first_back].start >= run.end)
@@ -141,7 +143,7 @@ class _Problem:
         mine: list[list[Any]] = [[] for _ in range(machine.ranks)]
         heads, tails = bounds.heads_and_tails(machine)
         for action, run in enumerate(self.runs):
-            stage = action // machine.microbatches % machine.stages
+            stage = action // machine.microbatches % machine.num_stages
             mine[machine.placement[stage]].append(self.model.new_interval_var(run.start, run.length, run.end, ""))
             if not self.either[stage]:
                 self.model.add(run.start >= math.floor(heads[action] / self.unit * (1 - TOLERANCE)))
@@ -161,7 +163,7 @@ class _Problem:
             for at, stage in enumerate(machine.stages_of[rank]):
                 act, keep = held[2 * at : 2 * at + 2]
                 for m in range(count):
-                    forward, inputs, weights = (self.runs[(k * machine.stages + stage) * count + m] for k in range(3))
+                    forward, inputs, weights = (self.runs[(k * machine.num_stages + stage) * count + m] for k in range(3))
                     spans = [(forward, weights, act)] if act == keep else [(forward, inputs, act), (inputs, weights, keep)]
                     for first, last, amount in spans:
                         begins = first.end if first is inputs else first.start
@@ -176,7 +178,7 @@ class _Problem:
         for event in simulate(found, machine.costs).events:
             kind, stage, _ = event.action
             place = {Kind.F: 0, Kind.W: 2}.get(kind, 1)
-            starts[place * machine.stages + stage].append((event.start, kind is Kind.B))
+            starts[place * machine.num_stages + stage].append((event.start, kind is Kind.B))
         for code, each in starts.items():
             for action, (start, whole) in enumerate(sorted(each), code * machine.microbatches):
                 self.model.add_hint(self.runs[action].start, math.floor(start / self.unit * (1 + EXACT)))
@@ -188,7 +190,7 @@ class _Problem:
         machine, count = self.machine, self.machine.microbatches
         placed: list[list[tuple[int, int, Action]]] = [[] for _ in range(machine.ranks)]
         for code in machine.order():
-            kind, stage = machine.kinds[code // machine.stages], code % machine.stages
+            kind, stage = machine.kinds[code // machine.num_stages], code % machine.num_stages
             for m in range(count):
                 action = code * count + m
                 back = action - machine.first_back if kind is Kind.W else action

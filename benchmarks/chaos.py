@@ -106,7 +106,7 @@ def train(job: Job) -> bool:
     saving = None
     for step in range(pipe.step_count, job.steps):
         inputs = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-        mine = inputs.tensor_split(pipe.position.num_replicas, 1)[pipe.position.replica]
+        mine = inputs.tensor_split(pipe.position.replicas, 1)[pipe.position.replica]
         pipe.step(mine[0], target=mine[1])
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""What the ranks do together for a checkpoint: fail as one, write at the same time, find the newest whole one."""
+"""What all ranks do together for a checkpoint: fail together, write at the same time, find the newest complete one."""
 
 import itertools
 import shutil
@@ -23,193 +23,241 @@ from penstock.pipeline import Pipeline
 from penstock.stage.dtensor import gather_full_tensor, shard_like
 
 T = TypeVar("T")
-MODEL_PREFIX = "model."  # what the names of the model's tensors begin with in a checkpoint
-_control_group_numbers = itertools.count()  # of control groups for checkpoints in this process, the same on every rank
+MODEL_PREFIX = "model."  # of the names of the model's tensors in a checkpoint
+_control_group_numbers = itertools.count()  # of this process's control groups for checkpoints, the same on every rank
 _control_groups: WeakKeyDictionary[Pipeline, ControlGroup] = WeakKeyDictionary()
 
 
 class SaveHandle:
-    """A checkpoint that `save` has begun.
+    """A save, perhaps still in progress.
 
-    `path`: its folder, which is there once it is whole. `written`: when that is, if it is not already.
+    `path`: the checkpoint's folder, which exists once it is complete. `future`: of a save in the background.
     """
 
-    def __init__(self, path: Path, written: Future[None] | None = None) -> None:
+    def __init__(self, path: Path, future: Future[None] | None = None) -> None:
         self.path = path
-        self._written, self._waited = written, False
+        self._future, self._was_waited_for = future, False
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole; returns its folder. Raises, on every rank, what went wrong."""
-        error = self._written and self._written.exception()  # a Ctrl-C here leaves that to be told
-        self._waited = True
+        """Wait until the checkpoint is complete; return its folder. Raises, on every rank, the error of a save that failed."""
+        error = self._future and self._future.exception()  # a Ctrl-C here leaves the error unreported
+        self._was_waited_for = True
         if error:
             raise error
         return self.path
 
     @property
     def has_unreported_error(self) -> bool:
-        """Whether it has come to an error, as far as this rank knows, that nobody has been told."""
-        return not self._waited and self._written is not None and self._written.done() and bool(self._written.exception())
+        """Whether this rank knows that the save failed, and `wait` has not raised it."""
+        return not self._was_waited_for and self._future is not None and self._future.done() and bool(self._future.exception())
 
     def wait_unless_reported(self) -> None:
-        """As `wait`, but what that has raised already is not raised again."""
-        if not self._waited:
+        """As `wait`, but do not raise an error again that `wait` has raised."""
+        if not self._was_waited_for:
             self.wait()
 
 
 def control_group_for_call(pipe: Pipeline, call: str) -> ControlGroup:
-    """The control group of the checkpoints of `pipe`, once all ranks have made this `call` and the save before has ended.
+    """Return the control group for the checkpoints of `pipe`, once all ranks make this `call` and no save is in progress.
 
-    Raises MismatchError, on every rank, if a rank has made another call, and what went wrong with that save.
+    Raises, on every rank: MismatchError if a rank makes another call, and the error of a background save that failed.
     """
     if not isinstance(pipe, Pipeline):
         raise MismatchError(f"a checkpoint is of a Pipeline, not a {type(pipe).__name__}: save(folder, pipe)")
     with pipe.collective(call):
         pass
     pipe._engine.settle_background_save()
+
     if pipe not in _control_groups:
         _control_groups[pipe] = ControlGroup(pipe.position.world, f"penstock/checkpoint/{next(_control_group_numbers)}")
     return _control_groups[pipe]
 
 
+@contextmanager
+def fail_together(control: ControlGroup, action: str, wait: bool = True) -> Iterator[None]:
+    """Run the block on all ranks; if it fails on one, raise the same error on all: "rank 1 could not {action}: ..".
+
+    `wait`: False lets a rank that has finished go on at once, to the next exchange over `control`.
+    """
+    control.open_groups()
+    try:
+        yield
+        if wait:
+            control.all_gather_row((), f"to {action}")
+    except OSError as error:
+        reason = f"{error.strerror} ({error.filename})" if error.filename else str(error)
+        failure = PenstockError(f"rank {control.topology.rank} could not {action}: {reason}")
+        failure.__cause__ = error
+        control.fail_on_all_ranks(failure)
+    except BaseException as error:
+        control.fail_on_all_ranks(error)
+
+
+# -- the model's state --------------------------------------------------------------------------------------------------
+
+
 def rank_state_to_write(pipe: Pipeline) -> dict[str, Any]:
-    """What of the model this rank writes: tensors whole, tied ones under their first name, by the rank that has that.
+    """Return the part of the model's state that this rank writes: full tensors, tied ones under their first name.
 
     Ranks that have the same stage, along the mesh's axes `dp` and `tp`, share the work.
     """
     aliases, position = pipe._engine.parameters.aliases, pipe.position
     state: dict[str, Any] = {}
     for number, (name, value) in enumerate(pipe.state_dict().items()):
-        whole = gather_full_tensor(value)  # all who have a piece of it ask for it
+        full_value = gather_full_tensor(value)  # a collective of all ranks that have a shard
         if number % position.num_stage_ranks == position.stage_rank_index and name not in aliases:
-            state[name] = whole
+            state[name] = full_value
     return state
 
 
-def with_tied_names(stored: Mapping[str, T], aliases: Mapping[str, str]) -> dict[str, T]:
-    """`stored`, in which a tied tensor has one of its names at least, with what is under the first it has under all of them.
+def with_tied_names(state: Mapping[str, T], aliases: Mapping[str, str]) -> dict[str, T]:
+    """Return `state` with each tied tensor under all its names, if it is there under at least one.
 
-    `aliases`: further names -> the first.
+    `aliases`: further name -> first name.
     """
-    completed = dict(stored)
-    for further, first in aliases.items():
-        if further in stored:
-            completed.setdefault(first, stored[further])
+    completed = dict(state)
+    for further_name, first_name in aliases.items():
+        if further_name in state:
+            completed.setdefault(first_name, state[further_name])
     return completed | {further: completed[first] for further, first in aliases.items() if first in completed}
 
 
 def gather_state_mismatches(control: ControlGroup, pipe: Pipeline, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What `Parameters.unfit` says of a state of these names and shapes, over all ranks and the same on each."""
-    everyone = control.all_gather_object(pipe._engine.parameters.state_mismatches(shapes), "to compare names and shapes")
-    return {kind: list(dict.fromkeys(name for each in everyone for name in each[kind])) for kind in everyone[0]}
+    """Return the names that do not fit the model, by kind (`RankParameters.state_mismatches`), of all ranks together.
+
+    `shapes`: name -> shape of a state; None for a value that is no tensor.
+    """
+    mismatches_of_ranks = control.all_gather_object(
+        pipe._engine.parameters.state_mismatches(shapes), "to compare names and shapes"
+    )
+    return {
+        kind: list(dict.fromkeys(name for mismatches in mismatches_of_ranks for name in mismatches[kind]))
+        for kind in mismatches_of_ranks[0]
+    }
 
 
 @torch.no_grad()
-def copy_into_model(pipe: Pipeline, state: Iterable[tuple[str, Any]]) -> None:
-    """Put values into this rank's part of the model, one after the other and straight into place."""
-    own, new = pipe.state_dict(strict=False), {}
-    for name, value in state:
-        new[name] = own[name].copy_(shard_like(value, own[name])) if isinstance(own[name], Tensor) else value
-    pipe.load_state_dict(new, strict=False)  # from itself: for modules that keep a state of another form, or have hooks
+def copy_into_model(pipe: Pipeline, named_values: Iterable[tuple[str, Any]]) -> None:
+    """Copy values into this rank's part of the model, one after the other, so that no second copy of the model is made."""
+    model_state, new_state = pipe.state_dict(strict=False), {}
+    for name, value in named_values:
+        current = model_state[name]
+        new_state[name] = current.copy_(shard_like(value, current)) if isinstance(current, Tensor) else value
+
+    # From itself: for modules that keep a state of another form, or have hooks.
+    pipe.load_state_dict(new_state, strict=False)
 
 
-@contextmanager
-def fail_together(control: ControlGroup, what: str, waits: bool = True) -> Iterator[None]:
-    """What all ranks do: if it fails on one it does on all, with the same error, which says `what` could not be done.
-
-    `waits`: False lets a rank that is done go on at once, to the next exchange over `control`.
-    """
-    control.open_groups()
-    try:
-        yield
-        if waits:
-            control.all_gather_row((), f"to {what}")
-    except OSError as error:
-        why = f"{error.strerror} ({error.filename})" if error.filename else str(error)
-        told = PenstockError(f"rank {control.topology.rank} could not {what}: {why}")
-        told.__cause__ = error
-        control.fail_on_all_ranks(told)
-    except BaseException as error:
-        control.fail_on_all_ranks(error)
+# -- files --------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def temporary_shards(
-    control: ControlGroup, folder: Path, tensors: Mapping[str, Tensor], more: Any, most: float, with_checksums: bool = False
+    control: ControlGroup,
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    rank_info: Any,
+    max_shard_size: float,
+    with_checksums: bool = False,
 ) -> Iterator[list[tuple[dict[str, Any], Any]]]:
-    """`folder` with what all ranks have written into it, each its `tensors`, as long as this lasts.
+    """Have every rank write its `tensors` into `folder`; delete the folder when the block ends.
 
-    Gives each rank's files, as `tensor_files.write` does, and what `more` it says.
+    `max_shard_size`: bytes of one file, if no single tensor is larger.
+
+    Gives a pair for each rank: the entries of its files, as `tensor_files.write_shards` returns them, and its `rank_info`.
     """
-    first = control.topology.rank == 0
+    is_first_rank = control.topology.rank == 0
     try:
-        if first:
+        if is_first_rank:
             manifest.delete_path(folder)
             folder.mkdir(parents=True)
         control.all_gather_row((), f"to begin {folder}")
-        files = tensor_files.write_shards(folder, control.topology.rank, tensors, most, with_checksums)
-        everyone = control.all_gather_object((files, more), f"to write {folder}")
-        for rank, (names, _) in enumerate(everyone):
-            if first and (hidden := [folder / name for name in names if not (folder / name).exists()]):
-                where = "save where all ranks do" + "; memory is its machine's alone" * is_in_memory(folder)
-                raise PenstockError(f"rank {rank} wrote {hidden[0]}, but rank 0 does not see it: {where}")
-        yield everyone
+
+        entries = tensor_files.write_shards(folder, control.topology.rank, tensors, max_shard_size, with_checksums)
+        shards_of_ranks = control.all_gather_object((entries, rank_info), f"to write {folder}")
+
+        for rank, (names, _) in enumerate(shards_of_ranks):
+            if is_first_rank and (invisible := [folder / name for name in names if not (folder / name).exists()]):
+                advice = "save where all ranks do" + "; memory is its machine's alone" * is_in_memory(folder)
+                raise PenstockError(f"rank {rank} wrote {invisible[0]}, but rank 0 does not see it: {advice}")
+        yield shards_of_ranks
     finally:
-        if first:
+        if is_first_rank:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def newest_complete_checkpoint(control: ControlGroup, *folders: Path) -> tuple[Path, dict[str, Any], TensorFiles]:
-    """The newest whole checkpoint in `folders`, the same on all ranks: its path, manifest and tensors; one folder may be one.
+    """Return path, manifest and tensors of the newest complete checkpoint in `folders`, the same on all ranks.
 
-    Raises MismatchError if there is none. Of each that is passed over, a warning says why.
+    A single folder may itself be a checkpoint. The ranks share the work of comparing checksums; for each checkpoint that is
+    damaged, a warning says why. Raises MismatchError if none is complete.
     """
-    rank, ranks, where = control.topology.rank, control.topology.world_size, ", ".join(map(str, folders))
-    found, damage = _checkpoints_newest_first(folders) if rank == 0 else [], []
-    for path in control.all_gather_object(found, f"to look into {where}")[0]:
-        told, content, files, later = None, {}, None, False
-        try:
-            content = manifest.read(path)
-            manifest.verify_files(path, content["files"], rank, ranks)
-            later = True  # what another rank finds of the files' bytes explains more
-            files = TensorFiles(path)
-            _check_tensors_present(path, content, files)
-            check_random_states(path, content["random"], rank, files)
-        except DamagedFileError as error:
-            told = later, str(error)
-        problems = [why for _, why in sorted(filter(None, control.all_gather_object(told, f"to check {path}")))]
+    rank, num_ranks = control.topology.rank, control.topology.world_size
+    searched, is_checkpoint = ", ".join(map(str, folders)), _is_checkpoint(folders[0])
+    candidates = _checkpoints_newest_first(folders) if rank == 0 else []
+
+    problem_of_each = []
+    for path in control.all_gather_object(candidates, f"to look into {searched}")[0]:
+        content, files, problem = _open_and_verify(path, rank, num_ranks)
+        problems = [text for _, text in sorted(filter(None, control.all_gather_object(problem, f"to check {path}")))]
         if not problems and files is not None:
             manifest.mark_verified(path)
             return path, content, files
-        damage.append(problems[0])
-        if not _is_checkpoint(folders[0]) and rank == 0:
+
+        problem_of_each.append(problems[0])
+        if rank == 0 and not is_checkpoint:
             warnings.warn(f"the checkpoint {path} is passed over: {problems[0]}", stacklevel=3)
-    if not damage:
-        raise MismatchError(f"there is no checkpoint in {where}: give a folder that `save` wrote to")
-    raise MismatchError(damage[0] if _is_checkpoint(folders[0]) else f"no checkpoint in {where} is whole: {'; '.join(damage)}")
+
+    if not problem_of_each:
+        raise MismatchError(f"there is no checkpoint in {searched}: give a folder that `save` wrote to")
+    if is_checkpoint:
+        raise MismatchError(problem_of_each[0])
+    raise MismatchError(f"no checkpoint in {searched} is whole: {'; '.join(problem_of_each)}")
+
+
+def _open_and_verify(
+    path: Path, rank: int, num_ranks: int
+) -> tuple[dict[str, Any], TensorFiles | None, tuple[bool, str] | None]:
+    """Return a checkpoint's manifest, its tensors, and what is damaged: (whether its bytes are right, a sentence).
+
+    Damaged bytes sort first: another rank's finding about them explains more than what follows from them.
+    """
+    content: dict[str, Any] = {}
+    bytes_are_right = False
+    try:
+        content = manifest.read(path)
+        manifest.verify_files(path, content["files"], rank, num_ranks)
+        bytes_are_right = True
+
+        files = TensorFiles(path)
+        _check_tensors_present(path, content, files)
+        check_random_states(path, content["random"], rank, files)
+    except DamagedFileError as error:
+        return content, None, (bytes_are_right, str(error))
+    return content, files, None
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether it is one, and not a folder of them."""
+    """Return whether `folder` is a checkpoint, not a folder of checkpoints."""
     return manifest.step_of_folder(folder) is not None or (folder / manifest.MANIFEST_FILE).is_file()
 
 
 def _checkpoints_newest_first(folders: Sequence[Path]) -> list[Path]:
-    """The checkpoints in `folders`, the newest first; of the same step, that of the folder that was given first."""
+    """Return the checkpoints in `folders`, the newest first; of the same step, that of the earlier folder first."""
     if len(folders) == 1:
         return [folders[0].resolve()] if _is_checkpoint(folders[0]) else manifest.checkpoints_newest_first(folders[0])
     for folder in folders:
         if _is_checkpoint(folder):
             raise MismatchError(f"{folder} is a checkpoint, not a folder of them: give it alone, to go on from no other")
-    found = [path for folder in folders if folder.is_dir() for path in manifest.checkpoints_newest_first(folder)]
-    return sorted(found, key=lambda path: -int(manifest.step_of_folder(path) or 0))
+    checkpoints = [path for folder in folders if folder.is_dir() for path in manifest.checkpoints_newest_first(folder)]
+    return sorted(checkpoints, key=lambda path: -int(manifest.step_of_folder(path) or 0))
 
 
 def _check_tensors_present(path: Path, content: Mapping[str, Any], files: TensorFiles) -> None:
-    """Raises Damaged unless all that the manifest's `content` refers to is there."""
+    """Raise DamagedFileError unless every tensor that the manifest's `content` refers to is in `files`."""
     for name in schema.validate_manifest(content):
         if name not in files:
-            raise DamagedFileError(f"{path} has no tensor {name!r}, of which its {manifest.MANIFEST_FILE} tells")
-    for further, first in content["aliases"].items():
-        if MODEL_PREFIX + first not in files and first not in content["model"]:
-            raise DamagedFileError(f"{path} has no {first!r}, which {further!r} is by its {manifest.MANIFEST_FILE}")
+            raise DamagedFileError(f"{path} has no tensor {name!r}, which its {manifest.MANIFEST_FILE} names")
+    for further_name, first_name in content["aliases"].items():
+        if MODEL_PREFIX + first_name not in files and first_name not in content["model"]:
+            raise DamagedFileError(f"{path} has no {first_name!r}, which {further_name!r} is by its {manifest.MANIFEST_FILE}")

@@ -71,7 +71,7 @@ def save(
     """
     control, name = control_group_for_call(pipe, "checkpoint.save()"), manifest.folder_name(pipe.step_count)
     with (
-        fail_together(control, f"write the checkpoint {folder}/{name}", waits=not wait),
+        fail_together(control, f"write the checkpoint {folder}/{name}", wait=not wait),
         abort_on_error(pipe.position.peer_groups),
     ):
         final = Path(folder) / name

@@ -197,8 +197,8 @@ def reproducibility_conditions(pipe: Pipeline) -> dict[str, Any]:
     """What bits depend on besides the numbers that go in: two runs that are alike in these have the same."""
     device = pipe.topology.device
     return {
-        "dp": pipe.position.num_replicas,
-        "tp": pipe.position.num_stage_ranks // pipe.position.num_replicas,
+        "dp": pipe.position.replicas,
+        "tp": pipe.position.num_stage_ranks // pipe.position.replicas,
         "sharded": any(hasattr(each, "placements") for each in pipe.parameters()),
         "order": _gradient_sum_order(pipe),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -1,4 +1,16 @@
-"""A stage that other processes have too, each for rows of its own: gradients are averaged over them once, at a step's end."""
+"""A stage that DistributedDataParallel replicates: gradients are averaged over the replicas once, after the last backward.
+
+DistributedDataParallel's own forward is not called: it would take the backward of every microbatch for the last one of the
+step. Instead this steers its reducer, by the hooks of `Replication`:
+
+    begin_step            wrap the module again if other parameters are trainable now
+    F F .. B B ..         forwards and all backwards but the last: the reducer sleeps
+    before_last_backward  the reducer expects one gradient for each trainable parameter; `_LastBackward` notes which arrive
+      last B or W         a bucket is complete -> `_average_bucket` begins an all-reduce of it, and the rank goes on
+    after_last_backward   add zeros for parameters without a gradient, so that every bucket is completed;
+                          begin to ask all replicas which parameters had one (`GradientPresence`)
+    finish_step           wait for the all-reduces; what no replica had a gradient of gets `grad = None` again
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,11 +28,12 @@ from penstock.torch_private import run_backward
 
 
 class DDPReplication(Replication):
-    """A stage that DistributedDataParallel holds equal; `parallel` is None as long as there is nothing to be averaged.
+    """Average a stage's gradients by DistributedDataParallel, see above.
 
-    Its forward is not called, since it would take the backward of each for the last of the step: this tells it which one is.
-    With `wrap`, which makes it, sums travel while the rank goes on, until `finish_step`; unless it has its own hook, or
-    copies them into the gradients. Without, the replicas are pipelines that know nothing of each other.
+    `ddp_module`: None as long as no parameter is trainable.
+    `wrap`: makes `ddp_module`. With it the all-reduces overlap with the rank's further actions, until `finish_step`; unless
+        `ddp_module` has a communication hook already, or copies its buckets into the gradients. None for replicas that are
+        separate pipelines, unknown to each other.
     """
 
     hooks_gradients = True
@@ -28,116 +41,132 @@ class DDPReplication(Replication):
     def __init__(
         self,
         module: nn.Module,
-        parallel: DistributedDataParallel | None,
+        ddp_module: DistributedDataParallel | None,
         group: dist.ProcessGroup | None = None,
         wrap: Callable[[], Any] | None = None,
     ) -> None:
         self._module, self._group, self._wrap = module, group, wrap
-        self._last: _LastBackward | None = None  # of this step
-        self._take(parallel)
+        self._last_backward: _LastBackward | None = None  # of this step
+        self._set_ddp_module(ddp_module)
 
-    def _take(self, parallel: DistributedDataParallel | None) -> None:
-        self._parallel = parallel
-        self._trainable = self._found()
-        sums = parallel is not None and self._wrap is not None and parallel.gradient_as_bucket_view
-        if parallel is not None and sums and not torch_private.has_comm_hook(parallel):
-            parallel.register_comm_hook(None, self._sum)
+    def _set_ddp_module(self, ddp_module: DistributedDataParallel | None) -> None:
+        self._ddp_module = ddp_module
+        self._trainable = self._trainable_parameters()
 
-    def _found(self) -> list[nn.Parameter]:
-        left_out = torch_private.ddp_ignored_names(self._module)
-        return [each for name, each in self._module.named_parameters() if each.requires_grad and name not in left_out]
+        if ddp_module is None or self._wrap is None:
+            return
+        if ddp_module.gradient_as_bucket_view and not torch_private.has_comm_hook(ddp_module):
+            ddp_module.register_comm_hook(None, self._average_bucket)
 
-    def _sum(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average `bucket`, of which the gradients are views; says that it is done, which `finish_step` makes true."""
-        assert self._parallel is not None
-        assert self._last is not None
-        buffer, group = bucket.buffer(), self._parallel.process_group
+    def _trainable_parameters(self) -> list[nn.Parameter]:
+        ignored = torch_private.ddp_ignored_names(self._module)
+        named = self._module.named_parameters()
+        return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
+
+    def _average_bucket(self, _: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin an all-reduce of `bucket`, which the gradients are views of.
+
+        The future says at once that it is done, so that the backward does not wait; `finish_step` waits.
+        """
+        assert self._ddp_module is not None
+        assert self._last_backward is not None
+        buffer, group = bucket.buffer(), self._ddp_module.process_group
+
         buffer.div_(group.size())
-        self._last.sums.append(dist.all_reduce(buffer, group=group, async_op=True))
+        self._last_backward.all_reduces.append(dist.all_reduce(buffer, group=group, async_op=True))
+
         done = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         done.set_result(buffer)
         return done
 
     def begin_step(self) -> None:
-        """Look whether other parameters are frozen now: DistributedDataParallel asks that only when it is made."""
-        if self._wrap is not None and list(map(id, self._found())) != list(map(id, self._trainable)):
-            self._take(self._wrap() if self._found() else None)
+        """Wrap the module again if other parameters are frozen now: DistributedDataParallel looks only when it is made."""
+        if self._wrap is not None and list(map(id, self._trainable_parameters())) != list(map(id, self._trainable)):
+            self._set_ddp_module(self._wrap() if self._trainable_parameters() else None)
 
-    def before_last_backward(self, ends: Sequence[Tensor] = ()) -> None:
-        """The next backward makes the gradients complete, sum them.
+    def before_last_backward(self, graph_ends: Sequence[Tensor] = ()) -> None:
+        """Have the next backward complete the gradients and sum them.
 
-        With `find_unused_parameters`, those that the graph's `ends` do not depend on are not waited for.
+        With `find_unused_parameters`, parameters that `graph_ends` do not depend on are not waited for.
         """
         if self.backwards_match:
-            self._expect(ends)
+            self._expect_last_backward(graph_ends)
 
-    def _expect(self, ends: Sequence[Tensor]) -> "_LastBackward":
-        if self._parallel is not None:
-            torch_private.prepare_ddp_last_backward(self._parallel, self.graph_ends(ends))
-        unused = self._parallel is not None and self._parallel.find_unused_parameters
-        self._last = _LastBackward(() if unused else self._trainable)
-        return self._last
+    def _expect_last_backward(self, graph_ends: Sequence[Tensor]) -> "_LastBackward":
+        if self._ddp_module is not None:
+            torch_private.prepare_ddp_last_backward(self._ddp_module, self.graph_ends(graph_ends))
+
+        finds_unused = self._ddp_module is not None and self._ddp_module.find_unused_parameters
+        self._last_backward = _LastBackward(() if finds_unused else self._trainable)
+        return self._last_backward
 
     def after_last_backward(self) -> None:
-        """What the last backward did not reach gets zeros, since DistributedDataParallel waits for all of it."""
-        if self._last is not None:
-            self._last.complete(self._group)
+        """Add zeros for parameters that the last backward did not reach: DistributedDataParallel waits for all of them."""
+        if self._last_backward is not None:
+            self._last_backward.add_missing_gradients(self._group)
 
     def finish_step(self, training: bool) -> None:
-        """Wait for the sums; where the last backwards were not alike, sum only now."""
-        if training and self._last is None and not (self._wrap is not None and self.backwards_match):
-            if not self._expect(self._trainable).parameters:
-                _add_zeros(self._trainable)
+        """Wait until the gradients are averaged; if the replicas' backwards did not match, average them only now."""
+        averaged_on_the_way = self._last_backward is not None or (self._wrap is not None and self.backwards_match)
+        if training and not averaged_on_the_way:
+            if not self._expect_last_backward(self._trainable).parameters:
+                _add_zero_gradients(self._trainable)
             self.after_last_backward()
-        if self._last is not None:
-            self._last.end()
-        self._last = None
+
+        if self._last_backward is not None:
+            self._last_backward.wait()
+        self._last_backward = None
 
     def graph_ends(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """An empty tensor that depends on all of `outputs`, if that is needed."""
-        wanted = self._parallel is not None and self._parallel.find_unused_parameters and len(outputs) > 0
+        """Return an empty tensor that depends on all of `outputs`, if `find_unused_parameters` needs one."""
+        is_needed = self._ddp_module is not None and self._ddp_module.find_unused_parameters and len(outputs) > 0
         with torch.enable_grad():
-            return (_End.apply(*outputs),) if wanted else ()  # of a parameter, too, which by itself has no graph
+            return (_GraphEnd.apply(*outputs),) if is_needed else ()  # also of a parameter, which by itself has no graph
 
 
 class _LastBackward:
-    """The last one of a step: which of the `parameters` it reaches, and the sums over the replicas that it has begun."""
+    """The last backward of a step: which of `parameters` got a gradient by it, and the all-reduces that it began."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.sums: list[Any] = []  # what to wait for
-        self._arrived: set[int] = set()  # ids of parameters that have got their gradient
-        self._used: GradientPresence | None = None  # which parameters have a gradient on any replica
-        arrive = self._arrived.add  # the hooks know no more of this, or it would outlive its step
-        self._hooks = [each.register_post_accumulate_grad_hook(lambda each: arrive(id(each))) for each in parameters]
+        self.all_reduces: list[Any] = []  # works to wait for
+        self._presence: GradientPresence | None = None
 
-    def complete(self, group: dist.ProcessGroup | None) -> None:
-        """Give zeros to what it has not reached; those that no replica has reached get no gradient at the `end`."""
+        self._reached_ids: set[int] = set()  # of the parameters
+        add = self._reached_ids.add  # the hooks must not hold `self`, or it would outlive its step
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda parameter: add(id(parameter))) for parameter in parameters
+        ]
+
+    def add_missing_gradients(self, group: dist.ProcessGroup | None) -> None:
+        """Add zeros to the gradients of parameters that were not reached, and begin to ask which any replica has."""
         for hook in self._hooks:
             hook.remove()
-        used = [each.grad is not None for each in self.parameters]
-        _add_zeros([each for each in self.parameters if id(each) not in self._arrived])
-        if group is not None and self.parameters:
-            self._used = GradientPresence(used, group, self.parameters[0].device)
 
-    def end(self) -> None:
-        """Wait for the sums."""
-        for work in self.sums:
+        has_gradient = [parameter.grad is not None for parameter in self.parameters]
+        _add_zero_gradients([parameter for parameter in self.parameters if id(parameter) not in self._reached_ids])
+        if group is not None and self.parameters:
+            self._presence = GradientPresence(has_gradient, group, self.parameters[0].device)
+
+    def wait(self) -> None:
+        """Wait for the all-reduces; remove the gradients that no replica has."""
+        for work in self.all_reduces:
             work.wait()
-        if self._used is not None:
-            for parameter, anywhere in zip(self.parameters, self._used.on_any_replica(), strict=True):
-                if not anywhere:
+
+        if self._presence is not None:
+            for parameter, on_any_replica in zip(self.parameters, self._presence.on_any_replica(), strict=True):
+                if not on_any_replica:
                     parameter.grad = None
 
 
-def _add_zeros(parameters: Sequence[nn.Parameter]) -> None:
-    """Add zeros to their gradients, by their ends of the graph, where DistributedDataParallel listens."""
+def _add_zero_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Add zeros to the gradients by a backward from the parameters' own nodes, where DistributedDataParallel listens."""
     if parameters:
         run_backward(list(map(get_gradient_edge, parameters)), list(map(torch.zeros_like, parameters)))
 
 
-class _End(torch.autograd.Function):
-    """An empty tensor that depends on others."""
+class _GraphEnd(torch.autograd.Function):
+    """An empty tensor that depends on other tensors, and does not keep their memory."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: Tensor) -> Tensor:
@@ -145,4 +174,4 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
-        raise AssertionError("nothing goes back from here")
+        raise AssertionError("no gradient is ever computed from here")

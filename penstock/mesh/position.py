@@ -40,7 +40,7 @@ class MeshPosition:
     mesh: DeviceMesh | None = None
 
     @property
-    def num_replicas(self) -> int:
+    def replicas(self) -> int:
         """The size of `dp`."""
         return len(self.pipelines)
 
@@ -52,7 +52,7 @@ class MeshPosition:
     @property
     def num_stage_ranks(self) -> int:
         """How many ranks have a stage of this rank's."""
-        return self.num_replicas * len(self.pipelines[0])
+        return self.replicas * len(self.pipelines[0])
 
     @property
     def stage_rank_index(self) -> int:
@@ -62,7 +62,7 @@ class MeshPosition:
     @property
     def dp(self) -> DeviceMesh | None:
         """The axis, if it has more than one rank."""
-        return self.mesh["dp"] if self.mesh is not None and self.num_replicas > 1 else None
+        return self.mesh["dp"] if self.mesh is not None and self.replicas > 1 else None
 
     @cached_property
     def tp(self) -> DeviceMesh | None:

@@ -1,4 +1,4 @@
-"""One table and a cut of the layers for it, with the recomputation that makes it fit; and the way from there to better cuts."""
+"""Search for the partition of a model's layers into stages, and the recomputation, that make one table fast and fitting."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,211 +12,246 @@ from penstock.schedule import Costs
 
 StageStarts = tuple[int, ...]  # the first layer of every stage
 
+RESTART_MOVES = 3  # random moves from a local optimum, before the descent begins again
+EVALUATION_OVERHEAD_ACTIONS = 200  # the cost of one evaluation besides the makespan, in actions timed
+
 
 class Limits(NamedTuple):
-    """What a plan is made for, besides the layers."""
+    """What a plan is made for, besides the layers: memory, links, cores. `plan` has the same arguments."""
 
-    memory_bytes: tuple[float, ...]  # bytes of every rank
-    optimizer: float = ADAM_STATE_RATIO  # bytes of its state for each byte of parameters
-    send: float = 0.0  # seconds that a message takes
-    bandwidth: float = float("inf")  # bytes a second over a border
+    memory_bytes: tuple[float, ...]  # of every rank
+    optimizer: float = ADAM_STATE_RATIO  # bytes of optimizer state for each byte of parameters
+    send: float = 0.0  # seconds of a message, besides its bytes
+    bandwidth: float = float("inf")  # bytes a second over a border between stages
     action: float = 0.0  # seconds of the engine for each action, besides its layers
-    cores: float = float("inf")  # how many ranks can compute at once
-    speeds: tuple[float, ...] = ()  # of every rank: 0.5 takes twice as long as the layers say; none: all take as long
+    cores: float = float("inf")  # ranks that can compute at once
+    speeds: tuple[float, ...] = ()  # of every rank: 0.5 takes twice as long as the layers say; empty: all are 1
     dp: int = 1  # replicas of the pipeline
 
-    def gradient_reduce_seconds(self, parameters: float) -> float:
-        """Seconds in which the replicas sum so many bytes of gradients, in a ring."""
-        return 2 * (self.dp - 1) * (self.send + parameters / self.dp / self.bandwidth)
+    def gradient_reduce_seconds(self, parameter_bytes: float) -> float:
+        """Return the seconds in which the replicas sum gradients of this size, in a ring."""
+        return 2 * (self.dp - 1) * (self.send + parameter_bytes / self.dp / self.bandwidth)
 
-    def for_first_ranks(self, ranks: int) -> "Limits":
-        """For so many of the ranks."""
-        return self._replace(memory_bytes=self.memory_bytes[:ranks], speeds=self.speeds[:ranks])
+    def for_first_ranks(self, num_ranks: int) -> "Limits":
+        """Return the limits of the first `num_ranks` ranks."""
+        return self._replace(memory_bytes=self.memory_bytes[:num_ranks], speeds=self.speeds[:num_ranks])
 
 
 class RankChoice(NamedTuple):
-    """How one rank holds its stages' activations. The less the better: first the time, then the memory."""
+    """An activation policy for each stage of a rank, and what they cost. In order of less time, then less memory."""
 
-    recompute_seconds: float  # more in the backwards, for one microbatch
-    peak_bytes: float  # at its fullest, all included
-    excess_bytes: float  # of them above the limit
+    recompute_seconds: float  # in the backwards, for one microbatch
+    peak_bytes: float  # all memory of the rank
+    excess_bytes: float  # of the peak above the limit
     policies: tuple[ActivationPolicy, ...]  # of its stages
 
 
 class EvaluatedPartition(NamedTuple):
-    """A cut of the layers for one table. The less the better: what is above the limits, the time, what is recomputed."""
+    """A partition into stages for one table, and what it costs. In order of less excess memory, then less time."""
 
-    excess_bytes: float  # bytes: the root of the squares' sum over the ranks, less where they are more even
+    excess_bytes: float  # above the limits: the root of the sum of the ranks' squares, so less where ranks are more even
     seconds: float
     starts: StageStarts
-    skipped_choices: tuple[int, ...]  # of every rank, how many of the cheapest choices are passed over
+    skipped_choices: tuple[int, ...]  # for every rank, how many of its cheapest choices are skipped
     choices: tuple[RankChoice, ...]
 
     @property
     def recompute_seconds(self) -> float:
-        """Seconds of recomputation, for one microbatch."""
+        """Seconds of recomputation on all ranks, for one microbatch."""
         return sum([choice.recompute_seconds for choice in self.choices])
 
 
-def _sort_key(candidate: EvaluatedPartition) -> tuple[float, float, float]:
-    return candidate.excess_bytes, candidate.seconds, candidate.recompute_seconds
-
-
-RESTART_MOVES = 3  # steps, from which a descent begins again
-EVALUATION_OVERHEAD_ACTIONS = 200  # actions: what a candidate costs besides, in the time of so many
+def _sort_key(partition: EvaluatedPartition) -> tuple[float, float, float]:
+    return partition.excess_bytes, partition.seconds, partition.recompute_seconds
 
 
 class PartitionSearch:
-    """All cuts of one line of layers for one table."""
+    """Evaluates partitions of one chain of layers for one table, and improves them."""
 
-    def __init__(self, line: LayerChain, table: ScheduleTimer, terms: Limits) -> None:
-        self.chain, self.timer, self.limits = line, table, terms
-        self.actions_timed = 0  # actions that were timed
+    def __init__(self, chain: LayerChain, timer: ScheduleTimer, limits: Limits) -> None:
+        self.chain, self.timer, self.limits = chain, timer, limits
+        self.actions_timed = 0
         self._choices_cache: dict[tuple[int, ...], list[RankChoice]] = {}
 
     def evaluate(
-        self, starts: StageStarts, passed: tuple[int, ...] = (), worse: EvaluatedPartition | None = None
+        self, starts: StageStarts, skipped_choices: tuple[int, ...] = (), baseline: EvaluatedPartition | None = None
     ) -> EvaluatedPartition:
-        """The cut into stages that begin so. On every rank the cheapest choice that fits, after so many `passed` over.
+        """Evaluate the partition `starts`, using on each rank the cheapest policies that fit after those skipped.
 
-        If it is no better than one that is `worse`, its seconds may be too few, but not fewer than that one's.
+        If it cannot be better than `baseline`, its `seconds` may be a lower bound: then it is not timed.
         """
-        stages, ends = self.stage_costs(starts), (*starts[1:], len(self.chain.layers))
-        passed = passed or (0,) * len(self.timer.stages_of_rank)
-        choices = []
-        for rank, home in enumerate(self.timer.stages_of_rank):
-            key = rank, *(each for stage in home for each in (starts[stage], ends[stage]))
-            if key not in self._choices_cache:
-                self._choices_cache[key] = self._rank_choices(rank, [stages[stage] for stage in home])
-            choices.append(self._choices_cache[key][min(passed[rank], len(self._choices_cache[key]) - 1)])
-        over = math.hypot(*(choice.excess_bytes for choice in choices))
-        costs = [cost for times in self._action_times(stages, choices) for cost in times]
-        reduced = self.gradient_reduce_seconds(stages)
-        candidate = EvaluatedPartition(over, self.timer.makespan_lower_bound(costs) + reduced, starts, passed, tuple(choices))
-        self.actions_timed += EVALUATION_OVERHEAD_ACTIONS
-        if worse is not None and _sort_key(candidate) >= _sort_key(worse):
-            return candidate
-        self.actions_timed += len(self.timer.operations)
-        return candidate._replace(seconds=self.timer.makespan(costs, self._message_delays(stages), self.limits.cores) + reduced)
+        stages = self.stage_costs(starts)
+        skipped_choices = skipped_choices or (0,) * len(self.timer.stages_of_rank)
 
-    def gradient_reduce_seconds(self, stages: Sequence[StageCost]) -> float:
-        """Seconds in which the replicas sum their gradients, after the step."""
-        parameters = (sum(stages[stage].parameters for stage in home) for home in self.timer.stages_of_rank)
-        return self.limits.gradient_reduce_seconds(max(parameters))
+        choices = []
+        for rank in range(len(self.timer.stages_of_rank)):
+            possible = self._cached_rank_choices(rank, starts, stages)
+            choices.append(possible[min(skipped_choices[rank], len(possible) - 1)])
+
+        excess_bytes = math.hypot(*(choice.excess_bytes for choice in choices))
+        costs = [seconds for kind in self._action_times(stages, choices) for seconds in kind]
+        reduce_seconds = self.gradient_reduce_seconds(stages)
+
+        lower_bound = self.timer.makespan_lower_bound(costs) + reduce_seconds
+        partition = EvaluatedPartition(excess_bytes, lower_bound, starts, skipped_choices, tuple(choices))
+        self.actions_timed += EVALUATION_OVERHEAD_ACTIONS
+        if baseline is not None and _sort_key(partition) >= _sort_key(baseline):
+            return partition
+
+        self.actions_timed += len(self.timer.operations)
+        makespan = self.timer.makespan(costs, self._message_delays(stages), self.limits.cores)
+        return partition._replace(seconds=makespan + reduce_seconds)
 
     def stage_costs(self, starts: StageStarts) -> list[StageCost]:
-        """What the stages cost that begin so."""
+        """Return the costs of the stages of a partition."""
         return [self.chain.stage_cost(start, end) for start, end in pairwise((*starts, len(self.chain.layers)))]
 
-    def _rank_choices(self, rank: int, stages: Sequence[StageCost]) -> list[RankChoice]:
-        """All ways that fit, the cheapest first; if none does, the one that takes the least memory."""
-        always = sum(self.static_bytes(rank, stages))
-        ways = [self._rank_choice(rank, stages, ways, always) for ways in product(*(stage.policies for stage in stages))]
-        return sorted((way for way in ways if not way.excess_bytes), key=lambda way: way[:2]) or [
-            min(ways, key=lambda way: way.excess_bytes)
-        ]
+    def gradient_reduce_seconds(self, stages: Sequence[StageCost]) -> float:
+        """Return the seconds after a step in which the replicas sum their gradients: those of the fullest rank."""
+        parameter_bytes = (sum(stages[stage].parameters for stage in owned) for owned in self.timer.stages_of_rank)
+        return self.limits.gradient_reduce_seconds(max(parameter_bytes))
 
-    def _rank_choice(
-        self, rank: int, stages: Sequence[StageCost], ways: tuple[ActivationPolicy, ...], always: float
-    ) -> RankChoice:
-        sizes = [size for stage, way in zip(stages, ways, strict=True) for size in (way.activation, stage.keep)]
-        held = max(sum([size * count for size, count in zip(sizes, row, strict=True)]) for row in self.timer.peak_counts[rank])
-        taken = always + held + max(way.transient_bytes for way in ways)
-        return RankChoice(
-            sum(way.recompute_seconds for way in ways), taken, max(0.0, taken - self.limits.memory_bytes[rank]), ways
-        )
-
-    def static_bytes(self, rank: int, stages: Sequence[StageCost]) -> tuple[float, float]:
-        """Bytes on `rank` all the time: parameters, gradients and optimizer state; buffers for what other ranks send."""
-        around = (rank, *self.timer.placement, rank)
-        buffers = 0.0
-        for stage, cost in zip(self.timer.stages_of_rank[rank], stages, strict=True):
-            buffers += cost.input * (around[stage] != rank) + cost.output * (around[stage + 2] != rank)
-        return (2 + self.limits.optimizer) * sum(cost.parameters for cost in stages), buffers
-
-    def _action_times(self, stages: Sequence[StageCost], choices: Sequence[RankChoice]) -> tuple[list[float], ...]:
-        """Of F, B, I and W, of every stage each."""
-        action, times = self.limits.action, []
-        speeds = self.limits.speeds or (1.0,) * len(choices)
-        for stage, way, rank in zip(stages, self.stage_policies(choices), self.timer.placement, strict=True):
-            inputs, weights = stage.backward_input + way.recompute_seconds, stage.backward_weight
-            in_two = inputs + stage.split, weights
-            times.append([(action + each) / speeds[rank] for each in (stage.forward, inputs + weights, *in_two)])
-        return tuple(map(list, zip(*times, strict=True)))
-
-    def _message_delays(self, stages: Sequence[StageCost]) -> list[float]:
-        send, bandwidth = self.limits.send, self.limits.bandwidth
-        crossed = [one != other for one, other in pairwise(self.timer.placement)]
-        return [*((send + stage.output / bandwidth) * apart for stage, apart in zip(stages, crossed, strict=False)), 0.0]
-
-    def stage_policies(self, choices: Sequence[RankChoice]) -> list[ActivationPolicy]:
-        """Of every stage, how its activations are held."""
-        found = {
-            stage: way
-            for home, each in zip(self.timer.stages_of_rank, choices, strict=True)
-            for stage, way in zip(home, each.policies, strict=True)
-        }
-        return [found[stage] for stage in sorted(found)]
-
-    def simulation_costs(self, candidate: EvaluatedPartition) -> Costs:
-        """What `simulate` is told of it, in seconds and bytes."""
-        stages, ways = self.stage_costs(candidate.starts), self.stage_policies(candidate.choices)
-        forward, full, inputs, weights = self._action_times(stages, candidate.choices)
+    def simulation_costs(self, partition: EvaluatedPartition) -> Costs:
+        """Return the costs of a partition for `simulate`, in seconds and bytes."""
+        stages, policies = self.stage_costs(partition.starts), self.stage_policies(partition.choices)
+        forward, full_backward, backward_input, backward_weight = self._action_times(stages, partition.choices)
         return Costs(
             forward,
-            inputs,
-            weights,
-            backward=full,
+            backward_input,
+            backward_weight,
+            backward=full_backward,
             send=self.limits.send,
             size=[stage.output for stage in stages[:-1]],
             bandwidth=self.limits.bandwidth,
-            act=[way.activation for way in ways],
+            act=[policy.activation for policy in policies],
             keep=[stage.keep for stage in stages],
         )
 
-    def unsimulated_bytes(self, candidate: EvaluatedPartition) -> list[float]:
-        """Bytes of every rank beside what `simulate` counts: what is there always, and what recomputation brings back."""
-        stages = self.stage_costs(candidate.starts)
+    # -- activations and memory -------------------------------------------------------------------------------------------
+
+    def stage_policies(self, choices: Sequence[RankChoice]) -> list[ActivationPolicy]:
+        """Return the activation policy of every stage."""
+        policy_of_stage = {
+            stage: policy
+            for owned, choice in zip(self.timer.stages_of_rank, choices, strict=True)
+            for stage, policy in zip(owned, choice.policies, strict=True)
+        }
+        return [policy_of_stage[stage] for stage in sorted(policy_of_stage)]
+
+    def static_bytes(self, rank: int, rank_stages: Sequence[StageCost]) -> tuple[float, float]:
+        """Return bytes that a rank needs all the time: (parameters, gradients and optimizer state; message buffers)."""
+        rank_before_and_after = (rank, *self.timer.placement, rank)
+        buffers = 0.0
+        for stage, cost in zip(self.timer.stages_of_rank[rank], rank_stages, strict=True):
+            buffers += cost.input * (rank_before_and_after[stage] != rank)
+            buffers += cost.output * (rank_before_and_after[stage + 2] != rank)
+
+        parameter_bytes = sum(cost.parameters for cost in rank_stages)
+        return (2 + self.limits.optimizer) * parameter_bytes, buffers
+
+    def unsimulated_bytes(self, partition: EvaluatedPartition) -> list[float]:
+        """Return each rank's bytes that `simulate` does not count: the static ones, and what recomputation brings back."""
+        stages = self.stage_costs(partition.starts)
         return [
-            sum(self.static_bytes(rank, [stages[stage] for stage in home]))
-            + max(way.transient_bytes for way in choice.policies)
-            for rank, (home, choice) in enumerate(zip(self.timer.stages_of_rank, candidate.choices, strict=True))
+            sum(self.static_bytes(rank, [stages[stage] for stage in owned]))
+            + max(policy.transient_bytes for policy in choice.policies)
+            for rank, (owned, choice) in enumerate(zip(self.timer.stages_of_rank, partition.choices, strict=True))
         ]
 
-    def improve(self, candidate: EvaluatedPartition, actions: int, random: Random) -> EvaluatedPartition:
-        """The best that is found from `candidate` while so many actions are timed.
+    def _cached_rank_choices(self, rank: int, starts: StageStarts, stages: Sequence[StageCost]) -> list[RankChoice]:
+        owned, ends = self.timer.stages_of_rank[rank], (*starts[1:], len(self.chain.layers))
+        key = rank, *(border for stage in owned for border in (starts[stage], ends[stage]))
+        if key not in self._choices_cache:
+            self._choices_cache[key] = self._rank_choices(rank, [stages[stage] for stage in owned])
+        return self._choices_cache[key]
 
-        Every step moves layers, or takes another choice. Where none is better it goes on from a few steps away, until that has
-        been of no use several times.
+    def _rank_choices(self, rank: int, rank_stages: Sequence[StageCost]) -> list[RankChoice]:
+        """Return all choices of policies that fit, the cheapest first; if none does, the one that takes the least memory."""
+        static_bytes = sum(self.static_bytes(rank, rank_stages))
+        choices = [
+            self._rank_choice(rank, rank_stages, policies, static_bytes)
+            for policies in product(*(stage.policies for stage in rank_stages))
+        ]
+        fitting = sorted((choice for choice in choices if not choice.excess_bytes), key=lambda choice: choice[:2])
+        return fitting or [min(choices, key=lambda choice: choice.excess_bytes)]
+
+    def _rank_choice(
+        self, rank: int, rank_stages: Sequence[StageCost], policies: tuple[ActivationPolicy, ...], static_bytes: float
+    ) -> RankChoice:
+        sizes = [size for stage, policy in zip(rank_stages, policies, strict=True) for size in (policy.activation, stage.keep)]
+        activation_bytes = max(
+            sum([size * count for size, count in zip(sizes, counts, strict=True)]) for counts in self.timer.peak_counts[rank]
+        )
+        peak_bytes = static_bytes + activation_bytes + max(policy.transient_bytes for policy in policies)
+
+        excess_bytes = max(0.0, peak_bytes - self.limits.memory_bytes[rank])
+        return RankChoice(sum(policy.recompute_seconds for policy in policies), peak_bytes, excess_bytes, policies)
+
+    # -- times ------------------------------------------------------------------------------------------------------------
+
+    def _action_times(self, stages: Sequence[StageCost], choices: Sequence[RankChoice]) -> tuple[list[float], ...]:
+        """Return the seconds of F, B, I and W, each a list by stage."""
+        overhead, times = self.limits.action, []
+        speeds = self.limits.speeds or (1.0,) * len(choices)
+        for stage, policy, rank in zip(stages, self.stage_policies(choices), self.timer.placement, strict=True):
+            backward_input = stage.backward_input + policy.recompute_seconds
+            full_backward = backward_input + stage.backward_weight
+            kinds = (stage.forward, full_backward, backward_input + stage.split, stage.backward_weight)
+            times.append([(overhead + seconds) / speeds[rank] for seconds in kinds])
+        return tuple(map(list, zip(*times, strict=True)))
+
+    def _message_delays(self, stages: Sequence[StageCost]) -> list[float]:
+        """Return the seconds of a message over each border between stages; and a 0, for no border."""
+        send, bandwidth = self.limits.send, self.limits.bandwidth
+        between_ranks = [rank != next_rank for rank, next_rank in pairwise(self.timer.placement)]
+        delays = [(send + stage.output / bandwidth) * crosses for stage, crosses in zip(stages, between_ranks, strict=False)]
+        return [*delays, 0.0]
+
+    # -- search -----------------------------------------------------------------------------------------------------------
+
+    def improve(self, partition: EvaluatedPartition, action_budget: int, random: Random) -> EvaluatedPartition:
+        """Return the best partition found from `partition` by local search, while `action_budget` actions are timed.
+
+        Each move shifts layers between stages, or skips other choices of a rank. In a local optimum the search goes on from a
+        few random moves away, until as many restarts as there are stages have found nothing better.
         """
-        best, useless, enough = candidate, 0, self.actions_timed + actions
-        while self.actions_timed < enough and useless < len(best.starts):
-            for starts, passed in self._neighbour_moves(candidate, random):
-                tried = self.evaluate(starts, passed, candidate)
-                if _sort_key(tried) < _sort_key(candidate) or self.actions_timed >= enough:
-                    candidate = min(candidate, tried, key=_sort_key)  # the first of equals, which was timed
+        best, current = partition, partition
+        useless_restarts, stop = 0, self.actions_timed + action_budget
+        while self.actions_timed < stop and useless_restarts < len(best.starts):
+            for starts, skipped_choices in self._neighbour_moves(current, random):
+                neighbour = self.evaluate(starts, skipped_choices, current)
+                if _sort_key(neighbour) < _sort_key(current) or self.actions_timed >= stop:
+                    current = min(current, neighbour, key=_sort_key)  # the first of equals, which was timed
                     break
-            else:
-                useless = 0 if _sort_key(candidate) < _sort_key(best) else useless + 1
-                best = candidate = min(best, candidate, key=_sort_key)
+            else:  # no neighbour is better: a local optimum
+                useless_restarts = 0 if _sort_key(current) < _sort_key(best) else useless_restarts + 1
+                best = current = min(best, current, key=_sort_key)
                 for _ in range(RESTART_MOVES):
-                    candidate = self.evaluate(*next(self._neighbour_moves(candidate, random)))
-        return min(best, candidate, key=_sort_key)
+                    current = self.evaluate(*next(self._neighbour_moves(current, random)))
+        return min(best, current, key=_sort_key)
 
-    def _neighbour_moves(self, candidate: EvaluatedPartition, random: Random) -> Iterator[tuple[StageStarts, tuple[int, ...]]]:
-        """Neighbours: layers from one stage for another, those between moved along; another choice."""
-        stages, starts = len(candidate.starts), candidate.starts
-        moves = [(giver, taker) for giver in range(stages) for taker in range(stages) if giver != taker]
-        moves += [(stages, rank) for rank in range(len(candidate.skipped_choices))] * 2
+    def _neighbour_moves(self, partition: EvaluatedPartition, random: Random) -> Iterator[tuple[StageStarts, tuple[int, ...]]]:
+        """Yield (starts, skipped choices) of the neighbours of `partition`, in random order.
+
+        A move takes one to three layers from one stage and gives them to another, the stages between move along; or it skips
+        another number of one rank's choices.
+        """
+        num_stages, starts = len(partition.starts), partition.starts
+        layer_moves = [(giver, taker) for giver in range(num_stages) for taker in range(num_stages) if giver != taker]
+        choice_moves = [(None, rank) for rank in range(len(partition.skipped_choices))] * 2
+        moves: list[tuple[int | None, int]] = [*layer_moves, *choice_moves]
         random.shuffle(moves)
+
         for giver, taker in moves:
-            if giver == stages:
-                passed = list(candidate.skipped_choices)
-                passed[taker] = random.choice([each for each in range(4) if each != passed[taker]])
-                yield starts, tuple(passed)
+            if giver is None:
+                skipped = list(partition.skipped_choices)
+                skipped[taker] = random.choice([number for number in range(4) if number != skipped[taker]])
+                yield starts, tuple(skipped)
                 continue
-            low, high, step = (giver, taker, -1) if giver < taker else (taker, giver, 1)
-            step *= random.choice((1, 1, 1, 2, 3))
-            moved = (*starts[: low + 1], *(start + step for start in starts[low + 1 : high + 1]), *starts[high + 1 :])
-            if all(one < other for one, other in pairwise((*moved, len(self.chain.layers)))):
-                yield moved, candidate.skipped_choices
+
+            low, high, shift = (giver, taker, -1) if giver < taker else (taker, giver, 1)
+            shift *= random.choice((1, 1, 1, 2, 3))
+            shifted = (start + shift for start in starts[low + 1 : high + 1])
+            moved = (*starts[: low + 1], *shifted, *starts[high + 1 :])
+            if all(start < next_start for start, next_start in pairwise((*moved, len(self.chain.layers)))):
+                yield moved, partition.skipped_choices

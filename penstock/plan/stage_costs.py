@@ -12,68 +12,86 @@ ADAM_STATE_RATIO = 2.0  # bytes of optimizer state for each byte of parameters
 
 
 class ActivationPolicy(NamedTuple):
-    """One way to hold a stage's activations, and what it costs."""
+    """Which activations of a stage are kept, which recomputed, and what that costs for one microbatch."""
 
     recompute: Recompute
-    activation: float  # bytes of a microbatch, from its forward to its backward
-    transient_bytes: float  # bytes more while a backward has brought back what was not kept
-    recompute_seconds: float  # more in the backward, for the forward once more
+    activation: float  # bytes from its forward to its backward
+    transient_bytes: float  # more while a backward has recomputed the others
+    recompute_seconds: float  # of the second forward, in the backward
 
 
 class StageCost(NamedTuple):
-    """A stage. Seconds and bytes, of one microbatch."""
+    """What a stage costs for one microbatch, in seconds and bytes."""
 
     forward: float
     backward_input: float
     backward_weight: float
     keep: float  # what its W still needs after its I
     parameters: float
-    input: float  # what comes over the border before it
+    input: float  # over the border before it
     output: float
     policies: tuple[ActivationPolicy, ...]  # nothing recomputed comes first
-    split: float  # longer, where the backward is in two
+    split: float  # seconds that a backward in two, I and W, takes longer
 
 
 class LayerChain:
-    """The layers of a model in a row, for microbatches of one size: any stretch of them is a stage."""
+    """The layers of a model in order, for microbatches of one size: any range of them is a stage."""
 
     def __init__(self, layers: Sequence[LayerCost]) -> None:
         self.layers = tuple(layers)
-        self._prefix_sums = {name: [0.0, *accumulate(getattr(each, name) for each in self.layers)] for name in _SUMMED_FIELDS}
-        self._input_bytes = [0.0, *(layer.output for layer in self.layers)]  # the batch itself is there in any case
-        self._input_sums = [0.0, *accumulate(self._input_bytes)]
+        self._prefix_sums = {
+            field: [0.0, *accumulate(getattr(layer, field) for layer in self.layers)] for field in _SUMMED_FIELDS
+        }
+        self._input_bytes = [0.0, *(layer.output for layer in self.layers)]  # the batch itself is on the rank anyway
+        self._input_prefix_sums = [0.0, *accumulate(self._input_bytes)]
         self._stage_costs: dict[tuple[int, int], StageCost] = {}
 
     @cached_property
     def layer_seconds(self) -> list[float]:
-        """Of every layer, forward and backward."""
+        """Seconds of every layer, forward and backward."""
         return [layer.seconds for layer in self.layers]
 
     def stage_cost(self, start: int, end: int) -> StageCost:
-        """The layers from `start` up to `end`."""
+        """Return the cost of a stage of the layers from `start` up to, without, `end`."""
         if (start, end) not in self._stage_costs:
             self._stage_costs[start, end] = self._compute_stage_cost(start, end)
         return self._stage_costs[start, end]
 
     def _compute_stage_cost(self, start: int, end: int) -> StageCost:
-        forward, inputs, weights, activation, keep, parameters, split = (
-            self._prefix_sums[name][end] - self._prefix_sums[name][start] for name in _SUMMED_FIELDS
+        forward, backward_input, backward_weight, activation, keep, parameters, split = (
+            self._prefix_sums[field][end] - self._prefix_sums[field][start] for field in _SUMMED_FIELDS
         )
-        after, first = self.layers[end - 1].ends, self._input_bytes[start]
-        activation += after
-        loss = after if end == len(self.layers) else 0.0  # what it keeps: it is not recomputed
-        least, blocks = first + loss, self._input_sums[end] - self._input_sums[start] + loss
-        largest = max(
-            max(0.0, layer.activation - come)
-            for layer, come in zip(self.layers[start:end], self._input_bytes[start:end], strict=True)
+        end_bytes = self.layers[end - 1].ends
+        activation += end_bytes
+        loss_bytes = end_bytes if end == len(self.layers) else 0.0  # the loss is not recomputed
+
+        # Recomputing the stage keeps its input; recomputing block by block keeps the input of every layer.
+        input_bytes = self._input_bytes[start]
+        kept_by_stage = input_bytes + loss_bytes
+        kept_by_block = self._input_prefix_sums[end] - self._input_prefix_sums[start] + loss_bytes
+        largest_block = max(
+            max(0.0, layer.activation - layer_input)
+            for layer, layer_input in zip(self.layers[start:end], self._input_bytes[start:end], strict=True)
         )
-        ways = [
+
+        policies = [
             ActivationPolicy(None, activation, 0.0, 0.0),
-            ActivationPolicy("stage", least, max(0.0, activation - least), forward),
+            ActivationPolicy("stage", kept_by_stage, max(0.0, activation - kept_by_stage), forward),
         ]
         if end - start > 1:
-            ways.append(ActivationPolicy("block", blocks, largest, forward))
-        return StageCost(forward, inputs, weights, keep, parameters, first, self._input_bytes[end], tuple(ways), split)
+            policies.append(ActivationPolicy("block", kept_by_block, largest_block, forward))
+
+        return StageCost(
+            forward,
+            backward_input,
+            backward_weight,
+            keep,
+            parameters,
+            input_bytes,
+            self._input_bytes[end],
+            tuple(policies),
+            split,
+        )
 
 
 _SUMMED_FIELDS = ("forward", "backward_input", "backward_weight", "activation", "keep", "parameters", "split")

@@ -141,7 +141,7 @@ def test_the_command_that_a_run_ends_with_writes_the_plan_that_it_tells(tmp_path
     sizes = ((8e6, 4e6), (8e6, 4e6))
     measured = Measurement(table, seconds, dict.fromkeys(Kind, (0.0, 0.0)), (0.00123456789,), activation_sizes=sizes)
     balance = Balance(tuple("abcdef"), (1.0,) * 6, (0, 3))
-    monkeypatch.setattr("penstock.commands.train.planned.cores", lambda: 2)
+    monkeypatch.setattr("penstock.commands.train.planned.count_cores", lambda: 2)
     folder = tmp_path / "a run"
     folder.mkdir()
     told = advice(TrainConfig(ranks=2, microbatches=4, batch=8), folder, balance, dict.fromkeys("abcdef", 1e6), measured)

@@ -52,7 +52,7 @@ class Setup:
 
     def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return this replica's rows of the batch's inputs and target."""
-        inputs, target = (part.tensor_split(self.pipe.position.num_replicas)[self.pipe.position.replica] for part in batch)
+        inputs, target = (part.tensor_split(self.pipe.position.replicas)[self.pipe.position.replica] for part in batch)
         return inputs, target
 
     def save(self, wait: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The search for a plan: every family on balanced cuts first, the best of them on better cuts, then tables made for those."""
+"""The search for a plan: families on balanced cuts, then better cuts for the best, then tables made for the best cuts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 from penstock.errors import PenstockError
-from penstock.partition.balance import balanced_starts as balanced
+from penstock.partition.balance import balanced_starts
 from penstock.plan import arguments
 from penstock.plan.arguments import nothing_fits_message
 from penstock.plan.bounds import bottleneck_sentence, min_step_seconds
@@ -20,49 +20,47 @@ from penstock.schedule import build, search, simulate
 from penstock.schedule.catalog import FAMILIES
 
 Effort = Literal["quick", "normal", "long"]
-MAX_PLANS = 5  # plans
-IMPROVEMENT_ROUNDS = (
-    (24, 60_000),
-    (8, 300_000),
-    (2, 1_200_000),
-)  # so many ways get better cuts, which cost so many actions to time
-MEMORY_WEIGHTS = 0.25, 0.5, 0.75, 1.0  # that bytes have in first cuts, where memory is short
-MAX_INTERLEAVED_ACTIONS = 50_000  # actions of a table that is tried, with several stages on a rank
-INTERLEAVED_STAGES_PER_RANK = (2, 3, 4)  # stages on a rank that are tried for a family that leaves them open
-TABLE_SEARCHES = {  # are searched for with which effort, for how many of the best ways
+Progress = Callable[[str, float, float], object]
+
+MAX_PLANS = 5  # that `plan` returns
+IMPROVEMENT_ROUNDS = ((24, 60_000), (8, 300_000), (2, 1_200_000))  # (candidates improved, actions timed for each)
+MEMORY_WEIGHTS = 0.25, 0.5, 0.75, 1.0  # of bytes against seconds in balanced cuts, if memory is short
+MAX_INTERLEAVED_ACTIONS = 50_000  # of a table with several stages on a rank
+INTERLEAVED_STAGES_PER_RANK = (2, 3, 4)  # tried for a family that leaves it open
+TABLE_SEARCHES = {  # (effort of the search, candidates that it makes tables for)
     "quick": (),
     "normal": (("quick", 2), ("quick", 1)),
     "long": (("quick", 3), ("normal", 1), ("long", 1)),
 }
-Progress = Callable[[str, float, float], object]
 
 
 class Candidate(NamedTuple):
-    """A table, and the best cut that is known for it."""
+    """A table with the best partition that is known for it."""
 
     search: PartitionSearch
     best: EvaluatedPartition
 
     @property
     def penalized_seconds(self) -> float:
-        """Seconds; what does not fit counts as longer, and may yet come to fit."""
+        """Seconds of a step, more where memory does not fit: such a candidate may be improved until it fits."""
         return self.best.seconds * (1 + 4 * self.best.excess_bytes / sum(self.search.limits.memory_bytes))
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """The less, the better: what does not fit; the time; and where that is the same, recomputation, stages and memory."""
+        """The order of plans: what fits, then less time; of equals less recomputation, fewer stages, less memory."""
         best, memory = self.best, sum(choice.peak_bytes for choice in self.best.choices)
         return best.excess_bytes, float(f"{best.seconds:.6g}"), best.recompute_seconds, len(best.starts), memory
 
-    def improve(self, actions: int, random: Random) -> "Candidate":
-        """With a better cut, if one is found while so many actions are timed."""
-        return self._replace(best=self.search.improve(self.best, actions, random))
+    def improve(self, action_budget: int, random: Random) -> "Candidate":
+        """Return the candidate with a better partition, if one is found while `action_budget` actions are timed."""
+        return self._replace(best=self.search.improve(self.best, action_budget, random))
 
-    def with_best_partition_of(self, others: Sequence["Candidate"]) -> "Candidate":
-        """With the cut of another table that has as many stages, where that is better."""
-        cuts = {way.best.starts for way in others if len(way.best.starts) == len(self.best.starts)}
-        found = [self.best, *map(self.search.evaluate, cuts - {self.best.starts})]
-        return self._replace(best=min(found, key=lambda each: (each.excess_bytes, each.seconds)))
+    def with_best_partition_of(self, candidates: Sequence["Candidate"]) -> "Candidate":
+        """Return this candidate with the partition of another table of as many stages, if that is better."""
+        own = self.best.starts
+        partitions = {candidate.best.starts for candidate in candidates if len(candidate.best.starts) == len(own)}
+        evaluated = [self.best, *map(self.search.evaluate, partitions - {own})]
+        return self._replace(best=min(evaluated, key=lambda partition: (partition.excess_bytes, partition.seconds)))
 
 
 class ReplicaTask(NamedTuple):
@@ -70,20 +68,23 @@ class ReplicaTask(NamedTuple):
 
     profile: ModelProfile
     rows: int  # of a step
-    microbatch_counts: Sequence[int]  # into how many microbatches they may be split
+    microbatch_counts: Sequence[int]  # allowed numbers of microbatches
     limits: Limits
 
     @property
     def num_ranks(self) -> int:
-        """The most there are."""
+        """The most ranks that a plan may use."""
         return len(self.limits.memory_bytes)
 
     def layer_chain(self, microbatches: int) -> LayerChain:
-        """The layers at so many microbatches: the time of the usual one, the bytes of the one with the most rows."""
-        usual, largest = self.profile.costs_at(self.rows / microbatches), self.profile.costs_at(-(-self.rows // microbatches))
-        sizes = ("activation", "keep", "output", "ends")
+        """Return the layers' costs for so many microbatches: seconds of the mean one, bytes of the one with the most rows."""
+        mean_rows, most_rows = self.rows / microbatches, -(-self.rows // microbatches)
+        byte_fields = ("activation", "keep", "output", "ends")
         return LayerChain(
-            [one._replace(**{name: getattr(most, name) for name in sizes}) for one, most in zip(usual, largest, strict=True)]
+            [
+                mean._replace(**{field: getattr(largest, field) for field in byte_fields})
+                for mean, largest in zip(self.profile.costs_at(mean_rows), self.profile.costs_at(most_rows), strict=True)
+            ]
         )
 
 
@@ -130,48 +131,63 @@ def plan(
         plans = plan(measure(model, (tokens,)), ranks=4, memory=2e9, batch=64, effort="quick")
         print(plans[0])
     """
-    layers = as_profile(layers)
-    ranks, batch, seed = arguments.check_arguments(layers, ranks, batch, seed, effort, TABLE_SEARCHES)
-    beside = arguments.check_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+    profile = as_profile(layers)
+    ranks, batch, seed = arguments.check_arguments(profile, ranks, batch, seed, effort, TABLE_SEARCHES)
+    numbers = arguments.check_numbers(optimizer=optimizer, send=send, bandwidth=bandwidth, action=action, cores=cores)
+
     tasks = []
     for replicas in arguments.replica_counts(dp, ranks, batch):
-        here, rows = ranks // replicas, batch // replicas
-        limits, own = arguments.memory_of_ranks(memory, here), arguments.speeds_of_ranks(speeds, here)
-        terms = Limits(limits, speeds=own, dp=replicas, **{**beside, "cores": beside["cores"] / replicas})
-        if counts := arguments.microbatch_counts(microbatches, batch, rows, here, layers.max_rows):
-            tasks.append(ReplicaTask(layers, rows, counts, terms))
+        replica_ranks, rows = ranks // replicas, batch // replicas
+        memory_bytes = arguments.memory_of_ranks(memory, replica_ranks)
+        rank_speeds = arguments.speeds_of_ranks(speeds, replica_ranks)
+        numbers_of_replica = {**numbers, "cores": numbers["cores"] / replicas}
+        limits = Limits(memory_bytes, speeds=rank_speeds, dp=replicas, **numbers_of_replica)
+        if counts := arguments.microbatch_counts(microbatches, batch, rows, replica_ranks, profile.max_rows):
+            tasks.append(ReplicaTask(profile, rows, counts, limits))
     if not tasks:
         raise PenstockError(f"dp={dp} replicas have less rows each than the {microbatches} microbatches that are asked for")
+
     names, random = arguments.family_names(schedules), Random(seed)
-    ways = sorted(
-        (way for task in tasks for way in _best_family_candidates(task, names, random, fewer)), key=lambda way: way.sort_key
-    )
-    if ways[0].best.excess_bytes:
-        [task] = [task for task in tasks if task.limits.dp == ways[0].search.limits.dp]
-        raise PenstockError(nothing_fits_message(ways[0].search, ways[0].best, _changes_that_fit(task)))
+    candidates = [candidate for task in tasks for candidate in _best_family_candidates(task, names, random, fewer)]
+    candidates.sort(key=lambda candidate: candidate.sort_key)
+
+    closest = candidates[0]
+    if closest.best.excess_bytes:
+        [task] = [task for task in tasks if task.limits.dp == closest.search.limits.dp]
+        raise PenstockError(nothing_fits_message(closest.search, closest.best, _changes_that_fit(task)))
+
     if schedules is None:
         with suppress(KeyboardInterrupt):
-            for each, many in TABLE_SEARCHES[effort]:
-                ways = _with_searched_tables(ways, each, many, seed, random, progress)
+            for search_effort, num_candidates in TABLE_SEARCHES[effort]:
+                candidates = _with_searched_tables(candidates, search_effort, num_candidates, seed, random, progress)
+
     different: dict[tuple[Any, ...], Candidate] = {}
-    for way in ways:
-        if not way.best.excess_bytes:
-            different.setdefault((way.search.timer.schedule.actions, way.best.starts, way.search.limits.dp), way)
-    return [_plan_from_candidate(way, batch, layers.layer_names) for way in [*different.values()][:MAX_PLANS]]
+    for candidate in candidates:
+        if not candidate.best.excess_bytes:
+            table, limits = candidate.search.timer.schedule, candidate.search.limits
+            different.setdefault((table.actions, candidate.best.starts, limits.dp), candidate)
+    best_first = list(different.values())[:MAX_PLANS]
+    return [_plan_from_candidate(candidate, batch, profile.layer_names) for candidate in best_first]
+
+
+# -- families -----------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
-def _family_timer(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> ScheduleTimer:
-    return ScheduleTimer(build(name, ranks, microbatches, stages_per_rank))
+def _family_timer(name: str, num_ranks: int, microbatches: int, stages_per_rank: int | None) -> ScheduleTimer:
+    return ScheduleTimer(build(name, num_ranks, microbatches, stages_per_rank))
 
 
-def family_timers(names: Sequence[str], ranks: int, microbatches: int, most: int) -> Iterator[ScheduleTimer]:
-    """Those of the families that have no more than `most` stages."""
+def family_timers(names: Sequence[str], num_ranks: int, microbatches: int, max_stages: int) -> Iterator[ScheduleTimer]:
+    """Yield the tables of these families that have at most `max_stages` stages and are not too large to search."""
     for name in names:
         family = FAMILIES[name]
-        for stages in INTERLEAVED_STAGES_PER_RANK if "stages_per_rank" in family.options else (family.stages_per_rank,):
-            if stages * ranks <= most and (stages == 1 or 3 * stages * ranks * microbatches <= MAX_INTERLEAVED_ACTIONS):
-                yield _family_timer(name, ranks, microbatches, stages)
+        is_open = "stages_per_rank" in family.options
+        for stages_per_rank in INTERLEAVED_STAGES_PER_RANK if is_open else (family.stages_per_rank,):
+            num_stages = stages_per_rank * num_ranks
+            is_small = stages_per_rank == 1 or 3 * num_stages * microbatches <= MAX_INTERLEAVED_ACTIONS
+            if num_stages <= max_stages and is_small:
+                yield _family_timer(name, num_ranks, microbatches, stages_per_rank)
 
 
 def _best_family_candidates(
@@ -179,112 +195,158 @@ def _best_family_candidates(
     names: Sequence[str],
     random: Random,
     fewer: bool = True,
-    steps: Sequence[tuple[int, int]] = IMPROVEMENT_ROUNDS,
+    rounds: Sequence[tuple[int, int]] = IMPROVEMENT_ROUNDS,
 ) -> list[Candidate]:
-    """The best families with the best cuts, of any number of ranks that may be as fast as all."""
-    ways: list[Candidate] = []
-    lines = {count: task.layer_chain(count) for count in task.microbatch_counts}
-    most = min(task.num_ranks, len(task.profile.layer_names))
-    for used in range(most, 0, -max(1, most // 8)) if fewer else [task.num_ranks]:
-        here = task.limits.for_first_ranks(used)
-        counts = lines if used == most or not ways or ways[0].best.excess_bytes else [ways[0].search.timer.microbatches]
+    """Return the best families with improved partitions, the best first, for every number of ranks that may be the fastest.
+
+    `fewer`: whether fewer ranks than there are may be used. `rounds`: as `IMPROVEMENT_ROUNDS`.
+    """
+    candidates: list[Candidate] = []
+    chains = {count: task.layer_chain(count) for count in task.microbatch_counts}
+    most_ranks = min(task.num_ranks, len(task.profile.layer_names))
+
+    for num_ranks in range(most_ranks, 0, -max(1, most_ranks // 8)) if fewer else [task.num_ranks]:
+        limits = task.limits.for_first_ranks(num_ranks)
+        counts: Sequence[int] = list(chains)
+        if num_ranks < most_ranks and candidates and not candidates[0].best.excess_bytes:
+            counts = [candidates[0].search.timer.microbatches]  # the best so far
+
         for count in counts:
-            line = lines[count]
-            if (
-                not ways
-                or ways[0].best.excess_bytes
-                or min_step_seconds(line.layers, used, count, here.cores, here.speeds) < ways[0].best.seconds
-            ):
-                cut = lru_cache(partial(_balanced_starts, line, used, here))
-                ways += [
-                    _balanced_candidate(PartitionSearch(line, table, here), cut)
-                    for table in family_timers(names, used, count, len(line.layers))
+            chain = chains[count]
+            bound = min_step_seconds(chain.layers, num_ranks, count, limits.cores, limits.speeds)
+            if not candidates or candidates[0].best.excess_bytes or bound < candidates[0].best.seconds:
+                cut = lru_cache(partial(_balanced_starts, chain, num_ranks, limits))
+                candidates += [
+                    _balanced_candidate(PartitionSearch(chain, timer, limits), cut)
+                    for timer in family_timers(names, num_ranks, count, len(chain.layers))
                 ]
-        ways = sorted(ways, key=lambda way: way.penalized_seconds)[: IMPROVEMENT_ROUNDS[0][0]]
-    if not ways:
-        raise PenstockError(f"{', '.join(names)}: all have more stages than the {most} layers, or are too large")
-    for number, actions in steps:
-        ways[:number] = [way.with_best_partition_of(ways[:number]).improve(actions, random) for way in ways[:number]]
-        ways.sort(key=lambda way: way.penalized_seconds)
-    return sorted(ways, key=lambda way: way.sort_key)
+        candidates = sorted(candidates, key=lambda candidate: candidate.penalized_seconds)[: IMPROVEMENT_ROUNDS[0][0]]
+
+    if not candidates:
+        raise PenstockError(f"{', '.join(names)}: all have more stages than the {most_ranks} layers, or are too large")
+
+    for number, action_budget in rounds:
+        leaders = candidates[:number]
+        candidates[:number] = [
+            leader.with_best_partition_of(candidates[:number]).improve(action_budget, random) for leader in leaders
+        ]
+        candidates.sort(key=lambda candidate: candidate.penalized_seconds)
+    return sorted(candidates, key=lambda candidate: candidate.sort_key)
 
 
-def _balanced_candidate(cutting: PartitionSearch, cut: Callable[[int, float], StageStarts]) -> Candidate:
-    """The table with an even cut: by seconds, and where memory is short also by bytes, or by some of both."""
-    stages = len(cutting.timer.placement)
-    way = Candidate(cutting, cutting.evaluate(cut(stages, 0.0)))
-    if not way.best.excess_bytes and all(each.recompute is None for each in cutting.stage_policies(way.best.choices)):
-        return way
-    others = (Candidate(cutting, cutting.evaluate(cut(stages, part))) for part in MEMORY_WEIGHTS)
-    return min(way, *others, key=lambda way: way.penalized_seconds)
+def _balanced_candidate(search: PartitionSearch, balanced_cut: Callable[[int, float], StageStarts]) -> Candidate:
+    """Return a table with a balanced partition: of seconds, or, if memory is short, of bytes or a mix of both.
+
+    `balanced_cut`: of (number of stages, weight of memory).
+    """
+    num_stages = len(search.timer.placement)
+    by_seconds = Candidate(search, search.evaluate(balanced_cut(num_stages, 0.0)))
+    recomputes = any(policy.recompute is not None for policy in search.stage_policies(by_seconds.best.choices))
+    if not by_seconds.best.excess_bytes and not recomputes:
+        return by_seconds
+
+    by_memory = (Candidate(search, search.evaluate(balanced_cut(num_stages, weight))) for weight in MEMORY_WEIGHTS)
+    return min(by_seconds, *by_memory, key=lambda candidate: candidate.penalized_seconds)
 
 
-def _balanced_starts(line: LayerChain, ranks: int, terms: Limits, stages: int, part: float) -> StageStarts:
-    """The cut whose dearest stage is as cheap as can be, where bytes count for this `part` and seconds for the rest."""
-    memory = [(2 + terms.optimizer) * layer.parameters + ranks * (layer.activation + layer.ends) for layer in line.layers]
-    seconds, bytes_ = sum(line.layer_seconds) or 1.0, sum(memory) or 1.0
-    costs = [(1 - part) * one / seconds + part * other / bytes_ for one, other in zip(line.layer_seconds, memory, strict=True)]
-    return tuple(balanced(costs, stages))
+def _balanced_starts(chain: LayerChain, num_ranks: int, limits: Limits, num_stages: int, memory_weight: float) -> StageStarts:
+    """Return the partition whose costliest stage is the cheapest; bytes have `memory_weight`, seconds have the rest."""
+    memory = [(2 + limits.optimizer) * layer.parameters + num_ranks * (layer.activation + layer.ends) for layer in chain.layers]
+    all_seconds, all_memory = sum(chain.layer_seconds) or 1.0, sum(memory) or 1.0
+    costs = [
+        (1 - memory_weight) * seconds / all_seconds + memory_weight * size / all_memory
+        for seconds, size in zip(chain.layer_seconds, memory, strict=True)
+    ]
+    return tuple(balanced_starts(costs, num_stages))
 
 
 def _changes_that_fit(task: ReplicaTask) -> Iterator[str]:
-    """What would fit, each change alone: the nearest number of microbatches above those tried, and of ranks."""
-    names, random, ranks = ("1f1b", "zb-h1", "v-min"), Random(0), task.num_ranks
-    for count in (count for count in range(max(task.microbatch_counts) + 1, task.rows + 1) if task.rows % count == 0):
-        if not _best_family_candidates(task._replace(microbatch_counts=[count]), names, random, steps=IMPROVEMENT_ROUNDS[:2])[
-            0
-        ].best.excess_bytes:
+    """Yield what would fit, each change alone: the next number of microbatches above those tried, the next number of ranks."""
+    names, random, num_ranks = ("1f1b", "zb-h1", "v-min"), Random(0), task.num_ranks
+
+    def fits(changed_task: ReplicaTask) -> bool:
+        best = _best_family_candidates(changed_task, names, random, rounds=IMPROVEMENT_ROUNDS[:2])[0].best
+        return not best.excess_bytes
+
+    more_microbatches = range(max(task.microbatch_counts) + 1, task.rows + 1)
+    for count in (count for count in more_microbatches if task.rows % count == 0):
+        if fits(task._replace(microbatch_counts=[count])):
             yield f"{count} microbatches, of {task.rows // count} rows"
             break
-    for more in range(ranks + 1, min(2 * ranks, len(task.profile.layer_names)) + 1):
-        limits = task.limits.memory_bytes + (max(task.limits.memory_bytes),) * (more - ranks)
-        wider = task._replace(limits=task.limits._replace(memory_bytes=limits, speeds=()))
-        if not _best_family_candidates(wider, names, random, steps=IMPROVEMENT_ROUNDS[:2])[0].best.excess_bytes:
-            yield f"{more * task.limits.dp} ranks"
+
+    for more_ranks in range(num_ranks + 1, min(2 * num_ranks, len(task.profile.layer_names)) + 1):
+        memory = task.limits.memory_bytes
+        wider = memory + (max(memory),) * (more_ranks - num_ranks)
+        if fits(task._replace(limits=task.limits._replace(memory_bytes=wider, speeds=()))):
+            yield f"{more_ranks * task.limits.dp} ranks"
             break
 
 
-def _plan_from_candidate(way: Candidate, batch: int, names: Sequence[str]) -> Plan:
-    cutting, best, table = way.search, way.best, way.search.timer.schedule
-    terms, ways, stages = cutting.limits, cutting.stage_policies(best.choices), cutting.stage_costs(best.starts)
-    costs, layers = cutting.simulation_costs(best), cutting.chain.layers
-    timeline, reduced = simulate(table, costs), cutting.gradient_reduce_seconds(stages)
-    seconds = timeline.makespan + reduced if terms.cores >= table.ranks else best.seconds
-    shared = terms.gradient_reduce_seconds(sum(layer.parameters for layer in layers) / table.ranks)
-    bound = min_step_seconds(layers, table.ranks, table.microbatches, terms.cores, terms.speeds) + shared
-    peaks = [held + more for held, more in zip(timeline.peak_memory, cutting.unsimulated_bytes(best), strict=True)]
-    again = table.microbatches * sum(each.recompute_seconds for each in ways)
+# -- tables made for a partition, and the result ------------------------------------------------------------------------
+
+
+def _with_searched_tables(
+    candidates: Sequence[Candidate],
+    effort: str,
+    num_candidates: int,
+    seed: int,
+    random: Random,
+    progress: Progress | None,
+) -> list[Candidate]:
+    """Return `candidates` and, for the best `num_candidates` of them, tables searched for on their partitions."""
+    searched = []
+    best = [candidate for candidate in candidates if len(candidate.best.choices) > 1 and not candidate.best.excess_bytes]
+    best = best[:num_candidates]
+
+    for number, (partition_search, partition) in enumerate(best, 1):
+        timer, limits = partition_search.timer, partition_search.limits
+        unsimulated = partition_search.unsimulated_bytes(partition)
+        activation_limits = [limit - size for limit, size in zip(limits.memory_bytes, unsimulated, strict=False)]
+        report = progress and partial(progress, f"table {number} of {len(best)}, {effort}")
+
+        result = search(
+            partition_search.simulation_costs(partition),
+            timer.placement,
+            timer.microbatches,
+            activation_limits,
+            effort,
+            seed,
+            timer.schedule,
+            report,
+        )
+        new_search = PartitionSearch(partition_search.chain, ScheduleTimer(result.schedule), limits)
+        new = Candidate(new_search, new_search.evaluate(partition.starts, partition.skipped_choices))
+        searched.append(new.improve(IMPROVEMENT_ROUNDS[-1][1], random))
+    return sorted([*searched, *candidates], key=lambda candidate: candidate.sort_key)
+
+
+def _plan_from_candidate(candidate: Candidate, batch: int, layer_names: Sequence[str]) -> Plan:
+    partition_search, best = candidate
+    table, limits, layers = partition_search.timer.schedule, partition_search.limits, partition_search.chain.layers
+    policies, stages = partition_search.stage_policies(best.choices), partition_search.stage_costs(best.starts)
+
+    costs = partition_search.simulation_costs(best)
+    timeline = simulate(table, costs)
+    reduce_seconds = partition_search.gradient_reduce_seconds(stages)
+    seconds = timeline.makespan + reduce_seconds if limits.cores >= table.ranks else best.seconds
+
+    min_reduce_seconds = limits.gradient_reduce_seconds(sum(layer.parameters for layer in layers) / table.ranks)
+    bound = min_step_seconds(layers, table.ranks, table.microbatches, limits.cores, limits.speeds) + min_reduce_seconds
+
+    unsimulated = partition_search.unsimulated_bytes(best)
+    peaks = [simulated + size for simulated, size in zip(timeline.peak_memory, unsimulated, strict=True)]
+    recompute_seconds = table.microbatches * sum(policy.recompute_seconds for policy in policies)
     return Plan(
         table,
-        cuts=tuple(names[start] for start in best.starts[1:]),
-        recompute=tuple(each.recompute for each in ways),
+        cuts=tuple(layer_names[start] for start in best.starts[1:]),
+        recompute=tuple(policy.recompute for policy in policies),
         microbatches=table.microbatches,
         seconds=seconds,
         bound=bound,
         peak_memory=tuple(peaks),
-        why=bottleneck_sentence(layers, timeline, table.microbatches, again, reduced),
+        why=bottleneck_sentence(layers, timeline, table.microbatches, recompute_seconds, reduce_seconds),
         costs=costs,
         batch=batch,
-        dp=terms.dp,
-        layers=tuple(names),
+        dp=limits.dp,
+        layers=tuple(layer_names),
     )
-
-
-def _with_searched_tables(
-    ways: Sequence[Candidate], effort: str, many: int, seed: int, random: Random, progress: Progress | None
-) -> list[Candidate]:
-    """`ways`, and tables made for so many of the best of them, on the cuts that are then the best."""
-    made = []
-    chosen = [way for way in ways if len(way.best.choices) > 1 and not way.best.excess_bytes][:many]
-    for number, way in enumerate(chosen, 1):
-        cutting, best, table = way.search, way.best, way.search.timer
-        limits = [
-            limit - more for limit, more in zip(cutting.limits.memory_bytes, cutting.unsimulated_bytes(best), strict=False)
-        ]
-        told = progress and partial(progress, f"table {number} of {len(chosen)}, {effort}")
-        found = search(
-            cutting.simulation_costs(best), table.placement, table.microbatches, limits, effort, seed, table.schedule, told
-        )
-        new = PartitionSearch(cutting.chain, ScheduleTimer(found.schedule), cutting.limits)
-        made.append(Candidate(new, new.evaluate(best.starts, best.skipped_choices)).improve(IMPROVEMENT_ROUNDS[-1][1], random))
-    return sorted([*made, *ways], key=lambda way: way.sort_key)

@@ -480,9 +480,9 @@ class Pipeline(NotAModule):
         if not hasattr(dataset, "__len__"):
             raise MismatchError(
                 f"a {type(dataset).__name__} has no length to sample from: let it share its rows out itself, by "
-                "pipe.position.replica of pipe.position.num_replicas"
+                "pipe.position.replica of pipe.position.replicas"
             )
-        return ReplicaSampler(len(dataset), self.position.replica, self.position.num_replicas, shuffle, seed)
+        return ReplicaSampler(len(dataset), self.position.replica, self.position.replicas, shuffle, seed)
 
     # -- parameters: see stage/rank_parameters.py -----------------------------------------------------------
 

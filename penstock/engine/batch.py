@@ -156,7 +156,7 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     )
     seed = mix_seed(call.seed, call.steps_before) if call.training and call.seed is not None else None
     scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
-    grad_scale = scale * call.user_scale * position.num_replicas  # replicas' gradients are averaged afterwards
+    grad_scale = scale * call.user_scale * position.replicas  # replicas' gradients are averaged afterwards
     return LocalBatch(call, header, inputs, targets, loss_weights, seed, grad_scale)
 
 

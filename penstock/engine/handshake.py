@@ -245,7 +245,7 @@ def check_same_values(headers: Sequence[StepHeader], position: MeshPosition) -> 
 
 
 def _replica_prefix(position: MeshPosition, replica: int) -> str:
-    return f"replica {replica}: " if position.num_replicas > 1 else ""
+    return f"replica {replica}: " if position.replicas > 1 else ""
 
 
 def _max_field(headers: Sequence[StepHeader], ranks: Sequence[int], field: str) -> float:

@@ -162,7 +162,7 @@ class Pipeline(NotAModule):
         self._number: int | None = None
         self._call_lock, self._process_id = threading.Lock(), os.getpid()
 
-        # All ranks do the following together. Steps 2 to 5 each exchange a message between all of them.
+        # All ranks do the following together. Steps 2, 3 and 5 exchange messages; in `rebuild` step 4 does too.
         with self.collective("Pipeline(..)"), stale_weights.allow_stale_use(model):
             # 1. This rank's place in the mesh.
             self._number = next(_pipeline_numbers)

@@ -175,10 +175,12 @@ def hash_values(batch: Any) -> int:
 
     Never synchronises: 0 for a batch that is not on the CPU.
     """
-    found = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
-    if not found or any(type(leaf) is not Tensor or leaf.layout != torch.strided or not leaf.is_cpu for leaf in found):
+    tensors = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
+    if not tensors or any(
+        type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu for tensor in tensors
+    ):
         return 0
-    return hash48(b"".join(map(_sample_bytes, found)))
+    return hash48(b"".join(map(_sample_bytes, tensors)))
 
 
 def _sample_bytes(tensor: Tensor) -> bytes:

@@ -114,9 +114,9 @@ class StepHandshake:
 
     def _warn_of_unequal_factors(self, factors: Sequence[float]) -> None:
         """Warn if ranks have multiplied their gradients by different numbers since the last step."""
-        known = {rank: factor for rank, factor in enumerate(factors) if factor == factor}
-        if known and max(known.values()) > min(known.values()) * (1 + 2 * TOLERANCE):
-            factor_list = ", ".join(f"by {factor:.3g} on rank {rank}" for rank, factor in known.items())
+        known_factors = {rank: factor for rank, factor in enumerate(factors) if factor == factor}
+        if known_factors and max(known_factors.values()) > min(known_factors.values()) * (1 + 2 * TOLERANCE):
+            factor_list = ", ".join(f"by {factor:.3g} on rank {rank}" for rank, factor in known_factors.items())
             self._warn_once(
                 "factors",
                 f"gradients were multiplied {factor_list}, as clipping by the norm of a list of parameters "

@@ -44,21 +44,21 @@ class OriginalModel(NamedTuple):
     def stage_tensors(self, stages: Mapping[int, nn.Module]) -> dict[str, Tensor]:
         """Return the tensors of `stages` by name, each once, in their order."""
         names = {id(slot.tensor): name for name, slot in reversed([*self._slots()])}
-        known_names, found = {*names.values()}, dict[str, Tensor]()
+        known_names, named_tensors = {*names.values()}, dict[str, Tensor]()
         for stage, module in stages.items():
             for slot in tensor_slots(module):
                 slot_name = slot.name if self.cuttable else f"{stage}.{slot.name}"
                 name = names.get(id(slot.tensor), slot_name)  # a stage may have a copy of a buffer, on its device
                 if name in known_names:
-                    found.setdefault(name, slot.tensor)
-        return found
+                    named_tensors.setdefault(name, slot.tensor)
+        return named_tensors
 
     def remote_tensors(self, stages: Mapping[int, nn.Module]) -> dict[str, Tensor]:
         """Return the tensors that only other ranks run, by name. `stages`: all that this rank runs."""
-        local_names, found = self.stage_tensors(stages), dict[int, tuple[str, Tensor]]()
+        local_names, named_tensors = self.stage_tensors(stages), dict[int, tuple[str, Tensor]]()
         for name, slot in self._slots():
-            found.setdefault(id(slot.tensor), (name, slot.tensor))
-        return {name: tensor for name, tensor in found.values() if name not in local_names}
+            named_tensors.setdefault(id(slot.tensor), (name, slot.tensor))
+        return {name: tensor for name, tensor in named_tensors.values() if name not in local_names}
 
     def stage_submodules(self, stages: Mapping[int, nn.Module]) -> dict[str, nn.Module]:
         """Return the submodules of `stages` by name. A stage that was cut is itself no submodule of the model."""
@@ -155,16 +155,16 @@ def partition_model(
 
     # 2. Agree on it.
     own_structure = None if own_stages is None else _stage_structure(own_stages)
-    given = control.all_gather_object(GivenModel(_model_form(model), starts, own_structure), "to agree on the cut")
-    _check_same_form(given)
+    given_models = control.all_gather_object(GivenModel(_model_form(model), starts, own_structure), "to agree on the cut")
+    _check_same_form(given_models)
 
     # 3. Cut. What a rank does not know of stages that it was not given, the others have sent.
     if own_stages is not None:
-        structures = [rank_given.own_structure for rank_given in given if rank_given.own_structure is not None]
+        structures = [model_of_rank.own_structure for model_of_rank in given_models if model_of_rank.own_structure is not None]
         _check_own_stages(structures, position, table)
         stages, structure = own_stages, _merge_structures(structures)
     else:
-        stages = dict(enumerate(stage_list if cuttable is None else cuttable.cut(given[0].starts)))
+        stages = dict(enumerate(stage_list if cuttable is None else cuttable.cut(given_models[0].starts)))
         structure = _stage_structure(stages)
 
     bare = {stage: _without_ddp(module) for stage, module in stages.items()}
@@ -266,10 +266,11 @@ def _merge_structures(structures: Sequence[StageStructure]) -> StageStructure:
     )
 
 
-def _check_same_form(given: Sequence[GivenModel]) -> None:
-    for rank, rank_given in enumerate(given):
-        if rank_given.form != given[0].form:
-            raise MismatchError(f"the ranks do not give the same: rank 0 {given[0].form}, rank {rank} {rank_given.form}")
+def _check_same_form(given_models: Sequence[GivenModel]) -> None:
+    expected = given_models[0].form
+    for rank, given_model in enumerate(given_models):
+        if given_model.form != expected:
+            raise MismatchError(f"the ranks do not give the same: rank 0 {expected}, rank {rank} {given_model.form}")
 
 
 def _check_own_stages(structures: Sequence[StageStructure], position: MeshPosition, table: Schedule) -> None:

@@ -38,7 +38,8 @@ from penstock.partition.materialise import Init
 from penstock.randomness import fork_generator
 from penstock.schedule import MeasuredTimeline, Schedule
 from penstock.schedule.catalog import all_build_options
-from penstock.stage.module_runner import Recompute, evaluation_mode
+from penstock.stage.module_runner import evaluation_mode
+from penstock.stage.recompute import Recompute
 
 LossFn = Callable[[Any, Any], Tensor]
 _pipeline_numbers = itertools.count(1)  # pipelines are built in the same order on every rank

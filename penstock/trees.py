@@ -9,43 +9,43 @@ from torch import Tensor
 from penstock.errors import MismatchError
 from penstock.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-_BARE = tree_flatten(torch.empty(0))[1]
+_BARE_TENSOR = tree_flatten(torch.empty(0))[1]
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of `tree` and its structure.
+    """Return the leaves of `tree` and its structure.
 
     Raises MismatchError for an object that torch cannot take apart, with tensors inside that require a gradient.
     """
     if isinstance(tree, Tensor):
-        return [tree], _BARE
-    found, structure = tree_flatten(tree)
-    for leaf in found:
-        inside = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
-        if any(isinstance(value, Tensor) and value.requires_grad for value in inside):
+        return [tree], _BARE_TENSOR
+    flat, structure = tree_flatten(tree)
+    for leaf in flat:
+        attributes = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(value, Tensor) and value.requires_grad for value in attributes):
             name = type(leaf).__name__
             raise MismatchError(
                 f"no gradient would reach the tensors in an object of class {name}, which torch cannot take apart: give a tuple"
                 f" or dict, or call torch.export.register_dataclass({name}) on every rank"
             )
-    return found, structure
+    return flat, structure
 
 
-def unflatten(parts: Sequence[Any], structure: TreeSpec) -> Any:
-    """The tree that `flatten` took apart, with other leaves."""
-    return parts[0] if structure.is_leaf() else tree_unflatten(parts, structure)
+def unflatten(flat: Sequence[Any], structure: TreeSpec) -> Any:
+    """Return a tree of this structure with the leaves `flat`."""
+    return flat[0] if structure.is_leaf() else tree_unflatten(flat, structure)
 
 
 def leaves(tree: Any) -> Sequence[Any]:
-    """The leaves of `tree`, whatever they are."""
+    """Return the leaves of `tree`, of any type."""
     return (tree,) if isinstance(tree, Tensor) else tree_leaves(tree)
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Those of its leaves that are tensors."""
+    """Return the leaves of `tree` that are tensors."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """`tree` with `function` of each tensor in its place."""
+    """Return `tree` with `function(tensor)` in the place of each tensor."""
     return function(tree) if isinstance(tree, Tensor) else tree_map_only(Tensor, function, tree)

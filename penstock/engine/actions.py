@@ -121,8 +121,8 @@ def flatten_gradients(messages: Sequence[Any]) -> Sequence[Tensor | None]:
 
 
 def messages_of(stage: Stage, output: Any) -> Sequence[Any]:
-    """Return a stage's output as one message for each taker."""
-    return output if len(stage.neighbours.takers) > 1 else (output,)
+    """Return a stage's output as one message for each destination."""
+    return output if len(stage.neighbours.destinations) > 1 else (output,)
 
 
 def error_with_location(error: Exception, rank: int, action: Action) -> PenstockError:

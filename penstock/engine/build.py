@@ -34,9 +34,9 @@ from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.schedule import read_csv_cells
 from penstock.schedule.table import Cell
 from penstock.schedule.transform import with_full_backwards
-from penstock.stage.module_runner import Recompute, check_recompute
 from penstock.stage.neighbours import stage_neighbours
 from penstock.stage.rank_parameters import RankParameters
+from penstock.stage.recompute import Recompute, check_recompute
 from penstock.stage.replication import NoReplication, Replication
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters

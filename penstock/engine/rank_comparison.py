@@ -15,7 +15,7 @@ from penstock.engine.model_partition import ModelPartition
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import Schedule
-from penstock.stage.exchange import keyword_names
+from penstock.stage.arguments import keyword_names
 
 
 class RankDescription(NamedTuple):

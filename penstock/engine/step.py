@@ -67,7 +67,7 @@ from penstock.partition.attributes import AttributeSnapshot
 from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.rank_program import RankPrograms
 from penstock.schedule.table import Action, Kind
-from penstock.stage.autograd_edges import detach_for_next_stage
+from penstock.stage.backward.autograd_edges import detach_for_next_stage
 from penstock.stage.rank_parameters import RankParameters
 from penstock.stage.stage import Stage
 from penstock.stage.tied_parameters import TiedParameters

@@ -1,6 +1,6 @@
-"""Plain attributes of modules (`self.alpha = 0.5`): put back after a forward was followed or measured, and compared later.
+"""Plain attributes of modules (`self.alpha = 0.5`): restored after a forward was traced or measured, and compared later.
 
-A graph has the values that the forwards it follows read while it was made; units, which are called, read theirs in every step.
+A graph has the values that the forwards around the units read while it was made. Units are called, and read theirs every time.
 """
 
 import weakref
@@ -17,51 +17,53 @@ from penstock.errors import MismatchError
 from penstock.torch_private import forward_hooks
 
 Attribute = tuple[int, str]  # id of a module, name
-_OF_MODULES = frozenset(dir(nn.Module()))  # what every module has: parameters, buffers, hooks, its mode, methods
-_VALUES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_MODULE_ATTRIBUTES = frozenset(dir(nn.Module()))  # of every module: parameters, buffers, hooks, its mode, methods
+_PLAIN_TYPES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
 
 
 @contextmanager
-def restore_attributes(model: nn.Module) -> Iterator[set[Attribute]]:
-    """Put back at the end what forwards have changed in the attributes of the model's modules: counters, lists, caches.
+def attributes_restored(model: nn.Module) -> Iterator[set[Attribute]]:
+    """At the end, restore what forwards have changed in the attributes of the model's modules: counters, lists, caches.
 
-    Lists, dicts, sets and deques keep their elements. Yields a set, which is then filled with what had changed.
+    Lists, dicts, sets and deques get their elements back. Yields a set, which gets the changed attributes at the end.
     """
     modules, changed = list(model.modules()), set[Attribute]()
     before = {
         (id(module), name): (module, value, _elements(value))
         for module in modules
         for name, value in vars(module).items()
-        if name not in _OF_MODULES
+        if name not in _MODULE_ATTRIBUTES
     }
     try:
         yield changed
     finally:
         for module in modules:
-            for name in vars(module).keys() - _OF_MODULES:
+            for name in vars(module).keys() - _MODULE_ATTRIBUTES:
                 if (id(module), name) not in before:
                     del vars(module)[name]
-        for (place, name), (module, value, elements) in before.items():
-            if not _are_same(_elements(value), elements):
-                changed.add((place, name))
+
+        for (module_id, name), (module, value, elements) in before.items():
+            if not _have_same_elements(_elements(value), elements):
+                changed.add((module_id, name))
                 _refill(value, elements)
-            if (found := vars(module).get(name, _MISSING)) is not value:
+            if (current := vars(module).get(name, _MISSING)) is not value:
                 vars(module)[name] = value
-                if not elements or not _are_same(_elements(found), elements):  # torch.export puts copies of containers there
-                    changed.add((place, name))
+                # torch.export puts copies of containers there.
+                if not elements or not _have_same_elements(_elements(current), elements):
+                    changed.add((module_id, name))
 
 
 def _elements(value: Any) -> list[Any]:
-    """Of a container; of a dict its keys and values in turn."""
+    """Return the elements of a container, of a dict its keys and values in turn; none for other values."""
     if isinstance(value, dict):
-        return [each for pair in value.items() for each in pair]
+        return [element for pair in value.items() for element in pair]
     return list(value) if isinstance(value, _CONTAINERS) else []
 
 
-def _are_same(values: list[Any], others: list[Any]) -> bool:
-    return len(values) == len(others) and all(one is other for one, other in zip(values, others, strict=True))
+def _have_same_elements(elements: list[Any], expected: list[Any]) -> bool:
+    return len(elements) == len(expected) and all(a is b for a, b in zip(elements, expected, strict=True))
 
 
 def _refill(container: Any, elements: list[Any]) -> None:
@@ -73,95 +75,97 @@ def _refill(container: Any, elements: list[Any]) -> None:
 
 
 @contextmanager
-def record_attribute_reads(model: nn.Module) -> Iterator[set[Attribute]]:
-    """Meanwhile which attributes of the model's modules are read goes into the set that this yields."""
-    read = set[Attribute]()
-    modules = frozenset(map(id, model.modules()))
-    kinds = {type(each) for each in model.modules() if not type(each).__module__.startswith("torch.")}
-    before = {kind: (kind.__getattribute__, "__getattribute__" in vars(kind)) for kind in kinds}
-    for kind, (get, _) in before.items():
-        setattr(kind, "__getattribute__", _recording(get, modules, read))  # noqa: B010
+def attribute_reads_recorded(model: nn.Module) -> Iterator[set[Attribute]]:
+    """Yield a set that meanwhile gets the attributes of the model's modules that are read."""
+    reads = set[Attribute]()
+    module_ids = frozenset(map(id, model.modules()))
+    classes = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
+    before = {cls: (cls.__getattribute__, "__getattribute__" in vars(cls)) for cls in classes}
+    for cls, (getattribute, _) in before.items():
+        setattr(cls, "__getattribute__", _recording_getattribute(getattribute, module_ids, reads))  # noqa: B010
     try:
-        yield read
+        yield reads
     finally:
-        for kind, (get, own) in before.items():
-            if own:
-                setattr(kind, "__getattribute__", get)  # noqa: B010
+        for cls, (getattribute, has_own) in before.items():
+            if has_own:
+                setattr(cls, "__getattribute__", getattribute)  # noqa: B010
             else:
-                del kind.__getattribute__
+                del cls.__getattribute__
 
 
-def _recording(get: Any, modules: Collection[int], read: set[Attribute]) -> Any:
-    def getattribute(self: Any, name: str) -> Any:
-        value = get(self, name)
-        if id(self) in modules and name not in _OF_MODULES and not name.startswith("__"):
-            read.add((id(self), name))
+def _recording_getattribute(getattribute: Any, module_ids: Collection[int], reads: set[Attribute]) -> Any:
+    def recording(self: Any, name: str) -> Any:
+        value = getattribute(self, name)
+        if id(self) in module_ids and name not in _MODULE_ATTRIBUTES and not name.startswith("__"):
+            reads.add((id(self), name))
         return value
 
-    return getattribute
+    return recording
 
 
 class AttributeSnapshot:
-    """The attributes whose values a model's graph has, as they are now: of those `read`, the ones around its units."""
+    """The values of attributes that a model's graph has as constants: those of `reads` whose modules are around the units."""
 
-    def __init__(self, model: nn.Module, units: Collection[str], read: Collection[Attribute]) -> None:
-        inside = {id(each) for unit in units for each in model.get_submodule(unit).modules()}
-        modules = {id(each): (name, each) for name, each in model.named_modules() if id(each) not in inside}
+    def __init__(self, model: nn.Module, units: Collection[str], reads: Collection[Attribute]) -> None:
+        inside_units = {id(module) for unit in units for module in model.get_submodule(unit).modules()}
+        modules = {id(module): (path, module) for path, module in model.named_modules() if id(module) not in inside_units}
         self._values = [
-            (weakref.ref(module), f"{path or type(module).__name__}.{name}", name, _kept(value))
-            for place, name in sorted(read)
-            if place in modules
-            for path, module in [modules[place]]
-            if (value := _static(module, name)) is not _MISSING
+            (weakref.ref(module), f"{path or type(module).__name__}.{name}", name, _comparable(value))
+            for module_id, name in sorted(reads)
+            if module_id in modules
+            for path, module in [modules[module_id]]
+            if (value := _static_attribute(module, name)) is not _MISSING
         ]
-
-        self._layouts = [(weakref.ref(each), name, _layout(each)) for name, each in modules.values()]
+        self._layouts = [(weakref.ref(module), path, _children_and_hooks(module)) for path, module in modules.values()]
 
     def check_unchanged(self) -> None:
-        """Raises MismatchError if one has changed, which the pipeline's steps would not see, or the layers around the units."""
-        for found, name, layout in self._layouts:
-            if (module := found()) is not None and _layout(module) != layout:
-                told = f"{name or type(module).__name__} has other layers or hooks than when it was cut"
-                raise MismatchError(f"{told}, and the pipeline has those of then: put them back, or make a new Pipeline")
-        for reference, told, name, before in self._values:
-            if (module := reference()) is not None and (now := _kept(_static(module, name))) != before:
-                values = "not what it was" if isinstance(now, _Object) else f"{now!r:.80}, and was {before!r:.80}"
+        """Raise MismatchError if an attribute, or the layers or hooks around the units have changed: steps would ignore it."""
+        for reference, path, layout in self._layouts:
+            if (module := reference()) is not None and _children_and_hooks(module) != layout:
                 raise MismatchError(
-                    f"{told} is {values} when its forward was cut, which keeps that: set it back, or have it in a buffer that "
-                    "is filled in place, or in a layer: those are read in every step"
+                    f"{path or type(module).__name__} has other layers or hooks than when it was cut, and the pipeline has "
+                    "those of then: put them back, or make a new Pipeline"
+                )
+        for reference, attribute, name, before in self._values:
+            module = reference()
+            if module is not None and (now := _comparable(_static_attribute(module, name))) != before:
+                values = "not what it was" if isinstance(now, _SameObject) else f"{now!r:.80}, and was {before!r:.80}"
+                raise MismatchError(
+                    f"{attribute} is {values} when its forward was cut, which keeps that: set it back, or have it in a buffer "
+                    "that is filled in place, or in a layer: those are read in every step"
                 )
 
 
-def _layout(module: nn.Module) -> tuple[Any, ...]:
-    """Its children, and the hooks of its forward but for Penstock's own."""
-    own = [id(hook) for hook in forward_hooks(module) if not str(getattr(hook, "__module__", "")).startswith("penstock.")]
-    return [(name, id(child)) for name, child in module.named_children()], own
+def _children_and_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Return the module's children, and the hooks of its forward except Penstock's own."""
+    hooks = [id(hook) for hook in forward_hooks(module) if not str(getattr(hook, "__module__", "")).startswith("penstock.")]
+    return [(name, id(child)) for name, child in module.named_children()], hooks
 
 
-class _Object:
-    """What is no plain value: two are equal if they are one object."""
+class _SameObject:
+    """Stands for a value that is not plain: equal if it is the same object. It does not refer to it, which may be large."""
 
     def __init__(self, value: Any) -> None:
-        self.place = id(value)  # not the value, which may hold the whole model
+        self.object_id = id(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and other.place == self.place
+        return isinstance(other, _SameObject) and other.object_id == self.object_id
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _kept(value: Any) -> Any:
-    """What to compare `value` by, later."""
-    return deepcopy(value) if _is_plain(value) else _Object(value)
+def _comparable(value: Any) -> Any:
+    """Return what `value` is compared by later: a copy of a plain value, the identity of any other."""
+    return deepcopy(value) if _is_plain(value) else _SameObject(value)
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, tuple | list | set) else isinstance(value, _VALUES)
+    return all(map(_is_plain, value)) if isinstance(value, tuple | list | set) else isinstance(value, _PLAIN_TYPES)
 
 
-def _static(module: nn.Module, name: str) -> Any:
-    """The attribute of the module or its class, without what a property or a method makes of it."""
-    found = (vars(each)[name] for each in (module, *type(module).__mro__) if name in vars(each))
-    return next(found, _MISSING)
+def _static_attribute(module: nn.Module, name: str) -> Any:
+    """Return the attribute of the module or its class, without calling a property."""
+    values = (vars(owner)[name] for owner in (module, *type(module).__mro__) if name in vars(owner))
+    return next(values, _MISSING)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import MismatchError, PenstockError, is_whole_number
 from penstock.partition import graph_stage
-from penstock.partition.attributes import AttributeSnapshot, record_attribute_reads, restore_attributes
+from penstock.partition.attributes import AttributeSnapshot, attribute_reads_recorded, attributes_restored
 from penstock.partition.balance import PARAMETERS, Balance
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.model_graph import ModelGraph, first_line
@@ -65,7 +65,7 @@ def run(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
     output: Any = None
     for index, stage in enumerate(stages):
         graph = stage.penstock if isinstance(stage, GraphStage) else None
-        sources, takers = (graph.sources, graph.takers) if graph else ([index - 1], [index + 1])
+        sources, takers = (graph.sources, graph.destinations) if graph else ([index - 1], [index + 1])
         output = stage(*[messages.pop((source, index)) for source in sources]) if index else stage(*args, **kwargs)
         given = output if len(takers) > 1 else (output,)
         messages |= {(index, taker): message for taker, message in zip(takers, given, strict=False)}
@@ -123,7 +123,7 @@ class CuttableModel:
         if chain or not self._has_example:  # an export calls them
             _check_whole(model)
         self._times: dict[nn.Module, float] = {}  # of the units, once they are measured
-        with restore_attributes(model) as changed, record_attribute_reads(model) as read:
+        with attributes_restored(model) as changed, attribute_reads_recorded(model) as read:
             self._graph = None if chain else self._followed()
         self.unit_order = list(children_by_name(model)) if self._graph is None else self._graph.unit_order()
         self.read_attributes = AttributeSnapshot(model, self.unit_order, () if chain else read - changed)
@@ -159,7 +159,7 @@ class CuttableModel:
         if not 1 <= stages <= len(self.unit_order):
             count = len(self.unit_order)
             raise MismatchError(f"cannot cut {count} layers into {stages} stages: use 1 to {count} stages")
-        with restore_attributes(self.model):
+        with attributes_restored(self.model):
             self.balance = self._best(stages, device)
         return [self.unit_order[start] for start in self.balance.starts[1:]]
 

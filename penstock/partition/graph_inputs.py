@@ -1,4 +1,4 @@
-"""What goes into a model that was cut along its graph: the arguments of its forward, and whether the graph holds for them."""
+"""The inputs of a model that was cut along its graph: the arguments of its forward, and whether the graph holds for them."""
 
 import inspect
 import re
@@ -13,110 +13,125 @@ from penstock.torch_private import TreeSpec, compile_guard, tree_flatten
 
 
 class TensorSpec(NamedTuple):
-    """A tensor of the example. A size of None may be any; except for rows none may be 1, which `torch.export` rules out."""
+    """Which tensors fit one of the example's.
+
+    A size of None is any; except for rows it must not be 1, which `torch.export` rules out.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int | None, ...]
     rows_dim: int | None = 0
 
     def __str__(self) -> str:
-        return f"{self.dtype} of shape ({', '.join(map(self._size, range(len(self.sizes))))})"
+        return f"{self.dtype} of shape ({', '.join(map(self._describe_size, range(len(self.sizes))))})"
 
-    def _size(self, place: int) -> str:
-        size = self.sizes[place]
-        return str(size) if size is not None else "any" if place == self.rows_dim else "2 or more"
+    def _describe_size(self, dim: int) -> str:
+        size = self.sizes[dim]
+        return str(size) if size is not None else "any" if dim == self.rows_dim else "2 or more"
 
 
 class InputParameter(NamedTuple):
-    """A parameter of the model's forward that the graph knows; with an example, its structure and leaves."""
+    """A parameter of the model's forward that the graph has an input for; with an example, its structure and leaves."""
 
     name: str
-    spec: TreeSpec | None = None
-    leaves: tuple[Any, ...] = ()  # Like, or the value itself, which has gone into the graph
+    structure: TreeSpec | None = None
+    leaves: tuple[Any, ...] = ()  # TensorSpec, or the value itself, which is a constant of the graph
 
 
 class GraphInputs(NamedTuple):
-    """All that the graph takes, and what it assumes of their sizes."""
+    """The inputs of a graph, and what it assumes of their sizes."""
 
     signature: inspect.Signature  # of the model's forward
-    inputs: Sequence[InputParameter]
-    guards: Sequence[str] = ()  # Python, of the dict `values` of the arguments
+    parameters: Sequence[InputParameter]
+    guards: Sequence[str] = ()  # Python expressions of the dict `values` of the arguments
 
-    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any], cast: torch.dtype | None = None) -> list[Any]:
-        """The graph's inputs in a call of the model's forward. Raises MismatchError for a call it was not made for.
+    def flatten_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], cast: torch.dtype | None = None) -> list[Any]:
+        """Return the graph's inputs for a call of the model's forward. Raises MismatchError if the graph does not hold for it.
 
-        `cast`: what floating-point tensors have been cast to, whatever the example's were.
+        `cast`: the dtype that floating-point tensors have been cast to, whatever the example's were.
         """
-        named_values = bind_arguments(self.signature, args, kwargs)
-        self._check_names(named_values)
+        arguments = bind_arguments(self.signature, args, kwargs)
+        self._check_no_other_arguments(arguments)
+
         leaves: list[Any] = []
-        for each in self.inputs:
-            if each.name not in named_values:
-                raise MismatchError(f"the model was cut for a forward with {each.name}=, which is missing")
-            leaves += [named_values[each.name]] if each.spec is None else _leaves(each, named_values[each.name], cast)
+        for parameter in self.parameters:
+            if parameter.name not in arguments:
+                raise MismatchError(f"the model was cut for a forward with {parameter.name}=, which is missing")
+            value = arguments[parameter.name]
+            leaves += [value] if parameter.structure is None else _matching_leaves(parameter, value, cast)
+
         for guard in self.guards:
-            if not compile_guard(guard, "values")(named_values):
-                told = re.sub(r"values\['(\w+)'\]", r"\1", guard)
-                raise MismatchError(f"the model was cut for {told}, which does not hold here: give an example like this batch")
+            if not compile_guard(guard, "values")(arguments):
+                condition = re.sub(r"values\['(\w+)'\]", r"\1", guard)
+                raise MismatchError(
+                    f"the model was cut for {condition}, which does not hold here: give an example like this batch"
+                )
         return leaves
 
-    def _check_names(self, given: Mapping[str, Any]) -> None:
-        known = {each.name for each in self.inputs}
-        for name, value in given.items():
+    def _check_no_other_arguments(self, arguments: Mapping[str, Any]) -> None:
+        names = {parameter.name for parameter in self.parameters}
+        for name, value in arguments.items():
             default = self.signature.parameters[name].default if name in self.signature.parameters else None
-            if name not in known and not _fits(value, default):
+            if name not in names and not _matches(value, default):
                 raise MismatchError(f"the model was cut without {name}=: where it is cut, give it in example_args or _kwargs")
 
 
-def _leaves(expected: InputParameter, value: Any, cast: torch.dtype | None) -> list[Any]:
-    leaves, spec = tree_flatten(value)
-    if spec != expected.spec:
-        raise MismatchError(f"the model was cut for another structure of {expected.name}: {expected.spec}, not {spec}")
-    for leaf, like in zip(leaves, expected.leaves, strict=True):
-        if cast is not None and isinstance(like, TensorSpec) and like.dtype.is_floating_point:
-            like = like._replace(dtype=cast)
-        if not _fits(leaf, like):
-            got = str(TensorSpec(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
-            hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_one(leaf, like)
-            raise MismatchError(f"the model was cut for {expected.name} = {like}, not {got}: {hint}")
+def _matching_leaves(parameter: InputParameter, value: Any, cast: torch.dtype | None) -> list[Any]:
+    """Return the leaves of `value`. Raises MismatchError unless they match the example's."""
+    leaves, structure = tree_flatten(value)
+    if structure != parameter.structure:
+        raise MismatchError(
+            f"the model was cut for another structure of {parameter.name}: {parameter.structure}, not {structure}"
+        )
+    for leaf, expected in zip(leaves, parameter.leaves, strict=True):
+        if cast is not None and isinstance(expected, TensorSpec) and expected.dtype.is_floating_point:
+            expected = expected._replace(dtype=cast)
+        if not _matches(leaf, expected):
+            actual = str(TensorSpec(leaf.dtype, tuple(leaf.shape))) if isinstance(leaf, Tensor) else repr(leaf)
+            hint = "give an example like this batch" + ", with a size of 1 where this has one" * _has_other_size_1(
+                leaf, expected
+            )
+            raise MismatchError(f"the model was cut for {parameter.name} = {expected}, not {actual}: {hint}")
     return leaves
 
 
-def _has_one(leaf: Any, like: Any) -> bool:
-    """Whether the leaf has a size of 1, other than its rows, where the example had several."""
-    if not isinstance(leaf, Tensor) or not isinstance(like, TensorSpec):
+def _has_other_size_1(leaf: Any, expected: Any) -> bool:
+    """Return whether the leaf has a size of 1, other than its rows, where the example had another."""
+    if not isinstance(leaf, Tensor) or not isinstance(expected, TensorSpec):
         return False
-    sizes = enumerate(zip(like.sizes, leaf.shape, strict=False))
-    return any(place != like.rows_dim and expected != 1 == size for place, (expected, size) in sizes)
+    sizes = enumerate(zip(expected.sizes, leaf.shape, strict=False))
+    return any(dim != expected.rows_dim and expected_size != 1 == size for dim, (expected_size, size) in sizes)
 
 
-def _fits(leaf: Any, like: Any) -> bool:
-    if not isinstance(like, TensorSpec):
-        return type(leaf) is type(like) and bool(leaf == like)
-    if not isinstance(leaf, Tensor) or leaf.dtype != like.dtype or leaf.dim() != len(like.sizes):
+def _matches(leaf: Any, expected: Any) -> bool:
+    if not isinstance(expected, TensorSpec):
+        return type(leaf) is type(expected) and bool(leaf == expected)
+    if not isinstance(leaf, Tensor) or leaf.dtype != expected.dtype or leaf.dim() != len(expected.sizes):
         return False
-    sizes = enumerate(zip(like.sizes, leaf.shape, strict=True))
-    return all(mine == size or (size is None and (mine > 1 or place == like.rows_dim)) for place, (size, mine) in sizes)
+    return all(
+        size == expected_size or (expected_size is None and (size > 1 or dim == expected.rows_dim))
+        for dim, (expected_size, size) in enumerate(zip(expected.sizes, leaf.shape, strict=True))
+    )
 
 
 def varargs_error(name: str) -> MismatchError:
-    """For a forward that takes *name."""
+    """Return the error for a forward that takes *name."""
     return MismatchError(f"a forward that takes *{name} cannot be cut along its graph: give its parameters names")
 
 
 def bind_arguments(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by the names of the forward's parameters. Raises MismatchError if it cannot be called so."""
+    """Return a call's arguments by the names of the forward's parameters. Raises MismatchError if they do not fit it."""
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise MismatchError(f"the model's forward{signature} cannot be called so: {error}") from error
-    values: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in bound.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
-            values |= value
+            arguments |= value
         elif kind is inspect.Parameter.VAR_POSITIONAL:
             raise varargs_error(name)
         else:
-            values[name] = value
-    return values
+            arguments[name] = value
+    return arguments

@@ -15,73 +15,77 @@ _LEAF = tree_flatten(None)[1]
 
 @dataclass
 class UnitCall:
-    """One call of a unit during the export: how its arguments are put together, and what it gives."""
+    """One call of a unit during the export: its arguments, and once it has run its output."""
 
     name: str
     forward: Callable[..., Any]
     leaves: Sequence[Any]  # of (args, kwargs)
-    spec: TreeSpec
-    made: list[Any] = field(default_factory=list)  # of what it gives, once it has run
-    made_spec: TreeSpec = _LEAF
+    structure: TreeSpec
+    output_leaves: list[Any] = field(default_factory=list)
+    output_structure: TreeSpec = _LEAF
 
-    def arguments(self, tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
-        """(args, kwargs) with these in their places."""
-        rest = {Tensor: iter(tensors), torch.SymInt: iter(numbers)}
-        leaves = [next(rest[kind]) if kind in rest else leaf for leaf in self.leaves for kind in [_kind(leaf)]]
-        return tree_unflatten(leaves, self.spec)
+    def arguments(self, tensors: Sequence[Any], sizes: Sequence[Any]) -> Any:
+        """Return (args, kwargs) with these in the places of the tensors and of the symbolic sizes."""
+        replacements = {Tensor: iter(tensors), torch.SymInt: iter(sizes)}
+        leaves = [next(replacements[_kind(leaf)]) if _kind(leaf) is not None else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.structure)
 
-    def run(self, tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-        """Run the unit on tensors without values; its tensors."""
-        args, kwargs = self.arguments(tensors, numbers)
-        self.made, self.made_spec = tree_flatten(self.forward(*args, **kwargs))
-        self.made = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.made]  # it may be an input
-        return [leaf for leaf in self.made if isinstance(leaf, Tensor)]
+    def run(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Run the unit on tensors without values; return its output's tensors."""
+        args, kwargs = self.arguments(tensors, sizes)
+        output_leaves, self.output_structure = tree_flatten(self.forward(*args, **kwargs))
+        # An operation must not return an input, a unit may.
+        self.output_leaves = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in output_leaves]
+        return [leaf for leaf in self.output_leaves if isinstance(leaf, Tensor)]
 
 
 def _kind(leaf: Any) -> Any:
     return Tensor if isinstance(leaf, Tensor) else torch.SymInt if isinstance(leaf, torch.SymInt) else None
 
 
-_calls: list[list[UnitCall]] = []  # of the export that goes on
+_exports: list[list[UnitCall]] = []  # the calls of the export that is running, last
 
 
 @torch.library.custom_op("penstock::unit", mutates_args=())
-def _unit(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
+def _unit(call: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
     raise AssertionError("a unit is called in an export only")
 
 
-UNIT = torch.ops.penstock.unit.default  # what a node of the exported program calls
+UNIT_OPERATION = torch.ops.penstock.unit.default  # the target of a unit's node in the exported program
 
 
 @_unit.register_fake
-def _(call: int, tensors: list[Tensor], numbers: list[int]) -> list[Tensor]:
-    with without_shape_guards(tensors):  # what sizes a unit looks at is its own
-        return _calls[-1][call].run(tensors, numbers)
+def _(call: int, tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    with without_shape_guards(tensors):  # decisions by sizes inside a unit do not restrict the graph
+        return _exports[-1][call].run(tensors, sizes)
 
 
 @contextmanager
 def opaque_units(units: Mapping[str, nn.Module]) -> Iterator[list[UnitCall]]:
-    """Every unit's forward replaced by one operation that `torch.export` does not look into."""
+    """Replace the forward of every unit by one operation; yield a list that gets the units' calls."""
     calls: list[UnitCall] = []
-    _calls.append(calls)
+    _exports.append(calls)
     for name, unit in units.items():
-        unit.forward = _stub(name, unit.forward, calls)
+        unit.forward = _opaque_forward(name, unit.forward, calls)
     try:
         yield calls
     finally:
-        _calls.pop()
+        _exports.pop()
         for unit in units.values():
             del unit.forward
 
 
-def _stub(name: str, forward: Callable[..., Any], calls: list[UnitCall]) -> Callable[..., Any]:
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        """The unit, as one operation."""
-        leaves, spec = tree_flatten((args, kwargs))
-        call = UnitCall(name, forward, leaves, spec)
+def _opaque_forward(name: str, forward: Callable[..., Any], calls: list[UnitCall]) -> Callable[..., Any]:
+    def opaque_forward(*args: Any, **kwargs: Any) -> Any:
+        """Call the unit as one operation."""
+        leaves, structure = tree_flatten((args, kwargs))
+        call = UnitCall(name, forward, leaves, structure)
         calls.append(call)
-        given = {kind: [leaf for leaf in leaves if _kind(leaf) is kind] for kind in (Tensor, torch.SymInt)}
-        made = iter(torch.ops.penstock.unit(len(calls) - 1, given[Tensor], given[torch.SymInt]))
-        return tree_unflatten([next(made) if isinstance(leaf, Tensor) else leaf for leaf in call.made], call.made_spec)
 
-    return stub
+        tensors = [leaf for leaf in leaves if _kind(leaf) is Tensor]
+        sizes = [leaf for leaf in leaves if _kind(leaf) is torch.SymInt]
+        outputs = iter(torch.ops.penstock.unit(len(calls) - 1, tensors, sizes))
+        output_leaves = [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in call.output_leaves]
+        return tree_unflatten(output_leaves, call.output_structure)
+
+    return opaque_forward

@@ -1,7 +1,6 @@
-"""A model's forward followed symbolically by `torch.fx`, to a graph of its units; see `export.py` for the other way.
+"""A model's forward traced by `torch.fx`, without data, to a graph of its units; see `export.py` for the other way.
 
-The units stay what they are, modules that are called. Only what stands between them, in the forwards of the modules
-around them, is followed.
+The units remain modules that are called. Only what is between them, in the forwards of the modules around them, is traced.
 """
 
 import inspect
@@ -15,48 +14,48 @@ from torch import fx, nn
 
 from penstock.errors import MismatchError
 from penstock.partition.graph_inputs import GraphInputs, InputParameter, varargs_error
-from penstock.partition.model_graph import ASSIGNING, NO_GRAD, ModelGraph, first_line, train_then_eval
+from penstock.partition.model_graph import INPLACE_OPERATORS, NO_GRAD, ModelGraph, first_line, train_then_eval
 from penstock.torch_private import tensor_version
 
-INSTEAD = "give example_args, so that it can be exported; or a list with one module for each stage"
+ADVICE = "give example_args, so that it can be exported; or a list with one module for each stage"
 
 
 def trace_graph(model: nn.Module, units: Mapping[str, nn.Module]) -> ModelGraph:
-    """Follow the forward without any data. Its parameters with a default keep that.
+    """Return the graph of the forward. Its parameters with a default keep that.
 
-    Raises MismatchError for a forward that looks at values or shapes to decide what to do.
+    Raises MismatchError for a forward that decides by values or shapes.
     """
-    graphs = [_followed(model, units) for _ in train_then_eval(model)]
-    inputs = [InputParameter(str(node.target)) for node in graphs[0].find_nodes(op="placeholder")]
-    return ModelGraph.from_graphs(model, graphs, GraphInputs(inspect.signature(model.forward), inputs), {})
+    graphs = [_trace(model, units) for _ in train_then_eval(model)]
+    parameters = [InputParameter(str(node.target)) for node in graphs[0].find_nodes(op="placeholder")]
+    return ModelGraph.from_graphs(model, graphs, GraphInputs(inspect.signature(model.forward), parameters), {})
 
 
-class _Value(fx.Proxy):
-    """A value in the graph; `value += other` changes it in place there too, with which torch's own would make another."""
+class _Proxy(fx.Proxy):
+    """A value in the graph. `value += other` changes it in place there too, where torch's own proxy would make another."""
 
 
-def _assigning(change: Callable[..., Any]) -> Callable[..., Any]:
+def _inplace_method(change: Callable[..., Any]) -> Callable[..., Any]:
     return lambda value, other: value.tracer.create_proxy("call_function", change, (value, other), {})
 
 
-for _name in ASSIGNING:
-    setattr(_Value, f"__{_name}__", _assigning(getattr(operator, _name)))
+for _name in INPLACE_OPERATORS:
+    setattr(_Proxy, f"__{_name}__", _inplace_method(getattr(operator, _name)))
 
 
 class _Tracer(fx.Tracer):
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         super().__init__(param_shapes_constant=True)
-        self.units, self._casts = units, _casts()
+        self.units, self._autocast = units, _autocast_modes()
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return name in self.units
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
+        return _Proxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node, which remembers whether gradients are wanted where it stands."""
-        if _casts() != self._casts:
+        """Return a node that records whether it is inside a `torch.no_grad()`."""
+        if _autocast_modes() != self._autocast:
             raise MismatchError(
                 f"the forward of {type(self.root).__name__} enters torch.autocast, which is lost where it is cut: enter it "
                 "in the forward of a layer, or call step() under torch.autocast"
@@ -66,34 +65,41 @@ class _Tracer(fx.Tracer):
         return node
 
     def create_args_for_root(self, forward: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Placeholders for the parameters that have no default."""
+        """Return placeholders for the parameters that have no default."""
         parameters = list(inspect.signature(forward).parameters.values())[1:]
-        for each in parameters:
-            if each.kind is each.VAR_POSITIONAL:
-                raise varargs_error(each.name)
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                raise varargs_error(parameter.name)
         names = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
         values = [self.create_proxy("placeholder", name, (), {}) for name in names]
-        return lambda model, *given: forward(model, **dict(zip(names, given, strict=True))), [self.root, *values]
+        return lambda model, *args: forward(model, **dict(zip(names, args, strict=True))), [self.root, *values]
 
 
-def _casts() -> list[bool]:
+def _autocast_modes() -> list[bool]:
     return [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")]
 
 
-def _followed(model: nn.Module, units: Mapping[str, nn.Module]) -> fx.Graph:
-    drawn, written = (random.getstate(), torch.get_rng_state()), [tensor_version(each) for each in model.buffers()]
+def _trace(model: nn.Module, units: Mapping[str, nn.Module]) -> fx.Graph:
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    buffer_versions = [tensor_version(buffer) for buffer in model.buffers()]
+    name = type(model).__name__
     try:
         with torch.enable_grad():
             graph = _Tracer(units).trace(model)
-        if random.getstate() != drawn[0] or not torch.equal(torch.get_rng_state(), drawn[1]):
-            told = f"the forward of {type(model).__name__} draws random numbers between its layers"
-            raise MismatchError(f"{told}, which would be the same in every step once it is cut: draw them in a layer")
-        made = [node for node in graph.nodes if node.op == "get_attr" and str(node.target).startswith("_tensor_constant")]
-        if made or [tensor_version(each) for each in model.buffers()] != written:
-            told = f"the forward of {type(model).__name__} makes or changes a tensor between its layers"
-            raise MismatchError(f"{told}, which cannot be followed without data: do it in a layer, or give example_args")
-        return graph
     except MismatchError:
         raise
     except Exception as error:
-        raise MismatchError(f"cannot follow the forward of {type(model).__name__} ({first_line(error)}): {INSTEAD}") from error
+        raise MismatchError(f"cannot follow the forward of {name} ({first_line(error)}): {ADVICE}") from error
+
+    if random.getstate() != python_state or not torch.equal(torch.get_rng_state(), torch_state):
+        raise MismatchError(
+            f"the forward of {name} draws random numbers between its layers, which would be the same in every step once it is "
+            "cut: draw them in a layer"
+        )
+    constants = [node for node in graph.nodes if node.op == "get_attr" and str(node.target).startswith("_tensor_constant")]
+    if constants or [tensor_version(buffer) for buffer in model.buffers()] != buffer_versions:
+        raise MismatchError(
+            f"the forward of {name} makes or changes a tensor between its layers, which cannot be followed without data: do it "
+            "in a layer, or give example_args"
+        )
+    return graph

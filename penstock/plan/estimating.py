@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.errors import PenstockError
 from penstock.partition import CuttableModel
-from penstock.partition.attributes import restore_attributes
+from penstock.partition.attributes import attributes_restored
 from penstock.partition.balance import Balance
 from penstock.partition.model_graph import first_line
 from penstock.partition.rows import unwrap_tree
-from penstock.partition.unit_times import RecordedUnit, replace_tensors
+from penstock.partition.unit_times import RecordedUnit, tensors_replaced
 from penstock.plan.measuring import TensorsToTensors, costs_in_layer_order, record_layer_inputs
 from penstock.plan.model_profile import LayerCost, ModelProfile
 from penstock.schedule import Kind, Measurement
@@ -51,7 +51,7 @@ def estimate(
         raise PenstockError(f"speed={speed}: give the operations a second that a rank reaches, more than 0")
     whole = CuttableModel(model, None, example_args, example_kwargs)
     example = unwrap_tree((*whole.example, target))
-    with restore_attributes(model):
+    with attributes_restored(model):
         units = record_layer_inputs(whole, example, loss_fn, rows=1)
         return ModelProfile.from_layers(
             costs_in_layer_order(whole, units, [_estimate_unit(unit, speed) for unit in units], example)
@@ -59,7 +59,7 @@ def estimate(
 
 
 def _estimate_unit(unit: RecordedUnit, speed: float) -> LayerCost:
-    with replace_tensors(unit.module, _to_meta):
+    with tensors_replaced(unit.module, _to_meta):
         return _count_unit(unit, speed)
 
 

@@ -16,11 +16,11 @@ from penstock.comms.topology import CPU
 from penstock.engine.activation_memory import MemoryMeasurement, StorageSet
 from penstock.errors import MismatchError, PenstockError
 from penstock.partition import CuttableModel, run
-from penstock.partition.attributes import restore_attributes
+from penstock.partition.attributes import attributes_restored
 from penstock.partition.graph_stage import GraphStage
 from penstock.partition.materialise import has_meta_tensors
 from penstock.partition.model_graph import first_line
-from penstock.partition.unit_times import RecordedUnit, module_device, record_unit_inputs, replace_tensors, with_memory
+from penstock.partition.unit_times import RecordedUnit, module_device, record_unit_inputs, tensors_replaced, with_memory
 from penstock.plan.model_profile import LayerCost, ModelProfile, ProfileSample
 from penstock.randomness import fork_generator
 from penstock.schedule import Action, ActivationSize, Kind
@@ -68,7 +68,7 @@ def measure(
     example = *whole.example, target
     [rows] = microbatch.nonempty_split_sizes(example, "the example", 1)
     samples = []
-    with restore_attributes(model):
+    with attributes_restored(model):
         for count in sorted({max(1, rows // SMALL_SAMPLE_DIVISOR), rows}):
             sizes = [count, rows - count] if count < rows else [rows]
             part = microbatch.split(example, sizes)[0]
@@ -158,7 +158,7 @@ def _border_bytes(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, f
         return carried
 
     def count(number: int, stage: nn.Module, _: Any, output: Any) -> None:
-        takers = cast(GraphStage, stage).penstock.takers
+        takers = cast(GraphStage, stage).penstock.destinations
         for taker, message in zip(takers, output if len(takers) > 1 else (output,), strict=False):
             for border in range(number, taker):
                 carried[border] += sum(tensor.nbytes for tensor in trees.tensors(message))
@@ -168,7 +168,7 @@ def _border_bytes(whole: CuttableModel, example: tuple[Any, ...]) -> dict[int, f
     meta = has_meta_tensors(whole.model)
     args, kwargs, _ = trees.map_tensors(lambda tensor: tensor.to("meta") if meta else tensor, example)
     with (
-        replace_tensors(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
+        tensors_replaced(nn.ModuleList(stages), lambda tensor: tensor.to("meta") if meta else tensor),
         pretend_exporting() if meta else nullcontext(),
         fork_generator(module_device(whole.model)),
         torch.no_grad(),
@@ -203,7 +203,7 @@ def _run_as_stage(unit: RecordedUnit, device: torch.device | None, run: Callable
     make = partial(with_memory, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
     with (
-        replace_tensors(unit.module, partial(make, spread=0.02)),
+        tensors_replaced(unit.module, partial(make, spread=0.02)),
         fork_generator(CPU),
         fork_generator(where),
         torch.enable_grad(),

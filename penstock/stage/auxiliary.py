@@ -1,33 +1,33 @@
-"""Losses of stages in the middle, as those that balance a mixture of experts: added to the batch's loss where they arise."""
+"""Losses that arise inside a model, as those that balance a mixture of experts: they are added to the batch's loss."""
 
 from torch import Tensor
 
 from penstock.errors import MismatchError
 
-_collecting: list[Tensor] | None = None
+_collected: list[Tensor] | None = None
 
 
 def auxiliary_loss(value: Tensor) -> None:
     """Add `value`, a scalar, to this microbatch's loss, from anywhere in a model's forward.
 
     In a pipeline's step it counts as the microbatch's loss does: its weighted sum over the microbatches is part of what
-    `step()` returns and of every gradient. Outside of one, and in an evaluation without a target, nothing happens.
+    `step()` returns and of every gradient. Outside of a step, and in an evaluation without a target, nothing happens.
     Raises MismatchError if it is no floating-point scalar.
     """
     if value.numel() != 1 or not value.is_floating_point():
         raise MismatchError(f"an auxiliary loss is a floating-point scalar, got {value.dtype} of shape {tuple(value.shape)}")
-    if _collecting is not None:
-        _collecting.append(value)
+    if _collected is not None:
+        _collected.append(value)
 
 
 class CollectAuxiliaryLosses:
-    """Around a stage's forward: the auxiliary losses that arise inside."""
+    """Around a stage's forward: a list that gets its auxiliary losses."""
 
     def __enter__(self) -> list[Tensor]:
-        global _collecting
-        self._outer, _collecting = _collecting, []
-        return _collecting
+        global _collected
+        self._outer, _collected = _collected, []
+        return _collected
 
     def __exit__(self, *_: object) -> None:
-        global _collecting
-        _collecting = self._outer
+        global _collected
+        _collected = self._outer

@@ -1,4 +1,4 @@
-"""Tensors of which ranks have shards: torch's DTensor, known by its placements, since importing it takes a while."""
+"""Tensors of which ranks have shards: torch's DTensor, recognised by its placements, since importing it takes a while."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ from torch import Tensor
 
 from penstock.torch_private import full_tensor
 
-ShardKey = tuple[str, tuple[int, ...]]  # a name, and which shard of it
+ShardKey = tuple[str, tuple[int, ...]]  # a tensor's name, and the coordinates of a shard
 
 
 def local_shard(value: Any) -> Any:
-    """This rank's shard of `value`, where ranks have shards of it; else `value`."""
+    """Return this rank's shard of a DTensor, anything else unchanged."""
     return value.to_local() if hasattr(value, "placements") else value
 
 
 def gather_full_tensor(value: Any) -> Any:
-    """The whole of `value`, likewise; all who have a shard call it."""
+    """Return the full tensor of a DTensor, anything else unchanged. All ranks that have a shard call it."""
     return full_tensor(value) if hasattr(value, "placements") else value
 
 
 def shard_like(value: Any, like: Any) -> Any:
-    """`value`, a whole tensor, in shards as `like` is, if that is."""
+    """Return `value`, a full tensor, sharded as `like` is, if that is a DTensor."""
     if not hasattr(like, "placements") or not isinstance(value, Tensor) or hasattr(value, "placements"):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -30,8 +30,8 @@ def shard_like(value: Any, like: Any) -> Any:
 
 
 def shard_coordinates(value: Any) -> tuple[int, ...]:
-    """Which shard this rank has: its coordinates along the axes over which `value` is cut."""
+    """Return this rank's coordinates along the mesh axes over which `value` is sharded; () if it is not."""
     if not hasattr(value, "placements"):
         return ()
-    coordinates = value.device_mesh.get_coordinate()
-    return tuple(each for each, placement in zip(coordinates, value.placements, strict=True) if not placement.is_replicate())
+    coordinates = zip(value.device_mesh.get_coordinate(), value.placements, strict=True)
+    return tuple(coordinate for coordinate, placement in coordinates if not placement.is_replicate())

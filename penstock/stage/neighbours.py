@@ -1,4 +1,4 @@
-"""The stages that a stage takes values from and gives values to, and the parameters it shares with each of them."""
+"""The stages that a stage receives values from and sends values to, and the parameters it shares with each of them."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,48 +12,48 @@ StageParameter = tuple[int, str]  # a stage, and a parameter's name in it
 
 
 class Neighbours(NamedTuple):
-    """The stages at the other ends, in order, and the parameters shared with each.
+    """The stages that one stage exchanges messages with, in order, and the parameters shared with each.
 
     A parameter of several stages belongs to the first of them. Each later one borrows it from the one before, as if its value
-    had come from there: the gradient goes back with that of what did come from there. So it is summed use by use, microbatch by
-    microbatch, from the last use to the first, in the order in which autograd sums it in the uncut model.
+    had come from there: the gradient goes back with the gradients of what did come from there. So it is summed use by use,
+    microbatch by microbatch, from the last use to the first, in the order in which autograd sums it in the uncut model.
     """
 
     sources: tuple[int, ...]
-    takers: tuple[int, ...]
-    borrowed: Mapping[int, list[str]] = {}  # source -> own names of the parameters
-    lent: Mapping[int, list[str]] = {}  # taker -> own names
+    destinations: tuple[int, ...]
+    borrowed: Mapping[int, list[str]] = {}  # source -> the parameters' names in this stage
+    lent: Mapping[int, list[str]] = {}  # destination -> the parameters' names in this stage
 
 
-def stage_neighbours(stages: int, skips: Collection[Skip], tied: Sequence[Sequence[StageParameter]]) -> list[Neighbours]:
-    """The neighbours of every stage: the next ones, those at the other end of `skips`, and who shares a group of `tied`."""
-    goes = receiving_stages(stages, skips)
-    hops = [hop for group in tied for hop in _hops(group)]
+def stage_neighbours(num_stages: int, skips: Collection[Skip], tied: Sequence[Sequence[StageParameter]]) -> list[Neighbours]:
+    """Return the neighbours of every stage: the next ones, those at the other end of `skips`, those with a `tied` parameter."""
+    exchanges = receiving_stages(num_stages, skips)
+    borrowings = [borrowing for group in tied for borrowing in _borrowings(group)]
     return [
         Neighbours(
-            sources=tuple(goes[Kind.B][stage]),
-            takers=tuple(goes[Kind.F][stage]),
-            borrowed=_by_stage((start, name) for (start, _), (end, name) in hops if end == stage),
-            lent=_by_stage((end, name) for (start, name), (end, _) in hops if start == stage),
+            sources=tuple(exchanges[Kind.B][stage]),
+            destinations=tuple(exchanges[Kind.F][stage]),
+            borrowed=_names_by_stage((lender, name) for (lender, _), (borrower, name) in borrowings if borrower == stage),
+            lent=_names_by_stage((borrower, name) for (lender, name), (borrower, _) in borrowings if lender == stage),
         )
-        for stage in range(stages)
+        for stage in range(num_stages)
     ]
 
 
-def _by_stage(names: Iterable[StageParameter]) -> Mapping[int, list[str]]:
-    found = defaultdict[int, list[str]](list)
-    for stage, name in names:
-        found[stage].append(name)
-    return dict(found)
+def _names_by_stage(parameters: Iterable[StageParameter]) -> Mapping[int, list[str]]:
+    names = defaultdict[int, list[str]](list)
+    for stage, name in parameters:
+        names[stage].append(name)
+    return dict(names)
 
 
 def tied_parameter_skips(tied: Sequence[Sequence[StageParameter]]) -> frozenset[Skip]:
-    """The pairs of stages between which gradients of shared parameters go past others."""
-    hops = [(start, end) for group in tied for (start, _), (end, _) in _hops(group)]
-    return frozenset((start, end) for start, end in hops if end > start + 1)
+    """Return the pairs of stages between which gradients of shared parameters go past other stages."""
+    pairs = [(lender, borrower) for group in tied for (lender, _), (borrower, _) in _borrowings(group)]
+    return frozenset((lender, borrower) for lender, borrower in pairs if borrower > lender + 1)
 
 
-def _hops(group: Sequence[StageParameter]) -> list[tuple[StageParameter, StageParameter]]:
-    """From each stage that has the parameter to the next, by its first name there."""
-    first = list({stage: (stage, name) for stage, name in reversed(group)}.values())[::-1]
-    return list(pairwise(first))
+def _borrowings(group: Sequence[StageParameter]) -> list[tuple[StageParameter, StageParameter]]:
+    """Return the pairs of stages, one after the other, that have the parameter, with its first name in each."""
+    first_names = list({stage: (stage, name) for stage, name in reversed(group)}.values())[::-1]
+    return list(pairwise(first_names))

@@ -1,4 +1,4 @@
-"""One truth for names: this rank's parameters and buffers, under their names in the uncut model."""
+"""This rank's parameters and buffers, under their names in the uncut model: state, gradient norms, clipping."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,17 +10,19 @@ from penstock.errors import MismatchError
 from penstock.stage.dtensor import ShardKey, local_shard, shard_coordinates, shard_like
 from penstock.torch_private import foreach_norm, tensor_version
 
-MISSING, UNEXPECTED, WRONG_SHAPE = "missing", "unknown", "of another shape"  # what a name can be in a state that does not fit
+MISSING, UNEXPECTED, WRONG_SHAPE = "missing", "unknown", "of another shape"  # why a name of a state does not fit
 
 
 class RankParameters:
-    """The parameters of a rank's stages.
+    """The parameters and buffers of a rank's stages.
 
-    `modules`: stage -> module, this rank's. `names`: for every stage of the model, its own name of each entry -> the name in
-    the uncut model. `aliases`: further names there of what has several -> the first, which `named_parameters` of the uncut
-    model gives; no stage of this rank need have that one. `order`: of all names in the uncut model, by default that of the
-    stages. `unset`: names of what has no value until somebody writes to it, as loading a state does. `origin`: what the uncut
-    model was besides, if it had a configuration.
+    `modules`: stage -> module, this rank's.
+    `names`: for every stage of the model, its name of each entry -> the name in the uncut model.
+    `aliases`: for an entry with several names in the uncut model, the others -> the first, which its `named_parameters` gives.
+    No stage of this rank need have that one.
+    `order`: all names in the order of the uncut model, by default that of the stages.
+    `unset`: names of entries that have no value until something is written to them, as loading a state does.
+    `origin`: what else is known of the uncut model, if it had a configuration.
     """
 
     def __init__(
@@ -38,131 +40,147 @@ class RankParameters:
         tensors = self.state_dict(keep_vars=True) if unset else {}
         self._unset = {name: (tensor, tensor_version(tensor)) for name, tensor in tensors.items() if name in unset}
 
+    # -- names and state ---------------------------------------------------------------------------------------------
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each parameter once, by its first name in the uncut model. Raises MismatchError for one that has come since."""
-        found = dict[int, tuple[str, nn.Parameter]]()
+        """Return each parameter once, with its first name in the uncut model. Raises MismatchError for one added since."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
         for stage, module in self.modules.items():
-            for own, parameter in module.named_parameters():
-                name = self._name(stage, own)
+            for stage_name, parameter in module.named_parameters():
+                name = self._model_name(stage, stage_name)
                 found.setdefault(id(parameter), (self.aliases.get(name, name), parameter))
         return iter(found.values())
 
-    def _name(self, stage: int, name: str) -> str:
-        """In the uncut model. Raises MismatchError for what has come since."""
-        if name not in self.names[stage]:
-            told = f"stage {stage} has a {name} that was not there when the pipeline was built"
-            raise MismatchError(f"{told}: add layers and parameters to the model, then build the pipeline")
-        return self.names[stage][name]
-
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Each parameter once."""
+        """Return each parameter once."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def _model_name(self, stage: int, stage_name: str) -> str:
+        """Return the name in the uncut model. Raises MismatchError for an entry that was added later."""
+        if stage_name not in self.names[stage]:
+            raise MismatchError(
+                f"stage {stage} has a {stage_name} that was not there when the pipeline was built: add layers and parameters "
+                "to the model, then build the pipeline"
+            )
+        return self.names[stage][stage_name]
+
     def state_dict(self, keep_vars: bool = False) -> dict[str, Any]:
-        """Parameters and buffers by their names in the uncut model; if `keep_vars` they themselves, else cut off."""
+        """Return parameters and buffers by their names in the uncut model, detached unless `keep_vars`."""
         return {
-            self._name(stage, name): value
+            self._model_name(stage, name): value
             for stage, module in self.modules.items()
             for name, value in module.state_dict(keep_vars=keep_vars).items()
         }
 
     def check_initialised(self) -> None:
-        """Raises MismatchError if something has no value yet."""
+        """Raise MismatchError if an entry of `unset` has no value yet."""
         if self._unset:
-            now = self.state_dict(keep_vars=True)
-            untouched = {name: entry for name, entry in self._unset.items() if now.get(name) is entry[0]}
-            self._unset = {name: entry for name, entry in untouched.items() if tensor_version(entry[0]) == entry[1]}
+            tensors = self.state_dict(keep_vars=True)
+            same = {name: entry for name, entry in self._unset.items() if tensors.get(name) is entry[0]}
+            self._unset = {name: entry for name, entry in same.items() if tensor_version(entry[0]) == entry[1]}
         if self._unset:
             names = list(self._unset)
             raise MismatchError(
-                f"what has no value yet ({len(names)}: {_few(names)}) cannot be used: the model was built on the meta "
+                f"what has no value yet ({len(names)}: {_first_names(names)}) cannot be used: the model was built on the meta "
                 "device and nothing initialises them; load them (load_state_dict, checkpoint.import_weights or "
                 "checkpoint.resume) or pass init="
             )
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load what is this rank's, once all of it is known to fit."""
-        state = self._under_all_names(state)
-        unfit = self.state_mismatches({name: _shape(value) for name, value in state.items()})
+        """Load this rank's part of `state`, once all of it is known to fit."""
+        state = self._with_aliases(state)
+        mismatches = self.state_mismatches({name: _shape(value) for name, value in state.items()})
         if not strict:
-            unfit = {WRONG_SHAPE: unfit[WRONG_SHAPE]}
-        if any(unfit.values()):
-            raise MismatchError(f"the state does not fit this model: {describe_mismatches(unfit)}")
-        for stage, module in self.modules.items():
-            own = module.state_dict()
-            part = {key: shard_like(state[name], own[key]) for key, name in self.names[stage].items() if name in state}
-            module.load_state_dict(part, strict=strict)
+            mismatches = {WRONG_SHAPE: mismatches[WRONG_SHAPE]}
+        if any(mismatches.values()):
+            raise MismatchError(f"the state does not fit this model: {describe_mismatches(mismatches)}")
 
-    def _under_all_names(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """`state` with what has several names under all of them, as the last of these has it, as in the uncut model."""
-        first = {name: self.aliases.get(name, name) for name in self.order}
-        last = {first[name]: state[name] for name in self.order if name in state}
-        return {**state, **{name: last[first[name]] for name in self.order if first[name] in last}}
+        for stage, module in self.modules.items():
+            current = module.state_dict()
+            stage_state = {
+                stage_name: shard_like(state[name], current[stage_name])
+                for stage_name, name in self.names[stage].items()
+                if name in state
+            }
+            module.load_state_dict(stage_state, strict=strict)
+
+    def _with_aliases(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `state` with all names of an entry. If several are in `state` the last one counts, as in the uncut model."""
+        first_name = {name: self.aliases.get(name, name) for name in self.order}
+        last_value = {first_name[name]: state[name] for name in self.order if name in state}
+        return {**state, **{name: last_value[first_name[name]] for name in self.order if first_name[name] in last_value}}
 
     def state_mismatches(self, shapes: Mapping[str, Any]) -> dict[str, list[str]]:
-        """The names that keep a state of these names and shapes (None: no tensor) from being loaded, by what they are."""
-        mine, known = self.state_dict(), {name for names in self.names for name in names.values()}
+        """Return the names that keep a state of these names and shapes (None: no tensor) from being loaded, by reason."""
+        state, model_names = self.state_dict(), {name for names in self.names for name in names.values()}
         return {
-            MISSING: [name for name in mine if name not in shapes],
-            UNEXPECTED: [name for name in shapes if name not in known],
-            WRONG_SHAPE: [name for name in mine if name in shapes and _shape(mine[name]) != shapes[name]],
+            MISSING: [name for name in state if name not in shapes],
+            UNEXPECTED: [name for name in shapes if name not in model_names],
+            WRONG_SHAPE: [name for name in state if name in shapes and _shape(state[name]) != shapes[name]],
         }
 
+    # -- norms and clipping ------------------------------------------------------------------------------------------
+
     def gradient_norms_by_name(self, norm_type: float) -> dict[ShardKey, Tensor]:
-        """The norm of each gradient that this rank has, or of its shard of one, by the parameter's name."""
+        """Return the norm of each gradient of this rank, or of its shard of one, by the parameter's name."""
         gradients = {
             (name, shard_coordinates(parameter.grad)): local_shard(parameter.grad)
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and local_shard(parameter.grad).numel()
         }
-        return dict(zip(gradients, _norms([*gradients.values()], norm_type), strict=True))
+        return dict(zip(gradients, _norms_on_cpu([*gradients.values()], norm_type), strict=True))
 
-    def clip_grads(self, parts: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
-        """Scale this rank's gradients by what all ranks' `gradient_norms` ask for; returns the norm of the whole model's."""
-        total = nn.utils.get_total_norm(self._in_order(parts).values(), norm_type)
-        parameters = [_here(parameter) for parameter in self.parameters() if parameter.grad is not None]
+    def clip_grads(self, rank_norms: Sequence[Mapping[ShardKey, Tensor]], max_norm: float, norm_type: float) -> Tensor:
+        """Clip this rank's gradients by the norm of the whole model's gradients, and return that norm.
+
+        `rank_norms`: `gradient_norms_by_name` of every rank.
+        """
+        total = nn.utils.get_total_norm(self._norms_in_model_order(rank_norms).values(), norm_type)
+        parameters = [_local_parameter(parameter) for parameter in self.parameters() if parameter.grad is not None]
         total = total.to(parameters[0].device, non_blocking=True) if parameters else total
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
-    def with_remote_gradient_norms(self, parts: Sequence[Mapping[ShardKey, Tensor]]) -> list[Tensor]:
-        """This rank's parameters, and for each gradient of other ranks a number whose gradient is its norm.
+    def with_remote_gradient_norms(self, rank_norms: Sequence[Mapping[ShardKey, Tensor]]) -> list[Tensor]:
+        """Return this rank's parameters, and for each gradient of other ranks a scalar that has its norm as gradient.
 
-        In the uncut model's order, those that have a gradient: their norm is the whole model's. `parts`: all ranks'
-        `gradient_norms`.
+        They are in the uncut model's order, and all have a gradient: the total norm of these is the whole model's.
+        `rank_norms`: `gradient_norms_by_name` of every rank.
         """
-        own = {
-            (name, shard_coordinates(parameter.grad)): _here(parameter)
+        parameters = {
+            (name, shard_coordinates(parameter.grad)): _local_parameter(parameter)
             for name, parameter in self.named_parameters()
             if parameter.grad is not None
         }
-        device = next(iter(own.values())).device if own else torch.device("cpu")
-        norms = self._in_order(parts)
-        moved = {
-            key: norm
-            for dtype in {norm.dtype for norm in norms.values()}
-            for keys in [[key for key, norm in norms.items() if norm.dtype == dtype]]
-            for key, norm in zip(keys, torch.stack([norms[key] for key in keys]).to(device).unbind(), strict=True)
-        }
-        return [own[key] if key in own else _with_gradient(torch.zeros_like(moved[key]), moved[key]) for key in norms]
+        device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
 
-    def _in_order(self, parts: Sequence[Mapping[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
-        """The norms of all gradients, or of the shards of one, as the uncut model has them."""
-        norms = {key: norm for part in parts for key, norm in part.items()}  # replicas and owners of one agree
-        place = {name: number for number, name in enumerate(self.order)}
-        return {key: norms[key] for key in sorted(norms, key=lambda key: (place[key[0]], key[1]))}
+        norms = self._norms_in_model_order(rank_norms)
+        on_device: dict[ShardKey, Tensor] = {}
+        for dtype in {norm.dtype for norm in norms.values()}:  # one copy for each dtype
+            keys = [key for key, norm in norms.items() if norm.dtype == dtype]
+            on_device |= zip(keys, torch.stack([norms[key] for key in keys]).to(device).unbind(), strict=True)
+        return [
+            parameters[key] if key in parameters else _with_gradient(torch.zeros_like(on_device[key]), on_device[key])
+            for key in norms
+        ]
 
-
-def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """The norm of each, in its dtype, on the CPU; those of one dtype are waited for once."""
-    norms, here = list(map(Tensor.type_as, foreach_norm(tensors, norm_type), tensors)), dict[torch.dtype, Iterator[Tensor]]()
-    for dtype in {each.dtype for each in norms}:
-        here[dtype] = iter(torch.stack([each for each in norms if each.dtype == dtype]).cpu())
-    return [next(here[each.dtype]) for each in norms]
+    def _norms_in_model_order(self, rank_norms: Sequence[Mapping[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
+        norms = {key: norm for part in rank_norms for key, norm in part.items()}  # ranks that have the same gradient agree
+        positions = {name: position for position, name in enumerate(self.order)}
+        return {key: norms[key] for key in sorted(norms, key=lambda key: (positions[key[0]], key[1]))}
 
 
-def _here(parameter: nn.Parameter) -> Tensor:
-    """`parameter`, or a tensor with this rank's shard of it and of its gradient."""
+def _norms_on_cpu(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the norm of each tensor, in its dtype, on the CPU, with one transfer for each dtype."""
+    norms = list(map(Tensor.type_as, foreach_norm(tensors, norm_type), tensors))
+    by_dtype: dict[torch.dtype, Iterator[Tensor]] = {}
+    for dtype in {norm.dtype for norm in norms}:
+        by_dtype[dtype] = iter(torch.stack([norm for norm in norms if norm.dtype == dtype]).cpu())
+    return [next(by_dtype[norm.dtype]) for norm in norms]
+
+
+def _local_parameter(parameter: nn.Parameter) -> Tensor:
+    """Return `parameter`, or a tensor with this rank's shard of it and of its gradient."""
     shard = local_shard(parameter)
     return parameter if shard is parameter else _with_gradient(shard.detach(), local_shard(parameter.grad))
 
@@ -172,12 +190,12 @@ def _with_gradient(value: Tensor, gradient: Tensor) -> Tensor:
     return value
 
 
-def describe_mismatches(unfit: Mapping[str, Sequence[str]]) -> str:
-    """How many names each kind of `unfit` has, and a few of them."""
-    return "; ".join(f"{len(names)} {kind} ({_few(names)})" for kind, names in unfit.items() if names)
+def describe_mismatches(mismatches: Mapping[str, Sequence[str]]) -> str:
+    """Return as text how many names there are for each reason, and the first of them."""
+    return "; ".join(f"{len(names)} {reason} ({_first_names(names)})" for reason, names in mismatches.items() if names)
 
 
-def _few(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", .." if len(names) > 3 else "")
 
 

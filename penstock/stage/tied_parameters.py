@@ -11,23 +11,23 @@ from penstock.stage.neighbours import StageParameter
 
 
 def find_tied_groups(stages: Mapping[int, nn.Module]) -> list[list[StageParameter]]:
-    """The groups of names that are one parameter object in several stages, in stage order."""
+    """Return the groups of names that are one parameter object in several stages, in stage order."""
     return [names for names in names_by_parameter(stages) if len({stage for stage, _ in names}) > 1]
 
 
 def names_by_parameter(stages: Mapping[int, nn.Module]) -> list[list[StageParameter]]:
-    """Of each parameter object, in stage order."""
-    places: dict[int, list[StageParameter]] = {}
+    """Return for each parameter object all its names, in stage order."""
+    names: dict[int, list[StageParameter]] = {}
     for stage, module in sorted(stages.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            places.setdefault(id(parameter), []).append((stage, name))
-    return list(places.values())
+            names.setdefault(id(parameter), []).append((stage, name))
+    return list(names.values())
 
 
 class TiedParameters:
-    """The parameters that several ranks have. The first owner's copy holds the whole gradient.
+    """The parameters that several ranks have a copy of. The copy of the first owner gets the full gradient.
 
-    `groups`: as `find` gives them. `modules`: this rank's stages. `names`, `aliases`: as in `Parameters`.
+    `groups`: as `find_tied_groups` returns them. `modules`: this rank's stages. `names`, `aliases`: as in `RankParameters`.
     """
 
     def __init__(
@@ -44,16 +44,18 @@ class TiedParameters:
         self.copies: dict[str, nn.Parameter] = {}  # this rank's
         for group in groups:
             owners = list(dict.fromkeys(placement[stage] for stage, _ in group))
-            if len(owners) > 1:
-                first = names[group[0][0]][group[0][1]]
-                name = aliases.get(first, first)
-                self.owners[name] = owners
-                for stage, own in group:
-                    if stage in modules:
-                        self.copies[name] = modules[stage].get_parameter(own)
+            if len(owners) == 1:
+                continue
+            first_stage, first_name = group[0]
+            model_name = names[first_stage][first_name]
+            name = aliases.get(model_name, model_name)
+            self.owners[name] = owners
+            for stage, stage_name in group:
+                if stage in modules:
+                    self.copies[name] = modules[stage].get_parameter(stage_name)
 
     def parameters_owned_elsewhere(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's copies whose first owner is another rank, by name."""
+        """Return this rank's copies whose first owner is another rank, by name."""
         return ((name, copy) for name, copy in self.copies.items() if self.owners[name][0] != self.topology.rank)
 
     def broadcast_values(self) -> None:
@@ -63,17 +65,18 @@ class TiedParameters:
                 copy.copy_(self._broadcast_from_first_owner(name, copy.detach()))
 
     def broadcast_gradients(self) -> None:
-        """At the end of a step: give every owner the gradient of the first."""
+        """At the end of a step, give every owner the gradient of the first."""
         for name, copy in self.copies.items():
             if copy.requires_grad:
-                found = self._broadcast_from_first_owner(name, torch.tensor([copy.grad is not None], device="cpu"))
+                has_gradient = torch.tensor([copy.grad is not None], device="cpu")
+                has_gradient = self._broadcast_from_first_owner(name, has_gradient)
                 gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad
-                copy.grad = self._broadcast_from_first_owner(name, gradient) if found else None
+                copy.grad = self._broadcast_from_first_owner(name, gradient) if has_gradient else None
 
     def _broadcast_from_first_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         first, *others = map(self.topology.get_global_rank, self.owners[name])
         if self.topology.rank != self.owners[name][0]:
             return recv_tensor(tensor.shape, first, tensor.dtype, tensor.device)
-        for other in others:
-            send_tensor(tensor, other)
+        for rank in others:
+            send_tensor(tensor, rank)
         return tensor

@@ -118,7 +118,7 @@ def test_what_cannot_be_cut_is_told(costs, parts, told):
 def test_a_balance_of_times_says_what_it_reached():
     balance = Balance.best(["embedding", "block0", "block1", "norm", "head"], [0.001, 0.002, 0.002, 0.0001, 0.004], 3)
     assert balance.starts == (0, 2, 4)
-    assert balance.bottleneck == balance.bound == 0.004
+    assert balance.bottleneck == balance.lower_bound == 0.004
     assert str(balance) == (
         "stage 0  embedding..block0  3.000 ms\n"
         "stage 1  block1..norm       2.100 ms\n"
@@ -321,4 +321,4 @@ def test_the_cut_of_a_gpt_by_what_its_layers_cost_beats_equal_numbers_of_layers_
         ]
         costs = measure_unit_seconds(stages, rounds=1, seconds=0)
     assert best.bottleneck < 0.9 * uniform.bottleneck
-    assert costs == [*best.stages, *uniform.stage_costs]
+    assert costs == [*best.stage_costs, *uniform.stage_costs]

@@ -613,7 +613,7 @@ def test_stages_are_not_cut_again():
 def test_values_go_straight_to_the_stages_that_use_them():
     whole = partition.CuttableModel(UNet(), ["down2", "middle", "up2", "up1"])
     stages = whole.cut(whole.choose_starts(5))
-    assert [stage.penstock.takers for stage in stages] == [(1, 4), (2, 3), (3,), (4,), ()]
+    assert [stage.penstock.destinations for stage in stages] == [(1, 4), (2, 3), (3,), (4,), ()]
     assert [stage.penstock.sources for stage in stages] == [{}, {0: 1}, {1: 1}, {1: 1, 2: 1}, {0: 1, 3: 1}]
     assert "up2" in [node.target for node in stages[3].penstock._nodes[True] if node.op == "call_module"]
 

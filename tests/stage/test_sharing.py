@@ -7,8 +7,8 @@ from torch.utils._pytree import tree_map_only
 
 import penstock as ps
 from penstock.errors import MismatchError
-from penstock.stage.autograd_edges import detach_for_next_stage
-from penstock.stage.exchange import Sharing, marked
+from penstock.stage.aliasing import AliasedMessage, mark_aliased
+from penstock.stage.backward.autograd_edges import detach_for_next_stage
 from penstock.stage.stage import Stage
 
 TOLD = r"stage \d changes in place a value of shape \(\d, \d\) that shares memory with another one, .* clone one of them"
@@ -90,9 +90,9 @@ def test_values_without_memory_in_common_may_be_changed_in_place(make):
 
 def test_the_last_stage_that_takes_a_value_may_change_it_in_place():
     value = torch.ones(2, 3)
-    first, nothing, last = marked([value, (), value[0]], ())
-    assert type(first) is Sharing
-    assert first.leaves == [0]
+    first, nothing, last = mark_aliased([value, (), value[0]], ())
+    assert type(first) is AliasedMessage
+    assert first.leaf_numbers == [0]
     assert nothing == ()
     assert type(last) is Tensor
 

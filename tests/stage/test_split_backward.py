@@ -306,14 +306,14 @@ def test_it_has_them_under_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_it_has_them_where_biases_get_their_gradients_in_i(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_backward, "SMALL", 0)  # so that all products are put off
+    monkeypatch.setattr(split_backward, "MIN_DEFERRED_MULTIPLICATIONS", 0)  # so that all products are put off
     module = make(name)
     compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
 
 
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_it_has_them_there_under_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_backward, "SMALL", 0)
+    monkeypatch.setattr(split_backward, "MIN_DEFERRED_MULTIPLICATIONS", 0)
     module = make(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         compare(module, [MODULES[name][1]() for _ in range(2)], in_order=True)
@@ -752,7 +752,7 @@ def two_steps(stage: Stage, rows: int, order: tuple[int, ...]) -> list[dict[str,
             stage.backward(m, [torch.randn(rows, 8, generator=generator)])
         found.append({name: None if p.grad is None else p.grad.clone() for name, p in stage.module.named_parameters()})
         for m in order:
-            stage.backward_weight([m], last=m == order[-1])
+            stage.backward_weight([m], is_last=m == order[-1])
         found.append({name: p.grad.clone() for name, p in stage.module.named_parameters()})
     return found
 

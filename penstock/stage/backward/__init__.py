@@ -1,10 +1,12 @@
-"""The backward in two: `I` gives the input's gradient and keeps what `W` will compute the weights' gradients from.
+"""The backward of a stage, whole or in two: `I` gives the input's gradient, `W` computes the weights' gradients later.
 
-In the forward, stand-ins take the parameters' places; an operation with a rule leaves, for each use of a weight, a formula.
+In the forward, stand-ins take the parameters' places. An operation that has a rule leaves a formula for each use of a weight.
 
-`split`     `W`: every parameter is handed the sum of its gradients; which ones are worth being put off
-`standins`  what takes the parameters' places, and sends operations to their rules
-`rules`     a rule for each operation, and the formula of its weight's gradient
-`deferred`  what one microbatch has put off: for each use of a weight the saved input and the formula
-`groups`    which gradients are handed over together, and in what order they are summed
+`autograd_edges`  where a stage's autograd graph begins and ends: captured input gradients, edges that a backward starts at
+`parameter_slot`  the places of a parameter in a module, and what may temporarily take its place
+`split`           `W`: add the sum of its gradients to every parameter; which gradients are worth being put off
+`standins`        what takes the parameters' places, and sends operations to their rules
+`rules`           a rule for each operation, and the formula of its weight's gradient
+`deferred`        what one microbatch has put off: for each use of a weight the saved input and the formula
+`groups`          which parameters get their gradients together, and in what order those are summed
 """

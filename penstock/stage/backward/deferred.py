@@ -1,4 +1,4 @@
-"""What one microbatch on one stage has put off: the uses of weights that its forward noted, their gradients owed by `W`."""
+"""What one microbatch has put off on one stage: the uses of weights that its forward noted, whose gradients `W` computes."""
 
 import copy
 import itertools
@@ -11,144 +11,153 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import StageError
-from penstock.stage.autograd_edges import Gradients, gradient_edge, with_gradient_callback
-from penstock.stage.parameter_slot import ParameterSlot
+from penstock.stage.backward.autograd_edges import Gradients, gradient_edge, with_gradient_callback
+from penstock.stage.backward.parameter_slot import ParameterSlot
 from penstock.torch_private import DisableTorchFunctionSubclass, run_backward, saved_tensor_hooks, tensor_version, view_base
 
 WeightGradients = tuple[Tensor | None, Tensor | None]  # of the weight and the bias
 Formula = Callable[[Tensor, Tensor, Tensor], WeightGradients]  # of output gradient, input, weight
-Casts = dict[Any, tuple[int, Tensor]]  # a weight, or a view of one -> its version, and what autocast makes of it
-NO_VIEWS = (None, None)
+AutocastCache = dict[Any, tuple[int, Tensor]]  # memory and layout of a weight -> its version, its cast
+NO_VIEW_EDGES = (None, None)
 
 
 class WeightUse:
-    """One use of a weight: what its gradient will be computed from."""
+    """One use of a weight by an operation: all that its gradient is computed from, but the gradient of the output."""
 
-    __slots__ = ("formula", "number", "targets", "unpacked", "value", "version", "views", "weight")
+    __slots__ = ("formula", "number", "targets", "unpack_saved", "value", "version", "view_edges", "weight")
 
     def __init__(self, number: int, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.number, self.formula = number, formula
-        self.value: Tensor | None = value
+        self.value: Tensor | None = value  # the operation's input
         self.version = tensor_version(value)
-        self.unpacked: Callable[[], Tensor] | None = None
-        if (hooks := saved_tensor_hooks()) is not None:  # a checkpoint gives it back only in the backward
+        self.unpack_saved: Callable[[], Tensor] | None = None
+
+        if (hooks := saved_tensor_hooks()) is not None:  # a checkpoint recomputes the input in the backward
             pack, unpack = hooks
             with torch.no_grad():
-                self.value, self.unpacked = None, partial(unpack, pack(value.detach()))
-        self.targets = _index_of(weight), _index_of(bias)  # whose gradients they are
-        self.views = (_view_end(weight), None) if bias is None else (_view_end(weight), _view_end(bias))
-        self.weight = _bare_of(weight)
+                self.value, self.unpack_saved = None, partial(unpack, pack(value.detach()))
+
+        self.targets = _parameter_index(weight), _parameter_index(bias)  # the parameters whose gradients these are
+        self.view_edges = (_view_edge(weight), None) if bias is None else (_view_edge(weight), _view_edge(bias))
+        self.weight = _outside_graph(weight)
 
     def unpack(self) -> Tensor:
-        """The saved input. Raises RuntimeError, as autograd does, if it was changed in place."""
+        """Return the saved input. Raises RuntimeError, as autograd does, if it was changed in place."""
         if self.value is None:
-            assert self.unpacked is not None
-            self.value = self.unpacked()
-        elif self.unpacked is None and tensor_version(self.value) != self.version:
+            assert self.unpack_saved is not None
+            self.value = self.unpack_saved()
+        elif self.unpack_saved is None and tensor_version(self.value) != self.version:
             raise RuntimeError(
-                f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it; its"
-                " weight's gradient needs it as it was"
+                f"the input {list(self.value.shape)} of an operation was modified by an inplace operation after it, but its "
+                "weight's gradient needs it unchanged"
             )
         return self.value
 
-    def unpack_and(self, keep: Callable[[Gradients], None], gradients: Gradients) -> None:
-        """In the backward of a checkpoint, which alone gives back what was saved: unpack, then `keep` the `gradients`."""
+    def unpack_then(self, on_gradients: Callable[[Gradients], None], gradients: Gradients) -> None:
+        """Unpack inside the checkpoint's backward, the only place where it can be, then call `on_gradients(gradients)`."""
         self.unpack()
-        keep(gradients)
+        on_gradients(gradients)
 
     def compute(self, gradient: Tensor) -> WeightGradients:
-        """The gradients of the weight and the bias."""
+        """Return the gradients of the weight and the bias from the output's `gradient`."""
         return self.formula(gradient, self.unpack(), self.weight)
 
 
-Owed = tuple[WeightUse, Tensor]  # a use of a weight, and the gradient of its output
+PendingUse = tuple[WeightUse, Tensor]  # a use of a weight, and the gradient of its output
 
 
-def joined(owed: Sequence[Sequence[Owed]]) -> list[Owed]:
-    """The uses of several microbatches, those of the same operation of the forward as one over the joined rows."""
-    alike: dict[Any, list[Owed]] = {}
-    for use, gradient in itertools.chain.from_iterable(owed):
+def join_microbatches(pending: Sequence[Sequence[PendingUse]]) -> list[PendingUse]:
+    """Return the uses of several microbatches: those of the same operation are joined into one with all their rows."""
+    same_operation: dict[Any, list[PendingUse]] = {}
+    for use, gradient in itertools.chain.from_iterable(pending):
         formula = (use.formula.func, str(use.formula.args)) if isinstance(use.formula, partial) else use.formula
         key = use.number, formula, use.targets, use.unpack().shape[1:], gradient.shape[1:]
-        alike.setdefault(key, []).append((use, gradient))
-    return [group[0] if len(group) == 1 else _join(group) for group in alike.values()]
+        same_operation.setdefault(key, []).append((use, gradient))
+    return [uses[0] if len(uses) == 1 else _join_rows(uses) for uses in same_operation.values()]
 
 
-def _join(group: Sequence[Owed]) -> Owed:
-    use = copy.copy(group[0][0])
-    use.value = torch.cat([each.unpack() for each, _ in group])
-    use.version = tensor_version(use.value)
-    return use, torch.cat([gradient for _, gradient in group])
+def _join_rows(uses: Sequence[PendingUse]) -> PendingUse:
+    joined = copy.copy(uses[0][0])
+    joined.value = torch.cat([use.unpack() for use, _ in uses])
+    joined.version = tensor_version(joined.value)
+    return joined, torch.cat([gradient for _, gradient in uses])
 
 
 class DeferredGradients:
-    """Stand-ins for a microbatch's forward and `I`, gradients for its `W`.
+    """Stand-ins for one microbatch's forward and `I`, and the weight uses and gradients that they collect for its `W`.
 
-    `standins`: by the index of their parameter among the stage's `slots`. `casts`: shared by all microbatches of a step.
+    `standins`: by the index of their parameter in the stage's `slots`. `autocast_cache`: shared by all microbatches of a step.
     """
 
-    def __init__(self, slots: Sequence[ParameterSlot], standins: Mapping[int, Any], casts: Casts) -> None:
-        self.standins, self.casts = standins, casts
-        self.views = False  # whether a use of a weight was ever through a view of it
-        self.gradients: dict[WeightUse, Gradients] = {}  # in the order in which the backward came by
-        self._uses = itertools.count()
-        self._memory = {index: standin.bare.data_ptr() for index, standin in standins.items()}
-        self.places = [(place, standin) for index, standin in standins.items() for place in slots[index].places]
+    def __init__(self, slots: Sequence[ParameterSlot], standins: Mapping[int, Any], autocast_cache: AutocastCache) -> None:
+        self.standins, self.autocast_cache = standins, autocast_cache
+        self.has_view_uses = False  # whether an operation has ever used a view of a weight
+        self.gradients: dict[WeightUse, Gradients] = {}  # of the outputs, in the order in which the backward reached them
+        self._use_numbers = itertools.count()
+        self._memory = {index: standin.detached.data_ptr() for index, standin in standins.items()}
+        self.replacements = [(place, standin) for index, standin in standins.items() for place in slots[index].places]
         for standin in standins.values():
             standin.deferred = self
 
-    # -- what the rules call ----------------------------------------------------------------------------------------
+    # -- forward: called by the rules --------------------------------------------------------------------------------
 
-    def owns(self, weight: Tensor, bias: Tensor | None = None) -> bool:
-        """Whether both are stand-ins or views of one; the bias may be frozen or None."""
-        return self._is_ours(weight) and (bias is None or not bias.requires_grad or self._is_ours(bias))
+    def covers(self, weight: Tensor, bias: Tensor | None = None) -> bool:
+        """Return whether both are stand-ins of this microbatch or views of one. The bias may also be frozen or None."""
+        return self._is_standin(weight) and (bias is None or not bias.requires_grad or self._is_standin(bias))
 
-    def _is_ours(self, tensor: Tensor) -> bool:
+    def _is_standin(self, tensor: Tensor) -> bool:
         return getattr(tensor, "deferred", None) is self or getattr(view_base(tensor), "deferred", None) is self
 
-    def operands(self, value: Tensor, *weights: Any) -> tuple[Any, ...]:
-        """The input, and the weights outside the graph, as autocast would hand them to a product."""
+    def autocast_operands(self, value: Tensor, *weights: Any) -> tuple[Any, ...]:
+        """Return the input, and the weights outside the graph, in the dtype in which autocast hands them to a product."""
         device = value.device.type
         if not torch.is_autocast_enabled(device) or not value.is_floating_point() or value.dtype is torch.float64:
-            return value, *map(_bare_of, weights)
+            return value, *map(_outside_graph, weights)
         dtype = torch.get_autocast_dtype(device)
         return value.to(dtype), *[None if weight is None else self._cast(weight, dtype) for weight in weights]
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """As autocast casts it: once for all microbatches, unless it is changed in between.
+        """Cast as autocast does: once for all microbatches, unless the weight is changed in between.
 
-        Only casts of what lies in a parameter's memory are kept: where a temporary tensor was, another may come to lie.
+        Only casts of a parameter's memory are cached: the memory of a temporary tensor may be given to another one.
         """
-        if not self._is_ours(weight):
+        if not self._is_standin(weight):
             return weight.detach().to(dtype)
-        bare = _bare_of(weight)
-        key, version = (bare.data_ptr(), bare.shape, bare.stride(), dtype), tensor_version(bare)
-        if key not in self.casts or self.casts[key][0] != version:
-            self.casts[key] = version, bare.to(dtype)
-        return self.casts[key][1]
+        detached = _outside_graph(weight)
+        key, version = (detached.data_ptr(), detached.shape, detached.stride(), dtype), tensor_version(detached)
+        if key not in self.autocast_cache or self.autocast_cache[key][0] != version:
+            self.autocast_cache[key] = version, detached.to(dtype)
+        return self.autocast_cache[key][1]
 
     def defer(self, output: Tensor, formula: Formula, value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`output`, connected so that `I` keeps its gradient for `formula`."""
-        use = WeightUse(next(self._uses), formula, value, weight, bias)
-        self.views = self.views or use.views != NO_VIEWS
-        keep: Any = partial(self.gradients.__setitem__, use)  # no Python runs when the backward calls this
-        if use.unpacked is not None:
-            keep = partial(use.unpack_and, keep)
+        """Note a use of `weight`, and return `output` connected so that `I` stores its gradient with the use.
+
+        output.requires_grad (through the input)    a pre-hook of the node that made `output` stores the gradient
+        not                                         `output` begins a graph, whose only purpose is to store it
+        """
+        use = WeightUse(next(self._use_numbers), formula, value, weight, bias)
+        self.has_view_uses = self.has_view_uses or use.view_edges != NO_VIEW_EDGES
+
+        on_gradients: Any = partial(self.gradients.__setitem__, use)  # autograd calls this without running any Python code
+        if use.unpack_saved is not None:
+            on_gradients = partial(use.unpack_then, on_gradients)
+
         if not output.requires_grad:
-            return with_gradient_callback([output.detach()], keep)[0]
-        made = (
-            output if (base := view_base(output)) is None else base
-        )  # whose node stays what it is when a view changes in place
-        made.grad_fn.register_prehook(keep)  # type: ignore[union-attr]
+            return with_gradient_callback([output.detach()], on_gradients)[0]
+        base = view_base(output)  # an in-place change replaces the node of a view, but not that of its base
+        made = output if base is None else base
+        made.grad_fn.register_prehook(on_gradients)  # type: ignore[union-attr]
         return output
 
-    def replaced(self) -> dict[int, Tensor]:
-        """What the forward has put in the place of parameters' memory (`weight.data = ..`), by index of the parameter."""
+    def replaced_data(self) -> dict[int, Tensor]:
+        """Return what the forward has assigned to parameters (`weight.data = ..`), by index of the parameter."""
         with DisableTorchFunctionSubclass():
-            return {index: each.data for index, each in self.standins.items() if each.data_ptr() != self._memory[index]}
+            return {
+                index: standin.data for index, standin in self.standins.items() if standin.data_ptr() != self._memory[index]
+            }
 
-    def check_untouched(self) -> None:
-        """Before `I`. Raises StageError if the forward has differentiated inside: the weights' part in that would be lost."""
+    def check_no_inner_backward(self) -> None:
+        """Before `I`, raise StageError if the forward itself has run a backward: the weights' part in it would be lost."""
         if self.gradients:
             raise StageError(
                 "the forward differentiates inside (torch.autograd.grad), where a backward in two loses the weights' part: "
@@ -157,62 +166,64 @@ class DeferredGradients:
 
     # -- W ----------------------------------------------------------------------------------------------------------
 
-    def taken(self) -> list[Owed]:
-        """The uses of weights whose gradients are owed, in the order in which the backward came by; none afterwards.
+    def pop_pending(self) -> list[PendingUse]:
+        """Remove and return the uses whose weight gradients are to be computed, in the order in which `I` reached them.
 
-        Those through views are passed on to the stand-ins at once.
+        Uses through views of weights are computed at once: their gradients go to the stand-ins and become leftovers.
         """
-        owed = [(use, gradient) for use, (gradient,) in self.gradients.items() if gradient is not None]
+        pending = [(use, gradient) for use, (gradient,) in self.gradients.items() if gradient is not None]
         self.gradients.clear()
-        self._uses = itertools.count()
-        if self.views and (through_views := [pair for pair in owed if pair[0].views != NO_VIEWS]):
-            self._pass_on(through_views)
-            owed = [pair for pair in owed if pair[0].views == NO_VIEWS]
-        return owed
+        self._use_numbers = itertools.count()
 
-    def _pass_on(self, owed: list[Owed]) -> None:
+        if self.has_view_uses and (through_views := [pair for pair in pending if pair[0].view_edges != NO_VIEW_EDGES]):
+            self._backward_through_views(through_views)
+            pending = [pair for pair in pending if pair[0].view_edges == NO_VIEW_EDGES]
+        return pending
+
+    def _backward_through_views(self, pending: list[PendingUse]) -> None:
         edges, gradients = [], []
-        for use, gradient in owed:
-            for view, index, each in zip(use.views, use.targets, use.compute(gradient), strict=True):
-                end = get_gradient_edge(self.standins[index]) if index is not None else view
-                if end is not None and each is not None:
-                    edges.append(end)
-                    gradients.append(each)
+        for use, output_gradient in pending:
+            computed = use.compute(output_gradient)
+            for view_edge, index, gradient in zip(use.view_edges, use.targets, computed, strict=True):
+                edge = get_gradient_edge(self.standins[index]) if index is not None else view_edge
+                if edge is not None and gradient is not None:
+                    edges.append(edge)
+                    gradients.append(gradient)
         run_backward(edges, gradients)
 
-    def held(self) -> list[Tensor | None]:
-        """What is kept for `W`: inputs, gradients of outputs, and what `I` left on the stand-ins."""
-        with DisableTorchFunctionSubclass():
-            left = [standin.grad for standin in self.standins.values()]
-        return [*left, *(each for use, (gradient,) in self.gradients.items() for each in (use.value, gradient))]
-
-    def take_left(self, sums: dict[int, Tensor]) -> None:
-        """Add to `sums` the gradients that `I` left on the stand-ins, by index of the parameter; none are left afterwards."""
+    def pop_leftovers(self, sums: dict[int, Tensor]) -> None:
+        """Move the gradients that `I` left on the stand-ins to `sums`, by index of the parameter."""
         with DisableTorchFunctionSubclass():
             for index, standin in self.standins.items():
                 if standin.grad is not None:
-                    add(sums, index, standin.grad)
+                    add_to_sum(sums, index, standin.grad)
                     standin.grad = None
 
+    def saved_tensors(self) -> list[Tensor | None]:
+        """Return what is kept in memory for `W`: inputs, gradients of outputs, and leftovers on the stand-ins."""
+        with DisableTorchFunctionSubclass():
+            leftovers = [standin.grad for standin in self.standins.values()]
+        return [*leftovers, *(tensor for use, (gradient,) in self.gradients.items() for tensor in (use.value, gradient))]
 
-def add(sums: dict[int, Tensor], index: int, gradient: Tensor) -> None:
-    """Add to one of the `sums`: as a new tensor, since others may hold the ones that are added."""
+
+def add_to_sum(sums: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    """Add `gradient` to `sums[index]`, as a new tensor, since the summands may be used elsewhere."""
     sums[index] = sums[index] + gradient if index in sums else gradient
 
 
-def _view_end(weight: Tensor) -> GradientEdge | None:
-    """For a view of a trainable parameter, its end of the graph."""
-    return gradient_edge(weight) if weight.requires_grad and _index_of(weight) is None else None
+def _view_edge(weight: Tensor) -> GradientEdge | None:
+    """Return the gradient edge of a view of a trainable parameter; None for anything else."""
+    return gradient_edge(weight) if weight.requires_grad and _parameter_index(weight) is None else None
 
 
-def _index_of(weight: Tensor | None) -> int | None:
-    """Which of the stage's parameters `weight` stands in for; None for a view of one, for a frozen one, for None."""
+def _parameter_index(weight: Tensor | None) -> int | None:
+    """Return the index of the parameter that `weight` stands in for; None for a view of one, a frozen one, None."""
     return getattr(weight, "parameter_index", None)
 
 
-def _bare_of(weight: Any) -> Any:
-    """`weight` outside the graph, None for None."""
-    bare = getattr(weight, "bare", None)
-    if weight is not None and (bare is None or bare.data_ptr() != weight.data_ptr()):  # a forward may set `weight.data`
+def _outside_graph(weight: Any) -> Any:
+    """Return `weight` detached, or None for None."""
+    detached = getattr(weight, "detached", None)
+    if weight is not None and (detached is None or detached.data_ptr() != weight.data_ptr()):  # a forward may set `weight.data`
         return weight.detach()
-    return bare
+    return detached

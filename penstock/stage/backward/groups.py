@@ -1,4 +1,4 @@
-"""Which parameters are handed their gradients together in `W`, and how those are summed: to the bit as autograd sums them."""
+"""Which parameters get their gradients together in `W`, and how these are summed: to the bit as autograd sums them."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,79 +9,109 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.stage.backward.deferred import Owed, add
-from penstock.stage.parameter_slot import ParameterSlot
+from penstock.stage.backward.deferred import PendingUse, add_to_sum
+from penstock.stage.backward.parameter_slot import ParameterSlot
 from penstock.torch_private import foreach_add, has_gradient_hooks, run_backward
 
-TOGETHER = 1 << 21  # bytes of gradients that are handed over at once; more would only take memory
-COPIED = 1 << 18  # bytes of a gradient that may be copied to become a parameter's first `.grad`
+GROUP_BYTES = 1 << 21  # of weights whose gradients are computed before any is added; more would only take memory
+LARGE_GRADIENT_BYTES = 1 << 18  # from here on a gradient that becomes a parameter's first `.grad` is not copied for it
 
 
-class Group:
-    """The parameters that some of a microbatch's `uses` are of, and those that `I` has `left` gradients of."""
+class GradientGroup:
+    """Parameters that get their gradients together: the targets of some pending uses, and those that `I` left gradients of.
 
-    def __init__(self, owed: Sequence[Owed], uses: Sequence[int], left: Sequence[int], slots: Sequence[ParameterSlot]) -> None:
-        targets = [target for number in uses for target in owed[number][0].targets]
-        self._uses = uses
-        self._wanted = [target is not None for target in targets]  # of what the uses compute
+    It depends on the targets of the uses only, so it serves all microbatches whose uses have the same targets.
+
+    `use_numbers`: the positions of its uses in `pending`. `leftovers`: indices of parameters, as `slots` counts them.
+    """
+
+    def __init__(
+        self,
+        pending: Sequence[PendingUse],
+        use_numbers: Sequence[int],
+        leftovers: Sequence[int],
+        slots: Sequence[ParameterSlot],
+    ) -> None:
+        targets = [target for number in use_numbers for target in pending[number][0].targets]
+        self._use_numbers = use_numbers
+        self._has_target = [target is not None for target in targets]  # which of the computed gradients are wanted
         self._targets = [target for target in targets if target is not None]
-        self._parameters = {index: slots[index].parameter for index in (*left, *self._targets)}
-        self._summed = bool(left) or len(self._parameters) < len(self._targets)  # a gradient may have several sources
+        self._parameters = {index: slots[index].parameter for index in (*leftovers, *self._targets)}
+        self._needs_sums = bool(leftovers) or len(self._parameters) < len(self._targets)
         self.parameters: list[nn.Parameter] = list(self._parameters.values())
-        self.ends = list(map(get_gradient_edge, self.parameters))
-        self._large = [parameter for parameter in self.parameters if parameter.nbytes >= COPIED]
+        self._edges = list(map(get_gradient_edge, self.parameters))
+        self._large = [parameter for parameter in self.parameters if parameter.nbytes >= LARGE_GRADIENT_BYTES]
 
-    def may_copy(self) -> bool:
-        """Whether no large gradient would have to be copied, because somebody still holds it, to be a parameter's first."""
+    def copies_no_large_gradient(self) -> bool:
+        """Return whether `accumulate` makes no copy of a large gradient.
+
+        It would copy one that becomes a parameter's first `.grad`, because this function's caller still refers to it.
+        """
         return all(parameter.grad is not None for parameter in self._large)
 
-    def hand_over(self, gradients: list[Tensor], listened: bool) -> None:
-        """Give the parameters their `gradients`: all in one addition, where each has a sum already and nobody listens."""
-        sums = [each.grad for each in self.parameters if _is_plain(each.grad) and not has_gradient_hooks(each)]
-        if len(sums) < len(self.parameters) or listened or not all(map(_is_plain, gradients)):
-            run_backward(self.ends, gradients)
+    def compute(self, pending: Sequence[PendingUse], leftovers: dict[int, Tensor]) -> list[Tensor]:
+        """Return the gradients of the parameters, in their order. What it uses of `leftovers` is removed from there."""
+        uses = [pending[number] for number in self._use_numbers]
+        computed: Any = chain.from_iterable([use.compute(gradient) for use, gradient in uses])
+        gradients = list(compress(computed, self._has_target))
+        return self._sum_by_parameter(gradients, leftovers) if self._needs_sums else gradients
+
+    def _sum_by_parameter(self, gradients: Sequence[Tensor], leftovers: dict[int, Tensor]) -> list[Tensor]:
+        """Sum in the order of the uses, as autograd does.
+
+        Where autocast has cast a weight, its gradients are summed in the dtype of the cast; this sum is one summand of the
+        parameter's, in the place of the last of them.
+        """
+        sums, cast_sums = dict[int, Tensor](), dict[int, Tensor]()
+        pairs = list(zip(self._targets, gradients, strict=True))
+        is_cast = [gradient.dtype != self._parameters[index].dtype for index, gradient in pairs]
+        last_cast = {index: place for place, index in enumerate(self._targets) if is_cast[place]}
+
+        for place, (index, gradient) in enumerate(pairs):
+            add_to_sum(cast_sums if is_cast[place] else sums, index, gradient)
+            if last_cast.get(index) == place:
+                add_to_sum(sums, index, cast_sums[index].to(self._parameters[index].dtype))
+        for index in leftovers.keys() & self._parameters.keys():
+            add_to_sum(sums, index, leftovers.pop(index))
+        return [sums[index] for index in self._parameters]
+
+    def accumulate(self, gradients: list[Tensor], run_all_hooks: bool) -> None:
+        """Add `gradients` to the parameters' `.grad`.
+
+        One fused addition does it if every parameter has a `.grad` already and none has hooks; else autograd does it.
+        `run_all_hooks`: something other than hooks of the parameters waits for the gradients, as DistributedDataParallel does.
+        """
+        sums = [
+            parameter.grad for parameter in self.parameters if _is_dense(parameter.grad) and not has_gradient_hooks(parameter)
+        ]
+        if len(sums) < len(self.parameters) or run_all_hooks or not all(map(_is_dense, gradients)):
+            run_backward(self._edges, gradients)
         else:
             foreach_add(sums, gradients)
 
-    def gradients(self, owed: Sequence[Owed], left: dict[int, Tensor]) -> list[Tensor]:
-        """Of the parameters, from what a microbatch owes them and what `I` has `left`."""
-        mine = [owed[number] for number in self._uses]
-        computed: Any = chain.from_iterable([use.compute(gradient) for use, gradient in mine])
-        arrived = list(compress(computed, self._wanted))
-        return self._sums(arrived, left) if self._summed else arrived
 
-    def _sums(self, arrived: Sequence[Tensor], left: dict[int, Tensor]) -> list[Tensor]:
-        """In the order of arrival. What autocast had cast is summed as it is, and arrives with the last of it."""
-        sums, casts = dict[int, Tensor](), dict[int, Tensor]()
-        is_cast = [each.dtype != self._parameters[index].dtype for index, each in zip(self._targets, arrived, strict=True)]
-        last = {index: place for place, index in enumerate(self._targets) if is_cast[place]}
-        for place, (index, gradient) in enumerate(zip(self._targets, arrived, strict=True)):
-            add(casts if is_cast[place] else sums, index, gradient)
-            if last.get(index) == place:
-                add(sums, index, casts[index].to(self._parameters[index].dtype))
-        for index in left.keys() & self._parameters.keys():
-            add(sums, index, left.pop(index))
-        return [sums[index] for index in self._parameters]
-
-
-def _is_plain(gradient: Tensor | None) -> TypeGuard[Tensor]:
+def _is_dense(gradient: Tensor | None) -> TypeGuard[Tensor]:
     return gradient is not None and gradient.layout == torch.strided
 
 
-def grouped(owed: Sequence[Owed], left: Sequence[int], slots: Sequence[ParameterSlot]) -> Iterator[Group]:
-    """Groups of about `TOGETHER` bytes; one of them has all the parameters whose gradients have several sources."""
-    sources = Counter(chain(left, *[use.targets for use, _ in owed]))
-    summed, uses, size = list[int](), list[int](), 0
-    for number, (use, _) in enumerate(owed):
-        if any(target is not None and sources[target] > 1 for target in use.targets):
-            summed.append(number)
+def group_parameters(
+    pending: Sequence[PendingUse], leftovers: Sequence[int], slots: Sequence[ParameterSlot]
+) -> Iterator[GradientGroup]:
+    """Yield groups of about `GROUP_BYTES`. One of them has all parameters whose gradients come from several sources."""
+    num_sources = Counter(chain(leftovers, *[use.targets for use, _ in pending]))
+    several_sources, one_source, size = list[int](), list[int](), 0
+
+    for number, (use, _) in enumerate(pending):
+        if any(target is not None and num_sources[target] > 1 for target in use.targets):
+            several_sources.append(number)
             continue
-        uses.append(number)
+        one_source.append(number)
         size += use.weight.nbytes
-        if size >= TOGETHER:
-            yield Group(owed, uses, (), slots)
-            uses, size = [], 0
-    if summed or left:
-        yield Group(owed, summed, left, slots)
-    if uses:
-        yield Group(owed, uses, (), slots)
+        if size >= GROUP_BYTES:
+            yield GradientGroup(pending, one_source, (), slots)
+            one_source, size = [], 0
+
+    if several_sources or leftovers:
+        yield GradientGroup(pending, several_sources, leftovers, slots)
+    if one_source:
+        yield GradientGroup(pending, one_source, (), slots)

@@ -1,10 +1,10 @@
 """The operations whose weight gradients can be put off, and how those are computed: one rule for each operation.
 
-A rule stands in for an operation while a stage runs its forward. It calls the operation with the weights cut off from the
-graph, so that the backward computes the input's gradient only, and leaves with `defer` a formula for the weights'
-gradients. Each formula makes the same calls, in the same layout, as autograd does for that operation in a full backward
-(pytorch/tools/autograd/derivatives.yaml, torch/csrc/autograd/FunctionsManual.cpp), so the bits are the same. A rule that
-does not cover a case says NotImplemented: then autograd does all of it.
+A rule replaces an operation while a stage runs its forward. It calls the operation with the weights outside the graph, so that
+the backward computes the input's gradient only, and notes with `defer` a formula for the weights' gradients. Each formula makes
+the calls, in the layout, that autograd makes for that operation in a whole backward
+(pytorch/tools/autograd/derivatives.yaml, torch/csrc/autograd/FunctionsManual.cpp), so the bits are the same. A rule returns
+NotImplemented for a case that it does not cover: then autograd does all of it.
 """
 
 from collections.abc import Callable
@@ -19,33 +19,33 @@ from penstock.stage.backward.deferred import DeferredGradients, Formula, WeightG
 
 
 def linear(deferred: DeferredGradients, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`: (.., K) and (N, K) -> (.., N). The bias' gradient is a sum over what `I` has at hand, and stays there."""
-    if input.dim() < 2 or weight.dim() != 2 or not deferred.owns(weight):
+    """`F.linear`: (.., K) and (N, K) -> (.., N). The bias' gradient is computed in `I`, a sum over what it has anyway."""
+    if input.dim() < 2 or weight.dim() != 2 or not deferred.covers(weight):
         return NotImplemented
-    input, kernel = deferred.operands(input, weight)
-    if input.dim() > 2 and not input.is_contiguous():  # autograd folds the rows, then adds the bias on its own
-        output = deferred.defer(F.linear(input.contiguous(), kernel), _of_linear, input, weight)
+    input, kernel = deferred.autocast_operands(input, weight)
+    if input.dim() > 2 and not input.is_contiguous():  # autograd folds the rows, then adds the bias separately
+        output = deferred.defer(F.linear(input.contiguous(), kernel), _linear_weight_grad, input, weight)
         return output if bias is None else output + bias.to(output.dtype)
-    return deferred.defer(F.linear(input, kernel, bias), _of_linear, input, weight)
+    return deferred.defer(F.linear(input, kernel, bias), _linear_weight_grad, input, weight)
 
 
 def matmul(deferred: DeferredGradients, input: Tensor, other: Tensor) -> Tensor:
     """`input @ weight`: (.., K) and (K, N) -> (.., N)."""
-    if input.dim() < 2 or other.dim() != 2 or not deferred.owns(other):
+    if input.dim() < 2 or other.dim() != 2 or not deferred.covers(other):
         return NotImplemented
-    input, matrix = deferred.operands(input, other)
-    folded = input if input.dim() == 2 else input.contiguous()
-    return deferred.defer(torch.matmul(folded, matrix), _of_matmul, input, other)
+    input, matrix = deferred.autocast_operands(input, other)
+    rows = input if input.dim() == 2 else input.contiguous()
+    return deferred.defer(torch.matmul(rows, matrix), _matmul_weight_grad, input, other)
 
 
 def addmm(
     deferred: DeferredGradients, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     """`bias + mat1 @ weight`: (N), (M, K) and (K, N) -> (M, N)."""
-    if (beta, alpha) != (1, 1) or not deferred.owns(mat2):
+    if (beta, alpha) != (1, 1) or not deferred.covers(mat2):
         return NotImplemented
-    mat1, matrix = deferred.operands(mat1, mat2)
-    return deferred.defer(torch.addmm(input, mat1, matrix), _of_matmul, mat1, mat2)
+    mat1, matrix = deferred.autocast_operands(mat1, mat2)
+    return deferred.defer(torch.addmm(input, mat1, matrix), _matmul_weight_grad, mat1, mat2)
 
 
 def embedding(
@@ -59,16 +59,16 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """`F.embedding`: indices of any shape but () and (N, H) -> (.., H)."""
-    counts = sparse or scale_grad_by_freq  # in each microbatch
-    if not input.dim() or max_norm is not None or counts or not deferred.owns(weight):
+    by_microbatch = sparse or scale_grad_by_freq  # the gradient depends on what is in one microbatch
+    if not input.dim() or max_norm is not None or by_microbatch or not deferred.covers(weight):
         return NotImplemented
-    _, matrix = deferred.operands(input, weight)  # indices: autocast leaves it alone
+    _, matrix = deferred.autocast_operands(input, weight)  # autocast does not cast for indices
     padding = -1 if padding_idx is None else padding_idx % len(weight)
-    return deferred.defer(F.embedding(input, matrix, padding_idx), partial(_of_embedding, padding), input, weight)
+    return deferred.defer(F.embedding(input, matrix, padding_idx), partial(_embedding_weight_grad, padding), input, weight)
 
 
 def _convolution(
-    dimensions: int,
+    num_dimensions: int,
     operation: Callable[..., Tensor],
     deferred: DeferredGradients,
     input: Tensor,
@@ -76,25 +76,28 @@ def _convolution(
     bias: Tensor | None = None,
     stride: Any = 1,
     padding: Any = 0,
-    *further: Any,
-    **named: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    """`F.conv1d` and its like, (B, C, ..) and (N, C / groups, ..) -> (B, N, ..); and `F.conv_transpose1d` and its like."""
-    if isinstance(padding, str) or input.dim() != dimensions + 2 or not deferred.owns(weight, bias):
+    """`F.conv1d`, `F.conv2d`, .. and `F.conv_transpose1d`, ..: (B, C, ..) and (N, C / groups, ..) -> (B, N, ..)."""
+    if isinstance(padding, str) or input.dim() != num_dimensions + 2 or not deferred.covers(weight, bias):
         return NotImplemented
-    transposed = operation in TRANSPOSED
+    transposed = operation in TRANSPOSED_CONVOLUTIONS
     names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
-    options = dict(zip(names, further, strict=False)) | named
-    input, kernel, shift = deferred.operands(input, weight, bias)
+    options = dict(zip(names, args, strict=False)) | kwargs
+    input, kernel, shift = deferred.autocast_operands(input, weight, bias)
     output = operation(input, kernel, shift, stride, padding, **options)
-    dilation, groups, outside = (options.get(name, default) for name, default in CONVOLUTION.items())
-    steps, pads, holes, rest = (_each(number, dimensions) for number in (stride, padding, dilation, outside))
-    formula = partial(_of_convolution, (steps, pads, holes, transposed, rest, groups), bias is not None)
+    dilation, groups, output_padding = (options.get(name, default) for name, default in CONVOLUTION_DEFAULTS.items())
+    strides, paddings, dilations, output_paddings = (
+        _per_dimension(number, num_dimensions) for number in (stride, padding, dilation, output_padding)
+    )
+    settings = (strides, paddings, dilations, transposed, output_paddings, groups)
+    formula = partial(_convolution_weight_grad, settings, bias is not None)
     return deferred.defer(output, formula, input, weight, bias)
 
 
-CONVOLUTION = {"dilation": 1, "groups": 1, "output_padding": 0}
-TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+CONVOLUTION_DEFAULTS = {"dilation": 1, "groups": 1, "output_padding": 0}
+TRANSPOSED_CONVOLUTIONS = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.linear: linear,
     torch.matmul: matmul,
@@ -106,53 +109,53 @@ RULES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     Tensor.addmm: addmm,
     F.embedding: embedding,
     **{op: partial(_convolution, n, op) for n, op in enumerate((F.conv1d, F.conv2d, F.conv3d), 1)},
-    **{op: partial(_convolution, n, op) for n, op in enumerate(TRANSPOSED, 1)},
+    **{op: partial(_convolution, n, op) for n, op in enumerate(TRANSPOSED_CONVOLUTIONS, 1)},
 }
 
 
-def _of_linear(gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
-    flat, rows = _folded(gradient), _folded(value)
+def _linear_weight_grad(gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
+    gradient_rows, value_rows = _fold_rows(gradient), _fold_rows(value)
     if weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]:
-        return flat.t().mm(rows), None
-    return rows.t().mm(flat).t(), None
+        return gradient_rows.t().mm(value_rows), None
+    return value_rows.t().mm(gradient_rows).t(), None
 
 
-def _of_matmul(gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
-    flat, rows = _folded(gradient), _folded(value)
+def _matmul_weight_grad(gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
+    gradient_rows, value_rows = _fold_rows(gradient), _fold_rows(value)
     if weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]:
-        return flat.t().mm(rows).t(), None
-    return rows.t().mm(flat), None
+        return gradient_rows.t().mm(value_rows).t(), None
+    return value_rows.t().mm(gradient_rows), None
 
 
-def _folded(value: Tensor) -> Tensor:
-    """(.., K) -> (rows, K)."""
+def _fold_rows(value: Tensor) -> Tensor:
+    """Reshape (.., K) to (rows, K)."""
     return value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
 
 
-# The formulas that are one product, so that it can be added to a sum as it goes -> its factors, of output gradient and input.
-PRODUCTS: dict[Formula, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    _of_linear: lambda gradient, value: (_folded(gradient).t(), _folded(value)),
-    _of_matmul: lambda gradient, value: (_folded(value).t(), _folded(gradient)),
+# Formulas that are one matrix product, which can add to a sum itself -> its factors, from output gradient and input.
+GEMM_FACTORS: dict[Formula, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    _linear_weight_grad: lambda gradient, value: (_fold_rows(gradient).t(), _fold_rows(value)),
+    _matmul_weight_grad: lambda gradient, value: (_fold_rows(value).t(), _fold_rows(gradient)),
 }
 
 
-def _of_embedding(padding: int, gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
+def _embedding_weight_grad(padding: int, gradient: Tensor, value: Tensor, weight: Tensor) -> WeightGradients:
     return torch.ops.aten.embedding_dense_backward(gradient, value, len(weight), padding, False), None
 
 
-def _of_convolution(
-    settings: tuple[Any, ...], biased: bool, gradient: Tensor, value: Tensor, weight: Tensor
+def _convolution_weight_grad(
+    settings: tuple[Any, ...], has_bias: bool, gradient: Tensor, value: Tensor, weight: Tensor
 ) -> WeightGradients:
-    shape = [gradient.shape[1]] if biased else None
-    wanted = [False, True, biased]
-    _, for_weight, for_bias = torch.ops.aten.convolution_backward(
-        gradient, value, weight.to(value.dtype), shape, *settings, wanted
+    bias_sizes = [gradient.shape[1]] if has_bias else None
+    wanted = [False, True, has_bias]
+    _, weight_gradient, bias_gradient = torch.ops.aten.convolution_backward(
+        gradient, value, weight.to(value.dtype), bias_sizes, *settings, wanted
     )
-    return for_weight, for_bias
+    return weight_gradient, bias_gradient
 
 
-def _each(number: Any, dimensions: int) -> list[int]:
-    """A number for every dimension."""
+def _per_dimension(number: Any, num_dimensions: int) -> list[int]:
+    """Return a number for every dimension, from one number or a sequence of them."""
     if isinstance(number, int):
-        return [number] * dimensions
-    return list(number) * dimensions if len(number) == 1 else list(number)
+        return [number] * num_dimensions
+    return list(number) * num_dimensions if len(number) == 1 else list(number)

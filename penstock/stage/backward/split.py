@@ -1,10 +1,20 @@
 """The backward in two: `I`, the input's gradient now, and `W`, the weights' gradients later.
 
-`I` leaves on the stand-ins of a microbatch (`standins.py`) what it knows of the weights' gradients. `W` hands each parameter
-the sum of its gradients, once, in the order in which a full backward would have summed them (but what `I` left is one
-summand), through the parameter's own end of the autograd graph: hooks, and whoever else listens there, as
-DistributedDataParallel does, see what they see in a full backward. Where neither is, gradients are added to the sums so far.
-No graph is walked and none is retained.
+    forward   stand-ins take the parameters' places (`standins.py`)
+                  y = linear(x, w)      a rule calls `linear` with w outside the graph, and notes a use: x, w and a formula
+    I         the backward of a graph in which the weights are not
+                  dL/dy at y            is stored with the use: the two are pending
+                  dL/dx                 is the gradient of the stage's input
+                  no rule (norms, ..)   autograd leaves the gradient on the stand-in: a leftover
+    W         gradient = formula(dL/dy, x, w) for each pending use; summed by parameter, with the leftover
+              -> parameter.grad, in one of three ways:
+                  in the product        `merge`: addmm onto `.grad`, another order of summation
+                  added                 to a `.grad` that exists, a group of parameters at once
+                  through autograd      first gradients, without a copy; and where somebody listens
+
+Each parameter's gradients are summed in the order in which a whole backward sums them, but leftovers are one summand. They
+reach the parameter once, through its own edge of the autograd graph: hooks and DistributedDataParallel see what they see in a
+whole backward. No graph is walked and none is retained.
 """
 
 import itertools
@@ -17,25 +27,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.stage.backward.deferred import Casts, DeferredGradients, Owed, WeightUse, joined
-from penstock.stage.backward.groups import Group, grouped
-from penstock.stage.backward.rules import PRODUCTS
-from penstock.stage.backward.standins import stand_in
-from penstock.stage.parameter_slot import ParameterSlot
+from penstock.stage.backward.deferred import AutocastCache, DeferredGradients, PendingUse, WeightUse, join_microbatches
+from penstock.stage.backward.groups import GradientGroup, group_parameters
+from penstock.stage.backward.parameter_slot import ParameterSlot
+from penstock.stage.backward.rules import GEMM_FACTORS
+from penstock.stage.backward.standins import make_standin
 from penstock.torch_private import has_gradient_hooks, is_compiled, run_backward
 
-SMALL = 1 << 18  # products in a weight's gradient; to put off one takes about as long as so many
-Expect = Callable[[Sequence[Tensor]], None]
+MIN_DEFERRED_MULTIPLICATIONS = 1 << 18  # in a weight's gradient; putting one off takes about as long as these
+BeforeAccumulation = Callable[[Sequence[Tensor]], None]
 
 
-class Splitter:
-    """The parameters of a stage whose backward is split, and a stock of stand-ins for them.
+class BackwardSplitter:
+    """Splits the backward of one stage: gives its microbatches their stand-ins, and runs their `W`.
 
-    `merge`: products add to the gradient so far as they go, where no hook waits for it. The sum's order changes.
-    `shared`: parameters that other stages have too; they get their gradients in `I`.
-    `listened`: somebody other than hooks of parameters waits for their gradients.
-    `in_order`: the microbatches' `W` come in the order of their `I`. Then gradients that would cost less than to put them off
+    `merge`: a product may add to `.grad` itself, where no hook waits for it. The order of summation changes.
+    `shared`: parameters that other stages have too. They get their gradients in `I`.
+    `in_order`: the microbatches' `W` come in the order of their `I`. Then gradients that are cheaper to compute than to put off
     reach their parameters in `I`, with the same bits, from the second step on.
+    `hooks_gradients`: something other than hooks of the parameters waits for their gradients, as DistributedDataParallel does.
     """
 
     def __init__(
@@ -44,120 +54,146 @@ class Splitter:
         merge: bool = False,
         shared: Collection[nn.Parameter] = (),
         in_order: bool = False,
-        listened: bool = False,
+        hooks_gradients: bool = False,
     ) -> None:
-        self.module, self._listened = module, listened
-        self.merge, self.in_order = merge and not listened, in_order and not listened
-        self.casts: Casts = {}  # of this step
-        self.tied = False  # whether some parameter is in several places
+        self.module, self._hooks_gradients = module, hooks_gradients
+        self.merge, self.in_order = merge and not hooks_gradients, in_order and not hooks_gradients
+        self.autocast_cache: AutocastCache = {}  # of this step
+        self.has_tied_parameters = False  # whether a parameter has several places in the module
         self._shared = {id(parameter) for parameter in shared}
         self._slots: list[ParameterSlot] = []
-        self._identities: list[Any] = []
-        self._stock: list[DeferredGradients] = []
-        self._groups: dict[Any, list[Group]] = {}  # for uses of the same parameters in the same order
-        self._active: Sequence[int] = ()  # those of the slots that get stand-ins
-        self._worth: Sequence[int] | None = ()  # those that get them from the next step on; None until that is known
+        self._slot_keys: list[Any] = []
+        self._free: list[DeferredGradients] = []  # with stand-ins, for the next microbatches
+        self._groups: dict[Any, list[GradientGroup]] = {}  # targets of the uses -> groups
+        self._deferred: Sequence[int] = ()  # the slots that get stand-ins in this step
+        self._deferred_next: Sequence[int] | None = ()  # the slots that get them from the next step on; None: to be found
 
-    def refresh(self, every: Sequence[ParameterSlot]) -> None:
-        """Before a step: `every` parameter of the module, as it is now. It may have been changed, frozen, replaced or moved."""
-        self.casts.clear()
-        self.tied = any(len(slot.places) > 1 for slot in every)
-        compiled = [each for each in self.module.modules() if is_compiled(each)]  # which is bound to the parameters themselves
-        bound = self._shared.union(id(parameter) for each in compiled for parameter in each.parameters())
-        trained = [slot for slot in every if type(slot.parameter) is nn.Parameter and slot.parameter.requires_grad]
-        slots = [slot for slot in trained if id(slot.parameter) not in bound]
-        if (identities := [slot.identity() for slot in slots]) != self._identities:
-            self._slots, self._identities, self._stock, self._groups = slots, identities, [], {}
-            self._active = range(len(slots))
-            self._worth = None if self.in_order and not self.merge else self._active
-        elif self._worth is not None and len(self._worth) < len(self._active):
-            self._active, self._stock = self._worth, []
+    def begin_step(self, slots: Sequence[ParameterSlot]) -> None:
+        """Look at all parameters of the module: since the last step they may have been frozen, replaced or moved."""
+        self.autocast_cache.clear()
+        self.has_tied_parameters = any(len(slot.places) > 1 for slot in slots)
 
-    def begin(self) -> DeferredGradients | None:
-        """For one microbatch; None if nothing of it is to be put off."""
-        if self._stock or not self._active:
-            return self._stock.pop() if self._stock else None
-        standins = {index: stand_in(self._slots[index].parameter, index) for index in self._active}
-        return DeferredGradients(self._slots, standins, self.casts)
+        compiled = [
+            module for module in self.module.modules() if is_compiled(module)
+        ]  # its code reads the parameters themselves
+        excluded = self._shared.union(id(parameter) for module in compiled for parameter in module.parameters())
+        trained = [slot for slot in slots if type(slot.parameter) is nn.Parameter and slot.parameter.requires_grad]
+        included = [slot for slot in trained if id(slot.parameter) not in excluded]
 
-    def hand_on(self, deferred: DeferredGradients) -> None:
-        """After the forward: values that it has put in the place of a stand-in's are the parameter's."""
-        if replaced := deferred.replaced():
+        if (slot_keys := [slot.cache_key() for slot in included]) != self._slot_keys:
+            self._slots, self._slot_keys, self._free, self._groups = included, slot_keys, [], {}
+            self._deferred = range(len(included))
+            self._deferred_next = None if self.in_order and not self.merge else self._deferred
+        elif self._deferred_next is not None and len(self._deferred_next) < len(self._deferred):
+            self._deferred, self._free = self._deferred_next, []
+
+    def begin_microbatch(self) -> DeferredGradients | None:
+        """Return stand-ins for a microbatch's forward, `I` and `W`; None if nothing of it is to be put off."""
+        if self._free or not self._deferred:
+            return self._free.pop() if self._free else None
+        standins = {index: make_standin(self._slots[index].parameter, index) for index in self._deferred}
+        return DeferredGradients(self._slots, standins, self.autocast_cache)
+
+    def write_back_replaced_data(self, deferred: DeferredGradients) -> None:
+        """After the forward, give the parameters what it has assigned to their stand-ins (`weight.data = ..`)."""
+        if replaced := deferred.replaced_data():
             for index, values in replaced.items():
                 self._slots[index].parameter.data = values
-            self.casts, self._stock = {}, []  # of the memory that was
+            self.autocast_cache, self._free = {}, []  # they are for the former memory
 
-    def end(self, deferred: Sequence[DeferredGradients], last: bool = False, expect: Expect | None = None) -> None:
-        """`W` of one microbatch, or of several as one: hand every parameter the sum of its gradients.
+    def run_weight_backward(
+        self,
+        deferred: Sequence[DeferredGradients],
+        is_last: bool = False,
+        before_accumulation: BeforeAccumulation | None = None,
+    ) -> None:
+        """Run `W` of one microbatch, or of several as one: add the sum of its gradients to every parameter.
 
-        `deferred` is empty if `I` has handed over all. `last`: no other follows in this step. `expect` is called before the
-        gradients reach the parameters, with tensors that depend on those which get one.
+        `deferred`: empty if nothing was put off. `is_last`: no other backward follows in this step.
+        `before_accumulation`: is called before the gradients reach the parameters, with tensors whose graph has all parameters
+        that get one.
         """
-        if not deferred and expect is None:
+        if not deferred and before_accumulation is None:
             return
-        owed, left = self._due(deferred, self._stock if last else [])
-        groups = self._groups_of(owed, left)
-        if expect is None:  # less work, where no gradient must be copied
-            for group in [group for group in groups if group.may_copy()]:
-                group.hand_over(group.gradients(owed, left), self._listened)
+
+        # 1. What is to be computed, in groups. After the last `I`, stand-ins in `_free` may have some that the module kept.
+        pending, leftovers = self._pop_all(deferred, self._free if is_last else [])
+        groups = self._group(pending, leftovers)
+
+        # 2. The short way: gradients that can be added with no copy of a large one.
+        if before_accumulation is None:
+            for group in [group for group in groups if group.copies_no_large_gradient()]:
+                group.accumulate(group.compute(pending, leftovers), self._hooks_gradients)
                 groups.remove(group)
+
+        # 3. The rest through autograd, which computes group by group, and takes over gradients that nothing else refers to.
         with torch.enable_grad():
-            ends = [_HandOver.apply(partial(group.gradients, owed, left), *group.parameters) for group in groups]
-        gradients = list(ends)
-        if expect is not None:
-            others = self._reached_in_i()
-            gradients += map(torch.zeros_like, others)
-            ends += others
-            expect(ends)
-        if ends:
-            run_backward([get_gradient_edge(end) for end in ends], gradients)
-        self._stock += [each for each in deferred if each.casts is self.casts]
+            roots = [_ComputeGradients.apply(partial(group.compute, pending, leftovers), *group.parameters) for group in groups]
+        root_gradients = list(roots)
+        if before_accumulation is not None:
+            not_deferred = self._parameters_with_gradients_from_i()
+            root_gradients += map(torch.zeros_like, not_deferred)
+            roots += not_deferred
+            before_accumulation(roots)
+        if roots:
+            run_backward([get_gradient_edge(root) for root in roots], root_gradients)
 
-    def _due(
-        self, deferred: Sequence[DeferredGradients], others: Sequence[DeferredGradients]
-    ) -> tuple[list[Owed], dict[int, Tensor]]:
-        """Uses whose gradients are to be computed, and what `I` left; `others` may still have some that a module kept."""
-        owed = [each.taken() for each in deferred]
-        if self._worth is None and deferred:
-            self._worth = self._judged(deferred[0], owed[0])
-        uses = owed[0] if len(owed) == 1 else joined(owed)
-        uses += itertools.chain.from_iterable(each.taken() for each in others)
-        left = dict[int, Tensor]()
-        for each in (*deferred, *others):
-            each.take_left(left)
+        # 4. The stand-ins serve again, unless the memory that they stand for was replaced.
+        self._free += [done for done in deferred if done.autocast_cache is self.autocast_cache]
+
+    def _pop_all(
+        self, deferred: Sequence[DeferredGradients], unused: Sequence[DeferredGradients]
+    ) -> tuple[list[PendingUse], dict[int, Tensor]]:
+        """Return the uses whose gradients are to be computed, and the leftovers by index of the parameter."""
+        pending_by_microbatch = [microbatch.pop_pending() for microbatch in deferred]
+        if self._deferred_next is None and deferred:
+            self._deferred_next = self._worth_deferring(deferred[0], pending_by_microbatch[0])
+
+        joined = len(pending_by_microbatch) != 1
+        pending = join_microbatches(pending_by_microbatch) if joined else pending_by_microbatch[0]
+        pending += itertools.chain.from_iterable(standins.pop_pending() for standins in unused)
+
+        leftovers = dict[int, Tensor]()
+        for standins in (*deferred, *unused):
+            standins.pop_leftovers(leftovers)
         if self.merge:
-            uses = [pair for pair in uses if not self._added_to_sum(*pair)]
-        return uses, left
+            pending = [pair for pair in pending if not self._add_in_product(*pair)]
+        return pending, leftovers
 
-    def _judged(self, deferred: DeferredGradients, owed: Sequence[Owed]) -> Sequence[int]:
-        """The parameters whose gradients are worth being put off, by what the `W` of one microbatch finds.
+    def _worth_deferring(self, deferred: DeferredGradients, pending: Sequence[PendingUse]) -> Sequence[int]:
+        """Return the indices of the parameters to put off from the next step on, by what the first `W` has to compute.
 
-        Those with hooks of the user's are: what they do belongs to `W`.
+        Parameters with the user's hooks are among them: what a hook does belongs to `W`.
         """
-        if deferred.views:
-            return self._active
-        work: Counter[int | None] = Counter()
-        for use, gradient in owed:
-            work[use.targets[0]] += gradient.numel() * (use.weight.numel() // len(use.weight))
-        hooked = {index for index, slot in enumerate(self._slots) if has_gradient_hooks(slot.parameter)}
-        large = [use.targets for use, _ in owed if work[use.targets[0]] >= SMALL or hooked.intersection(use.targets)]
-        return sorted(index for index in hooked.union(*large) if index is not None)
+        if deferred.has_view_uses:
+            return self._deferred
+        multiplications: Counter[int | None] = Counter()
+        for use, gradient in pending:
+            multiplications[use.targets[0]] += gradient.numel() * (use.weight.numel() // len(use.weight))
 
-    def _groups_of(self, owed: Sequence[Owed], left: dict[int, Tensor]) -> list[Group]:
-        key = tuple([use.targets for use, _ in owed]), tuple(left)
+        hooked = {index for index, slot in enumerate(self._slots) if has_gradient_hooks(slot.parameter)}
+        worth = [
+            use.targets
+            for use, _ in pending
+            if multiplications[use.targets[0]] >= MIN_DEFERRED_MULTIPLICATIONS or hooked.intersection(use.targets)
+        ]
+        return sorted(index for index in hooked.union(*worth) if index is not None)
+
+    def _group(self, pending: Sequence[PendingUse], leftovers: dict[int, Tensor]) -> list[GradientGroup]:
+        key = tuple([use.targets for use, _ in pending]), tuple(leftovers)
         if key not in self._groups:
-            self._groups[key] = list(grouped(owed, tuple(left), self._slots))
+            self._groups[key] = list(group_parameters(pending, tuple(leftovers), self._slots))
         return list(self._groups[key])
 
-    def _reached_in_i(self) -> list[nn.Parameter]:
-        """Parameters that got their gradients in `I`: who listens is to hear of them too."""
-        mine = {id(slot.parameter) for slot in self._slots}
-        return [each for each in self.module.parameters() if id(each) not in mine and each.grad is not None]
+    def _parameters_with_gradients_from_i(self) -> list[nn.Parameter]:
+        """Return the parameters without stand-ins that have a gradient: `before_accumulation` has to hear of them too."""
+        deferred = {id(slot.parameter) for slot in self._slots}
+        return [each for each in self.module.parameters() if id(each) not in deferred and each.grad is not None]
 
-    def _added_to_sum(self, use: WeightUse, gradient: Tensor) -> bool:
-        """Whether the weight's gradient could be, and so was, added in the product itself."""
+    def _add_in_product(self, use: WeightUse, gradient: Tensor) -> bool:
+        """Add the weight's gradient to `.grad` in the product that computes it, if that is possible; return whether it is."""
         index, _ = use.targets
-        factors = PRODUCTS.get(use.formula)
+        factors = GEMM_FACTORS.get(use.formula)
         if factors is None or index is None:
             return False
         weight = self._slots[index].parameter
@@ -168,8 +204,8 @@ class Splitter:
         return True
 
 
-class _HandOver(torch.autograd.Function):
-    """An empty tensor whose backward gives `parameters` the gradients that `compute` returns then, held by nobody else."""
+class _ComputeGradients(torch.autograd.Function):
+    """An empty tensor whose backward calls `compute` and gives `parameters` the gradients that it returns."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Sequence[Tensor]], *parameters: Tensor) -> Tensor:

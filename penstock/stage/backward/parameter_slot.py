@@ -1,0 +1,43 @@
+"""Where a module has its parameters: other tensors take these places while a microbatch's forward or backward runs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.torch_private import TensorSlot, parameter_slots
+
+
+class ParameterSlot:
+    """A parameter and its places in the stage's module. A tied parameter has several."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.places: list[TensorSlot] = []
+        self._memory = parameter.data_ptr()
+
+    def cache_key(self) -> Any:
+        """Return a value that is equal as long as stand-ins made for the parameter fit: same object, memory and places."""
+        return id(self.parameter), self._memory, [(id(place.registry), place.key) for place in self.places]
+
+
+def list_parameter_slots(module: nn.Module) -> list[ParameterSlot]:
+    """Return a slot for each parameter of `module`."""
+    slots: dict[int, ParameterSlot] = {}
+    for place in parameter_slots(module):
+        parameter: Any = place.tensor
+        slots.setdefault(id(parameter), ParameterSlot(parameter)).places.append(place)
+    return list(slots.values())
+
+
+@contextmanager
+def temporarily_replaced(replacements: Sequence[tuple[TensorSlot, Tensor]]) -> Iterator[None]:
+    """Temporarily replace what is in these places by these tensors; always restore it."""
+    try:
+        for place, tensor in replacements:
+            place.replace(tensor)
+        yield
+    finally:
+        for place, _ in replacements:
+            place.replace(place.tensor)

@@ -1,0 +1,88 @@
+"""The messages that a stage exchanges with other stages: values, and behind them the parameters that stages share.
+
+A borrowed parameter's value enters the autograd graph with the message of the stage it is borrowed from, and its gradient
+leaves with that message's gradients: `neighbours.py` says why.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from penstock.partition.graph_stage import GraphStage
+from penstock.stage.aliasing import Versions, mark_aliased
+from penstock.stage.backward.autograd_edges import StageInput
+from penstock.stage.backward.parameter_slot import list_parameter_slots
+from penstock.stage.neighbours import Neighbours
+from penstock.torch_private import TensorSlot
+from penstock.trees import flatten
+
+
+class Received(NamedTuple):
+    """What a microbatch received from other stages and returns gradients to; nothing on the first stage."""
+
+    inputs: tuple[StageInput, ...] = ()  # one for each message
+    borrowed: Sequence[tuple[TensorSlot, Tensor]] = ()  # what takes the places of parameters of earlier stages
+
+
+class Messages:
+    """Reads and writes the messages of one stage. Stages that only share parameters with it exchange empty ones."""
+
+    def __init__(self, index: int, module: nn.Module, neighbours: Neighbours) -> None:
+        self._sources, self._destinations = neighbours.sources, neighbours.destinations
+        graph = module.penstock if isinstance(module, GraphStage) else None
+        self._value_sources = {index - 1} if graph is None else set(graph.sources)
+        self._value_destinations = (index + 1,) if graph is None else graph.destinations
+
+        slots = {id(slot.parameter): slot for slot in list_parameter_slots(module)}
+        self._borrowed = [
+            [slots[id(module.get_parameter(name))] for name in neighbours.borrowed.get(source, ())] for source in self._sources
+        ]
+        self._lent = [
+            [module.get_parameter(name) for name in neighbours.lent.get(destination, ())] for destination in self._destinations
+        ]
+        self._borrows, self._lends = any(self._borrowed), any(self._lent)
+        self.shared_parameters = [slot.parameter for group in self._borrowed for slot in group]
+        self.shared_parameters += [parameter for group in self._lent for parameter in group]
+
+    def receive(self, messages: Sequence[Any]) -> tuple[Sequence[Any], Received]:
+        """Return the values for the module, as the beginning of a graph, and what else came with the messages."""
+        inputs = tuple([StageInput() for _ in messages])
+        borrowed: list[tuple[TensorSlot, Tensor]] = []
+        if not self._borrows:
+            values = [stage_input.attach(message) for stage_input, message in zip(inputs, messages, strict=True)]
+        else:
+            values = []
+            for stage_input, slots, message in zip(inputs, self._borrowed, messages, strict=True):
+                # This rank's parameters, as if they had come with the message.
+                parameters = [slot.parameter.detach().requires_grad_(slot.parameter.requires_grad) for slot in slots]
+                value, attached = stage_input.attach((message, parameters))
+                values.append(value)
+                borrowed += [(place, tensor) for slot, tensor in zip(slots, attached, strict=True) for place in slot.places]
+
+        if len(values) > len(self._value_sources):
+            by_source = zip(self._sources, values, strict=True)
+            values = [value for source, value in by_source if source in self._value_sources]
+        return values, Received(inputs, borrowed)
+
+    def from_output(self, output: Any, arrived: Versions = ()) -> Any:
+        """Return what is sent: the output, or a message for each destination where there are several.
+
+        `arrived`: see `mark_aliased`.
+        """
+        if len(self._destinations) <= 1:
+            return output if isinstance(output, Tensor) or not self._destinations else mark_aliased([output], arrived)[0]
+        outputs = output if len(self._value_destinations) > 1 else (output,)
+        by_destination = dict(zip(self._value_destinations, outputs, strict=True))
+        return mark_aliased([by_destination.get(destination, ()) for destination in self._destinations], arrived)
+
+    def leaves(self, output: Any, received: Received) -> list[Any]:
+        """Return the leaves of the messages of `from_output`, behind each message the parameters lent to its destination."""
+        if not self._lends:
+            return flatten(output)[0]
+        used = {id(place.tensor): tensor for place, tensor in received.borrowed}  # in this forward, instead of the parameters
+        leaves: list[Any] = []
+        for message, lent in zip(output if len(self._destinations) > 1 else (output,), self._lent, strict=True):
+            leaves += flatten(message)[0]
+            leaves += [used.get(id(parameter), parameter) for parameter in lent]
+        return leaves

@@ -541,7 +541,7 @@ def test_a_forward_that_cannot_be_followed_is_told_with_what_to_do_instead():
         split(Sized(), 2, cuts=["b"])
     with pytest.raises(MismatchError, match=r"^cannot follow the forward of Undecided \(.*item assignment\): " + INSTEAD + "$"):
         split(Undecided(assigned), 2, cuts=["b"])
-    by_values = "it decides by the values of a tensor, of which the next batch has others: decide with torch.where"
+    by_values = "it decides by the values of a tensor, which differ in the next batch: decide with torch.where"
     for forward, change in {by_value: by_values, in_numpy: "change what it says"}.items():
         instead = f"{change}, or give a list with one module for each stage"
         with pytest.raises(MismatchError, match=r"^cannot export the forward of Undecided \(.+\): " + instead + "$"):

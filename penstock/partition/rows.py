@@ -1,4 +1,4 @@
-"""Which dimension of a tensor is its rows: the pipeline's `rows_dim`, unless a wrapper of the tensor says otherwise."""
+"""Which dimension of a tensor has its rows: the pipeline's `rows_dim`, unless a wrapper of the tensor says otherwise."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -59,44 +59,44 @@ def _check_tensor(name: str, tensor: object) -> None:
 
 
 def unwrap(leaf: Any) -> Any:
-    """The tensor inside a wrapper; anything else as it is."""
+    """Return the tensor inside a wrapper, anything else unchanged."""
     return leaf.tensor if isinstance(leaf, Rows | Replicated) else leaf
 
 
 def unwrap_tree(tree: Any) -> Any:
-    """`tree` without wrappers."""
+    """Return `tree` without wrappers."""
     return tree_map(unwrap, tree)
 
 
 def rows_dim_of(leaf: Any, rows_dim: int) -> int | None:
-    """The dimension of the leaf's rows; None for what goes to every microbatch whole."""
+    """Return the dimension of the leaf's rows; None for a leaf that goes whole to every microbatch."""
     if isinstance(leaf, Rows):
         return leaf.dim
     return rows_dim if isinstance(leaf, Tensor) and leaf.dim() else None
 
 
 def describe_rows_dim(rows_dim: int) -> str:
-    """Where rows are."""
+    """Return as text where rows are."""
     return f"dimension {rows_dim} (rows_dim={rows_dim})" if rows_dim else "the first dimension"
 
 
 def resolve_rows_dim(model: nn.Module | Iterable[nn.Module] | Mapping[int, nn.Module], rows_dim: int | None) -> int:
-    """`rows_dim`; 0 if it is None.
+    """Return `rows_dim`, or 0 for None.
 
-    Raises MismatchError for what is no dimension, and, where None was given, for a module that says `batch_first=False`: it
+    Raises MismatchError if it is no dimension, and if it is None, for a module that has `batch_first=False`: it
     takes (time, batch, ..), as torch's do by default, and its gradients would be wrong if time were cut into microbatches.
     """
     if rows_dim is not None:
         if type(rows_dim) is not int or rows_dim < 0:
             raise MismatchError(f"rows_dim={rows_dim!r}: give the number of the dimension that has a batch's rows, 0 or more")
         return rows_dim
-    parts = model.values() if isinstance(model, Mapping) else [model] if isinstance(model, nn.Module) else model
-    for part in parts:
-        for name, module in part.named_modules():
+    modules = model.values() if isinstance(model, Mapping) else [model] if isinstance(model, nn.Module) else model
+    for whole in modules:
+        for name, module in whole.named_modules():
             if getattr(module, "batch_first", None) is False:
-                told = f"{type(module).__name__}{f' {name}' * bool(name)} has batch_first=False: it takes (time, batch, ..)"
                 raise MismatchError(
-                    f"{told}, while a batch is cut along its first dimension. Make it with batch_first=True, or give "
-                    "rows_dim=1 for batches of (time, batch, ..), or rows_dim=0 if the model transposes what this module takes"
+                    f"{type(module).__name__}{f' {name}' * bool(name)} has batch_first=False: it takes (time, batch, ..), "
+                    "while a batch is cut along its first dimension. Make it with batch_first=True, or give rows_dim=1 for "
+                    "batches of (time, batch, ..), or rows_dim=0 if the model transposes what this module takes"
                 )
     return 0

@@ -669,7 +669,7 @@ def test_a_measured_cut_of_any_model_tells_its_balance():
     stages = whole.cut(whole.choose_starts(3))
     assert len(stages) == 3
     assert whole.balance.names == tuple(whole.unit_order)
-    assert math.isclose(sum(whole.balance.stages), sum(whole.balance.costs))
+    assert math.isclose(sum(whole.balance.stage_costs), sum(whole.balance.costs))
 
 
 class Decides(nn.Module):

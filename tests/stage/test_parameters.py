@@ -41,7 +41,7 @@ def test_gradients_have_the_norm_of_the_uncut_model_to_the_bit(make, cut):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         stages = partition.split(model, 2, cuts=[cut])
-        names = partition.model_names_of_stages([partition.uncompiled_names(stage) for stage in stages], whole=True)
+        names = partition.model_names_of_stages([partition.uncompiled_names(stage) for stage in stages], is_cut=True)
         aliases, order = (
             ModelPartition({}, {}, dict(enumerate(stages)), uncut_model=model).aliases(names),
             list(model.state_dict()),

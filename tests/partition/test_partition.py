@@ -648,7 +648,7 @@ def test_names_that_stand_in_two_stages_get_their_stage_in_front():
 
 
 def test_names_of_stages_cut_from_one_model_stay_though_a_parameter_stands_in_several():
-    assert model_names_of_stages([own("weight", "bias"), own("weight")], whole=True) == [own("weight", "bias"), own("weight")]
+    assert model_names_of_stages([own("weight", "bias"), own("weight")], is_cut=True) == [own("weight", "bias"), own("weight")]
 
 
 def test_names_of_modules_cut_apart_are_those_of_the_sequential_they_make():

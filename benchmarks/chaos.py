@@ -150,7 +150,7 @@ def program(job: Job) -> None:
         if not hasattr(error, "attempts"):
             raise
         attempts, ended = error.attempts, False
-    told = [{"ranks": each.ranks, "culprits": each.culprits, "error": str(each.error)} for each in attempts]
+    told = [{"ranks": each.ranks, "failed_ranks": each.failed_ranks, "error": str(each.error)} for each in attempts]
     (Path(job.folder) / "attempts").write_text(json.dumps({"ended": ended, "attempts": told}))
 
 
@@ -324,8 +324,8 @@ class Run:
         for fault, each in zip(faults, failed, strict=False):
             rank = said.get(fault.pid, fault.rank)
             expected = {rank} if rank is not None else None  # it died before it had a number
-            if len(each["culprits"]) != 1 or (expected and set(each["culprits"]) != expected):
-                self.wrong.append(f"{fault.kind} of rank {rank}, told: {each['culprits']}, {each['error']}")
+            if len(each["failed_ranks"]) != 1 or (expected and set(each["failed_ranks"]) != expected):
+                self.wrong.append(f"{fault.kind} of rank {rank}, told: {each['failed_ranks']}, {each['error']}")
         return bool(told["ended"])
 
     def recovery(self) -> list[float]:

@@ -66,10 +66,10 @@ class Link(NamedTuple):
         return [here != there for here, there in pairwise(homes)]
 
 
-class WaitingOutbox(PendingSends):
+class WaitingSends(PendingSends):
     """The other way to send: the rank waits until its message is gone, and computes nothing meanwhile."""
 
-    def post(self, group: Any, tensor: Tensor, spec: TensorSpec, what: object) -> None:
+    def send(self, group: Any, tensor: Tensor, spec: TensorSpec, message: object) -> None:
         """Send `tensor` as `spec` through `group`, and wait."""
         group.send([message_spec.flat_memory(tensor, spec)], DESTINATION_RANK, 0).wait()
 
@@ -148,8 +148,8 @@ def _wait_for_sends(pipe: ps.Pipeline) -> None:
     step, in which both sides would wait for ever.)"""
     assert pipe._engine is not None
     for channel in pipe._engine.channels.outgoing.values():
-        if isinstance(channel.line, GroupSender):
-            channel.line._outbox = WaitingOutbox(channel.line._outbox.failure)
+        if isinstance(channel.transport, GroupSender):
+            channel.transport.pending = WaitingSends(channel.transport.pending.failure)
 
 
 # ---- what the simulator says

@@ -1,4 +1,4 @@
-"""The errors Penstock raises, one family; and the check of a whole number, which most calls begin with."""
+"""The errors that Penstock raises, all of one family; and the check for a whole number, with which many calls begin."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -6,15 +6,15 @@ from typing import TypeGuard
 
 
 class PenstockError(Exception):
-    """The root of every error Penstock raises on purpose."""
+    """The base class of every error that Penstock raises on purpose."""
 
     def __init__(self, text: object = "", ranks: Iterable[int] = ()) -> None:
         super().__init__(text)
-        self.ranks = tuple(ranks)  # of those raised on all ranks: where it began, as far as that is known
+        self.ranks = tuple(ranks)  # for an error that all ranks raise: the ranks where it began, if known
 
 
 class ScheduleError(PenstockError, ValueError):
-    """A schedule cannot be built, or its table cannot be proved."""
+    """A schedule cannot be built, or its table does not pass `verify`."""
 
 
 class MismatchError(PenstockError, ValueError):
@@ -26,7 +26,7 @@ class StageError(PenstockError):
 
 
 class NonFiniteError(StageError):
-    """A watched step met a value that is NaN or infinite (`Pipeline(.., on_nonfinite=..)`); raised on all ranks at its end."""
+    """A value is NaN or infinite (`Pipeline(.., on_nonfinite=..)`); raised on all ranks at the end of the step."""
 
 
 class LostRankError(PenstockError):
@@ -34,9 +34,9 @@ class LostRankError(PenstockError):
 
 
 class ResourceError(PenstockError):
-    """A rank's own system refuses it something: a file descriptor, memory, addresses."""
+    """A rank's system refuses it a resource: a file descriptor, memory, addresses."""
 
 
-def is_whole_number(value: object, least: float = float("-inf")) -> TypeGuard[int]:
-    """Whether `value` is a whole number of `least` or more, numpy's too. True and False are none."""
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
+def is_whole_number(value: object, minimum: float = float("-inf")) -> TypeGuard[int]:
+    """Return whether `value` is an integer, numpy's too, of `minimum` or more. True and False are not."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= minimum

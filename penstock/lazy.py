@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used, so that what needs no torch does not wait for it."""
+"""Packages that import a public name when it is first used, so that commands that need no torch do not wait for it."""
 
 import importlib
 import sys
@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of `package`.
+def lazy_exports(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for `package`.
 
-    `homes`: public name -> the module of the package that has it; the module itself where it has that name.
+    `modules`: public name -> the module of the package that defines it. Where the two are equal, the module itself is exported.
     """
 
-    def find(name: str) -> Any:
-        """The value of `name`, imported now and kept in the package."""
-        if name not in homes:
+    def import_name(name: str) -> Any:
+        """Import the value of `name`, and keep it in the package."""
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{homes[name]}")
-        value = module if homes[name].split(".")[-1] == name else getattr(module, name)
+        module = importlib.import_module(f"{package}.{modules[name]}")
+        value = module if modules[name].split(".")[-1] == name else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return find, lambda: sorted(homes)
+    return import_name, lambda: sorted(modules)

@@ -1,21 +1,22 @@
-"""The glue: ranks, tensors between them, and how they agree and fail as one.
+"""Ranks: how they start, send each other tensors, make the same calls, and raise the same error when one fails.
 
-topology        which rank this is, among how many, on which device: joined, and left
-rendezvous      what ranks write in the store that they meet at: the name of a start, who has left
-devices         a GPU of its own or not, and the network interface
-heartbeat       a thread of each rank that beats, and watches another rank
-process         what a rank's process does, and how it is, as others of its machine see it
-reports         what ranks tell each other when a step fails, and who is to blame
-control         all ranks as one: they make the same calls, agree, and fail together
-groups          process groups that can be closed while somebody waits on them
-breaking        how everybody is woken who waits in a process group
-encoding        values as bytes and back, without pickle
-point_to_point  a tensor from one rank to another
-device_mesh     the mesh of all ranks
-preemption      signals that ask the program to save and leave
-system          what a rank's own system tells it, or refuses it
-launch/         ranks started on this machine, and begun again when one has failed
-lines/          what passes between stages
+topology          which rank this process is, among how many, on which device
+rendezvous        what ranks write into the store where they meet: the id of a run, which ranks have left
+backends          NCCL or Gloo, and the network interface
+heartbeat         a thread of each rank that beats, and monitors another rank
+process           what a rank's process does, and its state, readable by other processes of its machine
+process_groups    process groups that can be closed while ranks wait in them
+abort             ends all waits in a process group
+failure_reports   what ranks report when a step fails, and the one error that follows from it
+control_group     all ranks make the same calls, exchange small values, and fail together
+encoding          values as bytes and back, without pickle
+point_to_point    a tensor from one rank to another
+device_mesh       the device mesh of all ranks
+preemption        signals that ask the program to save and leave
+system            what the operating system refuses, and what it is asked for
+time_limits       all times of this room
+launch/           ranks of this machine: started, and started again when one has failed
+transport/        messages between stages
 """
 
 from typing import TYPE_CHECKING
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
         shutdown,
     )
 
-_HOMES = {
+_NAMES_OF_MODULE = {
     "topology": ("Topology", "current_topology", "get_next_rank", "get_prev_rank", "init_distributed", "shutdown"),
     "device_mesh": ("init_mesh",),
     "preemption": ("catch_preemption",),
     "point_to_point": ("recv_tensor", "send_tensor"),
 }
 
-__getattr__, __dir__ = lazy_exports(__name__, {name: home for home, names in _HOMES.items() for name in names})
+__getattr__, __dir__ = lazy_exports(__name__, {name: module for module, names in _NAMES_OF_MODULE.items() for name in names})

@@ -1,4 +1,4 @@
-"""The mesh of all ranks, for pipelines side by side."""
+"""The device mesh of all ranks, for several pipelines: pipeline, data and tensor parallel axes."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -10,12 +10,14 @@ from penstock.errors import MismatchError
 
 
 def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
-    """All ranks as a mesh with the axes `pp`, `dp` and `tp`, for `Pipeline(.., mesh=mesh)`; joins them if nobody has yet.
+    """Return a mesh of all ranks with the axes `pp`, `dp` and `tp`, for `Pipeline(.., mesh=mesh)`.
 
-    `pp`: the ranks of a pipeline; None: all that the other axes leave.
+    Calls `init_distributed()` if that has not been called yet.
+
+    `pp`: ranks of a pipeline; None: as many as the other axes leave.
     `dp`: replicas of the pipeline.
-    `tp`: ranks that share the products of each stage. They talk the most and are numbered next to each other, then those
-    along `dp`.
+    `tp`: ranks that share the matrix products of each stage. They send each other the most, so their numbers are adjacent;
+    then those along `dp`.
 
         mesh = ps.comms.init_mesh(pp=2, dp=2)                   # on 4 ranks: pipelines 0, 2 and 1, 3
         pipe = ps.Pipeline(model, loss_fn, mesh=mesh)
@@ -36,11 +38,11 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
                 "start that many, or give other numbers"
             )
 
-        everyone = control.all_gather_object((pp, dp, tp), "to make a mesh")
-        for rank, sizes in enumerate(everyone):
-            if sizes != everyone[0]:
-                told = f"rank 0 makes a mesh of (pp, dp, tp) {everyone[0]}, rank {rank} one of {sizes}"
-                raise MismatchError(f"{told}: make the same")
+        sizes_of_ranks = control.all_gather_object((pp, dp, tp), "to make a mesh")
+        for rank, sizes in enumerate(sizes_of_ranks):
+            if sizes != sizes_of_ranks[0]:
+                problem = f"rank 0 makes a mesh of (pp, dp, tp) {sizes_of_ranks[0]}, rank {rank} one of {sizes}"
+                raise MismatchError(f"{problem}: make the same")
 
         if not dist.is_initialized():  # a world of one
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,8 +1,10 @@
-"""Values as bytes and back, for what ranks tell each other: JSON, and behind it the bytes of tensors. Nothing is pickled.
+"""Encode values that ranks send each other: JSON, and behind it the bytes of tensors. Nothing is pickled.
 
-Who reads need not trust who wrote. A class is told by its name, and must be one that the reading process has loaded by
-itself: a NamedTuple, an Enum, a dataclass of Penstock's, or one that torch was told how to take apart. No module is imported
-and nothing called by a name that came from elsewhere.
+    | length of the JSON, 8 bytes | JSON | bytes of the first tensor | bytes of the second | ..
+
+The reader need not trust the writer. A class is sent by its name. It must be one that the reading process has already imported:
+a NamedTuple, an Enum, a dataclass of Penstock's, or one that is registered with torch's pytree. No module is imported, and no
+function called, by a name that another rank has sent.
 """
 
 import ctypes
@@ -26,14 +28,14 @@ from torch import Tensor, nn
 from penstock.errors import MismatchError
 from penstock.torch_private import TREE_NODES
 
-MAX_VALUE_BYTES = 2**28  # bytes of a value
-MAX_NESTING = 100  # containers in one another
-JSON_LENGTH = struct.Struct("<Q")  # of the JSON, before it
+MAX_VALUE_BYTES = 2**28  # of an encoded value
+MAX_NESTING = 100  # containers inside each other
+JSON_LENGTH = struct.Struct("<Q")
 FLOAT64 = struct.Struct("<d")
-DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
-FACTORIES = {each.__name__: each for each in (list, dict, set, tuple, int, float, str, bool)}  # of a defaultdict
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DEFAULT_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}  # of a defaultdict
 
-# Each kind: what it is made of, and it from that.
+# Class -> how a value of it is split into parts, and how it is built from them.
 CODECS: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
     list: (list, list),
     tuple: (list, tuple),
@@ -48,95 +50,101 @@ CODECS: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], A
     torch.dtype: (lambda value: [str(value)], lambda parts: DTYPES[parts[0]]),
     torch.device: (lambda value: [str(value)], lambda parts: torch.device(*parts)),
     type(Path()): (lambda value: [str(value)], lambda parts: Path(*parts)),
-    type: (lambda value: [value.__name__], lambda parts: FACTORIES[parts[0]]),
+    type: (lambda value: [value.__name__], lambda parts: DEFAULT_FACTORIES[parts[0]]),
 }
-_MADE_FROM = {kind.__name__: make for kind, (_, make) in CODECS.items()}
+_BUILDERS = {kind.__name__: build for kind, (_, build) in CODECS.items()}
 
 
 def encode(value: Any) -> bytes:
-    """`value` as bytes. Raises MismatchError, which says what it is and what to do, for what does not travel."""
+    """Return `value` as bytes. Raises MismatchError, with the reason and what to do, if it cannot be sent."""
     raw: list[bytes] = []
-    told = _written(value, raw, 0)
+    tree = _to_json(value, raw, 0)
     try:
-        text = json.dumps(told, separators=(",", ":")).encode()
+        text = json.dumps(tree, separators=(",", ":")).encode()
     except ValueError as error:
         raise MismatchError(f"a value cannot be sent to another rank: {error}") from error
     data = b"".join([JSON_LENGTH.pack(len(text)), text, *raw])
     if len(data) > MAX_VALUE_BYTES:
-        raise MismatchError(f"a value of {len(data):,} bytes cannot be told to another rank: {MAX_VALUE_BYTES:,} are the most")
+        raise MismatchError(f"a value of {len(data):,} bytes cannot be sent to another rank: {MAX_VALUE_BYTES:,} are the most")
     return data
 
 
 def decode(data: bytes) -> Any:
-    """The value that `encode` made `data` of. Raises MismatchError for anything else."""
+    """Return the value that `encode` made `data` of. Raises MismatchError for any other bytes."""
     try:
         (length,) = JSON_LENGTH.unpack_from(data)
         raw = BytesIO(data[JSON_LENGTH.size + length :])
-        value = _read(json.loads(data[JSON_LENGTH.size : JSON_LENGTH.size + length]), raw, 0)
+        value = _from_json(json.loads(data[JSON_LENGTH.size : JSON_LENGTH.size + length]), raw, 0)
         if raw.read(1):
             raise ValueError("there are bytes behind it")
     except Exception as error:
-        what_to_do = "all ranks must run the same program with the same releases"
-        raise MismatchError(f"what another rank sent cannot be read ({_words(error)}): {what_to_do}") from error
+        hint = "all ranks must run the same program with the same releases"
+        raise MismatchError(f"what another rank sent cannot be read ({_first_line(error)}): {hint}") from error
     return value
 
 
 def encode_to_tensor(value: Any) -> Tensor:
-    """`value` as a tensor of the bytes that `encode` makes of it."""
+    """Return `encode(value)` as a tensor of bytes."""
     return torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
 
 
-def all_gather_values(value: Any, carrier: torch.device) -> list[Any]:
-    """Every rank's `value`, by rank, over torch's group of all of them, which takes tensors on `carrier`."""
-    mine = encode_to_tensor(value).to(carrier)
-    sizes = [torch.empty(1, dtype=torch.int64, device=carrier) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([mine.numel()], device=carrier))
-    return all_gather_encoded(mine, list(map(int, sizes)), dist.all_gather)
+def all_gather_values(value: Any, device: torch.device) -> list[Any]:
+    """Return every rank's `value`, by rank, over torch's default group, which takes tensors on `device`."""
+    encoded = encode_to_tensor(value).to(device)
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([encoded.numel()], device=device))
+    return all_gather_encoded(encoded, list(map(int, sizes)), dist.all_gather)
 
 
-def all_gather_encoded(mine: Tensor, sizes: Sequence[int], all_gather: Callable[[list[Tensor], Tensor], object]) -> list[Any]:
-    """Every rank's value: `mine` is `encoded`, and so are all of these sizes; `all_gather` is torch's, or one like it."""
-    padded = mine.new_zeros(max(map(check_value_size, sizes)))
-    padded[: mine.numel()] = mine
-    everyone = [torch.empty_like(padded) for _ in sizes]
-    all_gather(everyone, padded)
-    return [decode(tensor_bytes(row[:size].cpu())) for row, size in zip(everyone, sizes, strict=True)]
+def all_gather_encoded(
+    encoded: Tensor, sizes: Sequence[int], all_gather: Callable[[list[Tensor], Tensor], object]
+) -> list[Any]:
+    """Return every rank's value, by rank.
+
+    `encoded`: this rank's, as `encode_to_tensor` gives it. `sizes`: of all ranks' encoded values, in bytes.
+    `all_gather`: torch's, or a function with the same arguments.
+    """
+    padded = encoded.new_zeros(max(map(check_value_size, sizes)))
+    padded[: encoded.numel()] = encoded
+    rows = [torch.empty_like(padded) for _ in sizes]
+    all_gather(rows, padded)
+    return [decode(tensor_bytes(row[:size].cpu())) for row, size in zip(rows, sizes, strict=True)]
 
 
 def check_value_size(size: int) -> int:
-    """`size`, of what another rank is about to send. Raises MismatchError where no value is that large."""
+    """Return `size`, which another rank announces for its value. Raises MismatchError if no value has that size."""
     if not 0 <= size <= MAX_VALUE_BYTES:
         raise MismatchError(f"another rank sends a value of {size:,} bytes: {MAX_VALUE_BYTES:,} are the most")
     return size
 
 
 def view_as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as another, of bytes: which dtypes a transport knows does not matter then."""
+    """Return a view of a contiguous tensor as bytes, which every transport can send, whatever dtypes it knows."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return a copy of the bytes of a contiguous tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 # ---- writing
 
 
-def _written(value: Any, raw: list[bytes], depth: int) -> Any:
-    """`value` as JSON can say it; bytes go to `raw`."""
+def _to_json(value: Any, raw: list[bytes], depth: int) -> Any:
+    """Return `value` as a tree for JSON; append bytes to `raw`."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
         return value
     if depth == MAX_NESTING:
-        raise MismatchError(f"a value of more than {MAX_NESTING} containers in one another cannot be sent to another rank")
-    head, parts = _parts(value, raw)
-    return [*head, *[_written(part, raw, depth + 1) for part in parts]]
+        raise MismatchError(f"a value of more than {MAX_NESTING} containers inside each other cannot be sent to another rank")
+    head, parts = _split_value(value, raw)
+    return [*head, *[_to_json(part, raw, depth + 1) for part in parts]]
 
 
-def _parts(value: Any, raw: list[bytes]) -> tuple[list[Any], Iterable[Any]]:
-    """How `value` begins in JSON, its kind first, and the parts that follow."""
+def _split_value(value: Any, raw: list[bytes]) -> tuple[list[Any], Iterable[Any]]:
+    """Return how `value` begins in JSON (its kind first), and the parts that follow; append bytes to `raw`."""
     kind = type(value)
-    if kind in CODECS and (kind is not type or value in FACTORIES.values()):
+    if kind in CODECS and (kind is not type or value in DEFAULT_FACTORIES.values()):
         return [kind.__name__], CODECS[kind][0](value)
     if kind is bytes:
         raw.append(value)
@@ -145,66 +153,68 @@ def _parts(value: Any, raw: list[bytes]) -> tuple[list[Any], Iterable[Any]]:
         raw.append(tensor_bytes(value.detach().cpu().resolve_conj().resolve_neg().contiguous()))
         return ["Tensor", str(value.dtype), *value.shape], ()
     name = f"{kind.__module__}:{kind.__qualname__}"
-    if _class(name) is kind:
+    if _find_loaded_class(name) is kind:
         if kind in TREE_NODES:
             children, context = TREE_NODES[kind].flatten_fn(value)
             return ["node", name], (context, *children)
         if isinstance(value, Enum) and kind.__members__.get(value.name) is value:
             return ["Enum", name], (value.name,)
-        if _is_named(kind):
+        if _is_namedtuple_class(kind):
             return ["NamedTuple", name], value
-        if _is_ours(kind):
-            return ["dataclass", name], (getattr(value, each.name) for each in fields(kind) if each.init)
+        if _is_penstock_dataclass(kind):
+            return ["dataclass", name], (getattr(value, field.name) for field in fields(kind) if field.init)
+
     name = kind.__qualname__
-    what_to_do = f"or call torch.export.register_dataclass({name}) on every rank"
+    hint = f"or call torch.export.register_dataclass({name}) on every rank"
     if issubclass(kind, tuple | Enum):
-        what_to_do = f"or define {name} at the top level of a module"
-    travels = "tensors, numbers, texts, None, lists, tuples, dicts, sets or NamedTuples"
-    raise MismatchError(f"an object of class {name} cannot be sent to another rank: give {travels}, {what_to_do}")
+        hint = f"or define {name} at the top level of a module"
+    alternatives = "tensors, numbers, texts, None, lists, tuples, dicts, sets or NamedTuples"
+    raise MismatchError(f"an object of class {name} cannot be sent to another rank: give {alternatives}, {hint}")
 
 
 # ---- reading
 
 
-def _read(told: Any, raw: BytesIO, depth: int) -> Any:
-    """The value that `told`, read from JSON, and the bytes in `raw` stand for. Raises some error if there is none."""
-    if told is None or isinstance(told, bool | int | float | str):
-        return told
+def _from_json(tree: Any, raw: BytesIO, depth: int) -> Any:
+    """Return the value of a `tree` that `_to_json` made, with the bytes in `raw`. Raises any error if there is none."""
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
     if depth == MAX_NESTING:
-        raise ValueError(f"it has more than {MAX_NESTING} containers in one another")
-    if not isinstance(told, list):
+        raise ValueError(f"it has more than {MAX_NESTING} containers inside each other")
+    if not isinstance(tree, list):
         raise ValueError("it has an object of JSON")
-    kind, *parts = told
+
+    kind, *parts = tree
     if kind == "bytes":
-        return _taken(raw, *parts)
+        return _read_bytes(raw, *parts)
     if kind == "Tensor":
         dtype, shape = DTYPES[parts[0]], parts[1:]
-        data = bytearray(_taken(raw, math.prod(shape) * dtype.itemsize))
+        data = bytearray(_read_bytes(raw, math.prod(shape) * dtype.itemsize))
         return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype, device="cpu")
-    if kind in _MADE_FROM:
-        return _MADE_FROM[kind]([_read(part, raw, depth + 1) for part in parts])
-    name, *rest = parts
-    return _made(kind, name, [_read(part, raw, depth + 1) for part in rest])
+    if kind in _BUILDERS:
+        return _BUILDERS[kind]([_from_json(part, raw, depth + 1) for part in parts])
+    class_name, *rest = parts
+    return _build_instance(kind, class_name, [_from_json(part, raw, depth + 1) for part in rest])
 
 
-def _made(kind: str, name: str, parts: list[Any]) -> Any:
-    """What has a class."""
-    found = _class(name)
+def _build_instance(kind: str, class_name: str, parts: list[Any]) -> Any:
+    """Return an instance of the class, which must be of this `kind`, built from its parts."""
+    found = _find_loaded_class(class_name)
     if found is None:
-        raise ValueError(f"it has the class {name}, which this rank has not imported")
+        raise ValueError(f"it has the class {class_name}, which this rank has not imported")
     if kind == "node" and found in TREE_NODES:
         context, *children = parts
         return TREE_NODES[found].unflatten_fn(children, context)
     if kind == "Enum" and issubclass(found, Enum):
         return found.__members__[parts[0]]
-    if kind == "NamedTuple" and _is_named(found) and len(parts) == len(found._fields):
+    if kind == "NamedTuple" and _is_namedtuple_class(found) and len(parts) == len(found._fields):
         return tuple.__new__(found, parts)
-    if kind == "dataclass" and _is_ours(found):
-        return found(**dict(zip([each.name for each in fields(found) if each.init], parts, strict=True)))
-    raise ValueError(f"it has no {kind} of the class {name}")
+    if kind == "dataclass" and _is_penstock_dataclass(found):
+        return found(**dict(zip([field.name for field in fields(found) if field.init], parts, strict=True)))
+    raise ValueError(f"it has no {kind} of the class {class_name}")
 
 
-def _taken(raw: BytesIO, size: int) -> bytes:
+def _read_bytes(raw: BytesIO, size: int) -> bytes:
     data = raw.read(size) if size >= 0 else b""
     if len(data) != size:
         raise ValueError(f"it ends before {size:,} bytes of it")
@@ -214,24 +224,27 @@ def _taken(raw: BytesIO, size: int) -> bytes:
 # ---- classes
 
 
-def _class(name: str) -> Any:
-    """The class called `name` that this process has loaded or told torch of, else None. Imports nothing, runs nothing."""
+def _find_loaded_class(name: str) -> Any:
+    """Return the class `module:name` if this process has imported it, or registered it with torch's pytree; else None.
+
+    Imports nothing and runs no code of the class.
+    """
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
     if not isinstance(found, type):
-        found = next((each for each in TREE_NODES if f"{each.__module__}:{each.__qualname__}" == name), None)
+        found = next((node for node in TREE_NODES if f"{node.__module__}:{node.__qualname__}" == name), None)
     return None if module.startswith("torch._") else found
 
 
-def _is_named(kind: type) -> bool:
+def _is_namedtuple_class(kind: type) -> bool:
     return issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
 
 
-def _is_ours(kind: type) -> bool:
+def _is_penstock_dataclass(kind: type) -> bool:
     return is_dataclass(kind) and kind.__module__.startswith("penstock.")
 
 
-def _words(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200] or type(error).__name__

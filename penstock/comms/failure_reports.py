@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store when they cannot go on, and the one error that follows on all of them."""
+"""The reports that ranks write into the store when they cannot go on, and the one error that all of them raise then."""
 
 import json
 import time
@@ -7,72 +7,95 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from penstock import errors
-from penstock.comms.heartbeat import SILENT, STANDS, describe_suspended_ranks, detect_departures, find_living_ranks, select_lost
+from penstock.comms.heartbeat import (
+    IS_SILENT,
+    IS_SUSPENDED,
+    describe_suspended_ranks,
+    detect_departures,
+    find_living_ranks,
+    select_lost,
+)
 from penstock.comms.process_groups import FAILED_KEY, ProcessGroups
 from penstock.comms.rendezvous import departure_error, poll, read_text
-from penstock.comms.topology import DEPARTURE_LAG_SECONDS
+from penstock.comms.time_limits import DEPARTURE_LAG_SECONDS, REPORT_GRACE_SECONDS
 from penstock.errors import LostRankError, PenstockError
-
-REPORT_GRACE_SECONDS = 1.0  # seconds a failing rank waits for the others' reports
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """What a failing rank tells the others: its own error, or what it waited for, from whom, and how that ended."""
+    """Why a rank cannot go on: either an error of its own, or a wait for other ranks that ended badly.
+
+    |                | `error`          | `text`                   | `peer`             | `end`                     |
+    |----------------|------------------|--------------------------|--------------------|---------------------------|
+    | error          | name of its class | its message             | None               | empty                     |
+    | failed wait    | None             | `for the output of 0F1 ..` | the rank, or None: any | `no answer within 60 s` |
+    """
 
     rank: int
-    when: float
-    error: str | None = None  # the name of the error's class, when the error is this rank's own
-    text: str = ""  # of that error, or what it waited for
+    when: float  # time.time()
+    error: str | None = None
+    text: str = ""
     peer: int | None = None
     end: str = ""
 
 
 def own_error_report(rank: int, error: BaseException) -> FailureReport:
-    """The report of a rank whose own `error` it is. An error of a class from elsewhere is told as the nearest in errors.py."""
+    """Return the report of an `error` that `rank` raised by itself; its class becomes the nearest one of errors.py."""
     if not isinstance(error, PenstockError):
         return FailureReport(rank, time.time(), PenstockError.__name__, f"rank {rank} ended: {error!r}")
-    family = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
-    return FailureReport(rank, time.time(), family.__name__, str(error))
+    nearest = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    return FailureReport(rank, time.time(), nearest.__name__, str(error))
 
 
 def publish_report(groups: ProcessGroups, report: FailureReport) -> None:
-    """Write `report`, unless its rank has written one before."""
-    with suppress(RuntimeError):  # the store may be gone, with the rank that had it
-        groups.store.compare_set(_key(report.rank), "", json.dumps(asdict(report)))
+    """Write `report` into the store, unless its rank has written one before."""
+    with suppress(RuntimeError):  # the store may be gone, with the rank that kept it
+        groups.store.compare_set(_report_key(report.rank), "", json.dumps(asdict(report)))
         groups.store.set(FAILED_KEY, "")
 
 
-def collect_reports(groups: ProcessGroups, mine: FailureReport) -> tuple[list[FailureReport], dict[int, str]]:
-    """The reports of a failure, `mine` or what this rank had written before among them; what became of ranks that have left.
+def collect_reports(groups: ProcessGroups, own_report: FailureReport) -> tuple[list[FailureReport], dict[int, str]]:
+    """Return the reports of all ranks that have written one, and rank -> reason for the others that have left.
 
-    Waits until one names an error of its own, a rank is known to be lost, all are accounted for, or the grace is over. A rank
-    that another waited for may be dead, but what it told at its end may also be still on its way: if it lives, it is.
+    Waits up to REPORT_GRACE_SECONDS, and ends earlier when
+
+    1. a report has an error of its rank's own, or every rank has reported or left: nothing more can come;
+    2. a rank is lost, and either a report blames it or there was time for a better explanation;
+    3. after DEPARTURE_LAG_SECONDS: every rank that has not reported has left or is blamed, and none of them is seen alive.
+       A blamed rank that lives may still be about to report.
+
+    `own_report` is added for this rank if the store has none.
     """
-    reports, left_here, begin, store = dict[int, FailureReport](), dict[int, str](), time.monotonic(), groups.topology.store
+    reports, departures = dict[int, FailureReport](), dict[int, str]()
+    begin, store = time.monotonic(), groups.topology.store
     with suppress(RuntimeError):
         for _ in poll(REPORT_GRACE_SECONDS):
-            silent = set(groups.ranks) - reports.keys()
-            left_here = detect_departures(store, silent)  # before its report is looked for: a rank tells all before it leaves
-            for rank in silent:
-                if told := read_text(groups.store, _key(rank)):
-                    reports[rank] = FailureReport(**json.loads(told))
-                    left_here.pop(rank, None)
-            silent -= reports.keys()
-            if first_own_error(reports.values()) or not silent - left_here.keys():
+            missing = set(groups.ranks) - reports.keys()
+            departures = detect_departures(store, missing)  # before the reports are read: a rank reports before it leaves
+            for rank in missing:
+                if text := read_text(groups.store, _report_key(rank)):
+                    reports[rank] = FailureReport(**json.loads(text))
+                    departures.pop(rank, None)
+            missing -= reports.keys()
+
+            if first_own_error(reports.values()) or not missing - departures.keys():
                 break
-            blamed, late = {each.peer for each in reports.values()}, time.monotonic() > begin + DEPARTURE_LAG_SECONDS
-            if select_lost(left_here) and (late or blamed & select_lost(left_here).keys()):
+            blamed = {report.peer for report in reports.values()}
+            lag_is_over = time.monotonic() > begin + DEPARTURE_LAG_SECONDS
+            lost = select_lost(departures)
+            if lost and (lag_is_over or blamed & lost.keys()):
                 break
-            if late and silent <= left_here.keys() | blamed and not find_living_ranks(store, silent - left_here.keys()):
+            explained = departures.keys() | blamed
+            if lag_is_over and missing <= explained and not find_living_ranks(store, missing - departures.keys()):
                 break
-    reports.setdefault(mine.rank, mine)
-    return [reports[rank] for rank in sorted(reports)], left_here
+
+    reports.setdefault(own_report.rank, own_report)
+    return [reports[rank] for rank in sorted(reports)], departures
 
 
 def first_own_error(reports: Collection[FailureReport]) -> PenstockError | None:
-    """The first error that a rank told as its own, if there is one."""
-    own = [(each.when, each.rank, each.error, each.text) for each in reports if each.error]
+    """Return the earliest error that a rank raised by itself; None if the reports are of failed waits only."""
+    own = [(report.when, report.rank, report.error, report.text) for report in reports if report.error]
     if not own:
         return None
     _, rank, kind, text = min(own)
@@ -80,32 +103,44 @@ def first_own_error(reports: Collection[FailureReport]) -> PenstockError | None:
     return error
 
 
-def diagnose(groups: ProcessGroups, reports: Sequence[FailureReport], left_here: Mapping[int, str]) -> PenstockError:
-    """The one error that explains all that was `read`: a rank's own, else who is lost.
+def diagnose(groups: ProcessGroups, reports: Sequence[FailureReport], departures: Mapping[int, str]) -> PenstockError:
+    """Return the one error that explains what `collect_reports` returned. The first line that applies counts:
 
-    That is who is known to be; else who has left; else who is blamed and tells nothing, unless it lives: then that is told of
-    it only if it did not answer in time.
+    | what is known                                          | the error                                            |
+    |--------------------------------------------------------|------------------------------------------------------|
+    | a rank raised an error of its own                      | that error                                           |
+    | ranks whose processes are gone, suspended or silent    | `rank 2 is gone: rank 1 waited ..`                   |
+    | ranks that left by themselves                          | `rank 1 waited .., but rank 2 has finished`          |
+    | ranks that are blamed, have not reported, and are not seen alive | `rank 2 is gone: rank 1 waited ..`         |
+    | a wait ended by its timeout                            | `rank 2 does not answer: ..`, even if rank 2 lives   |
     """
     if error := first_own_error(reports):
         return error
-    silent, store = set(groups.ranks) - {each.rank for each in reports}, groups.topology.store
-    witnesses = [each for each in reports if each.peer is None or each.peer in silent]
-    in_time = not any("no answer" in each.end for each in witnesses)
-    living, known = set[int](), select_lost(left_here)
+
+    silent, store = set(groups.ranks) - {report.rank for report in reports}, groups.topology.store
+    witnesses = [report for report in reports if report.peer is None or report.peer in silent]
+    timed_out = any("no answer" in report.end for report in witnesses)
+
+    living, lost = set[int](), select_lost(departures)
     with suppress(RuntimeError):
-        known = known or ({} if in_time else describe_suspended_ranks(store, silent))
-        living = find_living_ranks(store, silent - left_here.keys()) if in_time else set()
-    blamed = {each.peer for each in witnesses if each.peer is not None} - living
-    absent = sorted(known or blamed or silent - living)
-    witness = min([each for each in witnesses if each.peer in absent] or witnesses or reports, key=lambda each: each.when)
-    waited = f"rank {witness.rank} waited {witness.text}"
-    if told := {rank: left_here[rank] for rank in absent if rank in left_here and rank not in known}:
-        return departure_error(told, waited)
-    verb = "is gone" if in_time else "does not answer"
-    names = ", ".join(f"rank {rank} {known.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
-    end = "" if STANDS in names or SILENT in names else f": {witness.end}"  # this rank has closed the connection itself
-    return LostRankError(f"{names}: {waited}{end}", absent)
+        lost = lost or (describe_suspended_ranks(store, silent) if timed_out else {})
+        living = set() if timed_out else find_living_ranks(store, silent - departures.keys())
+
+    blamed = {report.peer for report in witnesses if report.peer is not None} - living
+    absent = sorted(lost or blamed or silent - living)
+
+    candidates = [report for report in witnesses if report.peer in absent] or witnesses or reports
+    witness = min(candidates, key=lambda report: report.when)
+    wait = f"rank {witness.rank} waited {witness.text}"
+    if left := {rank: departures[rank] for rank in absent if rank in departures and rank not in lost}:
+        return departure_error(left, wait)
+
+    verb = "does not answer" if timed_out else "is gone"
+    names = ", ".join(f"rank {rank} {lost.get(rank, verb)}" for rank in absent) or "the ranks lost each other"
+    # Where the heartbeat ended the wait, this rank itself has closed the connection: that explains nothing.
+    end = "" if IS_SUSPENDED in names or IS_SILENT in names else f": {witness.end}"
+    return LostRankError(f"{names}: {wait}{end}", absent)
 
 
-def _key(rank: int) -> str:
+def _report_key(rank: int) -> str:
     return f"report-{rank}"

@@ -1,12 +1,14 @@
-"""The heartbeat: one thread of each rank that beats twice a second at the store, and watches another rank.
+"""The heartbeat: one thread of each rank that writes a beat into the store twice a second, and monitors another rank.
 
-The ranks of a machine watch each other in a ring, and of each machine the first rank watches the first of the next one. A
-rank that misses beats is lost if its machine says that its process is stopped. One that is not is held by a call that lets no
-other thread run, and goes on after it. Of another machine nobody sees that, so many beats must be missed there. All is counted
-in looks, not in clock time: where the whole job was stopped and goes on, or the computer slept, nobody has missed a look.
+The ranks of a machine monitor each other in a ring; the first rank of each machine also monitors that of the next machine:
 
-The thread also ends the process once what started it is gone: a rank whose torchrun was killed would train on, and write
-checkpoints, for ever.
+    machine a: 0 -> 1 -> 0        machine b: 2 -> 3 -> 2        between them: 0 -> 2 -> 0
+
+A rank that misses beats is lost if its machine shows that its process is suspended. One that is not suspended is in a call that
+lets no other thread run, and goes on afterwards. Of another machine that cannot be seen: there many beats must be missed.
+
+The thread also ends the process once its launcher is gone: a rank whose torchrun was killed would otherwise go on to train, and
+to write checkpoints.
 """
 
 import json
@@ -21,104 +23,105 @@ from torch.distributed import DistNetworkError
 from penstock.comms.process import ALIVE, ENDED, SUSPENDED, UNKNOWN_PROCESS, Activity, ProcessRecord, read_own_process
 from penstock.comms.rendezvous import publish_departure, read_departures, read_text
 from penstock.comms.system import print_notice
+from penstock.comms.time_limits import HEARTBEAT_SECONDS, SILENT_AFTER_MISSED_BEATS, SUSPENDED_AFTER_MISSED_BEATS
 
-HEARTBEAT_SECONDS = 0.5
-SUSPENDED_AFTER_MISSED_BEATS = (
-    4  # looks in a row without a new beat, then a stopped rank is lost: the whole job would have been stopped with it
-)
-SILENT_AFTER_MISSED_BEATS = 240  # the same for a rank of which this machine does not see whether it is stopped
-LOST = "lost"  # a key of the store: a rank is lost, and what became of it is told
-GONE, STANDS, SILENT = "is gone", "is stopped (SIGSTOP)", "has given no heartbeat for"
+LOST_KEY = "lost"  # set in the store once a rank is lost, after the reason has been published
+IS_GONE, IS_SUSPENDED, IS_SILENT = "is gone", "is stopped (SIGSTOP)", "has given no heartbeat for"
 
 
 def publish_process(store: Any, rank: int, process: ProcessRecord) -> None:
-    """Say which process `rank`, this one, is."""
+    """Write which process this `rank` is."""
     store.set(f"life-{rank}", json.dumps(process))
 
 
 def have_published_processes(store: Any, ranks: Collection[int]) -> bool:
-    """Whether all of these have."""
+    """Return whether all of these ranks have."""
     return bool(store.check([f"life-{rank}" for rank in ranks]))
 
 
 def read_process_of_rank(store: Any, rank: int) -> ProcessRecord:
-    """The process of `rank`; one that nobody can see, if it has not told."""
-    told = read_text(store, f"life-{rank}")
-    return ProcessRecord(*json.loads(told)) if told else UNKNOWN_PROCESS
+    """Return the process of `rank`; UNKNOWN_PROCESS if it has not published one."""
+    text = read_text(store, f"life-{rank}")
+    return ProcessRecord(*json.loads(text)) if text else UNKNOWN_PROCESS
 
 
 def detect_departures(store: Any, ranks: Collection[int]) -> dict[int, str]:
-    """What became of those of `ranks` that have left. One whose process has ended without a word is told to all."""
+    """Return rank -> reason for those of `ranks` that have left; first publish those whose process ended without a reason."""
     if store is None:
         return {}
     for rank in set(ranks) - read_departures(store, ranks).keys():
         if read_process_of_rank(store, rank).state() == ENDED:
-            publish_departure(store, rank, GONE)
+            publish_departure(store, rank, IS_GONE)
     return read_departures(store, ranks)
 
 
-def select_lost(gone: Mapping[int, str]) -> dict[int, str]:
-    """Those of the `gone` that did not leave by themselves."""
-    return {rank: how for rank, how in gone.items() if how.startswith((GONE, STANDS, SILENT))}
+def select_lost(departures: Mapping[int, str]) -> dict[int, str]:
+    """Return those of the `departures` (rank -> reason) in which the rank did not leave by itself."""
+    return {rank: reason for rank, reason in departures.items() if reason.startswith((IS_GONE, IS_SUSPENDED, IS_SILENT))}
 
 
 def find_living_ranks(store: Any, ranks: Collection[int]) -> set[int]:
-    """Those of `ranks` that certainly live: their processes run on this machine."""
+    """Return those of `ranks` that certainly live: this machine shows that their processes run."""
     return {rank for rank in ranks if read_process_of_rank(store, rank).state() == ALIVE}
 
 
 def describe_suspended_ranks(store: Any, ranks: Collection[int]) -> dict[int, str]:
-    """Those of `ranks` whose processes are stopped, in words."""
-    lives = {rank: read_process_of_rank(store, rank) for rank in ranks}
-    return {rank: f"{STANDS} {each.activity()}".strip() for rank, each in lives.items() if each.state() == SUSPENDED}
+    """Return rank -> text for those of `ranks` whose processes are suspended: `is stopped (SIGSTOP) in 2F3 of step 17`."""
+    processes = {rank: read_process_of_rank(store, rank) for rank in ranks}
+    return {
+        rank: f"{IS_SUSPENDED} {process.activity()}".strip()
+        for rank, process in processes.items()
+        if process.state() == SUSPENDED
+    }
 
 
 class HeartbeatThread:
-    """The thread of this process."""
+    """The heartbeat thread of this process. It beats once it has a monitor."""
 
     def __init__(self) -> None:
-        self._orphaned, self._over = _orphaned(), threading.Event()
-        self._ring: PeerMonitor | None = None
+        self._launcher_is_gone, self._stopping = _launcher_check(), threading.Event()
+        self._monitor: PeerMonitor | None = None
         self._thread = threading.Thread(target=self._run, name="penstock-heartbeat", daemon=True)
         self._thread.start()
 
-    def watch(self, ring: "PeerMonitor") -> None:
-        """From now on beat as one of its ranks."""
-        self._ring = ring
+    def start_beating(self, monitor: "PeerMonitor") -> None:
+        """Call `monitor.beat()` twice a second from now on."""
+        self._monitor = monitor
 
     def stop(self) -> None:
-        """Beat no more."""
-        self._over.set()
+        """End the thread."""
+        self._stopping.set()
         self._thread.join(2 * HEARTBEAT_SECONDS)
 
     def _run(self) -> None:
-        while not self._over.wait(HEARTBEAT_SECONDS):
-            if self._orphaned():
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
+            if self._launcher_is_gone():
                 print_notice("what started this rank is gone, so it ends")
                 os._exit(1)
-            if self._ring is not None:
+            if self._monitor is not None:
                 try:
-                    self._ring.look()
-                except DistNetworkError:  # the store is gone, with the process that had it; torch would tell it at each look
-                    self._ring = None
-                except RuntimeError:  # a look that could not be finished, which the next one can
+                    self._monitor.beat()
+                except DistNetworkError:  # the store is gone, with the process that kept it; torch would print that each time
+                    self._monitor = None
+                except RuntimeError:  # the store failed once; the next beat may succeed
                     pass
 
 
-def _orphaned() -> Callable[[], bool]:
-    """Tells whether what started this rank is gone. Not asked of a program started by hand, which may outlive its shell."""
+def _launcher_check() -> Callable[[], bool]:
+    """Return a function that returns whether the launcher of this rank is gone; always False for a program started by hand."""
     if (parent := multiprocessing.parent_process()) is not None:  # `launch`, spawn
         return lambda: not parent.is_alive()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent
         agent = os.getppid()
         return lambda: os.getppid() != agent
-    return lambda: False
+    return lambda: False  # it may outlive its shell
 
 
 class PeerMonitor:
-    """`rank` among `ranks` that have met at `store` and watch each other: once one of them is lost, `wake` this one.
+    """Beats for `rank` (of `ranks`, which share `store`), and monitors its peers.
 
-    `at_each_look` is called at each look, with the store.
+    `abort_waits`: called once, when any rank is lost.
+    `on_heartbeat`: called with the store at each beat.
     """
 
     def __init__(
@@ -127,66 +130,70 @@ class PeerMonitor:
         rank: int,
         ranks: int,
         activity: Activity,
-        wake: Callable[[], None],
-        at_each_look: Callable[[Any], None],
+        abort_waits: Callable[[], None],
+        on_heartbeat: Callable[[Any], None],
     ) -> None:
-        self.store, self.rank, self.ranks, self._wake, self._at_each_look = store, rank, ranks, wake, at_each_look
+        self.store, self.rank, self.ranks = store, rank, ranks
+        self._abort_waits, self._on_heartbeat = abort_waits, on_heartbeat
         self._beats = 0
-        self._watched: list[MonitoredRank] = []
-        self._woken = False
+        self._peers: list[MonitoredRank] = []  # once all ranks have published their processes
+        self._has_aborted = False
         publish_process(store, rank, read_own_process(activity))
 
-    def look(self) -> None:
-        """Beat, and see how the others are."""
+    def beat(self) -> None:
+        """Write a beat, check the peers, and abort this rank's waits if a rank is lost."""
         self._beats += 1
-        self.store.set(_key(self.rank), str(self._beats))
-        if not self._watched and have_published_processes(self.store, range(self.ranks)):
+        self.store.set(_beat_key(self.rank), str(self._beats))
+
+        if not self._peers and have_published_processes(self.store, range(self.ranks)):
             machines = [read_process_of_rank(self.store, rank).machine or str(rank) for rank in range(self.ranks)]
-            self._watched = [MonitoredRank(self.store, rank, self.ranks) for rank in ranks_to_monitor(self.rank, machines)]
-        for each in self._watched:
-            each.look()
-        if not self._woken and self.store.check([LOST]):
-            self._wake()
-            self._woken = True
-        self._at_each_look(self.store)
+            self._peers = [MonitoredRank(self.store, rank, self.ranks) for rank in ranks_to_monitor(self.rank, machines)]
+        for peer in self._peers:
+            peer.check()
+
+        if not self._has_aborted and self.store.check([LOST_KEY]):
+            self._abort_waits()
+            self._has_aborted = True
+        self._on_heartbeat(self.store)
 
 
 def ranks_to_monitor(rank: int, machines: Sequence[str]) -> list[int]:
-    """The ranks that `rank` watches, by the machine of each: the next on its own; if it is the first there, the next first."""
-    here = [other for other, machine in enumerate(machines) if machine == machines[rank]]
-    firsts = [machines.index(machine) for machine in dict.fromkeys(machines)]
-    rings = [ring for ring in (here, firsts) if rank in ring]
+    """Return the ranks that `rank` monitors, given every rank's machine: see the module's drawing."""
+    same_machine = [peer for peer, machine in enumerate(machines) if machine == machines[rank]]
+    first_ranks = [machines.index(machine) for machine in dict.fromkeys(machines)]
+    rings = [ring for ring in (same_machine, first_ranks) if rank in ring]
     return sorted({ring[(ring.index(rank) + 1) % len(ring)] for ring in rings} - {rank})
 
 
 class MonitoredRank:
-    """A rank that this one watches."""
+    """A rank that this one monitors."""
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
         self.process = read_process_of_rank(store, rank)
-        self._beat, self._missed = "", 0  # the last one; looks in a row without a new one
+        self._last_beat, self._missed_beats = "", 0
 
-    def look(self) -> None:
-        """Look how it is; what became of it is told to all."""
-        state, beat = self.process.state(), read_text(self.store, _key(self.rank))
-        self._missed = self._missed + 1 if beat == self._beat else 0
-        self._beat = beat
+    def check(self) -> None:
+        """Read its last beat and its state. If it has ended or is lost, publish that for all ranks."""
+        state, beat = self.process.state(), read_text(self.store, _beat_key(self.rank))
+        self._missed_beats = self._missed_beats + 1 if beat == self._last_beat else 0
+        self._last_beat = beat
+
         if state == ENDED:
             detect_departures(self.store, [self.rank])
-        elif self._missed >= SUSPENDED_AFTER_MISSED_BEATS and (
-            lost := describe_suspended_ranks(self.store, range(self.ranks)) or self._silent(state)
-        ):
-            for rank, how in lost.items():
-                publish_departure(self.store, rank, how)
-            self.store.set(LOST, "")
+        elif self._missed_beats >= SUSPENDED_AFTER_MISSED_BEATS:
+            lost = describe_suspended_ranks(self.store, range(self.ranks)) or self._describe_silence(state)
+            for rank, reason in lost.items():
+                publish_departure(self.store, rank, reason)
+            if lost:
+                self.store.set(LOST_KEY, "")
 
-    def _silent(self, state: str) -> dict[int, str]:
-        """The rank, and that it has been silent for long, if nothing else is known of it."""
-        if state or self._missed < SILENT_AFTER_MISSED_BEATS or detect_departures(self.store, [self.rank]):
+    def _describe_silence(self, state: str) -> dict[int, str]:
+        """Return {rank: text} if it is on another machine, has missed many beats, and has not left; else {}."""
+        if state or self._missed_beats < SILENT_AFTER_MISSED_BEATS or detect_departures(self.store, [self.rank]):
             return {}
-        return {self.rank: f"{SILENT} {self._missed * HEARTBEAT_SECONDS:g} s"}
+        return {self.rank: f"{IS_SILENT} {self._missed_beats * HEARTBEAT_SECONDS:g} s"}
 
 
-def _key(rank: int) -> str:
+def _beat_key(rank: int) -> str:
     return f"beat-{rank}"

@@ -1,4 +1,4 @@
-"""A tensor from one rank to another, checked on arrival."""
+"""Send a tensor from one rank to another, with a header by which the receiver checks it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,36 +19,38 @@ DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 MAX_DIMENSIONS = 14
-BOTH = "all ranks must make the same calls, with the same release"
+SAME_CALLS_HINT = "all ranks must make the same calls, with the same release"
 
 
 def send_tensor(tensor: torch.Tensor, dest: int | None) -> None:
-    """Send a tensor to another rank, which calls `recv_tensor`; returns when it has been received.
+    """Send a tensor to another rank, which calls `recv_tensor`; return when it has been received.
 
-    `tensor`: of any shape (up to 14 dimensions) and layout, on any device. Only its values travel, no gradient.
+    `tensor`: of any shape (up to 14 dimensions) and layout, on any device. Only its values are sent, no gradient.
     `dest`: the receiving rank, as `get_next_rank()` gives it: None, at the end of the pipeline, is an error.
 
         hidden = ...                                            # (batch, width)
         ps.comms.send_tensor(hidden, ps.comms.get_next_rank())
 
-    Raises PenstockError if there is no such rank, MismatchError for a dtype that cannot travel, LostRankError
-    if the other rank is lost or does not receive within the timeout.
+    Raises PenstockError if there is no such rank, MismatchError for a dtype that cannot be sent, LostRankError if the other
+    rank is lost or does not receive within the timeout.
     """
     topology = current_topology()
-    dest = _checked_peer(topology, dest, "send to", "next")
+    dest = _check_peer(topology, dest, "send to", "next")
     if tensor.dim() > MAX_DIMENSIONS or tensor.dtype not in DTYPES:
         raise MismatchError(f"cannot send a tensor of {tensor.dim()} dimensions and {tensor.dtype}")
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    with convert_to_lost_rank_error(topology, f"to send a {_words(tensor.shape, tensor.dtype)} to rank {dest}", [dest]):
+    with convert_to_lost_rank_error(
+        topology, f"to send a {_describe_tensor(tensor.shape, tensor.dtype)} to rank {dest}", [dest]
+    ):
         dist.send(torch.tensor(header + [0] * (MAX_DIMENSIONS + 2 - len(header)), device="cpu"), dest)
         data = view_as_bytes(tensor.detach().to(topology.transport_device).contiguous())
-        _finish(_backend(topology).send([data], dest, 0), topology, dest)
+        _wait_for_transfer(_world_backend(topology).send([data], dest, 0), topology, dest)
 
 
 def recv_tensor(
     shape: Sequence[int], src: int | None, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Receive the tensor that another rank sends by `send_tensor`; returns it, contiguous.
+    """Receive the tensor that another rank sends by `send_tensor`, and return it, contiguous.
 
     `shape`, `dtype`: what it must be.
     `src`: the sending rank, as `get_prev_rank()` gives it: None, at the beginning of the pipeline, is an error.
@@ -56,34 +58,34 @@ def recv_tensor(
 
         hidden = ps.comms.recv_tensor((batch, width), ps.comms.get_prev_rank())
 
-    Raises MismatchError if what was sent has another shape or dtype (it is taken off the wire, so that the next one arrives
-    whole), PenstockError if there is no such rank, LostRankError if nothing comes within the timeout.
+    Raises MismatchError if the tensor has another shape or dtype (it is received all the same, so that the next one arrives
+    intact), PenstockError if there is no such rank, LostRankError if nothing comes within the timeout.
     """
     topology = current_topology()
-    src = _checked_peer(topology, src, "receive from", "previous")
+    src = _check_peer(topology, src, "receive from", "previous")
     header = torch.empty(MAX_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
-    with convert_to_lost_rank_error(topology, f"for a {_words(shape, dtype)} from rank {src}", [src]):
+    with convert_to_lost_rank_error(topology, f"for a {_describe_tensor(shape, dtype)} from rank {src}", [src]):
         dist.recv(header, src)
         index, dimensions, *sizes = header.tolist()
         if not (0 <= index < len(DTYPES) and 0 <= dimensions <= MAX_DIMENSIONS and min(sizes) >= 0):
-            raise MismatchError(f"rank {src} sent what is no tensor of send_tensor: {BOTH}")
+            raise MismatchError(f"rank {src} sent something that is no tensor of send_tensor: {SAME_CALLS_HINT}")
         sent_shape, sent_dtype = tuple(sizes[:dimensions]), DTYPES[index]
         tensor = torch.empty(sent_shape, dtype=sent_dtype, device=topology.transport_device)
-        _finish(_backend(topology).recv([view_as_bytes(tensor)], src, 0), topology, src)
+        _wait_for_transfer(_world_backend(topology).recv([view_as_bytes(tensor)], src, 0), topology, src)
     if sent_shape != tuple(shape) or sent_dtype != dtype:
         raise MismatchError(
-            f"rank {topology.rank} expected a {_words(shape, dtype)} from rank {src}, "
-            f"which sent a {_words(sent_shape, sent_dtype)}"
+            f"rank {topology.rank} expected a {_describe_tensor(shape, dtype)} from rank {src}, "
+            f"which sent a {_describe_tensor(sent_shape, sent_dtype)}"
         )
     return tensor.to(topology.device if device is None else device)
 
 
-def _backend(topology: Topology) -> Any:
+def _world_backend(topology: Topology) -> Any:
     assert dist.group.WORLD is not None
     return torch_private.group_backend(dist.group.WORLD, topology.transport_device)
 
 
-def _finish(work: Any, topology: Topology, peer: int) -> None:
+def _wait_for_transfer(work: Any, topology: Topology, peer: int) -> None:
     """Wait until the transfer is done, or `peer` has left."""
     wait_for_work(
         work,
@@ -93,7 +95,7 @@ def _finish(work: Any, topology: Topology, peer: int) -> None:
     )
 
 
-def _checked_peer(topology: Topology, peer: int | None, verb: str, side: str) -> int:
+def _check_peer(topology: Topology, peer: int | None, verb: str, side: str) -> int:
     if peer is None:
         raise PenstockError(f"rank {topology.rank} has nobody to {verb}: there is no {side} rank at this end")
     if not 0 <= peer < topology.world_size or peer == topology.rank:
@@ -104,9 +106,9 @@ def _checked_peer(topology: Topology, peer: int | None, verb: str, side: str) ->
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` instead of `torch.float32`."""
+    """Return `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-def _words(shape: Sequence[int], dtype: torch.dtype) -> str:
+def _describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{tuple(shape)} {dtype_name(dtype)} tensor"

@@ -1,4 +1,4 @@
-"""What a rank's process does, and how it is, as others of its machine see both, even while it is stopped."""
+"""What a rank's process does, and its state: other processes of its machine can read both, even while it is suspended."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -11,145 +11,153 @@ from typing import NamedTuple
 from penstock.schedule.table import Action, Kind
 
 MEMORY_FILE_NAME = "penstock-activity"
+ActivityMemory = memoryview | Sequence[int]
+
+# The memory is two words of 8 bytes. Each is written at once, so a reader never sees half of one.
+STEP_WORD, ACTION_WORD = 0, 1
+MEMORY_BYTES = 2 * 8
+
+# STEP_WORD: the step's number, then two bits: in training, in an evaluation; none of them: the step is over.
+TRAINING_BIT, EVALUATING_BIT, IN_STEP_MASK = 1, 2, 1 | 2
+
+# ACTION_WORD: stage + 1 (32 bits), microbatch (29 bits), kind (2 bits), whether it runs (1 bit); 0: no action yet.
+RUNNING_BIT = 1
 KINDS = tuple(Kind)
-BITS = {kind: number << 1 for number, kind in enumerate(KINDS)}
-STEP_WORD, ACTION_WORD = 0, 1  # the words of the memory, each written at once: a reader never sees half of one
-BYTES = 2 * 8
-TRAINING, EVALUATING, IN_STEP_MASK = 1, 2, 1 | 2  # the last bits of STEP, above them the step's number; neither: it is over
-Words = memoryview | Sequence[int]
+KIND_BITS = {kind: number << 1 for number, kind in enumerate(KINDS)}
+
 SUSPENDED, ENDED, ALIVE = "stopped", "ended", "alive"
-STATES = {"T": SUSPENDED, "Z": ENDED, "X": ENDED}  # Linux's, in /proc/PID/stat; any other is alive
-RUNNING = 1  # the last bit of ACTION, above it the kind, the microbatch, and the stage from 1; 0: none yet
+LINUX_STATES = {"T": SUSPENDED, "Z": ENDED, "X": ENDED}  # in /proc/PID/stat; any other is alive
 
 
 class Activity:
-    """What this process does now."""
+    """What this process does now: the step and the action."""
 
     def __init__(self) -> None:
-        self.words = memoryview(bytearray(BYTES)).cast("q")
-        self.file = -1  # of the memory, once others can read it
+        self.memory = memoryview(bytearray(MEMORY_BYTES)).cast("q")
+        self.memory_fd = -1  # the file of the memory, once other processes can read it
 
     def share(self) -> None:
-        """From now on others can read it, where the system has such memory."""
-        if self.file < 0 and hasattr(os, "memfd_create"):
+        """Let other processes read it from now on, where the system has such memory (Linux)."""
+        if self.memory_fd < 0 and hasattr(os, "memfd_create"):
             with suppress(OSError):
-                file = os.memfd_create(MEMORY_FILE_NAME)
-                os.fchmod(file, 0o600)
-                os.ftruncate(file, BYTES)
-                words = memoryview(mmap(file, BYTES)).cast("q")
-                words[STEP_WORD], words[ACTION_WORD] = self.words
-                self.words, self.file = words, file
+                fd = os.memfd_create(MEMORY_FILE_NAME)
+                os.fchmod(fd, 0o600)
+                os.ftruncate(fd, MEMORY_BYTES)
+                memory = memoryview(mmap(fd, MEMORY_BYTES)).cast("q")
+                memory[STEP_WORD], memory[ACTION_WORD] = self.memory
+                self.memory, self.memory_fd = memory, fd
 
     @contextmanager
     def during_step(self, number: int, training: bool) -> Iterator[None]:
-        """Around a step, or an evaluation after so many."""
-        self.words[ACTION_WORD] = 0
-        self.words[STEP_WORD] = number << 2 | (TRAINING if training else EVALUATING)
+        """Note that step `number` runs, or an evaluation after step `number`."""
+        self.memory[ACTION_WORD] = 0
+        self.memory[STEP_WORD] = number << 2 | (TRAINING_BIT if training else EVALUATING_BIT)
         done = number - training
         try:
             yield
             done = number
         finally:
-            self.words[STEP_WORD] = done << 2
+            self.memory[STEP_WORD] = done << 2
 
     def steps_done(self) -> int | None:
-        """How many steps are done; None: none has begun."""
-        step = self.words[STEP_WORD]
-        return (step >> 2) - (step & IN_STEP_MASK == TRAINING) if step else None
+        """Return the number of finished training steps; None if no step has begun."""
+        word = self.memory[STEP_WORD]
+        return (word >> 2) - (word & IN_STEP_MASK == TRAINING_BIT) if word else None
 
     def begin_action(self, action: Action) -> None:
-        """The action begins."""
-        self.words[ACTION_WORD] = _word(action)
+        """Note that `action` runs."""
+        self.memory[ACTION_WORD] = _encode_action(action)
 
     def end_action(self) -> None:
-        """It is done."""
-        self.words[ACTION_WORD] &= ~RUNNING
+        """Note that the action is done."""
+        self.memory[ACTION_WORD] &= ~RUNNING_BIT
 
 
-def describe_activity(words: Words) -> str:
-    """What a rank is doing by its `words`, in ours: `in 2F3 of step 17`."""
-    step, action = words
-    number, phase = step >> 2, step & IN_STEP_MASK
+def describe_activity(memory: ActivityMemory) -> str:
+    """Return what a rank does, from the memory of its `Activity`, as text: `in 2F3 of step 17`."""
+    step_word, action_word = memory
+    number, phase = step_word >> 2, step_word & IN_STEP_MASK
     if not phase:
         return f"after step {number}" if number else "before its first step"
-    where = f"step {number}" if phase == TRAINING else "an evaluation"
-    if not action:
-        return f"at the beginning of {where}"
-    return f"{'in' if action & RUNNING else 'after'} {_action(action)} of {where}"
+
+    step = f"step {number}" if phase == TRAINING_BIT else "an evaluation"
+    if not action_word:
+        return f"at the beginning of {step}"
+    return f"{'in' if action_word & RUNNING_BIT else 'after'} {_decode_action(action_word)} of {step}"
 
 
 @cache
-def _word(action: Action) -> int:
+def _encode_action(action: Action) -> int:
     kind, stage, microbatch = action
-    return stage + 1 << 32 | microbatch << 3 | BITS[kind] | RUNNING
+    return stage + 1 << 32 | microbatch << 3 | KIND_BITS[kind] | RUNNING_BIT
 
 
-def _action(word: int) -> Action:
+def _decode_action(word: int) -> Action:
     return Action(KINDS[word >> 1 & 3], (word >> 32) - 1, word >> 3 & 2**29 - 1)
 
 
 class ProcessRecord(NamedTuple):
-    """A rank's process, as it tells the others."""
+    """Identifies a process, so that other processes of its machine can read its state and its activity."""
 
-    machine: str  # this boot of the kernel, and what it numbers processes by; empty where the system tells nothing of others
-    number: int
-    started: str  # in ticks since the system is up; a number may be given again
-    file: int  # of what it is doing
+    machine: str  # as `machine_id` gives it; empty where the system shows nothing of other processes
+    pid: int
+    start_ticks: str  # when it started, in ticks since the system is up: a later process may get the same pid
+    activity_fd: int  # its descriptor of the memory of its `Activity`
 
     def state(self) -> str:
-        """STOPPED, ENDED or ALIVE; empty if it cannot be seen from here."""
+        """Return SUSPENDED, ENDED or ALIVE; empty if it cannot be seen from here."""
         if not self.machine or self.machine != machine_id():
             return ""
         try:
-            state, _, started = _stat(self.number)
+            state, _, start_ticks = _read_proc_stat(self.pid)
         except FileNotFoundError:
             return ENDED
         except OSError:
             return ""
-        return STATES.get(state, ALIVE) if started == self.started else ENDED
+        return LINUX_STATES.get(state, ALIVE) if start_ticks == self.start_ticks else ENDED
 
     def activity(self) -> str:
-        """What it is doing, or was when it stopped; empty if it cannot be seen from here."""
-        path = f"/proc/{self.number}/fd/{self.file}"
+        """Return what it does, or did when it was suspended, as text; empty if it cannot be seen from here."""
+        path = f"/proc/{self.pid}/fd/{self.activity_fd}"
         with suppress(OSError):
             if self.state() and os.readlink(path).startswith(f"/memfd:{MEMORY_FILE_NAME}"):
-                return describe_activity(memoryview(Path(path).read_bytes()[:BYTES]).cast("q"))
+                return describe_activity(memoryview(Path(path).read_bytes()[:MEMORY_BYTES]).cast("q"))
         return ""
 
 
-UNKNOWN_PROCESS = ProcessRecord("", 0, "", -1)  # one that cannot be seen
+UNKNOWN_PROCESS = ProcessRecord("", 0, "", -1)
 
 
-def read_process(number: int, file: int = -1) -> ProcessRecord:
-    """The process of this machine that has this number now."""
+def read_process(pid: int, activity_fd: int = -1) -> ProcessRecord:
+    """Return the record of the process of this machine that has this `pid` now; UNKNOWN_PROCESS if it cannot be seen."""
     with suppress(OSError):
-        return ProcessRecord(machine_id(), number, _stat(number)[2], file)
+        return ProcessRecord(machine_id(), pid, _read_proc_stat(pid)[2], activity_fd)
     return UNKNOWN_PROCESS
 
 
-def read_parent_process(number: int) -> ProcessRecord:
-    """The one that has started it."""
+def read_parent_process(pid: int) -> ProcessRecord:
+    """Return the record of the parent of process `pid`."""
     with suppress(OSError):
-        return read_process(int(_stat(number)[1]))
+        return read_process(int(_read_proc_stat(pid)[1]))
     return UNKNOWN_PROCESS
 
 
 def read_own_process(activity: Activity) -> ProcessRecord:
-    """The process that asks. Its `activity` can be read from now on."""
+    """Return the record of this process. Other processes can read its `activity` from now on."""
     activity.share()
-    return read_process(os.getpid(), activity.file)
+    return read_process(os.getpid(), activity.memory_fd)
 
 
-def _stat(number: int) -> tuple[str, str, str]:
-    """State, parent and start of a process. Raises OSError for one that is gone, and where there is no /proc."""
-    text = Path(f"/proc/{number}/stat").read_text(errors="replace")
-    fields = text.rpartition(")")[2].split()  # after its name, which may have anything in it
+def _read_proc_stat(pid: int) -> tuple[str, str, str]:
+    """Return state, parent and start of a process. Raises OSError if it is gone, and where there is no /proc."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    fields = text.rpartition(")")[2].split()  # behind its name, which may contain anything
     return fields[0], fields[1], fields[19]
 
 
 @cache
 def machine_id() -> str:
-    """The same for processes that see each other's numbers."""
+    """Return what is equal for two processes if, and only if, each sees the other's pid: kernel boot and pid namespace."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""

@@ -148,13 +148,13 @@ class TextGeneration:
         self._batch = split_batch(call, engine.position, engine.schedule)
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
         specs = self._known_specs[1] if self._known_specs[0] == num_inputs else None
-        channels.begin(specs)
+        channels.begin_step(specs)
         engine.run_program(self.program.lines, {Kind.F: self._forward}, channels, ActionClock())
 
         # 3. The new tokens, on all ranks.
         column = self._exchange_tokens()
-        channels.end()
-        self._known_specs = num_inputs, specs or channels.learned()
+        channels.end_step()
+        self._known_specs = num_inputs, specs or channels.message_specs()
         self.text = torch.cat([self.text, column[:, None]], dim=1)
         return column
 

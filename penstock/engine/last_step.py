@@ -41,7 +41,7 @@ class LastStep:
     def lines(self) -> dict[str, str]:
         """See `Pipeline.lines`."""
         with self._collective("lines()"):
-            return {name: line.way for name, line in self._engine.channels.lines.items()}
+            return {name: transport.medium for name, transport in self._engine.channels.transports.items()}
 
     def _gather_timeline(self, call: str) -> tuple[MeasuredTimeline, StepReport]:
         """Gather the events of all ranks, on rank 0's clock. Raise PenstockError before the first step."""

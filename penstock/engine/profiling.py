@@ -30,14 +30,14 @@ class ReceiveRanges:
     """The receiving end of a channel, with a range around every wait for a message."""
 
     def __init__(self, incoming: ReceiveChannel) -> None:
-        self._incoming, self.post = incoming, incoming.post
+        self._incoming, self.post_receive = incoming, incoming.post_receive
 
-    def take(self, transfer: Transfer, device: torch.device) -> Any:
-        """As `ReceiveChannel.take`."""
+    def receive(self, transfer: Transfer, device: torch.device) -> Any:
+        """As `ReceiveChannel.receive`."""
         kind, stage, microbatch = transfer.action
         receiver = transfer.skip_stage if transfer.skip_stage is not None else stage + 1 if kind is Kind.F else stage - 1
         with record_function(f"{receiver}RECV_{_direction(kind)}{microbatch}"):
-            return self._incoming.take(transfer, device)
+            return self._incoming.receive(transfer, device)
 
 
 class SendRanges:

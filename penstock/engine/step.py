@@ -170,7 +170,7 @@ class Engine:
             measurement.skip_microbatches(config.without_backward)
 
         # 7. Run the program.
-        channels.begin(config.learned.message_specs if config.learned else None)
+        channels.begin_step(config.learned.message_specs if config.learned else None)
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, config, early)
         functions = self._with_observers(actions.functions, measurement)
         self.run_program(config.program.lines, functions, channels, clock, early)
@@ -184,9 +184,9 @@ class Engine:
         result = self._conclude(actions, clock, measurement)
         if batch.training and config.has_backward:
             self.tied.broadcast_gradients()
-        channels.end()
+        channels.end_step()
 
-        self.handshake.remember(config, config.learned or LearnedShapes(channels.learned(), result.activation_sizes))
+        self.handshake.remember(config, config.learned or LearnedShapes(channels.message_specs(), result.activation_sizes))
         self.shared_tensors.steps += batch.training
         self._previous_end = clock.mark_end()
         return result
@@ -239,11 +239,11 @@ class Engine:
         try:
             for action, receives, inputs, outputs in lines:
                 for transfer in receives:
-                    incoming[transfer.source].post(transfer)
+                    incoming[transfer.source].post_receive(transfer)
 
                 if messages is None:
                     values = [
-                        incoming[transfer.source].take(transfer, self.device)
+                        incoming[transfer.source].receive(transfer, self.device)
                         if transfer.is_remote
                         else local_values.pop(transfer)
                         for transfer in inputs

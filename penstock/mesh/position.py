@@ -100,5 +100,5 @@ def mesh_position(mesh: DeviceMesh | None, topology: Topology) -> MeshPosition:
     replica, shard, rank = (torch.nonzero(ranks == topology.rank)[0]).tolist()
     pipelines = tuple(tuple(tuple(row) for row in shards) for shards in ranks.tolist())
     mine = pipelines[replica][shard]
-    pipeline = replace(topology, rank=rank, world_size=len(mine), ranks=mine)
+    pipeline = replace(topology, rank=rank, world_size=len(mine), global_ranks=mine)
     return MeshPosition(topology, pipeline, pipelines, replica, shard, mesh)

@@ -13,22 +13,22 @@ from penstock.comms.rendezvous import wait_for_all
 from penstock.comms.topology import Topology
 
 
-def rank_breaks_off():
+def rank_aborts():
     """Rank 1 does; ranks 0 and 2 wait for that one and pass it on; rank 3 waits for rank 0 only."""
     topology = ps.comms.init_distributed()
-    group, told = ProcessGroups(topology, "broken").everyone, ""
+    group, told = ProcessGroups(topology, "broken").world_group, ""
     if topology.rank != 1:
         with pytest.raises(RuntimeError) as error:
             group.recv([torch.empty(1)], 0 if topology.rank == 3 else 1, 0).wait()
         told = str(error.value)
     abort_backend(group)
-    _ = ProcessGroups(topology, "afterwards").everyone  # until then nobody's group goes of itself
+    _ = ProcessGroups(topology, "afterwards").world_group  # until then nobody's group goes of itself
     return told
 
 
 @pytest.mark.ranks
 def test_whoever_is_waited_for_and_whoever_broke_off_first_nobody_waits_for_the_timeout():
-    assert not [told for told in ps.launch(rank_breaks_off, 4) if "Timed out" in told]
+    assert not [told for told in ps.launch(rank_aborts, 4) if "Timed out" in told]
 
 
 @pytest.mark.parametrize(("is_over", "seconds", "told"), [(True, 60, "another rank has failed"), (False, 0, "timed out")])
@@ -44,10 +44,10 @@ def test_in_a_group_that_connected_while_a_rank_was_found_lost_nobody_waits(monk
 
     class FoundMeanwhile(dist.ProcessGroupGloo):
         def __init__(self, *given: object) -> None:
-            groups.wake()
+            groups.abort_waits()
             super().__init__(*given)
 
     monkeypatch.setattr(dist, "ProcessGroupGloo", FoundMeanwhile)
     with pytest.raises(dist.DistError, match="another rank has failed"):
-        groups.gloo("everyone", 0, 1)
+        groups.open_gloo_group("world", 0, 1)
     groups.close()

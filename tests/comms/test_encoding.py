@@ -136,7 +136,7 @@ def cannot_be_sent():
         "a class": (Own, "an object of class type cannot"),
         "an object": (Own(1), r"an object of class Own .*or call torch.export.register_dataclass\(Own\) on every rank"),
         "a local class": (inside(1), "an object of class .*Inside .*or define .*Inside at the top level of a module"),
-        "what is nested": (json.loads("[" * 200 + "]" * 200), "more than 100 containers in one another"),
+        "what is nested": (json.loads("[" * 200 + "]" * 200), "more than 100 containers inside each other"),
         "a long number": (10**5000, "a value cannot be sent to another rank: .*4300 digits"),
         "a sparse tensor": (torch.eye(2).to_sparse(), "an object of class Tensor cannot"),
     }  # fmt: skip
@@ -151,7 +151,7 @@ def test_what_does_not_travel_is_told_by_name_before_anything_is_sent(what):
 
 def test_a_value_too_large_is_refused_at_both_ends(monkeypatch):
     monkeypatch.setattr(encoding, "MAX_VALUE_BYTES", 100)
-    with pytest.raises(ps.MismatchError, match=r"a value of 1,0.. bytes cannot be told to another rank: 100 are the most"):
+    with pytest.raises(ps.MismatchError, match=r"a value of 1,0.. bytes cannot be sent to another rank: 100 are the most"):
         encode(b"x" * 1000)
     with pytest.raises(ps.MismatchError, match="another rank sends a value of 101 bytes: 100 are the most"):
         encoding.check_value_size(101)

@@ -48,15 +48,15 @@ def test_each_rank_of_a_machine_is_watched_by_one_other_and_each_machine_by_anot
 def test_what_a_rank_is_doing_is_told_in_words():
     doing = Activity()
     with doing.during_step(17, True):
-        assert describe_activity(doing.words) == "at the beginning of step 17"
+        assert describe_activity(doing.memory) == "at the beginning of step 17"
         doing.begin_action(Action(Kind.W, 2, 3))
-        assert describe_activity(doing.words) == "in 2W3 of step 17"
+        assert describe_activity(doing.memory) == "in 2W3 of step 17"
         doing.end_action()
-        assert describe_activity(doing.words) == "after 2W3 of step 17"
-    assert describe_activity(doing.words) == "after step 17"
+        assert describe_activity(doing.memory) == "after 2W3 of step 17"
+    assert describe_activity(doing.memory) == "after step 17"
     with doing.during_step(17, False):
         doing.begin_action(Action(Kind.F, 0, 0))
-        assert describe_activity(doing.words) == "in 0F0 of an evaluation"
+        assert describe_activity(doing.memory) == "in 0F0 of an evaluation"
 
 
 @linux
@@ -70,7 +70,7 @@ def test_a_process_is_seen_alive_stopped_and_ended_from_outside_and_no_other_is_
         while seen.state() == ALIVE:
             time.sleep(0.01)
         assert seen.state() == SUSPENDED
-        assert seen._replace(started="0").state() == ENDED  # another has its number
+        assert seen._replace(start_ticks="0").state() == ENDED  # another has its number
         assert seen._replace(machine="elsewhere").state() == ""
         child.kill()
         while seen.state() != ENDED:
@@ -82,18 +82,18 @@ def test_a_store_that_is_gone_is_not_asked_again_and_one_that_fails_once_is(monk
     monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0.01)
     errors, asked = iter([RuntimeError("once"), torch.distributed.DistNetworkError("gone")]), threading.Event()
 
-    class Ring:
-        def look(self):
+    class FailingMonitor:
+        def beat(self):
             asked.set()
             raise next(errors)
 
-    beat = heartbeat.HeartbeatThread()
-    beat._ring = Ring()
-    while beat._ring is not None:
+    thread = heartbeat.HeartbeatThread()
+    thread._monitor = FailingMonitor()
+    while thread._monitor is not None:
         assert asked.wait(60)
     assert next(errors, None) is None
-    assert beat._thread.is_alive()
-    beat.stop()
+    assert thread._thread.is_alive()
+    thread.stop()
 
 
 def test_a_rank_that_did_not_answer_in_time_is_not_told_as_gone_whatever_was_waited_for():
@@ -166,7 +166,7 @@ def watched(monkeypatch, store, *states):
     monkeypatch.setattr(heartbeat, "detect_departures", lambda *_: read_departures(store, [1]))
     beat(store, 1)
     found = MonitoredRank(store, 1, 2)
-    found.look()
+    found.check()
     return found
 
 
@@ -182,14 +182,14 @@ def test_a_rank_that_goes_on_at_the_moment_of_proof_is_not_lost_and_one_whose_pr
 
     monkeypatch.setattr(heartbeat, "describe_suspended_ranks", stopped)
     for _ in range(SUSPENDED_AFTER_MISSED_BEATS):
-        seen.look()
-    assert not store.check([heartbeat.LOST])
+        seen.check()
+    assert not store.check([heartbeat.LOST_KEY])
     beat(store, 2)
-    seen.look()
+    seen.check()
     for number in range(SUSPENDED_AFTER_MISSED_BEATS + 1):
         with pytest.raises(RuntimeError) if number == SUSPENDED_AFTER_MISSED_BEATS - 1 else nullcontext():
-            seen.look()
-    assert store.check([heartbeat.LOST])
+            seen.check()
+    assert store.check([heartbeat.LOST_KEY])
     assert read_departures(store, [1]) == {1: "is stopped"}
 
 
@@ -197,8 +197,8 @@ def test_a_rank_that_beats_no_more_but_is_not_stopped_is_not_lost(monkeypatch):
     store = torch.distributed.HashStore()
     seen = watched(monkeypatch, store, ALIVE)
     for _ in range(10 * SILENT_AFTER_MISSED_BEATS):
-        seen.look()
-    assert not store.check([heartbeat.LOST])
+        seen.check()
+    assert not store.check([heartbeat.LOST_KEY])
     assert read_departures(store, [1]) == {}
 
 
@@ -207,13 +207,13 @@ def test_a_rank_of_another_machine_is_lost_once_it_has_missed_many_looks_in_a_ro
     seen = watched(monkeypatch, store, "")
     for number in (2, 3):
         for _ in range(SILENT_AFTER_MISSED_BEATS - 1):
-            seen.look()
-        assert not store.check([heartbeat.LOST])
+            seen.check()
+        assert not store.check([heartbeat.LOST_KEY])
         beat(store, number)
-        seen.look()
+        seen.check()
     for _ in range(SILENT_AFTER_MISSED_BEATS):
-        seen.look()
-    assert store.check([heartbeat.LOST])
+        seen.check()
+    assert store.check([heartbeat.LOST_KEY])
     assert read_departures(store, [1]) == {1: "has given no heartbeat for 120 s"}
 
 
@@ -222,8 +222,8 @@ def test_a_rank_of_another_machine_that_has_left_is_silent_by_right(monkeypatch)
     seen = watched(monkeypatch, store, "")
     publish_departure(store, 1, FINISHED)
     for _ in range(2 * SILENT_AFTER_MISSED_BEATS):
-        seen.look()
-    assert not store.check([heartbeat.LOST])
+        seen.check()
+    assert not store.check([heartbeat.LOST_KEY])
 
 
 def rank_holds_its_interpreter(folder):
@@ -237,14 +237,14 @@ def rank_holds_its_interpreter(folder):
             fcntl.flock(lock, fcntl.LOCK_EX)
         pipe.step(inputs, target=inputs)  # rank 0 has the lock
         if topology.rank == 0:
-            missed, look = threading.Semaphore(0), MonitoredRank.look
+            missed, check = threading.Semaphore(0), MonitoredRank.check
 
-            def counted(watched):
-                look(watched)
-                if watched._missed:
+            def counted(monitored):
+                check(monitored)
+                if monitored._missed_beats:
                     missed.release()
 
-            MonitoredRank.look = counted
+            MonitoredRank.check = counted
             for _ in range(2 * SUSPENDED_AFTER_MISSED_BEATS):
                 missed.acquire()
         else:

@@ -62,7 +62,7 @@ def rank_lines(shared):
             losses.append(pipe.step(batch, target=target))
         results[width] = losses, gradients(pipe.named_parameters())
         channels = pipe._engine.channels
-        kinds |= {type(channel.line) for channel in (*channels.outgoing.values(), *channels.incoming.values())}
+        kinds |= {type(channel.transport) for channel in (*channels.outgoing.values(), *channels.incoming.values())}
         kinds |= set(pipe.lines().values())
     return results, kinds
 
@@ -96,7 +96,7 @@ def ends():
 class Unfailing:
     """Where a sender's thread tells that it has failed: here that is an error."""
 
-    def tell(self, what, error):
+    def report(self, message, error):
         raise error
 
 
@@ -105,12 +105,12 @@ def test_a_message_arrives_in_its_layout_and_is_the_receivers_own(ends, tensor):
     sender, receiver = ends
     spec = describe_tensor(tensor)
     sender.send(tensor, spec)
-    arrived = receiver.wait(None, spec)
+    arrived = receiver.wait_receive(None, spec)
     assert torch.equal(arrived, tensor)
     assert arrived.stride() == spec.stride
     arrived.add_(1)
     sender.send(tensor, spec)
-    assert torch.equal(receiver.wait(None, spec), tensor)
+    assert torch.equal(receiver.wait_receive(None, spec), tensor)
     assert torch.equal(arrived, tensor + 1)
 
 
@@ -122,36 +122,36 @@ def test_a_block_is_used_again_once_its_message_is_let_go(ends, size, held):
     kept = []
     for _ in range(3):
         sender.send(message, spec)
-        kept.append(receiver.wait(None, spec))
-    assert len(sender.blocks.all) == held
+        kept.append(receiver.wait_receive(None, spec))
+    assert len(sender.allocator.blocks) == held
     kept.clear()
     for _ in range(5):
         sender.send(message, spec)
-        assert torch.equal(receiver.wait(None, spec), message)
-    assert len(sender.blocks.all) == held
+        assert torch.equal(receiver.wait_receive(None, spec), message)
+    assert len(sender.allocator.blocks) == held
 
 
 def test_a_silent_sender_and_a_closed_one_end_the_wait(ends):
     sender, receiver = ends
     spec = describe_tensor(torch.ones(3))
     with pytest.raises(RuntimeError, match="timed out"):
-        receiver.wait(None, spec)
+        receiver.wait_receive(None, spec)
     sender.close()
     with pytest.raises(RuntimeError, match="closed the pipe"):
-        receiver.wait(None, spec)
+        receiver.wait_receive(None, spec)
 
 
 def test_a_line_that_is_closed_while_its_thread_writes_leaves_the_pipes_number_to_no_other_file(ends, monkeypatch, tmp_path):
     sender, receiver = ends
     about_to, closed, write = threading.Event(), threading.Event(), os.write
 
-    def late(pipe: int, ticket: bytes) -> int:
+    def late(pipe: int, record: bytes) -> int:
         about_to.set()
         assert closed.wait(60)
-        return write(pipe, ticket)
+        return write(pipe, record)
 
     monkeypatch.setattr(memory_transport.os, "write", late)
-    large = torch.ones(memory_transport.LARGE)
+    large = torch.ones(memory_transport.MIN_THREAD_BYTES)
     spec = describe_tensor(large)
     sender.send(large, spec)
     assert about_to.wait(60)
@@ -159,9 +159,9 @@ def test_a_line_that_is_closed_while_its_thread_writes_leaves_the_pipes_number_t
     sender.close()
     with open(tmp_path / "another", "wb"):
         closed.set()
-        assert torch.equal(receiver.wait(None, spec), large)
+        assert torch.equal(receiver.wait_receive(None, spec), large)
         with pytest.raises(RuntimeError, match="closed the pipe"):
-            receiver.wait(None, spec)
+            receiver.wait_receive(None, spec)
     assert (tmp_path / "another").read_bytes() == b""
 
 
@@ -170,8 +170,8 @@ def test_messages_of_any_length_share_blocks_whose_sizes_are_powers_of_two(ends)
     for length in range(1, 5000, 7):
         message = torch.arange(float(length))
         sender.send(message, describe_tensor(message))
-        assert torch.equal(receiver.wait(None, describe_tensor(message)), message)
-    assert len(sender.blocks.all) == 4  # of 4, 8, 16 and 32 KB
+        assert torch.equal(receiver.wait_receive(None, describe_tensor(message)), message)
+    assert len(sender.allocator.blocks) == 4  # of 4, 8, 16 and 32 KB
 
 
 def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(ends):
@@ -180,26 +180,26 @@ def test_free_blocks_never_keep_more_than_twice_what_is_in_flight_and_a_little(e
     for megabytes in (1, 8, 64, 1, 2, 4, 8, 16, 64, 1):
         message = torch.full((megabytes * 2**18,), float(megabytes))
         for _ in range(3):
-            sender._send(message, describe_tensor(message))
-            in_flight.append(receiver.wait(None, describe_tensor(message)))
+            sender._send_now(message, describe_tensor(message))
+            in_flight.append(receiver.wait_receive(None, describe_tensor(message)))
             assert all(torch.equal(each, each[0].expand_as(each)) for each in in_flight)  # nobody's memory was given back
         lying = sum(each.nbytes + 64 for each in in_flight)
-        assert sender.blocks.written <= max(3 * 3 * (64 * 2**20 + 64), lying + 2**24)
+        assert sender.allocator.written_bytes <= max(3 * 3 * (64 * 2**20 + 64), lying + 2**24)
         in_flight = in_flight[-1:]
     in_flight.clear()
     small = torch.ones(2**18)
     for _ in range(40):  # what was large once is given back when more small ones are needed than ever
-        sender._send(small, describe_tensor(small))
-        in_flight.append(receiver.wait(None, describe_tensor(small)))
-    assert sender.blocks.written <= 3 * 40 * (2**20 + 64)
+        sender._send_now(small, describe_tensor(small))
+        in_flight.append(receiver.wait_receive(None, describe_tensor(small)))
+    assert sender.allocator.written_bytes <= 3 * 40 * (2**20 + 64)
 
 
 def test_messages_that_take_more_addresses_than_there_are_say_so(ends, monkeypatch):
     sender, _ = ends
     message = torch.ones(2**20)
-    monkeypatch.setattr(sender.blocks, "_end", len(sender.blocks._memory) - 2**22)
-    with pytest.raises(OSError, match=r"no room in this line's [\d,]+ bytes of addresses"):
-        sender._send(message, describe_tensor(message))
+    monkeypatch.setattr(sender.allocator, "_end", len(sender.allocator._memory) - 2**22)
+    with pytest.raises(OSError, match=r"no room in this transport's [\d,]+ bytes of addresses"):
+        sender._send_now(message, describe_tensor(message))
 
 
 def rank_of_random_shapes(shapes):
@@ -207,18 +207,18 @@ def rank_of_random_shapes(shapes):
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
     topology = ps.comms.init_distributed()
     groups = ProcessGroups(topology, "shapes")
-    outbox = PendingSends(SendFailure(groups))
+    pending = PendingSends(SendFailure(groups))
     if topology.rank == 0:
-        outgoing, incoming = open_sender(groups, "there", 1, outbox), open_receiver(groups, "back", 1)
+        outgoing, incoming = open_sender(groups, "there", 1, pending), open_receiver(groups, "back", 1)
     else:
-        incoming, outgoing = open_receiver(groups, "there", 0), open_sender(groups, "back", 0, outbox)
+        incoming, outgoing = open_receiver(groups, "there", 0), open_sender(groups, "back", 0, pending)
     lengths = torch.randint(1, 2**17, (shapes,), generator=torch.Generator().manual_seed(1)).tolist()
     ball, found = torch.ones(2**17), []
     for turn, length in enumerate(lengths):
         message = ball[:length]
         spec = describe_tensor(message)
         outgoing.send(message, spec)
-        arrived = incoming.wait(incoming.post(spec), spec)
+        arrived = incoming.wait_receive(incoming.post_receive(spec), spec)
         assert arrived[-1] == 1
         if turn % (shapes // 50) == 0:
             found.append((len(open_files()), _resident()))
@@ -256,27 +256,27 @@ class Shelf:
     def send(self, tensor, spec, what):
         self.messages.append(tensor)
 
-    def post(self, spec):
+    def post_receive(self, spec):
         return None
 
-    def wait(self, posted, spec):
+    def wait_receive(self, posted, spec):
         return self.messages.popleft()
 
 
 def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
     transfer, shelf = Transfer(Action(Kind.F, 0, 3), 0, 1), Shelf()
-    outgoing, incoming = SendChannel(shelf, SimpleNamespace(check=lambda: None)), ReceiveChannel(shelf, 1, 0)
+    outgoing, incoming = SendChannel(shelf, SimpleNamespace(raise_if_failed=lambda: None)), ReceiveChannel(shelf, 1, 0)
     with FakeTensorMode():
         hidden = torch.ones(4, 6, 2, device="cuda:0").transpose(0, 2)
         rows = torch.zeros(3, 5, dtype=torch.int16, device="cuda:0")
         message = {"hidden": hidden, "rows": rows, "column": rows.select(1, 0)}
         spec = message_spec.describe_message(*flatten(message))
-        outgoing.known = incoming.known = True
+        outgoing.specs_are_known = incoming.specs_are_known = True
         outgoing.specs = incoming.specs = {transfer: spec}
         outgoing.send(transfer, message)
         assert [each.device for each in shelf.messages] == [CPU] * 3
-        incoming.post(transfer)
-        arrived = incoming.take(transfer, torch.device("cuda:1"))
+        incoming.post_receive(transfer)
+        arrived = incoming.receive(transfer, torch.device("cuda:1"))
     assert message_spec.describe_message(*flatten(arrived)) == spec
     assert {str(each.device) for each in arrived.values()} == {"cuda:1"}
 
@@ -285,32 +285,32 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
     class Full:
         """A line over which receives are posted, on a rank without memory."""
 
-        def post(self, spec):
+        def post_receive(self, spec):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     transfer, incoming = Transfer(Action(Kind.F, 0, 3), 0, 1), ReceiveChannel(Full(), 1, 0)
-    incoming.known, incoming.specs = True, {transfer: message_spec.describe_message(*flatten(torch.ones(3)))}
+    incoming.specs_are_known, incoming.specs = True, {transfer: message_spec.describe_message(*flatten(torch.ones(3)))}
     with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
-        incoming.post(transfer)
+        incoming.post_receive(transfer)
 
 
 @pytest.mark.parametrize("size", [-1, 2**40])
 def test_a_description_that_none_can_be_as_long_as_is_refused_and_no_rank_is_called_lost(size):
     gloo = SimpleNamespace(name=lambda: "gloo", recv=lambda tensors, *_: SimpleNamespace(wait=lambda: tensors[0].fill_(size)))
     incoming = ReceiveChannel(GroupReceiver(gloo, gloo, CPU), 1, 0)
-    incoming.post(transfer := Transfer(Action(Kind.F, 0, 3), 0, 1))
+    incoming.post_receive(transfer := Transfer(Action(Kind.F, 0, 3), 0, 1))
     with pytest.raises(ps.MismatchError, match=r"another rank sends a value of .* bytes: 268,435,456 are the most"):
-        incoming.take(transfer, CPU)
+        incoming.receive(transfer, CPU)
 
 
 def rank_forks():
     """How many ends of its lines a rank has, how many are open in a process that it forks, and that it can go on."""
     pipe = ps.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.functional.mse_loss, "1f1b", 2)
     pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
-    ends = [end.line for end in (*pipe._engine.channels.outgoing.values(), *pipe._engine.channels.incoming.values())]
+    ends = [end.transport for end in (*pipe._engine.channels.outgoing.values(), *pipe._engine.channels.incoming.values())]
     child = os.fork()
     if child == 0:
-        os._exit(sum(getattr(end, "_writer", -1) >= 0 or getattr(end, "_pipe", -1) >= 0 for end in ends))
+        os._exit(sum(end._pipe_fd >= 0 for end in ends))
     _, status = os.waitpid(child, 0)
     loss = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
     return len(ends), os.waitstatus_to_exitcode(status), torch.isfinite(loss).item()
@@ -358,17 +358,17 @@ def test_where_the_system_takes_no_memory_back_blocks_keep_it():
         def madvise(self, *advice):
             raise OSError(errno.ENOSYS, "no such advice")
 
-    mine = BlockAllocator(Refuses())
+    allocator = BlockAllocator(Refuses())
     for power in range(12, 26):
-        memory[mine.take(2**power)] = FREE
-    assert mine.written > SPARE_BYTES
+        memory[allocator.allocate(2**power)] = FREE
+    assert allocator.written_bytes > SPARE_BYTES
 
 
 def test_a_line_with_no_addresses_left_uses_larger_blocks_that_are_free():
     memory = mmap.mmap(-1, 2**20)
-    mine = BlockAllocator(memory)
-    memory[mine.take(2**18)] = FREE  # half of it
-    taken = [mine.take(2**17) for _ in range(2)]
+    allocator = BlockAllocator(memory)
+    memory[allocator.allocate(2**18)] = FREE  # half of it
+    taken = [allocator.allocate(2**17) for _ in range(2)]
     assert len(set(taken)) == 2
-    with pytest.raises(OSError, match="no room in this line's 1,048,576 bytes of addresses: raise `ulimit -v`"):
-        mine.take(2**18)
+    with pytest.raises(OSError, match="no room in this transport's 1,048,576 bytes of addresses: raise `ulimit -v`"):
+        allocator.allocate(2**18)

@@ -79,7 +79,7 @@ def test_ranks_go_on_without_those_that_failed_and_end_with_the_bits_of_an_undis
         assert torch.equal(value, undisturbed[name]), name
 
     attempts = results.attempts
-    assert [(each.ranks, each.culprits, each.steps_done) for each in attempts] == [
+    assert [(each.ranks, each.failed_ranks, each.steps_done) for each in attempts] == [
         (4, (2,), 5), (3, (0,), 7), (2, (1,), 10), (1, (), STEPS),
     ]  # fmt: skip
     assert [type(each.error) for each in attempts] == [ps.LostRankError, ValueError, ps.LostRankError, type(None)]
@@ -97,7 +97,7 @@ def test_an_error_that_comes_again_at_the_same_step_is_the_programs_own_and_not_
     with pytest.raises(ValueError, match="its own") as raised:
         ps.launch(rank_trains, 2, tmp_path, faults, restarts=8)
     assert raised.value.__notes__ == ["the same error ended 2 attempts after 4 steps: not tried again"]
-    assert [(each.ranks, each.culprits, each.steps_done) for each in raised.value.attempts] == [(2, (1,), 4)] * 2
+    assert [(each.ranks, each.failed_ranks, each.steps_done) for each in raised.value.attempts] == [(2, (1,), 4)] * 2
 
 
 def rank_begins(folder):
@@ -191,7 +191,7 @@ def rank_is_stopped_while_it_answers():
 @pytest.mark.ranks
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells how another process is")
 def test_a_rank_that_is_stopped_amid_its_answer_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(rank_processes, "KILL_SUSPENDED_AFTER_LOOKS", 2)
+    monkeypatch.setattr(rank_processes, "KILL_SUSPENDED_AFTER_CHECKS", 2)
     with pytest.raises(ps.LostRankError, match="rank 1 was stopped by a signal for 1 s, and was ended"):
         ps.launch(rank_is_stopped_while_it_answers, 2)
 
@@ -205,17 +205,17 @@ def test_looks_in_a_row_and_not_the_clock_tell_that_a_rank_was_stopped():
     with subprocess.Popen(["sleep", "60"]) as process:
         stops = rank_processes._SuspendedRankKiller([Asleep(process.pid)])
         for number, looks in (
-            (signal.SIGSTOP, rank_processes.KILL_SUSPENDED_AFTER_LOOKS - 1),
+            (signal.SIGSTOP, rank_processes.KILL_SUSPENDED_AFTER_CHECKS - 1),
             (signal.SIGCONT, 1),
-            (signal.SIGSTOP, rank_processes.KILL_SUSPENDED_AFTER_LOOKS),
+            (signal.SIGSTOP, rank_processes.KILL_SUSPENDED_AFTER_CHECKS),
         ):
-            assert not stops.ended
+            assert not stops.errors
             process.send_signal(number)
             while (read_process(process.pid).state() == SUSPENDED) != (number == signal.SIGSTOP):
                 time.sleep(0.01)
             for _ in range(looks):
-                stops.look()
-        assert "rank 0 was stopped" in str(stops.ended[0])
+                stops.check()
+        assert "rank 0 was stopped" in str(stops.errors[0])
         assert process.wait(60) == -signal.SIGKILL
 
 
@@ -225,7 +225,7 @@ import atexit, os, time
 program, os.getppid = os.getppid, lambda: -1  # as while the program was there
 from penstock.comms.launch import forkserver_child
 os.getppid = program
-atexit.register(time.sleep, 3 * forkserver_child.LOOK)  # as torch's, which come first
+atexit.register(time.sleep, 3 * forkserver_child.FORKSERVER_CHECK_SECONDS)  # as torch's, which come first
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -245,7 +245,7 @@ def rank_forks_server_dies():
 def test_where_the_server_of_the_ranks_is_killed_nobody_is_blamed_and_all_begin_again():
     results = ps.launch(rank_forks_server_dies, 3, restarts=1, least=1)
     first, second = results.attempts
-    assert (first.culprits, str(first.error)) == ((), "the server process that the ranks were forked from was killed")
+    assert (first.failed_ranks, str(first.error)) == ((), "the server process that the ranks were forked from was killed")
     assert (second.ranks, second.error) == (3, None)
 
 
@@ -258,7 +258,7 @@ TOLD = first_own_error([own_error_report(1, OWN)])  # of that, on another rank
 
 
 @pytest.mark.parametrize(
-    ("came", "culprits", "words"),
+    ("came", "failed_ranks", "words"),
     [
         (
             outcomes((0, LOST, True, (1,)), (1, exit_error(1, -9), False, ())),
@@ -288,9 +288,9 @@ TOLD = first_own_error([own_error_report(1, OWN)])  # of that, on another rank
         (outcomes((0, RuntimeError("gloo/transport"), True, ())), (), "rank 0 has lost the other ranks"),
     ],
 )
-def test_exit_codes_and_own_errors_decide_who_it_was_over_what_others_guess(came, culprits, words):
+def test_exit_codes_and_own_errors_decide_who_it_was_over_what_others_guess(came, failed_ranks, words):
     attempt = diagnose_attempt(4, came)
-    assert attempt.culprits == culprits
+    assert attempt.failed_ranks == failed_ranks
     assert re.fullmatch(words, str(attempt.error))
 
 
@@ -370,7 +370,7 @@ def test_penstock_train_loses_a_step_at_most_and_goes_on_in_the_same_folder_with
     with memory_of_launch(True) as memory:
         results = ps.launch(rank_of_a_run, 3, config, tmp_path, memory, restarts=1, least=1)
     assert not memory.exists()
-    assert [(each.ranks, each.culprits) for each in results.attempts] == [(3, (1,)), (2, ())]
+    assert [(each.ranks, each.failed_ranks) for each in results.attempts] == [(3, (1,)), (2, ())]
     steps = [tuple(map(int, line.split())) for line in (tmp_path / "steps").read_text().splitlines()]
     last, first = max(step for attempt, step in steps if attempt == 0), min(step for attempt, step in steps if attempt == 1)
     assert last + 1 - first in (0, 1)

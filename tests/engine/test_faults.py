@@ -175,21 +175,21 @@ def no_descriptors(*_):
 def rank_is_refused_by_its_system(how):
     """A good step, one in which rank 1's system refuses it something, and a good one again."""
     if how == "to send, in a thread":
-        memory_transport.LARGE = 0  # bytes
+        memory_transport.MIN_THREAD_BYTES = 0  # bytes
     pipe, _ = build()
     inputs, target = data("mlp", 16)
-    if how != "to open lines":
+    if how != "to open channels":
         pipe.step(inputs, target=target)
     refused = pipe.topology.rank == 1
     with pytest.MonkeyPatch.context() as patch:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if refused and how == "to open lines":
+        if refused and how == "to open channels":
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
         elif refused:
             method = (
-                (memory_transport.MemoryReceiver, "_taken")
+                (memory_transport.MemoryReceiver, "_take_message")
                 if how == "to receive"
-                else (memory_transport.BlockAllocator, "take")
+                else (memory_transport.BlockAllocator, "allocate")
             )
             patch.setattr(*method, no_descriptors)
         with pytest.raises(ps.ResourceError) as raised:
@@ -207,7 +207,7 @@ def rank_is_refused_by_its_system(how):
         ("to send", "could not send the output of 1F0"),
         ("to send, in a thread", "could not send the output of 1F0"),
         ("to receive", "could not receive the output of 0F0"),
-        ("to open lines", "could not open the line 0-1"),
+        ("to open channels", "could not open the channel 0-1"),
     ],
 )
 def test_what_a_ranks_own_system_refuses_is_told_there_and_on_all_ranks_at_once(how, words):

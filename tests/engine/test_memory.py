@@ -87,13 +87,13 @@ def rank_watch(schedule):
         [Watched(sends=stage < 2) for stage in range(3)], nn.functional.mse_loss, schedule=schedule, microbatches=MICROBATCHES
     )
     batch, posted = torch.ones(MICROBATCHES, 4, requires_grad=True), [0]
-    take = channels.ReceiveChannel.take
+    take = channels.ReceiveChannel.receive
 
     def counting(self, transfer, device):
         posted.append(len(self.posted))
         return take(self, transfer, device)
 
-    channels.ReceiveChannel.take = counting
+    channels.ReceiveChannel.receive = counting
     (watched,) = pipe.stages.values()
     for _ in range(2):
         watched.peak_outputs = watched.peak_saved = 0

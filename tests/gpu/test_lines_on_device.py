@@ -46,13 +46,13 @@ def rank_messages(devices):
             del message
             torch.empty(size, dtype=dtype, device=device).fill_(-1)  # in the memory that was let go
         else:
-            incoming.post(transfer)
-            arrived = incoming.take(transfer, device)
+            incoming.post_receive(transfer)
+            arrived = incoming.receive(transfer, device)
             busy(device)
             wrong += (arrived != number).sum()
             assert (arrived.device, arrived.dtype, arrived.numel()) == (device, dtype, size)
 
-    groups.everyone.barrier().wait()
+    groups.world_group.barrier().wait()
     groups.close(failed=False)
     return wrong.item()
 

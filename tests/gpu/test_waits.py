@@ -66,7 +66,7 @@ def test_without_nccl_a_rank_waits_for_its_messages_and_at_the_end_of_its_step(s
         print(schedule, *lines.items(), *places, sep="\n  ")
         functions = [place.partition(":")[0] for place in places]
         messages = [function for function in functions if function.startswith("comms/transport/channels.py")]
-        assert messages.count("comms/transport/channels.py _send") == 4 * (1 if schedule == "1f1b" else 2)
-        assert set(messages) <= {"comms/transport/channels.py _send", "comms/transport/channels.py take"}
+        assert messages.count("comms/transport/channels.py _send_leaf") == 4 * (1 if schedule == "1f1b" else 2)
+        assert set(messages) <= {"comms/transport/channels.py _send_leaf", "comms/transport/channels.py receive"}
         assert set(lines.values()) == {"memory that both processes see"}
         assert functions[len(messages) :] in ([], ["stage/microbatch.py numbers", "engine/report.py weighted_sum"])

@@ -64,7 +64,7 @@ def test_all_ranks_choose_the_same_backend_by_what_they_tell_each_other(told, ba
 
 @pytest.mark.parametrize("told", [None, "2"])
 def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_has_not(told, monkeypatch):
-    for name in backends.NCCL_SETTINGS:
+    for name in backends.NCCL_DEFAULTS:
         monkeypatch.delenv(name, raising=False) if told is None else monkeypatch.setenv(name, told)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -78,8 +78,8 @@ def test_a_rank_on_a_gpu_knows_it_by_its_uuid_and_settles_nccl_where_the_user_ha
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     joined = topology._find_topology(None, None, None)
     assert (joined.backend, joined.device, backends.gpu_uuid(joined.device)) == ("nccl", torch.device("cuda", 0), "GPU-a")
-    assert {name: os.environ[name] for name in backends.NCCL_SETTINGS} == {
-        name: told or value for name, value in backends.NCCL_SETTINGS.items()
+    assert {name: os.environ[name] for name in backends.NCCL_DEFAULTS} == {
+        name: told or value for name, value in backends.NCCL_DEFAULTS.items()
     }
 
 
@@ -103,7 +103,7 @@ def test_what_this_machine_does_not_have_is_refused_in_a_sentence(available, ask
 
 def test_what_is_told_to_nccl_is_on_its_page():
     page = (Path(__file__).parents[2] / "docs/howto/gpu.md").read_text()
-    for name, value in backends.NCCL_SETTINGS.items():
+    for name, value in backends.NCCL_DEFAULTS.items():
         assert f"| `{name}` | `{value}` |" in page
 
 
@@ -128,12 +128,12 @@ def test_lines_along_a_pipeline_are_opened_in_four_turns_however_long_it_is(rank
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_opens_its_lines_in_these_rounds(rank, monkeypatch):
     opened = []
-    for end in ("sending_line", "receiving_line"):
+    for end in ("open_sender", "open_receiver"):
         monkeypatch.setattr(channels, end, lambda groups, name, *_: opened.append(name))
     nothing = SimpleNamespace(wait=lambda: None)
     joined, everyone = Topology(rank, 4), SimpleNamespace(barrier=lambda: nothing)
     program = SimpleNamespace(channels=[(a, b) for a in range(4) for b in (a - 1, a + 1) if 0 <= b < 4])
-    Channels(program, joined, SimpleNamespace(topology=joined, everyone=everyone, openings=count()))
+    Channels(program, joined, SimpleNamespace(topology=joined, world_group=everyone, channels_count=count()))
     assert opened == [f"0/{a}-{b}" for a, b in opening_order(program.channels) if rank in (a, b)]
 
 

@@ -88,22 +88,22 @@ def ping_pong(device: str) -> dict[str, dict[int, float]]:
     """Return, for each way to send, floats of a message on `device` -> seconds, half of the median round trip."""
     topology = comms.init_distributed("gloo", device=device)
     groups, other = ProcessGroups(topology, "doctor"), 1 - topology.rank
-    outbox = PendingSends(SendFailure(groups))
+    pending = PendingSends(SendFailure(groups))
     if topology.rank == 0:
-        outgoing, incoming = open_sender(groups, "forth", other, outbox), open_receiver(groups, "back", other)
+        outgoing, incoming = open_sender(groups, "forth", other, pending), open_receiver(groups, "back", other)
     else:
-        incoming, outgoing = open_receiver(groups, "forth", other), open_sender(groups, "back", other, outbox)
+        incoming, outgoing = open_receiver(groups, "forth", other), open_sender(groups, "back", other, pending)
 
     def send(ball: Tensor) -> None:
         outgoing.send(ball, describe_tensor(ball))
 
     def receive(ball: Tensor) -> None:
         spec = describe_tensor(ball)
-        incoming.wait(incoming.post(spec), spec)
+        incoming.wait_receive(incoming.post_receive(spec), spec)
         torch.get_device_module(topology.device).synchronize()
-        outbox.empty()
+        pending.finish_step()
 
-    ways: dict[str, tuple[Transfer, Transfer]] = {f"a message on {topology.device.type} by {outgoing.way}": (send, receive)}
+    ways: dict[str, tuple[Transfer, Transfer]] = {f"a message on {topology.device.type} by {outgoing.medium}": (send, receive)}
     if device == "cpu":
         ways["a message by Gloo"] = partial(dist.send, dst=other), partial(dist.recv, src=other)
     first, own_device = topology.rank == 0, topology.device

@@ -52,7 +52,7 @@ def job_name() -> str:
 def _start_time(process: int) -> datetime:
     """Return when a process was started, from Linux's /proc; on other systems return the current time."""
     try:
-        ticks = int(read_process(process).started)
+        ticks = int(read_process(process).start_ticks)
         up = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError):
         return datetime.now()

@@ -62,7 +62,7 @@ def has_room(folder: Path, parameters: int) -> bool:
 
 def _folder_of(owner: int) -> Path | None:
     """Make the folder of the process `owner`, for this user alone; return None if that fails."""
-    folder = MEMORY / f"penstock-{socket.gethostname()}-{owner}-{read_process(owner).started}"
+    folder = MEMORY / f"penstock-{socket.gethostname()}-{owner}-{read_process(owner).start_ticks}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()

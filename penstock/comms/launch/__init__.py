@@ -1,11 +1,11 @@
-"""Ranks of this machine: started, watched, and begun again when one has failed.
+"""Ranks on this machine: started, monitored, and started again when one has failed.
 
-launcher   starts ranks for a function, and again
-ranks      their processes: started, watched, gone at the end
-attempt    what became of one start of all ranks, and because of which
-work       the function that ranks run, as bytes
-rank_main  what each of those runs
-server     the process that ranks are forked from
-in_server  how that ends with its program
-store      the store that launched ranks meet at, where nobody else comes to
+launcher          runs a function on ranks, in as many attempts as it takes
+rank_processes    the processes of one attempt: from their start until all have ended
+attempt           what became of one attempt, and which ranks failed
+rank_main         what the process of a rank runs
+pickling          the function and its arguments as bytes
+pipe_store        the store where the ranks meet, reached through inherited pipes only
+forkserver        the process that ranks are forked from
+forkserver_child  the code in that process which ends it with its program
 """

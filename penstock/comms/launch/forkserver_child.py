@@ -1,7 +1,7 @@
-"""What the server that ranks are forked from does when its program has ended: imported there, and nowhere else.
+"""Runs in the fork server, and ends it with its program. Imported there, and nowhere else.
 
 Python's server ends when no rank is left, and leaves it to the program to remove the server's socket. A program that is killed
-does not, and a rank that is stopped would be left for ever. So this server looks by itself: it ends with the program, its
+does not do that, and a suspended rank would stay for ever. So this server checks twice a second: it ends with the program, its
 ranks end with it (`rank_main`), and it removes the socket.
 """
 
@@ -13,50 +13,52 @@ import socket
 import stat
 from contextlib import suppress
 
-SERVER, PROGRAM = os.getpid(), os.getppid()
-LOOK = 0.5  # seconds
+from penstock.comms.time_limits import FORKSERVER_CHECK_SECONDS
+
+SERVER_PID, PROGRAM_PID = os.getpid(), os.getppid()
 
 
 def _is_orphaned() -> bool:
-    return os.getpid() == SERVER and os.getppid() != PROGRAM
+    return os.getpid() == SERVER_PID and os.getppid() != PROGRAM_PID
 
 
-def _look(*_: object) -> None:
+def _end_if_orphaned(*_: object) -> None:
+    """Handle the timer's signal."""
     if _is_orphaned():
-        if path:
-            _remove(path)
-        os._exit(0)  # it may be exiting already, amid torch's own clean-up, which an exception would come out of as an error
+        if socket_path:
+            _remove_socket(socket_path)
+        os._exit(0)  # not an exception: the server may be exiting, inside torch's clean-up, which would print it
 
 
-def _listens_at() -> str | None:
-    """The path of the socket that this process has been given."""
-    for number in os.listdir("/dev/fd"):
+def _find_listening_socket() -> str | None:
+    """Return the path of the socket that this process has been given to listen at."""
+    for fd in os.listdir("/dev/fd"):
         with suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(number)).st_mode):
-                with socket.socket(fileno=os.dup(int(number))) as each:
-                    if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        return str(each.getsockname())
+            if stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                with socket.socket(fileno=os.dup(int(fd))) as candidate:
+                    if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        return str(candidate.getsockname())
     return None
 
 
-def _remove(path: str) -> None:
-    if _is_orphaned():  # else the program lives, and may start another server there
-        with suppress(OSError):  # it is gone already, or the folder holds something of the program's
+def _remove_socket(path: str) -> None:
+    if _is_orphaned():  # else the program lives, and may start another server at this path
+        with suppress(OSError):  # it is gone already, or the program has put files into its folder
             os.unlink(path)
             os.rmdir(os.path.dirname(path))
 
 
-def _imports_are_done() -> None:
-    """Before the first fork: what they made is here to stay, and no rank's collector need look at it."""
-    if os.getpid() == SERVER:
+def _freeze_imported_objects() -> None:
+    """Before the first fork: exclude what the imports created, and is never deleted, from every rank's garbage collections."""
+    if os.getpid() == SERVER_PID:
         gc.freeze()
         gc.enable()
 
 
-gc.disable()  # so that imports take a quarter less
-os.register_at_fork(before=_imports_are_done)
-if path := _listens_at():
-    atexit.register(_remove, path)
-signal.signal(signal.SIGALRM, _look)
-signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)  # no thread, which a process that forks must not have
-atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # nothing interrupts the exit
+gc.disable()  # imports take a quarter less then
+os.register_at_fork(before=_freeze_imported_objects)
+if socket_path := _find_listening_socket():
+    atexit.register(_remove_socket, socket_path)
+signal.signal(signal.SIGALRM, _end_if_orphaned)
+signal.setitimer(signal.ITIMER_REAL, FORKSERVER_CHECK_SECONDS, FORKSERVER_CHECK_SECONDS)  # a process that forks has no threads
+atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # so that nothing interrupts the exit

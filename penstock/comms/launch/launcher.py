@@ -1,8 +1,8 @@
-"""Start ranks on this machine for a function: a small torchrun inside the program, up in a tenth of a second.
+"""Run a function on ranks of this machine: a small torchrun inside the program, which takes a tenth of a second to start.
 
-Ranks are forked from a server (`server.py`). Where torch sees a GPU they are spawned instead. They get the environment that
-torchrun would give them, and join through a store that this process holds. When a rank fails, all are ended, and if there are
-restarts left the ranks that remain begin again, from the same server with a new store.
+Ranks are forked from the fork server (forkserver.py); where torch sees a GPU they are spawned instead. They get the
+environment variables that torchrun would set, and meet at a store that this process keeps. When a rank fails, all are ended.
+If restarts are left, the remaining ranks begin again: another attempt, from the same server with a new store.
 """
 
 import inspect
@@ -32,54 +32,54 @@ T = TypeVar("T")
 
 
 class RankTraceback(Exception):
-    """The cause of an error re-raised by `launch`: the traceback of the rank it happened on, as text."""
+    """The cause of an error that `launch` raises again: the traceback on the rank where it happened, as text."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def launch(function: Callable[..., T], ranks: int, *args: Any, restarts: int = 0, least: int | None = None) -> LaunchResults[T]:
-    """Run `function(*args)` on `ranks` processes of this machine at once; returns a list of their results, by rank.
+    """Run `function(*args)` on `ranks` processes of this machine at once; return the list of their results, by rank.
 
-    `function`: what every rank runs. A script's stands at its top level, and the script launches under
-    `if __name__ == "__main__":`, since ranks import it. One that was typed, in a notebook or at a prompt, or given to
-    `python -c`, is copied to the ranks with the globals it uses. Arguments and results pickle.
-    `ranks`: how many, 1 or more.
-    `restarts`: how often the ranks begin again after one of them has died, was stopped or raised. All others are ended, and the
-    function is called anew with the same arguments: it finds its world by `init_distributed()`, makes its pipeline, and goes on
-    from its last checkpoint (docs/howto/recovery.md).
-    `least`: begin again without the ranks that failed, but with so many at least; None: with all of them.
+    `function`: what every rank runs. In a script it is defined at the top level, and the script launches under
+    `if __name__ == "__main__":`, as ranks import the script. A function that was typed in a notebook or at a prompt, or given
+    to `python -c`, is copied to the ranks with the globals that it uses. Arguments and results must pickle.
+    `ranks`: the number of ranks, 1 or more.
+    `restarts`: how often the ranks begin again after one of them has died, was suspended or raised. All others are ended, and
+    the function is called again with the same arguments: it calls `init_distributed()`, builds its pipeline, and resumes from
+    its last checkpoint (docs/howto/recovery.md).
+    `least`: begin again without the ranks that failed, but with this number at least; None: with all of them.
 
         def work(steps):
             return ps.comms.init_distributed().rank * steps
 
         ps.launch(work, 4, 10)                                  # [0, 10, 20, 30]
 
-    Ranks have the environment and working directory that this process has now, and TORCHELASTIC_RESTART_COUNT. Each computes on
-    one thread unless OMP_NUM_THREADS says otherwise, so that bits do not depend on the number of ranks. The result's `attempts`
-    tell what became of each start: `ranks`, `culprits` (the ranks that failed), `error`, `steps_done`; a line of each that
-    failed goes to stderr.
+    Ranks have the environment variables and working directory that this process has now, and TORCHELASTIC_RESTART_COUNT. Each
+    computes on one thread unless OMP_NUM_THREADS says otherwise, so that bits do not depend on the number of ranks. The list's
+    `attempts` have `ranks`, `failed_ranks`, `error` and `steps_done` of each start; a line for each that failed goes to stderr.
 
-    The error of the rank that failed first is raised here, its own traceback as the cause; LostRankError if the rank died, or
-    waits for one that has returned. With restarts, that is the last attempt's, with the `attempts`; the program's own error
-    that comes twice at the same step is not tried again. No rank outlives the call.
+    Raises the error of the rank that failed first, with that rank's traceback as its cause; LostRankError if the rank died, or
+    waits for one that has returned. With restarts it is the error of the last attempt, which has the `attempts`. An error of
+    the program that comes twice at the same step is not tried again. No rank outlives the call.
     """
-    _end_if_imported_by_a_rank()
-    _check(function, ranks, restarts, least)
-    work, attempts, running = pickle_call(function, args), list[Attempt](), ranks
+    _exit_if_imported_by_rank()
+    _check_arguments(function, ranks, restarts, least)
+    call, attempts, num_ranks = pickle_call(function, args), list[Attempt](), ranks
     while True:
-        values, attempt = _attempt(work, running, len(attempts), may_restart=len(attempts) < restarts)
+        values, attempt = _run_attempt(call, num_ranks, len(attempts), may_restart=len(attempts) < restarts)
         attempts.append(attempt)
         if attempt.error is None:
             return LaunchResults(values, attempts)
         if len(attempts) > restarts or preempted() or would_fail_again(attempts):
-            _raise(attempts)
-        running = ranks if least is None else max(least, running - len(attempt.culprits))
-        begin = "1 rank begins" if running == 1 else f"{running} ranks begin"
-        print_notice(f"attempt {len(attempts)} of {restarts + 1} has ended: {attempt.end()}; {begin} again")
+            _raise_last_error(attempts)
+
+        num_ranks = ranks if least is None else max(least, num_ranks - len(attempt.failed_ranks))
+        begin = "1 rank begins" if num_ranks == 1 else f"{num_ranks} ranks begin"
+        print_notice(f"attempt {len(attempts)} of {restarts + 1} has ended: {attempt.describe_error()}; {begin} again")
 
 
-def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
+def _check_arguments(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
     if not isinstance(ranks, int) or ranks < 1:
         raise PenstockError(f"cannot launch {ranks!r} ranks: use a whole number of 1 or more")
     if multiprocessing.current_process().daemon:
@@ -93,37 +93,38 @@ def _check(function: Any, ranks: Any, restarts: Any, least: Any) -> None:
 
 
 @convert_os_errors("ranks cannot be started")
-def _attempt(work: bytes, ranks: int, number: int, may_restart: bool) -> tuple[list[Any], Attempt]:
-    """All ranks run once: what the function returned on each, if none has failed, and what became of them."""
+def _run_attempt(call: bytes, ranks: int, number: int, may_restart: bool) -> tuple[list[Any], Attempt]:
+    """Run `call` on all ranks once; return what it returned on each (empty if a rank failed), and the attempt."""
     from torch.distributed import HashStore
 
     context = multiprocessing.get_context("spawn") if _sees_gpu() else forkserver_context()
-    job = RankTask(work, ranks, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}, catches_preemption())
+    task = RankTask(call, ranks, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(number)}, catches_preemption())
     try:
-        with start_ranks(job, context, HashStore()) as (processes, results):
-            outcomes = collect_results(processes, results, may_restart)
-            join_finished_ranks([processes[rank] for rank in outcomes])
+        with start_ranks(task, context, HashStore()) as (processes, receivers):
+            results = collect_results(processes, receivers, may_restart)
+            join_finished_ranks([processes[rank] for rank in results])
     except ForkserverEndedError as error:
         return [], Attempt(ranks, error)
-    attempt = diagnose_attempt(ranks, outcomes)
-    return [outcomes[rank].value for rank in range(ranks)] if attempt.error is None else [], attempt
+
+    attempt = diagnose_attempt(ranks, results)
+    return [results[rank].value for rank in range(ranks)] if attempt.error is None else [], attempt
 
 
-def _raise(attempts: Sequence[Attempt]) -> NoReturn:
-    """Raise what ended the last of the `attempts`, and say so if it is not tried again since it came before."""
+def _raise_last_error(attempts: Sequence[Attempt]) -> NoReturn:
+    """Raise the error of the last of the `attempts`; print why there is no other attempt, if restarts are left."""
     last = attempts[-1]
     assert last.error is not None
     if times := count_same_failures(attempts):
-        where = "before the first step" if last.steps_done is None else f"after {last.steps_done} steps"
-        note = f"the same error ended {times} attempts {where}: not tried again"
+        moment = "before the first step" if last.steps_done is None else f"after {last.steps_done} steps"
+        note = f"the same error ended {times} attempts {moment}: not tried again"
         last.error.add_note(note)
         print_notice(note)
     last.error.attempts = tuple(attempts)  # type: ignore[attr-defined]
     raise last.error from (RankTraceback(last.traceback) if last.traceback else None)
 
 
-def _end_if_imported_by_a_rank() -> None:
-    """A rank imports the program that launched it, under another name: without a guard, that launches ranks again."""
+def _exit_if_imported_by_rank() -> None:
+    """End this process if it is a rank that imports the program, which launches ranks without a guard."""
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
             os._exit(UNGUARDED_EXIT_CODE)

@@ -1,7 +1,7 @@
-"""What ranks are to run, as bytes: by name where they can import it, by value where it was typed: in a notebook, at a prompt.
+"""The function that ranks run, and its arguments, as bytes.
 
-A script's functions travel by name, as pickle has them: ranks import the script. What was typed, piped in or given to
-`python -c` is in no file, so cloudpickle takes its functions and classes apart, with the globals they use.
+A script's function is pickled by name: ranks import the script. A function that was typed in a notebook or at a prompt, piped
+in, or given to `python -c`, is in no file: cloudpickle pickles it by value, with the globals that it uses.
 """
 
 import inspect
@@ -18,50 +18,50 @@ from penstock.errors import PenstockError
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The function and its arguments, for `unpickled`. Raises PenstockError if they do not pickle."""
-    by_value = _is_typed(function)
+    """Return the function and its arguments as bytes, for `unpickle_call`. Raises PenstockError if they do not pickle."""
+    by_value = _is_in_no_file(function)
     try:
-        return choose_dumps(by_value)((function, args, _typed_lines() if by_value else None))
-    except Exception as error:  # of whatever an object does when it is pickled
+        return choose_dumps(by_value)((function, args, _interactive_source_lines() if by_value else None))
+    except Exception as error:  # any: objects run code when they are pickled
         name = getattr(function, "__qualname__", repr(function))
         hint = "define it at the top level of a module, and pass arguments that pickle"
         if by_value:
-            used = _unpicklable(function)
-            hint = f"make {' and '.join(used) or 'what does not pickle'} inside of {name}, or pass arguments that pickle"
+            names = _unpicklable_names(function)
+            hint = f"make {' and '.join(names) or 'what does not pickle'} inside of {name}, or pass arguments that pickle"
         raise PenstockError(f"cannot send {name} to other processes ({error}): {hint}") from error
 
 
-def unpickle_call(work: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
-    """The function, its arguments, and whether they came by value: so do results go back."""
+def unpickle_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], bool]:
+    """Return the function, its arguments, and whether it was pickled by value: then results are, too."""
     try:
-        function, args, lines = pickle.loads(work)
+        function, args, source_lines = pickle.loads(data)
     except Exception as error:  # it is of a module that this process cannot import
-        told = f"ranks cannot read the function that they are to run, or its arguments ({' '.join(str(error).split())})"
-        raise PenstockError(f"{told}: define it in a file, and import it from there") from error
-    if lines is None:
+        problem = f"ranks cannot read the function that they are to run, or its arguments ({' '.join(str(error).split())})"
+        raise PenstockError(f"{problem}: define it in a file, and import it from there") from error
+    if source_lines is None:
         return function, args, False
 
-    linecache.cache.update(lines)  # tracebacks show them
-    if function.__module__ == "__main__":  # where classes of values that travel between stages are looked up by name
-        used = getattr(inspect.unwrap(function), "__globals__", {})
-        vars(sys.modules["__main__"]).update({name: value for name, value in used.items() if not name.startswith("__")})
+    linecache.cache.update(source_lines)  # for tracebacks
+    if function.__module__ == "__main__":  # where the classes of messages between stages are looked up by name
+        names = getattr(inspect.unwrap(function), "__globals__", {})
+        vars(sys.modules["__main__"]).update({name: value for name, value in names.items() if not name.startswith("__")})
     return function, args, True
 
 
 def choose_dumps(by_value: bool) -> Callable[[Any], bytes]:
-    """What pickles an object by value, or by name."""
+    """Return the `dumps` that pickles functions and classes by value (cloudpickle's), or by name (pickle's)."""
     if not by_value:
         return pickle.dumps
-    import cloudpickle  # only those who need it wait for it
+    import cloudpickle  # slow to import, and rarely needed
 
     return cloudpickle.dumps
 
 
 @contextmanager
 def hide_missing_main_file() -> Iterator[None]:
-    """Processes started inside import the program they belong to, but do not look for one that is in no file: `<stdin>`."""
+    """Processes started inside import this program's file, but not if it does not exist (`<stdin>`)."""
     main = sys.modules["__main__"]
-    hidden = {} if _has_file(main) or not hasattr(main, "__file__") else {"__file__": main.__file__}
+    hidden = {} if _main_can_be_imported(main) or not hasattr(main, "__file__") else {"__file__": main.__file__}
     for name in hidden:
         delattr(main, name)
     try:
@@ -70,32 +70,31 @@ def hide_missing_main_file() -> Iterator[None]:
         vars(main).update(hidden)
 
 
-def _is_typed(function: Any) -> bool:
-    """Whether ranks cannot import it, since its program, or its own code, is in no file."""
-    main = sys.modules["__main__"]
+def _is_in_no_file(function: Any) -> bool:
+    """Return whether ranks cannot import `function`: the program, or the function's own code, is in no file."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    typed_later = code is not None and function.__module__ == "__main__" and not os.path.isfile(code.co_filename)
-    return not _has_file(main) or typed_later
+    typed_at_prompt = code is not None and function.__module__ == "__main__" and not os.path.isfile(code.co_filename)
+    return not _main_can_be_imported(sys.modules["__main__"]) or typed_at_prompt
 
 
-def _has_file(main: Any) -> bool:
-    """Whether other processes can import the program, as `multiprocessing` would."""
+def _main_can_be_imported(main: Any) -> bool:
+    """Return whether other processes can import the program's main module, as `multiprocessing` would."""
     if getattr(getattr(main, "__spec__", None), "name", None) is not None:  # started by `python -m`
         return True
     return os.path.isfile(os.path.join(process.ORIGINAL_DIR or "", getattr(main, "__file__", None) or ""))  # type: ignore[attr-defined]
 
 
-def _typed_lines() -> dict[str, Any]:
-    """The code of cells, where Python looks for the lines of a traceback: entries without a time belong to no file."""
+def _interactive_source_lines() -> dict[str, Any]:
+    """Return the entries of linecache with the source of notebook cells: entries without a time belong to no file."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
-def _unpicklable(function: Any) -> list[str]:
-    """The names that a typed function uses whose values do not pickle."""
+def _unpicklable_names(function: Any) -> list[str]:
+    """Return the names of globals and closure variables that `function` uses and whose values do not pickle."""
     names = []
-    with suppress(TypeError):  # no function of Python's
-        used = inspect.getclosurevars(inspect.unwrap(function))
-        for name, value in {**used.globals, **used.nonlocals}.items():
+    with suppress(TypeError):  # it is no Python function
+        variables = inspect.getclosurevars(inspect.unwrap(function))
+        for name, value in {**variables.globals, **variables.nonlocals}.items():
             try:
                 choose_dumps(True)(value)
             except Exception:

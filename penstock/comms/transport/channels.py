@@ -1,10 +1,15 @@
-"""Channels: the transfers from one rank to a neighbour, in order, sent without waiting and received ahead.
+"""Channels: the messages from one rank to a neighbour, in the order of the schedule, sent without waiting.
 
-There is one channel for each direction between two ranks, over a line of its own (see `schedule/program.py` for its order
-and `schedule/verify.py` for why it cannot hang). A line takes tensors on its `carrier`, and they arrive there: for stages
-elsewhere, on GPUs whose messages go through host memory, the channel copies. All lines are opened before anything is sent. The
-first step of a new batch signature sends a description before every message; both ends remember them, and every later step
-with that signature sends bare memory into receives posted ahead.
+There is one channel for each direction between two ranks, over a transport that no other channel uses (its order:
+`schedule/program.py`; why it cannot deadlock: `schedule/verify.py`). A transport takes and gives tensors on its
+`transport_device`: for stages on other devices, GPUs whose messages go through host memory, the channel copies. All transports
+are opened before anything is sent.
+
+The first step with a new batch signature sends a description before every message. Both ends remember them, and every later
+step with that signature sends bare memory into receives that were posted early:
+
+    first step:    description, bytes; description, bytes; ..
+    later steps:   bytes; bytes; ..
 """
 
 from collections import defaultdict, deque
@@ -22,199 +27,206 @@ from penstock.comms.topology import CPU, Topology
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.group_transport import GroupReceiver, GroupSender, PendingSends
 from penstock.comms.transport.memory_transport import MemoryReceiver, MemorySender, open_memory_receiver, open_memory_sender
-from penstock.comms.transport.message_spec import MessageSpec
+from penstock.comms.transport.message_spec import ConstantSpec, MessageSpec, TensorSpec
 from penstock.comms.transport.send_thread import SendFailure
 from penstock.errors import MismatchError, PenstockError, ResourceError
 from penstock.schedule.program import Program, Transfer
 from penstock.trees import flatten
 
 MessageSpecs = dict[Transfer, MessageSpec]
-SendingLine = MemorySender | GroupSender
-ReceivingLine = MemoryReceiver | GroupReceiver
+Sender = MemorySender | GroupSender
+Receiver = MemoryReceiver | GroupReceiver
 
 
 class Channels:
-    """All channels of one rank, for one pipeline."""
+    """All channels of one rank, for one pipeline. `groups`: None in a world of one, which has no channels."""
 
     def __init__(self, program: Program, topology: Topology, groups: ProcessGroups | None) -> None:
-        self.outgoing: dict[int, SendChannel] = {}
+        self.outgoing: dict[int, SendChannel] = {}  # by rank of the pipeline
         self.incoming: dict[int, ReceiveChannel] = {}
-        self.lines: dict[str, SendingLine | ReceivingLine] = {}  # by the ranks at their ends
-        self._outbox: PendingSends | None = None
+        self.transports: dict[str, Sender | Receiver] = {}  # by the ranks at their ends, as `0-1`
+        self._pending: PendingSends | None = None
         if groups is None:
             return
-        outbox = self._outbox = PendingSends(SendFailure(groups))
-        rank, of_job, opening = groups.topology.rank, topology.get_global_rank, next(groups.openings)
-        for source, destination in opening_order(program.channels):  # the same order everywhere: opening one waits for its peer
-            start, end = of_job(source), of_job(destination)
-            name, in_store = f"{start}-{end}", f"{opening}/{start}-{end}"
+
+        pending = self._pending = PendingSends(SendFailure(groups))
+        rank, number = groups.topology.rank, next(groups.channels_count)
+        for source, destination in opening_order(program.channels):  # the same order on all ranks: opening waits for the peer
+            sender, receiver = topology.get_global_rank(source), topology.get_global_rank(destination)
+            name, key = f"{sender}-{receiver}", f"{number}/{sender}-{receiver}"
             with (
-                convert_os_errors(f"rank {rank} could not open the line {name}"),
-                convert_transport_errors("for the other ranks to open their lines"),
+                convert_os_errors(f"rank {rank} could not open the channel {name}"),
+                convert_transport_errors("for the other ranks to open their channels"),
             ):
-                if rank == start:
-                    self.lines[name] = line = open_sender(groups, in_store, end, outbox)
-                    self.outgoing[destination] = SendChannel(line, outbox.failure)
-                elif rank == end:
-                    self.lines[name] = arriving = open_receiver(groups, in_store, start)
-                    self.incoming[source] = ReceiveChannel(arriving, rank, start)
-        with convert_transport_errors(
-            "for the other ranks to open their lines"
-        ):  # so that no rank goes ahead where another fails to
-            groups.everyone.barrier().wait()
+                if rank == sender:
+                    self.transports[name] = outgoing = open_sender(groups, key, receiver, pending)
+                    self.outgoing[destination] = SendChannel(outgoing, pending.failure)
+                elif rank == receiver:
+                    self.transports[name] = incoming = open_receiver(groups, key, sender)
+                    self.incoming[source] = ReceiveChannel(incoming, rank, sender)
 
-    def begin(self, specs: MessageSpecs | None) -> None:
-        """Start a step whose messages are described in `specs`; None: each is described when it is sent."""
-        for end in self._ends():
-            end.specs, end.known = ({}, False) if specs is None else (specs, True)
+        with convert_transport_errors("for the other ranks to open their channels"):
+            groups.world_group.barrier().wait()  # else a rank could begin the step while another fails to open a transport
 
-    def learned(self) -> MessageSpecs:
-        """What this rank's messages of the step were like."""
-        return {transfer: spec for end in self._ends() for transfer, spec in end.specs.items()}
+    def begin_step(self, specs: MessageSpecs | None) -> None:
+        """Begin a step whose messages are described by `specs`; None: each message is sent with its description."""
+        for channel in self._channels():
+            channel.specs, channel.specs_are_known = ({}, False) if specs is None else (specs, True)
 
-    def _ends(self) -> "list[SendChannel | ReceiveChannel]":
+    def message_specs(self) -> MessageSpecs:
+        """Return the descriptions of this rank's messages in the step."""
+        return {transfer: spec for channel in self._channels() for transfer, spec in channel.specs.items()}
+
+    def _channels(self) -> "list[SendChannel | ReceiveChannel]":
         return [*self.outgoing.values(), *self.incoming.values()]
 
-    def end(self) -> None:
-        """The step is over on all ranks, so everything that was sent has been received. Raises ResourceError if it was not."""
-        if self._outbox is not None:
-            self._outbox.failure.check()
-            self._outbox.empty()
+    def end_step(self) -> None:
+        """Delete what was sent: the step is over on all ranks. Raises ResourceError if this rank could not send something."""
+        if self._pending is not None:
+            self._pending.failure.raise_if_failed()
+            self._pending.finish_step()
 
 
 def opening_order(channels: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The channels in an order in which many can be opened at once: round after round, a rank in one channel of each at most.
+    """Return the channels (source, destination) in an order in which many are opened at once: in rounds.
 
-    Along a pipeline each rank's first is with the one neighbour, then the other's turn comes: four rounds, however long it is.
+    In a round each rank opens one channel at most. Along a pipeline that takes four rounds, whatever its length:
+
+        round 0:  0-1  2-3        round 1:  1-0  3-2        round 2:  1-2        round 3:  2-1
     """
-    rounds: dict[tuple[int, int], int] = {}
-    taken = defaultdict[int, set[int]](set)  # rank -> the rounds it has a channel in
+    round_of_channel: dict[tuple[int, int], int] = {}
+    rounds_of_rank = defaultdict[int, set[int]](set)
     for source, destination in sorted(channels):
-        busy = taken[source] | taken[destination]
-        rounds[source, destination] = turn = next(turn for turn in count() if turn not in busy)
-        taken[source].add(turn)
-        taken[destination].add(turn)
-    return sorted(rounds, key=lambda channel: (rounds[channel], channel))
+        busy = rounds_of_rank[source] | rounds_of_rank[destination]
+        round_of_channel[source, destination] = first_free = next(number for number in count() if number not in busy)
+        rounds_of_rank[source].add(first_free)
+        rounds_of_rank[destination].add(first_free)
+    return sorted(round_of_channel, key=lambda channel: (round_of_channel[channel], channel))
 
 
-def open_sender(groups: ProcessGroups, name: str, peer: int, outbox: PendingSends) -> SendingLine:
-    """The sending end of the new line `name` to the rank `peer`: NCCL between GPUs, memory on one machine, else Gloo."""
-    line = open_memory_sender(groups, peer, outbox.failure) if groups.topology.backend != "nccl" else None
-    return line or GroupSender(*_groups_of_two(groups, name, SOURCE_RANK), outbox)
+def open_sender(groups: ProcessGroups, name: str, peer: int, pending: PendingSends) -> Sender:
+    """Open the sending end of a transport `name` to rank `peer`: NCCL between GPUs, memory on one machine, else Gloo."""
+    sender = open_memory_sender(groups, peer, pending.failure) if groups.topology.backend != "nccl" else None
+    return sender or GroupSender(*_open_groups_of_two(groups, name, SOURCE_RANK), pending)
 
 
-def open_receiver(groups: ProcessGroups, name: str, peer: int) -> ReceivingLine:
-    """The receiving end of the new line `name` from the rank `peer`."""
-    line = open_memory_receiver(groups, peer) if groups.topology.backend != "nccl" else None
-    return line or GroupReceiver(*_groups_of_two(groups, name, DESTINATION_RANK))
+def open_receiver(groups: ProcessGroups, name: str, peer: int) -> Receiver:
+    """Open the receiving end of a transport `name` from rank `peer`."""
+    receiver = open_memory_receiver(groups, peer) if groups.topology.backend != "nccl" else None
+    return receiver or GroupReceiver(*_open_groups_of_two(groups, name, DESTINATION_RANK))
 
 
-def _groups_of_two(groups: ProcessGroups, name: str, end: int) -> tuple[Any, Any, torch.device]:
-    """What carries descriptions, what carries tensors, and where those must be."""
-    gloo = groups.gloo(name, end, 2)
+def _open_groups_of_two(groups: ProcessGroups, name: str, rank: int) -> tuple[Any, Any, torch.device]:
+    """Open and return the group for descriptions, the group for tensors, and the device that those must be on."""
+    gloo = groups.open_gloo_group(name, rank, 2)
     if groups.topology.backend != "nccl":
         return gloo, gloo, CPU
-    return gloo, groups.nccl(f"{name}-nccl", end), groups.topology.transport_device
+    return gloo, groups.open_nccl_group(f"{name}-nccl", rank), groups.topology.transport_device
 
 
 class SendChannel:
     """The sending end of a channel."""
 
-    def __init__(self, line: SendingLine, failure: SendFailure) -> None:
-        self.line, self._failure = line, failure
+    def __init__(self, transport: Sender, failure: SendFailure) -> None:
+        self.transport, self._failure = transport, failure
         self.specs: MessageSpecs = {}
-        self.known = False
+        self.specs_are_known = False
 
     def send(self, transfer: Transfer, value: Any) -> None:
-        """Send `value` as `transfer` without waiting.
+        """Send `value` as the message of `transfer`, without waiting.
 
-        Raises MismatchError if it is not what was agreed, ResourceError if this rank cannot send it, or one before it. Of a
-        receiver that is lost, whoever waits for it tells.
+        Raises MismatchError if it does not match its known description, ResourceError if this rank cannot send it, or could not
+        send an earlier one. A lost receiver raises nothing here: a rank that waits for it reports it.
         """
-        self._failure.check()
+        self._failure.raise_if_failed()
         try:
-            if self.known and isinstance(value, Tensor) and (spec := self.specs[transfer]).describes(value):  # the common case
-                self._send(transfer, value, spec.leaves[0])
+            is_tensor = self.specs_are_known and isinstance(value, Tensor)
+            if is_tensor and (spec := self.specs[transfer]).describes(value):  # the common case
+                self._send_leaf(transfer, value, spec.leaves[0])
             else:
                 self._send_tree(transfer, value)
         except (OSError, MemoryError, RuntimeError) as error:
             if is_out_of_resources(error):
-                self._failure.tell(transfer, error)
-                self._failure.check()
+                self._failure.report(transfer, error)
+                self._failure.raise_if_failed()
             if not is_transport_error(error):
                 raise
 
     def _send_tree(self, transfer: Transfer, value: Any) -> None:
+        """Send a message that is no bare tensor, or of which the description is not known."""
         leaves, tree = flatten(value)
         spec = message_spec.describe_message(leaves, tree)
-        if not self.known:
+        if not self.specs_are_known:
             self.specs[transfer] = spec
-            self.line.describe(message_spec.pack_spec(spec))
-        elif spec != (agreed := self.specs[transfer]):
-            leaves, spec = _fit(transfer, leaves, spec, agreed), agreed
+            self.transport.send_description(message_spec.pack_spec(spec))
+        elif spec != (known_spec := self.specs[transfer]):
+            leaves, spec = _match_known_spec(transfer, leaves, spec, known_spec), known_spec
+
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
-            self._send(transfer, leaf, leaf_spec)
+            self._send_leaf(transfer, leaf, leaf_spec)
 
-    def _send(self, transfer: Transfer, leaf: Any, spec: message_spec.TensorSpec | message_spec.ConstantSpec) -> None:
-        if isinstance(spec, message_spec.TensorSpec) and spec.bytes:
-            carrier = self.line.transport_device
-            self.line.send(leaf if leaf.device == carrier else leaf.detach().to(carrier), spec, transfer)
+    def _send_leaf(self, transfer: Transfer, leaf: Any, spec: TensorSpec | ConstantSpec) -> None:
+        if isinstance(spec, TensorSpec) and spec.bytes:
+            device = self.transport.transport_device
+            self.transport.send(leaf if leaf.device == device else leaf.detach().to(device), spec, transfer)
 
 
-def _fit(transfer: Transfer, leaves: list[Any], spec: MessageSpec, agreed: MessageSpec) -> list[Any]:
-    """`leaves` as `agreed` describes them, where only the layout differs or a gradient is absent; else MismatchError."""
-    fitted = []
-    for leaf, leaf_spec, wanted in zip(leaves, spec.leaves, agreed.leaves, strict=False):
-        if isinstance(wanted, message_spec.TensorSpec) and leaf is None:
-            leaf = torch.zeros(wanted.shape, dtype=wanted.dtype, device="cpu")
-        elif not isinstance(wanted, message_spec.TensorSpec) or not isinstance(leaf_spec, message_spec.TensorSpec):
-            if leaf_spec != wanted:
+def _match_known_spec(transfer: Transfer, leaves: list[Any], spec: MessageSpec, known_spec: MessageSpec) -> list[Any]:
+    """Return `leaves` as `known_spec` describes them, if only the layout differs or a gradient is None; else MismatchError."""
+    matched = []
+    for leaf, leaf_spec, known_leaf_spec in zip(leaves, spec.leaves, known_spec.leaves, strict=False):
+        if isinstance(known_leaf_spec, TensorSpec) and leaf is None:
+            leaf = torch.zeros(known_leaf_spec.shape, dtype=known_leaf_spec.dtype, device="cpu")
+        elif not isinstance(known_leaf_spec, TensorSpec) or not isinstance(leaf_spec, TensorSpec):
+            if leaf_spec != known_leaf_spec:
                 break
-        elif leaf_spec._replace(stride=wanted.stride) != wanted:
+        elif leaf_spec._replace(stride=known_leaf_spec.stride) != known_leaf_spec:
             break
-        fitted.append(leaf)
-    if len(fitted) != len(agreed.leaves) or len(leaves) != len(agreed.leaves) or spec.tree != agreed.tree:
+        matched.append(leaf)
+
+    if len(matched) != len(known_spec.leaves) or len(leaves) != len(known_spec.leaves) or spec.tree != known_spec.tree:
         raise MismatchError(
-            f"the {transfer} is ({spec}), but in an earlier step with the same batch shapes it was ({agreed}): "
+            f"the {transfer} is ({spec}), but in an earlier step with the same batch shapes it was ({known_spec}): "
             "what passes between stages may depend on the shapes of the batch, not on its values; "
             "a number that changes passes as a tensor"
         )
-    return fitted
+    return matched
 
 
 class ReceiveChannel:
     """The receiving end of a channel."""
 
-    def __init__(self, line: ReceivingLine, rank: int, source: int) -> None:
-        self.line, self.rank, self.source = line, rank, source
+    def __init__(self, transport: Receiver, rank: int, source: int) -> None:
+        self.transport, self.rank, self.source = transport, rank, source
         self.specs: MessageSpecs = {}
-        self.known = False
-        self.posted: deque[tuple[Transfer, list[tuple[Any, message_spec.TensorSpec]]]] = deque()
-        self.early: dict[Transfer, Any] = {}  # arrived, to be consumed later; rarely anything
+        self.specs_are_known = False
+        self.posted: deque[tuple[Transfer, list[tuple[Any, TensorSpec]]]] = deque()
+        self.early: dict[Transfer, Any] = {}  # messages that arrived before their stage needs them; rarely any
 
-    def post(self, transfer: Transfer) -> None:
-        """Post the receives of `transfer`, the next of this channel; raises as `take`."""
+    def post_receive(self, transfer: Transfer) -> None:
+        """Post the receives for the message of `transfer`, the next of this channel. Raises as `receive`."""
         try:
-            self.posted.append((transfer, self._post(self.specs[transfer]) if self.known else []))
+            self.posted.append((transfer, self._post_leaves(self.specs[transfer]) if self.specs_are_known else []))
         except (OSError, MemoryError, RuntimeError) as error:
-            raise self._failure(transfer, error) from error
+            raise self._convert_error(transfer, error) from error
 
-    def take(self, transfer: Transfer, device: torch.device) -> Any:
-        """Wait for `transfer` and return its message on `device`.
+    def receive(self, transfer: Transfer, device: torch.device) -> Any:
+        """Wait for the message of `transfer`, and return it on `device`.
 
-        Raises WaitFailed if the peer is lost or silent, ResourceError if this rank cannot take what comes.
+        Raises WaitError if the peer is lost or silent, ResourceError if this rank has no memory for it.
         """
         while not self.early or transfer not in self.early:
             arriving, posted = self.posted.popleft()
             try:
-                if not self.known:
-                    self.specs[arriving] = message_spec.unpack_spec(self.line.description())
-                    posted = self._post(self.specs[arriving])
+                if not self.specs_are_known:
+                    self.specs[arriving] = message_spec.unpack_spec(self.transport.receive_description())
+                    posted = self._post_leaves(self.specs[arriving])
                 spec = self.specs[arriving]
-                tensors = [self.line.wait(each, leaf) for each, leaf in posted]
+                tensors = [self.transport.wait_receive(work, leaf_spec) for work, leaf_spec in posted]
             except (OSError, MemoryError, RuntimeError) as error:
-                raise self._failure(arriving, error) from error
-            if device != self.line.transport_device:
+                raise self._convert_error(arriving, error) from error
+
+            if device != self.transport.transport_device:
                 tensors = [tensor.to(device) for tensor in tensors]
             message = message_spec.rebuild_message(spec, tensors)
             if arriving is transfer:
@@ -222,11 +234,11 @@ class ReceiveChannel:
             self.early[arriving] = message
         return self.early.pop(transfer)
 
-    def _failure(self, transfer: Transfer, error: Exception) -> PenstockError:
-        """What it means that a receive has ended with `error`."""
+    def _convert_error(self, transfer: Transfer, error: Exception) -> PenstockError:
+        """Return Penstock's error for a receive that ended with `error`."""
         if is_out_of_resources(error):
             return ResourceError(f"rank {self.rank} could not receive the {transfer}: {explain_error(error)}")
         return WaitError(f"for the {transfer} from rank {self.source}", self.source, error)
 
-    def _post(self, spec: MessageSpec) -> list[tuple[Any, message_spec.TensorSpec]]:
-        return [(self.line.post(leaf), leaf) for leaf in spec.tensors]
+    def _post_leaves(self, spec: MessageSpec) -> list[tuple[Any, TensorSpec]]:
+        return [(self.transport.post_receive(leaf_spec), leaf_spec) for leaf_spec in spec.tensors]

@@ -1,4 +1,4 @@
-"""A line over process groups: between machines by Gloo, between GPUs by NCCL."""
+"""The transport over process groups: between machines by Gloo, between GPUs by NCCL."""
 
 from contextlib import suppress
 from typing import Any
@@ -13,56 +13,63 @@ from penstock.comms.transport import message_spec
 from penstock.comms.transport.message_spec import TensorSpec
 from penstock.comms.transport.send_thread import SendFailure, SendThread
 
-SMALL = 2**16  # bytes; a larger message is not copied
-MOST_COPIED = 2**22  # bytes of small messages kept until the end of the step
+MAX_COPIED_MESSAGE_BYTES = 2**16  # a larger message is not copied
+MAX_COPIED_BYTES_PER_STEP = 2**22
 
 
 class GroupSender:
-    """The sending end: `gloo` for descriptions, `data` for tensors on `carrier`."""
+    """The sending end. `description_group` is Gloo's; `tensor_group` takes tensors on `transport_device`."""
 
-    def __init__(self, gloo: Any, data: Any, carrier: torch.device, outbox: "PendingSends") -> None:
-        self._gloo, self._data, self.transport_device, self._outbox = gloo, data, carrier, outbox
-        self.way = f"a {data.name()} group of their own"
+    def __init__(
+        self, description_group: Any, tensor_group: Any, transport_device: torch.device, pending: "PendingSends"
+    ) -> None:
+        self._description_group, self._tensor_group = description_group, tensor_group
+        self.transport_device, self.pending = transport_device, pending
+        self.medium = f"a {tensor_group.name()} group of their own"
 
-    def describe(self, packed: Tensor) -> None:
-        """Send a description, its size before it."""
-        for part in (torch.tensor([packed.numel()], device="cpu"), packed):
-            self._outbox.post(self._gloo, part, message_spec.describe_tensor(part), "description")
+    def send_description(self, packed: Tensor) -> None:
+        """Send the description of a message, as bytes: first its size, then itself."""
+        for tensor in (torch.tensor([packed.numel()], device="cpu"), packed):
+            self.pending.send(self._description_group, tensor, message_spec.describe_tensor(tensor), "description")
 
-    def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
-        """Send a tensor in the layout of `spec`."""
-        self._outbox.post(self._data, tensor, spec, what)
+    def send(self, tensor: Tensor, spec: TensorSpec, message: object = "message") -> None:
+        """Send `tensor` in the layout of `spec`, without waiting. `message`: its name, for errors."""
+        self.pending.send(self._tensor_group, tensor, spec, message)
 
 
 class GroupReceiver:
-    """The receiving end. Receives are posted ahead, into fresh buffers, so that data travels while the rank computes."""
+    """The receiving end. Receives are posted early, into new buffers, so that tensors arrive while the rank computes."""
 
-    def __init__(self, gloo: Any, data: Any, carrier: torch.device) -> None:
-        self._gloo, self._data, self.transport_device = gloo, data, carrier
-        self.way = f"a {data.name()} group of their own"
+    def __init__(self, description_group: Any, tensor_group: Any, transport_device: torch.device) -> None:
+        self._description_group, self._tensor_group = description_group, tensor_group
+        self.transport_device = transport_device
+        self.medium = f"a {tensor_group.name()} group of their own"
 
-    def description(self) -> Tensor:
-        """Wait for a description. Raises MismatchError where none can be as long as is told."""
+    def receive_description(self) -> Tensor:
+        """Wait for the description of a message, and return it as bytes. Raises MismatchError if its size is impossible."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
-        self._gloo.recv([size], SOURCE_RANK, 0).wait()
-        data = torch.empty(check_value_size(int(size)), dtype=torch.uint8, device="cpu")
-        self._gloo.recv([data], SOURCE_RANK, 0).wait()
-        return data
+        self._description_group.recv([size], SOURCE_RANK, 0).wait()
+        packed = torch.empty(check_value_size(int(size)), dtype=torch.uint8, device="cpu")
+        self._description_group.recv([packed], SOURCE_RANK, 0).wait()
+        return packed
 
-    def post(self, spec: TensorSpec) -> tuple[Tensor, Any]:
-        """Post the receive of a tensor of `spec`.
+    def post_receive(self, spec: TensorSpec) -> tuple[Tensor, Any]:
+        """Post the receive of a tensor of `spec`; return the buffer and the work, for `wait_receive`.
 
-        Where a rank fails, a GPU goes on with what never came, and breaks if it is to look up what is no index: 0 is one.
+        Where a rank fails, a GPU goes on to compute with a tensor that never came, and breaks on an integer that is no valid
+        index. So buffers of integers are filled with 0, which is one.
         """
         buffer = message_spec.empty_tensor(spec, self.transport_device)
-        if self._data is not self._gloo and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        is_nccl = self._tensor_group is not self._description_group
+        if is_nccl and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             buffer.zero_()
-        return buffer, self._data.recv(
-            [view_as_bytes(message_spec.flat_memory(buffer, spec))], SOURCE_RANK, 0
-        ) if spec.bytes else None
+        if not spec.bytes:
+            return buffer, None
+        data = view_as_bytes(message_spec.flat_memory(buffer, spec))
+        return buffer, self._tensor_group.recv([data], SOURCE_RANK, 0)
 
-    def wait(self, posted: Any, spec: TensorSpec) -> Tensor:
-        """Wait for it. Raises RuntimeError if the sender is lost or silent."""
+    def wait_receive(self, posted: Any, spec: TensorSpec) -> Tensor:
+        """Wait for the posted tensor, and return it. Raises RuntimeError if the sender is lost or silent."""
         buffer, work = posted
         if work is not None:
             work.wait()
@@ -70,46 +77,49 @@ class GroupReceiver:
 
 
 class PendingSends:
-    """What a rank is sending through groups, kept alive until it is gone.
+    """The messages that a rank is sending through groups, kept alive until they are gone.
 
-    NCCL tells whether a message is gone: looking whenever another is sent will do. Gloo tells only those who wait. So small
-    ones are copied, and the copies stay, a bounded amount, until the step is over; for large ones a thread waits.
+    | group | message | kept alive                                                                  |
+    |-------|---------|-----------------------------------------------------------------------------|
+    | NCCL  | any     | until its work says that it is done, which is checked at the next send      |
+    | Gloo  | small   | as a copy until the step is over, MAX_COPIED_BYTES_PER_STEP at most         |
+    | Gloo  | large   | by a thread that waits: Gloo's work does not say that it is done            |
     """
 
     def __init__(self, failure: SendFailure) -> None:
         self.failure = failure
         self._kept: list[tuple[Any, Tensor]] = []
-        self._room = MOST_COPIED
-        self._waiting: SendThread | None = None
+        self._copy_budget = MAX_COPIED_BYTES_PER_STEP
+        self._thread: SendThread | None = None
 
-    def post(self, group: Any, tensor: Tensor, spec: TensorSpec, what: object) -> None:
-        """Send `tensor` as `spec` through `group`."""
+    def send(self, group: Any, tensor: Tensor, spec: TensorSpec, message: object) -> None:
+        """Send `tensor` in the layout of `spec` through `group`, without waiting. `message`: its name, for errors."""
         data = view_as_bytes(message_spec.flat_memory(tensor, spec))
         if group.name() == "nccl":
             self._kept = [(work, kept) for work, kept in self._kept if not work.is_completed()]
             self._kept.append((group.send([data], DESTINATION_RANK, 0), data))
-        elif spec.bytes <= min(SMALL, self._room):
+        elif spec.bytes <= min(MAX_COPIED_MESSAGE_BYTES, self._copy_budget):
             data = data.clone()
-            self._room -= spec.bytes
+            self._copy_budget -= spec.bytes
             self._kept.append((group.send([data], DESTINATION_RANK, 0), data))
         else:
-            self._waiting = self._waiting or SendThread("penstock-sent")
-            self._waiting.do(_wait, group.send([data], DESTINATION_RANK, 0), data, group, what, self.failure)
+            self._thread = self._thread or SendThread("penstock-sent")
+            self._thread.submit(_wait_for_send, group.send([data], DESTINATION_RANK, 0), data, group, message, self.failure)
 
-    def empty(self) -> None:
-        """Let go of what the step before sent."""
+    def finish_step(self) -> None:
+        """Wait for the step's messages, which have all been received, and delete them."""
         for work, _ in self._kept:
-            with suppress(RuntimeError):  # a peer that has what it needs may have ended
+            with suppress(RuntimeError):  # a peer that has received everything may have ended
                 work.wait()
         self._kept.clear()
-        self._room = MOST_COPIED
+        self._copy_budget = MAX_COPIED_BYTES_PER_STEP
 
 
-def _wait(work: Any, data: Tensor, group: Any, what: object, failure: SendFailure) -> None:
-    """Until `data` is gone. Of a receiver that is lost, whoever waits for it tells."""
+def _wait_for_send(work: Any, data: Tensor, group: Any, message: object, failure: SendFailure) -> None:
+    """Wait until `data` is sent; report an error of this rank's own. A rank that waits for a lost receiver reports that one."""
     try:
         work.wait()
     except Exception as error:
         if not is_transport_error(error):
-            failure.tell(what, error)
+            failure.report(message, error)
             abort_backend(group)

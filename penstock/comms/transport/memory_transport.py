@@ -1,13 +1,18 @@
-"""A line between two processes of one machine: memory both see, and a pipe that says what is in it.
+"""The transport between two processes of one machine: memory that both see, and a pipe that says where a message lies in it.
 
-The sender copies a message into a free block of the memory and writes the block's place into the pipe; the receiver, who
-waits at the pipe, copies a small message out, and takes a large one as it lies: its tensor *is* the block. When that
-tensor's memory is let go, in the backward of the microbatch, the block is marked free and the sender uses it again. Beside
-sockets that is one copy instead of two, and one process to wake up instead of two threads.
+    sender                                             receiver
+    1. copies the tensor into a free block
+    2. writes the block's start into the pipe   ->     3. waits at the pipe
+                                                       4. small message: copies it out, marks the block free
+                                                          large message: its tensor *is* the block; when the tensor is
+                                                          deleted, in the microbatch's backward, marks the block free
+    5. uses the block again
 
-Messages of any length share the blocks (`blocks.py`), so that the memory, one mapping, does not grow with their number.
-Neither it nor the pipe has a name: the sender announces where they are, and the receiver opens them through the sender's /proc
-entry. A pipe whose sender has died reads as closed.
+Sockets take two copies instead of one, and wake two threads instead of one process.
+
+Messages of any length share the blocks (shared_memory.py), so there is one mapping, whatever the number of messages. Neither
+the memory nor the pipe has a name: the sender sends its pid and descriptors, and the receiver opens them through the sender's
+/proc entry. A pipe whose sender has died reads as closed.
 """
 
 import mmap
@@ -24,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.comms.process_groups import ProcessGroups
+from penstock.comms.time_limits import ABORT_CHECK_MILLISECONDS
 from penstock.comms.topology import CPU
 from penstock.comms.transport import message_spec
 from penstock.comms.transport.message_spec import TensorSpec
@@ -38,234 +44,237 @@ from penstock.comms.transport.shared_memory import (
     open_shared_memory,
 )
 
-SMALL = 2**16  # bytes; a larger message is not copied out of its block
-LARGE = 2**20  # bytes; copying more is worth a thread
-GLANCE = 500.0  # milliseconds between looks whether to wait any longer
-TICKET = struct.Struct("qq")  # where a block begins in the memory, and the bytes of its message
-OPENING_TAG = 3  # of the messages by which the two ends open a line
-NO_PROCESS = -1  # in the place of the sender's process: it has no memory to share
-OFFER_LENGTH = 3 + SECRET.size // 8  # numbers: the sender's process, the file of the memory, the pipe's end, the secret
+MAX_COPIED_BYTES = 2**16  # the receiver copies a message of up to this size out of its block
+MIN_THREAD_BYTES = 2**20  # the sender copies a larger message in a thread
+PIPE_RECORD = struct.Struct("qq")  # the start of a block, and the bytes of its message
+
+OPENING_TAG = 3  # of the messages by which the two ends open a transport
+OFFER_NUMBERS = 3 + SECRET.size // 8  # the sender's pid, its descriptors of the memory and the pipe, the secret
+NO_PID = -1  # in place of the pid: the sender has no memory to share
 
 
 def open_memory_sender(groups: ProcessGroups, peer: int, failure: SendFailure) -> "MemorySender | None":
-    """The sending end of a new line to the rank `peer`; None at both ends if the two see no memory in common."""
-    memory, file = create_shared_memory(mapping_bytes())
+    """Open the sending end of a transport to the rank `peer`; None at both ends if the two cannot share memory."""
+    memory, memory_fd = create_shared_memory(mapping_bytes())
     if memory is None:
-        groups.everyone.send([torch.full((OFFER_LENGTH,), NO_PROCESS, device="cpu")], peer, OPENING_TAG).wait()
+        groups.world_group.send([torch.full((OFFER_NUMBERS,), NO_PID, device="cpu")], peer, OPENING_TAG).wait()
         return None
 
-    files, opened = [file], torch.zeros(1, device="cpu")
+    fds, is_open = [memory_fd], torch.zeros(1, device="cpu")
     try:
         reader, writer = os.pipe()
-        files.append(reader)
+        fds.append(reader)
         sender = MemorySender(memory, writer, failure)
-        offer = torch.tensor([os.getpid(), file, reader, *SECRET.unpack_from(memory)], device="cpu")
-        groups.everyone.send([offer], peer, OPENING_TAG).wait()
-        groups.everyone.recv([opened], peer, OPENING_TAG).wait()
+        offer = torch.tensor([os.getpid(), memory_fd, reader, *SECRET.unpack_from(memory)], device="cpu")
+        groups.world_group.send([offer], peer, OPENING_TAG).wait()
+        groups.world_group.recv([is_open], peer, OPENING_TAG).wait()
     finally:
-        for number in files:
-            os.close(number)
+        for fd in fds:
+            os.close(fd)
 
-    if not opened:
+    if not is_open:
         sender.close()
         return None
-    groups.lines.add(sender)
+    groups.transports.add(sender)
     return sender
 
 
 def open_memory_receiver(groups: ProcessGroups, peer: int) -> "MemoryReceiver | None":
-    """The receiving end of a new line from the rank `peer`; None at both ends if the two see no memory in common."""
-    offer = torch.zeros(OFFER_LENGTH, dtype=torch.int64, device="cpu")
-    groups.everyone.recv([offer], peer, OPENING_TAG).wait()
-    process, file, pipe, *secret = offer.tolist()
-    if process == NO_PROCESS:
+    """Open the receiving end of a transport from the rank `peer`; None at both ends if the two cannot share memory."""
+    offer = torch.zeros(OFFER_NUMBERS, dtype=torch.int64, device="cpu")
+    groups.world_group.recv([offer], peer, OPENING_TAG).wait()
+    pid, memory_fd, pipe_fd, *secret = offer.tolist()
+    if pid == NO_PID:
         return None
 
-    memory = open_shared_memory(process, file, SECRET.pack(*secret))
-    receiver = MemoryReceiver(memory, _open_pipe(process, pipe), groups.topology.timeout) if memory else None
-    groups.everyone.send([torch.tensor([float(receiver is not None)], device="cpu")], peer, OPENING_TAG).wait()
+    memory = open_shared_memory(pid, memory_fd, SECRET.pack(*secret))
+    receiver = MemoryReceiver(memory, _open_pipe(pid, pipe_fd), groups.topology.timeout) if memory else None
+    is_open = torch.tensor([float(receiver is not None)], device="cpu")
+    groups.world_group.send([is_open], peer, OPENING_TAG).wait()
     if receiver is not None:
-        groups.lines.add(receiver)
+        groups.transports.add(receiver)
     return receiver
 
 
-def _open_pipe(process: int, file: int) -> int:
+def _open_pipe(pid: int, fd: int) -> int:
     try:
-        return os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY)
+        return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
     except FileNotFoundError as error:
         raise dist.DistError("the sender is gone") from error
 
 
-_ends: "weakref.WeakSet[_PipeEnd]" = weakref.WeakSet()
+_pipe_ends: "weakref.WeakSet[_PipeEnd]" = weakref.WeakSet()
 
 
-def _close_in_a_child() -> None:
-    """In a process that a rank forks, a data loader's for instance: the pipe's ends are the rank's alone."""
-    for end in list(_ends):
-        end.let_go()
+def _close_pipes_in_child() -> None:
+    """Close the pipes in a process that a rank forks, for instance a data loader's: else a dead rank's pipe stays open."""
+    for end in list(_pipe_ends):
+        end.close_pipe()
 
 
-if hasattr(os, "register_at_fork"):  # there is none on Windows
-    os.register_at_fork(after_in_child=_close_in_a_child)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_close_pipes_in_child)
 
 
-def _free(memory: mmap.mmap, start: int, process: int) -> None:
-    """A message's tensor is gone; in a process forked while it was there that means nothing."""
-    if os.getpid() == process:
+def _free_block(memory: mmap.mmap, start: int, pid: int) -> None:
+    """Mark the block of a deleted tensor as free; do nothing in a process that was forked while the tensor existed."""
+    if os.getpid() == pid:
         memory[start] = FREE
 
 
 class BlockViews:
-    """What lies in the memory's blocks, as tensors: ordinary ones, also where an evaluation makes them in inference mode."""
+    """Tensors that view the memory's blocks. They are never inference tensors, even if an evaluation creates them."""
 
     @torch.inference_mode(False)
     def __init__(self, memory: mmap.mmap) -> None:
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._last: dict[int, tuple[TensorSpec, Tensor]] = {}  # start of a block -> what was there last
+        self._last_view: dict[int, tuple[TensorSpec, Tensor]] = {}  # start of a block -> its last view
 
-    def at(self, start: int, spec: TensorSpec) -> Tensor:
-        """The memory of the block at `start` as `spec` describes it: nearly always as the time before."""
-        last, view = self._last.get(start, (None, self._bytes))
-        if last is not spec and (last is None or last.layout != spec.layout):  # an activation is laid out as its gradient
+    def view(self, start: int, spec: TensorSpec) -> Tensor:
+        """Return the message in the block at `start` as a tensor of `spec`: nearly always the last view of that block."""
+        last_spec, view = self._last_view.get(start, (None, self._bytes))
+        same_layout = last_spec is spec or (last_spec is not None and last_spec.layout == spec.layout)
+        if not same_layout:
+            data = self._bytes[start + HEADER_BYTES : start + HEADER_BYTES + spec.bytes]
             with torch.inference_mode(False):
-                view = message_spec.tensor_from_bytes(
-                    self._bytes[start + HEADER_BYTES : start + HEADER_BYTES + spec.bytes], spec
-                )
-            self._last[start] = spec, view
+                view = message_spec.tensor_from_bytes(data, spec)
+            self._last_view[start] = spec, view
         return view
 
 
 class _PipeEnd:
-    """One process' end of the pipe."""
+    """One process's end of the pipe."""
 
-    transport_device, way = CPU, "memory that both processes see"
+    transport_device, medium = CPU, "memory that both processes see"
 
-    def __init__(self, pipe: int) -> None:
-        self._pipe = pipe
-        self._close_pipe = weakref.finalize(self, os.close, pipe)
-        self._close_pipe.atexit = False  # the system does it then; a `__del__` would run when its module is gone already
-        _ends.add(self)
+    def __init__(self, pipe_fd: int) -> None:
+        self._pipe_fd = pipe_fd
+        self._close_fd = weakref.finalize(self, os.close, pipe_fd)
+        self._close_fd.atexit = False  # the system closes it then; a `__del__` could run after its module is gone
+        _pipe_ends.add(self)
 
     def close(self) -> None:
-        """Take and send no more: the other end is told. Messages that were taken stay."""
-        self.let_go()
+        """Send and receive no more; the other end sees that. Messages that have been received stay."""
+        self.close_pipe()
 
-    def wake(self) -> None:
-        """Wait no more, soon; called by another thread."""
+    def abort_waits(self) -> None:
+        """Make a wait of another thread end soon."""
 
-    def let_go(self) -> None:
-        """Close this process' end of the pipe."""
-        self._pipe = -1
-        self._close_pipe()
+    def close_pipe(self) -> None:
+        """Close this process's end of the pipe."""
+        self._pipe_fd = -1
+        self._close_fd()
 
 
 class MemorySender(_PipeEnd):
-    """The sending end. From the first large message on, a thread does the copying, in the order of sending."""
+    """The sending end. From the first large message on, a thread copies all of them, in the order of sending."""
 
-    def __init__(self, memory: mmap.mmap, pipe: int, failure: SendFailure) -> None:
-        super().__init__(pipe)
-        self.blocks, self._views, self._failure = BlockAllocator(memory), BlockViews(memory), failure
-        self._copying: SendThread | None = None
-        self._writing, self._closed = threading.Lock(), threading.Event()
+    def __init__(self, memory: mmap.mmap, pipe_fd: int, failure: SendFailure) -> None:
+        super().__init__(pipe_fd)
+        self.allocator, self._views, self._failure = BlockAllocator(memory), BlockViews(memory), failure
+        self._thread: SendThread | None = None
+        self._pipe_lock, self._closed = threading.Lock(), threading.Event()
 
-    def describe(self, packed: Tensor) -> None:
-        """Send a description."""
+    def send_description(self, packed: Tensor) -> None:
+        """Send the description of a message, as bytes."""
         self.send(packed, message_spec.describe_tensor(packed), "description")
 
-    def send(self, tensor: Tensor, spec: TensorSpec, what: object = "message") -> None:
-        """Send a tensor in the layout of `spec`."""
-        if self._copying is None and spec.bytes > LARGE:
-            self._copying = SendThread("penstock-copy")
-        if self._copying is None:
-            self._send(tensor, spec)
+    def send(self, tensor: Tensor, spec: TensorSpec, message: object = "message") -> None:
+        """Send `tensor` in the layout of `spec`, without waiting. `message`: its name, for errors."""
+        if self._thread is None and spec.bytes > MIN_THREAD_BYTES:
+            self._thread = SendThread("penstock-copy")
+        if self._thread is None:
+            self._send_now(tensor, spec)
         else:
-            self._copying.do(self._send_in_thread, tensor.detach(), spec, what)
+            self._thread.submit(self._send_in_thread, tensor.detach(), spec, message)
 
-    def _send(self, tensor: Tensor, spec: TensorSpec) -> None:
-        """Copy `tensor` into a free block, and write the ticket."""
-        self._write_ticket(self._copy(tensor, spec), spec.bytes)
+    def _send_now(self, tensor: Tensor, spec: TensorSpec) -> None:
+        self._write_to_pipe(self._copy_into_block(tensor, spec), spec.bytes)
 
-    def _copy(self, tensor: Tensor, spec: TensorSpec) -> int:
-        """Copy `tensor` into a free block; returns where that begins."""
-        start = self.blocks.take(spec.bytes)
-        self._views.at(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
+    def _copy_into_block(self, tensor: Tensor, spec: TensorSpec) -> int:
+        """Copy `tensor` into a free block, and return the block's start."""
+        start = self.allocator.allocate(spec.bytes)
+        self._views.view(start, spec).copy_(tensor.detach() if tensor.requires_grad else tensor)
         return start
 
-    def _write_ticket(self, start: int, size: int) -> None:
-        """Say that a message lies at `start`. If nobody reads, others will tell."""
+    def _write_to_pipe(self, start: int, num_bytes: int) -> None:
+        """Tell the receiver that a message lies in the block at `start`. If it is gone, another wait will show that."""
         try:  # noqa: SIM105 - this runs for every message
-            os.write(self._pipe, TICKET.pack(start, size))
+            os.write(self._pipe_fd, PIPE_RECORD.pack(start, num_bytes))
         except BrokenPipeError:
             pass
 
-    def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, what: object) -> None:
-        """`_send` in the thread, where an error would be lost; one that follows from closing the line is none."""
+    def _send_in_thread(self, tensor: Tensor, spec: TensorSpec, message: object) -> None:
+        """As `_send_now`, but report an error instead of raising it; one that follows from closing the transport is none."""
         try:
             if not self._closed.is_set():
-                start = self._copy(tensor, spec)
-                with self._writing:
+                start = self._copy_into_block(tensor, spec)
+                with self._pipe_lock:
                     if not self._closed.is_set():
-                        self._write_ticket(start, spec.bytes)
+                        self._write_to_pipe(start, spec.bytes)
                 if self._closed.is_set():
-                    self.let_go()
+                    self.close_pipe()
         except Exception as error:
             try:
-                self._failure.tell(what, error)
+                self._failure.report(message, error)
             finally:
                 self.close()
 
     def close(self) -> None:
-        """Let the receiver know that nothing more comes. A thread that writes lets go itself: the pipe's number is in use."""
+        """Send no more; the receiver sees that. If the thread is writing, it closes the pipe itself: it uses the descriptor."""
         self._closed.set()
-        if self._writing.acquire(blocking=False):
-            self.let_go()
-            self._writing.release()
+        if self._pipe_lock.acquire(blocking=False):
+            self.close_pipe()
+            self._pipe_lock.release()
 
 
 class MemoryReceiver(_PipeEnd):
-    """The receiving end. A message lies in its block, whether it is waited for or not: there is nothing to post."""
+    """The receiving end. The message lies in its block in any case, so posting a receive does nothing."""
 
-    def __init__(self, memory: mmap.mmap, pipe: int, timeout: timedelta) -> None:
-        super().__init__(pipe)
-        self._memory, self._views, self._whole = memory, BlockViews(memory), memoryview(memory)
-        self._patience, self._woken = timeout / timedelta(milliseconds=1), False
+    def __init__(self, memory: mmap.mmap, pipe_fd: int, timeout: timedelta) -> None:
+        super().__init__(pipe_fd)
+        self._memory, self._views, self._memory_view = memory, BlockViews(memory), memoryview(memory)
+        self._timeout_milliseconds, self._aborted = timeout / timedelta(milliseconds=1), False
         self._poll = select.poll()
-        self._poll.register(pipe, select.POLLIN)
+        self._poll.register(pipe_fd, select.POLLIN)
 
-    def description(self) -> Tensor:
-        """Wait for a description."""
-        start, size = self._ticket()
-        return self._taken(start, TensorSpec((size,), (1,), torch.uint8, False, size))
+    def receive_description(self) -> Tensor:
+        """Wait for the description of a message, and return it as bytes."""
+        start, num_bytes = self._read_from_pipe()
+        return self._take_message(start, TensorSpec((num_bytes,), (1,), torch.uint8, False, num_bytes))
 
-    def post(self, spec: TensorSpec) -> None:
-        """Nothing to do."""
+    def post_receive(self, spec: TensorSpec) -> None:
+        """Do nothing."""
 
-    def wait(self, posted: Any, spec: TensorSpec) -> Tensor:
-        """Wait for a tensor of `spec`. Raises RuntimeError if the sender is lost or silent."""
-        return self._taken(self._ticket()[0], spec) if spec.bytes else message_spec.empty_tensor(spec, CPU)
+    def wait_receive(self, posted: Any, spec: TensorSpec) -> Tensor:
+        """Wait for a tensor of `spec`, and return it. Raises RuntimeError if the sender is lost or silent."""
+        return self._take_message(self._read_from_pipe()[0], spec) if spec.bytes else message_spec.empty_tensor(spec, CPU)
 
-    def _ticket(self) -> tuple[int, int]:
+    def _read_from_pipe(self) -> tuple[int, int]:
+        """Wait for the next message, and return the start of its block and its size in bytes."""
         waited = 0.0
-        while not self._poll.poll(min(GLANCE, self._patience - waited)):
-            waited += GLANCE
-            if self._woken or waited >= self._patience:
-                raise RuntimeError("a rank is lost" if self._woken else "timed out")
-        ticket = os.read(self._pipe, TICKET.size)
-        if len(ticket) < TICKET.size:
-            raise RuntimeError("the sender has closed the pipe")
-        start, size = TICKET.unpack(ticket)
-        return start, size
+        while not self._poll.poll(min(ABORT_CHECK_MILLISECONDS, self._timeout_milliseconds - waited)):
+            waited += ABORT_CHECK_MILLISECONDS
+            if self._aborted or waited >= self._timeout_milliseconds:
+                raise RuntimeError("a rank is lost" if self._aborted else "timed out")
 
-    def _taken(self, start: int, spec: TensorSpec) -> Tensor:
-        """The message in the block at `start`, a copy or the block itself, which is free when nobody needs it any more."""
-        if spec.bytes <= SMALL:
-            tensor = self._views.at(start, spec).clone()
+        record = os.read(self._pipe_fd, PIPE_RECORD.size)
+        if len(record) < PIPE_RECORD.size:
+            raise RuntimeError("the sender has closed the pipe")
+        start, num_bytes = PIPE_RECORD.unpack(record)
+        return start, num_bytes
+
+    def _take_message(self, start: int, spec: TensorSpec) -> Tensor:
+        """Return the message in the block at `start`: a copy, or the block itself, marked free when the tensor is deleted."""
+        if spec.bytes <= MAX_COPIED_BYTES:
+            tensor = self._views.view(start, spec).clone()
             self._memory[start] = FREE
             return tensor
-        view = self._whole[start + HEADER_BYTES : start + HEADER_BYTES + spec.bytes]
-        weakref.finalize(view, _free, self._memory, start, os.getpid()).atexit = False
+
+        view = self._memory_view[start + HEADER_BYTES : start + HEADER_BYTES + spec.bytes]
+        weakref.finalize(view, _free_block, self._memory, start, os.getpid()).atexit = False
         return message_spec.tensor_from_bytes(torch.frombuffer(view, dtype=torch.uint8), spec)
 
-    def wake(self) -> None:
-        """Wait no more, soon; called by another thread."""
-        self._woken = True
+    def abort_waits(self) -> None:
+        """Make a wait of another thread end soon."""
+        self._aborted = True

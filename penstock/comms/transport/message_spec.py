@@ -1,4 +1,4 @@
-"""What travels between two stages: a tree of tensors, described once and then sent as bare memory."""
+"""The description of a message between two stages: a tree of tensors, whose bytes are sent without any header."""
 
 import math
 from functools import lru_cache
@@ -14,7 +14,7 @@ from penstock.trees import flatten, unflatten
 
 
 class TensorSpec(NamedTuple):
-    """A tensor to be sent: enough to make the receive's buffer, memory layout included, so that kernels see the same bits."""
+    """A tensor of a message: what the receiver needs for a buffer of the same memory layout, for the same bits."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # dense: a permutation of contiguous
@@ -24,7 +24,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """How its bytes are read."""
+        """Shape, stride and dtype: how its bytes are read."""
         return self[:3]
 
     def __str__(self) -> str:
@@ -32,17 +32,17 @@ class TensorSpec(NamedTuple):
 
 
 class ConstantSpec(NamedTuple):
-    """A leaf that is no tensor (a number, None, a string): it is part of the description."""
+    """A leaf of a message that is no tensor (a number, None, a string): its value is part of the description."""
 
     value: Any
-    kind: type  # 1, 1.0 and True are equal, but not the same
+    kind: type  # as 1, 1.0 and True are equal
 
     def __str__(self) -> str:
         return repr(self.value)
 
 
 class MessageSpec(NamedTuple):
-    """The description of one message: its structure and its leaves."""
+    """The description of a message: its tree and its leaves."""
 
     tree: TreeSpec
     leaves: tuple[TensorSpec | ConstantSpec, ...]
@@ -52,11 +52,11 @@ class MessageSpec(NamedTuple):
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """The leaves that travel."""
+        """The leaves whose bytes are sent."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     def describes(self, tensor: Tensor) -> bool:
-        """Whether a bare tensor is exactly what is described: a quick `describe(...) == self`."""
+        """Return whether the message `tensor` has this description: `describe_message([tensor], leaf) == self`, but quick."""
         spec = self.leaves[0] if len(self.leaves) == 1 else None
         return (
             isinstance(spec, TensorSpec)
@@ -69,76 +69,81 @@ class MessageSpec(NamedTuple):
 
 
 def describe_message(leaves: list[Any], tree: TreeSpec) -> MessageSpec:
-    """The description of a message."""
-    described = [describe_tensor(leaf) if isinstance(leaf, Tensor) else ConstantSpec(leaf, type(leaf)) for leaf in leaves]
-    return MessageSpec(tree, tuple(described))
+    """Return the description of a message with these leaves."""
+    specs = [describe_tensor(leaf) if isinstance(leaf, Tensor) else ConstantSpec(leaf, type(leaf)) for leaf in leaves]
+    return MessageSpec(tree, tuple(specs))
 
 
 def describe_tensor(tensor: Tensor) -> TensorSpec:
-    """The description of one tensor."""
+    """Return the description of one tensor."""
     stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
     return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, tensor.nbytes)
 
 
 def flat_memory(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """The bare memory of `tensor` in the layout of `spec`, as a contiguous tensor; `tensor` itself where it is that."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()  # those two are flags, not memory
+    """Return a contiguous tensor of the bytes of `tensor` in the layout of `spec`; `tensor` itself if it is that."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # conjugation and negation are flags, not bytes
     if tensor.stride() != spec.stride:
         tensor = empty_tensor(spec, tensor.device).copy_(tensor)
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def empty_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
-    """A buffer for a tensor of `spec`."""
+    """Return an uninitialised tensor of `spec`."""
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
 
 
 def rebuild_message(spec: MessageSpec, tensors: list[Tensor]) -> Any:
-    """The message `spec` describes, its tensors in place and requiring a gradient where the sender's did."""
-    rest = iter(tensors)
-    leaves = [_of(leaf, next(rest)) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
+    """Return the message of `spec` with these `tensors`, which require a gradient where the sender's did."""
+    remaining = iter(tensors)
+    leaves = [_set_requires_grad(next(remaining), leaf) if isinstance(leaf, TensorSpec) else leaf.value for leaf in spec.leaves]
     return unflatten(leaves, spec.tree)
 
 
-def _of(spec: TensorSpec, tensor: Tensor) -> Tensor:
+def _set_requires_grad(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
 def tensor_from_bytes(data: Tensor, spec: TensorSpec) -> Tensor:
-    """Bare bytes as the tensor `spec` describes."""
+    """Return a view of `data`, a tensor of bytes, as a tensor of `spec`."""
     return data.view(spec.dtype).as_strided(spec.shape, spec.stride)
 
 
 def pack_spec(spec: MessageSpec) -> Tensor:
-    """`spec` as bytes; its structure travels as an example of it. Raises MismatchError for what does not travel."""
+    """Return `spec` as a tensor of bytes; its tree is encoded as an example of it, with the leaves 0, 1, ..
+
+    Raises MismatchError for a value that cannot be sent.
+    """
     example = unflatten(range(len(spec.leaves)), spec.tree)
     leaves = [leaf if isinstance(leaf, TensorSpec) else [leaf.value] for leaf in spec.leaves]
     return encode_to_tensor((example, leaves))
 
 
 def unpack_spec(data: Tensor) -> MessageSpec:
-    """The description `pack` made bytes of. Raises MismatchError for anything else."""
-    return _unpacked(tensor_bytes(data))
+    """Return the description that `pack_spec` made these bytes of. Raises MismatchError for any other bytes."""
+    return _unpack_bytes(tensor_bytes(data))
 
 
-@lru_cache(64)  # of one step many are alike
-def _unpacked(data: bytes) -> MessageSpec:
+@lru_cache(64)  # many messages of a step have the same description
+def _unpack_bytes(data: bytes) -> MessageSpec:
     match decode(data):
-        case (example, list(leaves)) if all(_is_leaf(leaf) for leaf in leaves):
+        case (example, list(leaves)) if all(_is_valid_leaf(leaf) for leaf in leaves):
             numbers, tree = flatten(example)
             if numbers == list(range(len(leaves))):
-                told = [leaf if isinstance(leaf, TensorSpec) else ConstantSpec(leaf[0], type(leaf[0])) for leaf in leaves]
-                return MessageSpec(tree, tuple(told))
-    raise MismatchError("what another rank sent describes no message: all ranks must run the same release of Penstock")
+                specs = [leaf if isinstance(leaf, TensorSpec) else ConstantSpec(leaf[0], type(leaf[0])) for leaf in leaves]
+                return MessageSpec(tree, tuple(specs))
+    raise MismatchError("the bytes from another rank describe no message: all ranks must run the same release of Penstock")
 
 
-def _is_leaf(told: Any) -> bool:
-    """Whether it is a constant in a list, or describes a tensor that can be."""
-    if not isinstance(told, TensorSpec):
-        return isinstance(told, list) and len(told) == 1
-    shape, stride, dtype, requires_grad, size = told
+def _is_valid_leaf(leaf: Any) -> bool:
+    """Return whether `leaf` is a constant in a list, or the TensorSpec of a possible tensor."""
+    if not isinstance(leaf, TensorSpec):
+        return isinstance(leaf, list) and len(leaf) == 1
+
+    shape, stride, dtype, requires_grad, size = leaf
     numbers = (*shape, *stride) if type(shape) is type(stride) is tuple and len(shape) == len(stride) else (-1,)
     if not (isinstance(dtype, torch.dtype) and type(requires_grad) is bool and all(type(n) is int and n >= 0 for n in numbers)):
         return False
-    dense = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
-    return dense == math.prod(shape) and size == dense * dtype.itemsize
+
+    extent = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    return extent == math.prod(shape) and size == extent * dtype.itemsize

@@ -1,4 +1,4 @@
-"""A thread beside the compute, and what becomes of its errors."""
+"""A thread that sends while the rank computes, and the first error of it."""
 
 import queue
 import threading
@@ -12,46 +12,46 @@ from penstock.errors import ResourceError
 
 
 class SendThread:
-    """A thread that does one thing after the other, of which none raises; it ends when nobody has the worker any more."""
+    """A thread that runs functions one after the other. They must not raise. It ends when this object is deleted."""
 
     def __init__(self, name: str) -> None:
-        self._things: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=_do_each, args=(self._things,), name=name, daemon=True).start()
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=_run_tasks, args=(self._tasks,), name=name, daemon=True).start()
 
-    def do(self, function: Callable[..., None], *args: Any) -> None:
-        """Do `function(*args)` after all that came before."""
-        self._things.put((function, *args))
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        """Run `function(*args)` in the thread, after all that were submitted before."""
+        self._tasks.put((function, *args))
 
     def __del__(self) -> None:
-        self._things.put(None)
+        self._tasks.put(None)
 
 
-def _do_each(things: "queue.SimpleQueue[Any]") -> None:
-    while (thing := things.get()) is not None:
-        thing[0](*thing[1:])
-        thing = None  # let the tensor go before waiting for the next
+def _run_tasks(tasks: "queue.SimpleQueue[Any]") -> None:
+    while (task := tasks.get()) is not None:
+        task[0](*task[1:])
+        task = None  # let the tensor go before waiting for the next
 
 
 class SendFailure:
-    """The first failure of this rank's own, not of another's, to send something; the other ranks are told at once.
+    """The first error of this rank's own in sending; other ranks read it from the store at once.
 
-    A thread that sends tells it here and closes its line. That wakes who waits there, who finds this rank's report, and ends
-    the step; so ends whatever this rank waits for meanwhile.
+    The thread that sends reports its error here, and closes its transport. That wakes the rank that waits at the other end. It
+    finds the report, and ends the step; so ends whatever this rank's main thread waits for.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
         self._first: ResourceError | None = None
 
-    def tell(self, what: object, error: Exception) -> None:
-        """The `what` could not be sent because of `error`."""
+    def report(self, message: object, error: Exception) -> None:
+        """Note, and publish to the other ranks, that `message` could not be sent because of `error`."""
         if self._first is None:
             rank = self._groups.topology.rank
-            self._first = ResourceError(f"rank {rank} could not send the {what}: {explain_error(error)}")
+            self._first = ResourceError(f"rank {rank} could not send the {message}: {explain_error(error)}")
             self._first.__cause__ = error
             publish_report(self._groups, own_error_report(rank, self._first))
 
-    def check(self) -> None:
-        """Raise ResourceError if there was one."""
+    def raise_if_failed(self) -> None:
+        """Raise ResourceError if a send has failed."""
         if self._first is not None:
             raise self._first

@@ -1,12 +1,15 @@
-"""Memory that processes of one machine see, and where messages lie in it.
+"""Memory that processes of one machine share, and blocks in it, one for each message.
 
-It is a file without a name, which the others open through its maker's /proc entry. The file is gone when the processes are,
-however those end. Each holds one descriptor of it, its mapping's.
+The memory is a file without a name, which the other process opens through its creator's /proc entry. The file is gone when the
+processes are, however they end. Each process holds one descriptor of it, that of its mapping.
 
-Messages lie in blocks whose sizes are powers of two, each used for any message that fits its size. The memory is a mapping of
-more addresses than a machine has memory, made once; only what has been written takes any memory. Free blocks keep what they
-took, so that the next message meets no page faults, but together never more than SPARE or twice what is in flight: then it is
-given back.
+The size of a block is a power of two, and a block is used for any message that fits. The mapping has more addresses than the
+machine has memory, and is made once; only pages that have been written take memory. Free blocks keep their pages, so that the
+next message causes no page faults, but together never more than SPARE_BYTES or twice what is in flight: else they are given
+back.
+
+    | page 0: secret | block of 4 KB | block of 64 KB | block of 4 KB | not used yet ..
+                       header, message
 """
 
 import errno
@@ -19,66 +22,67 @@ from itertools import chain
 
 from penstock.comms.system import DESCRIPTOR_TABLE_FULL
 
-NAME = "penstock"
-SECRET = struct.Struct("8q")  # how the memory begins, by which a process knows that it has opened the right file
+FILE_NAME = "penstock"
+SECRET = struct.Struct("8q")  # at the beginning: by it a process knows that it has opened the right file
 CAN_SHARE = hasattr(os, "memfd_create")  # Linux
 
+HEADER_BYTES = 64  # before a block's message; its first byte says whether the block is in use
+FREE, BUSY = 0, 1
+PAGE_BYTES = mmap.PAGESIZE  # the smallest block
+MIN_BLOCK_POWER = PAGE_BYTES.bit_length() - 1  # PAGE_BYTES == 2**MIN_BLOCK_POWER
+SPARE_BYTES = 2**24
+MAX_FREE_TO_BUSY_RATIO = 2
+MAPPINGS_WITHIN_LIMIT = 16  # mappings that must fit where the addresses of a process are limited
 
-def create_shared_memory(size: int) -> tuple[mmap.mmap | None, int]:
-    """Memory of `size` bytes that begins with a new secret, and the file to open it by; (None, -1) if the system refuses it."""
+
+def create_shared_memory(num_bytes: int) -> tuple[mmap.mmap | None, int]:
+    """Return new memory that begins with a new secret, and its file descriptor; (None, -1) if the system refuses it."""
     if not CAN_SHARE:
         return None, -1
-    file = -1
+
+    fd = -1
     try:
-        file = os.memfd_create(NAME)
-        os.fchmod(file, 0o600)  # other users do not come to /proc entries of this one's processes anyway
-        os.ftruncate(file, size)
-        memory = mmap.mmap(file, size)
-        memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would give memory to every address
+        fd = os.memfd_create(FILE_NAME)
+        os.fchmod(fd, 0o600)  # other users cannot open /proc entries of this user's processes anyway
+        os.ftruncate(fd, num_bytes)
+        memory = mmap.mmap(fd, num_bytes)
+        memory.madvise(mmap.MADV_DONTDUMP)  # a core dump would write every address
     except OSError as error:
-        if file >= 0:
-            os.close(file)
-        _raise_if_table_is_full(error)
+        if fd >= 0:
+            os.close(fd)
+        _raise_if_descriptor_table_is_full(error)
         return None, -1
+
     memory[: SECRET.size] = os.urandom(SECRET.size)
-    return memory, file
+    return memory, fd
 
 
-def open_shared_memory(process: int, file: int, secret: bytes) -> mmap.mmap | None:
-    """The memory that `process` has made.
+def open_shared_memory(pid: int, fd: int, secret: bytes) -> mmap.mmap | None:
+    """Return the memory that process `pid` has created, where its descriptor is `fd`.
 
-    None where it is a process of another machine (in containers many have the same number), or this one has no such way.
+    None if that process is on another machine (in containers many have the same pid), or this system has no such memory.
     """
-    path = f"/proc/{process}/fd/{file}"
+    path = f"/proc/{pid}/fd/{fd}"
     try:
-        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+        if not os.readlink(path).startswith(f"/memfd:{FILE_NAME}"):
             return None
-        own = os.open(path, os.O_RDWR)
+        own_fd = os.open(path, os.O_RDWR)
         try:
-            if os.fstat(own).st_uid != os.geteuid():  # whoever told of it is not one of our ranks
+            if os.fstat(own_fd).st_uid != os.geteuid():  # the offer did not come from one of our ranks
                 return None
-            memory = mmap.mmap(own, 0)  # as long as it is
+            memory = mmap.mmap(own_fd, 0)  # as long as it is
             memory.madvise(mmap.MADV_DONTDUMP)
         finally:
-            os.close(own)
+            os.close(own_fd)
     except (OSError, ValueError) as error:
-        _raise_if_table_is_full(error)
+        _raise_if_descriptor_table_is_full(error)
         return None
     return memory if memory[: SECRET.size] == secret else None
 
 
-def _raise_if_table_is_full(error: Exception) -> None:
+def _raise_if_descriptor_table_is_full(error: Exception) -> None:
     if isinstance(error, OSError) and error.errno in DESCRIPTOR_TABLE_FULL:
         raise error
-
-
-HEADER_BYTES = 64  # bytes before a block's data; the first says whether the block is in use
-FREE, BUSY = 0, 1
-PAGE = mmap.PAGESIZE  # the least size of a block, and what comes before the first
-LEAST = PAGE.bit_length() - 1  # PAGE == 2**LEAST
-SPARE_BYTES = 2**24  # bytes
-KEPT_FREE = 2  # times what is in flight
-LINES = 16  # that may be needed where a process' addresses are limited
 
 
 @dataclass(slots=True)
@@ -86,71 +90,74 @@ class SharedBlock:
     """A place for a message."""
 
     start: int
-    written: int = 0  # bytes that have been written to since it has had no memory
+    written_bytes: int = 0  # that have taken memory since the block was given back, or created
 
 
 class BlockAllocator:
-    """The blocks of a line, as its sender gives them out."""
+    """The blocks of a transport's memory. Its sender allocates them; the receiver marks them FREE."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory, self._end = memory, PAGE
-        self._by_power: list[list[SharedBlock]] = [[] for _ in range(len(memory).bit_length())]
+        self._memory, self._end = memory, PAGE_BYTES
+        self._blocks_of_power: list[list[SharedBlock]] = [[] for _ in range(len(memory).bit_length())]
 
-    def take(self, size: int) -> int:
-        """Where a block for `size` bytes begins, in use from now on. Raises OSError if there are no addresses left."""
-        needed = HEADER_BYTES + size
-        power = (needed - 1).bit_length() if needed > PAGE else LEAST
-        for block in self._by_power[power]:
-            if self._is_free(block.start):
+    def allocate(self, num_bytes: int) -> int:
+        """Mark a block for a message of `num_bytes` as BUSY, and return its start. Raises OSError if no addresses are left."""
+        needed = HEADER_BYTES + num_bytes
+        power = (needed - 1).bit_length() if needed > PAGE_BYTES else MIN_BLOCK_POWER
+        for block in self._blocks_of_power[power]:
+            if self._is_free(block):
                 break
         else:
-            block = self._new(power)
+            block = self._new_block(power)
+
         self._memory[block.start] = BUSY
-        if block.written < needed:
-            block.written = needed
-            self._give_back()
+        if block.written_bytes < needed:
+            block.written_bytes = needed
+            self._give_back_free_memory()
         return block.start
 
-    def _is_free(self, start: int) -> bool:
-        """Whether nobody needs what lies in the block at `start`."""
-        return self._memory[start] == FREE
+    def _is_free(self, block: SharedBlock) -> bool:
+        return self._memory[block.start] == FREE
 
-    def _new(self, power: int) -> SharedBlock:
-        """A new block of 2**power bytes; where there is no room for one, a larger one that is free."""
+    def _new_block(self, power: int) -> SharedBlock:
+        """Return a new block of 2**power bytes; if there is no room for one, a larger one that is free."""
         if self._end + 2**power > len(self._memory):
-            for block in chain(*self._by_power[power:]):
-                if self._is_free(block.start):
+            for block in chain(*self._blocks_of_power[power:]):
+                if self._is_free(block):
                     return block
-            raise OSError(errno.ENOMEM, f"no room in this line's {len(self._memory):,} bytes of addresses: raise `ulimit -v`")
-        self._by_power[power].append(block := SharedBlock(self._end))
+            raise OSError(
+                errno.ENOMEM, f"no room in this transport's {len(self._memory):,} bytes of addresses: raise `ulimit -v`"
+            )
+
+        self._blocks_of_power[power].append(block := SharedBlock(self._end))
         self._end += 2**power
         return block
 
-    def _give_back(self) -> None:
-        """Have free blocks take no memory, if they take too much."""
-        free = [block for block in self.all if block.written and self._is_free(block.start)]
-        idle = sum(block.written for block in free)
-        if idle > max(SPARE_BYTES, KEPT_FREE * (self.written - idle)):
+    def _give_back_free_memory(self) -> None:
+        """Give the memory of free blocks back to the system, if it is too much."""
+        free = [block for block in self.blocks if block.written_bytes and self._is_free(block)]
+        free_bytes = sum(block.written_bytes for block in free)
+        if free_bytes > max(SPARE_BYTES, MAX_FREE_TO_BUSY_RATIO * (self.written_bytes - free_bytes)):
             for block in free:
-                with suppress(OSError):  # some sandboxes know no such advice: then the block keeps its memory
-                    self._memory.madvise(mmap.MADV_REMOVE, block.start, -(-block.written // PAGE) * PAGE)
-                    block.written = 0
+                with suppress(OSError):  # some sandboxes refuse it: then the block keeps its memory
+                    self._memory.madvise(mmap.MADV_REMOVE, block.start, -(-block.written_bytes // PAGE_BYTES) * PAGE_BYTES)
+                    block.written_bytes = 0
 
     @property
-    def all(self) -> list[SharedBlock]:
-        """All blocks there have been so far."""
-        return list(chain(*self._by_power))
+    def blocks(self) -> list[SharedBlock]:
+        """All blocks, free or busy."""
+        return list(chain(*self._blocks_of_power))
 
     @property
-    def written(self) -> int:
-        """Bytes that the blocks take."""
-        return sum(block.written for block in self.all)
+    def written_bytes(self) -> int:
+        """Bytes of memory that all blocks take."""
+        return sum(block.written_bytes for block in self.blocks)
 
 
 def mapping_bytes() -> int:
-    """The bytes of a line's mapping: twice this machine's memory, or less where a process may not have that many addresses."""
-    import resource  # there is none on Windows
+    """Return the size of a mapping: twice this machine's memory, or less where the addresses of a process are limited."""
+    import resource  # Windows has none
 
-    most = 2 * os.sysconf("SC_PHYS_PAGES") * PAGE
+    size = 2 * os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return most if limit == resource.RLIM_INFINITY else min(most, limit // LINES // PAGE * PAGE)
+    return size if limit == resource.RLIM_INFINITY else min(size, limit // MAPPINGS_WITHIN_LIMIT // PAGE_BYTES * PAGE_BYTES)

@@ -96,6 +96,21 @@ def test_what_an_action_takes_longer_is_the_mean_over_its_rank():
     assert straggler.action_seconds == {Kind.F: (25, 20), Kind.B: (45, 40)}
 
 
+def test_a_rank_is_slow_only_if_the_step_that_is_shown_would_be_shorter_for_it_too():
+    slow, other = slowed("1f1b", 1, 5), slowed("1f1b", 0, 5)
+    three_steps = Measurement.from_timelines(slow, slow, other)
+    straggler = explain(slow, three_steps).straggler
+    assert straggler
+    assert straggler.rank == 1
+    assert explain(other, three_steps).straggler is None
+
+
+def test_a_verdict_by_several_steps_says_so():
+    step = slowed("1f1b", 1, 5)
+    assert explain(step, Measurement.from_timelines(step, step)).verdict_text.endswith(" (at the medians of 2 steps)")
+    assert "medians" not in explain(step).verdict_text
+
+
 def test_the_slower_of_two_slow_ranks_is_named():
     costs = [20, 27, 20, 25, 20]
     straggler = explain(simulate(build("1f1b", 5, 10), Costs(costs, costs, costs))).straggler

@@ -200,7 +200,8 @@ def test_the_verdict_in_the_file_is_that_of_the_explanation_and_is_worked_out_ag
     assert record.explanation
     assert told["text"] == record.explanation.verdict_text
     assert told["text"].startswith("rank 1 is slow: ")
-    assert [each["text"] for each in told["findings"]] == told["text"].split("; ")
+    assert told["basis"] == "at the medians of 3 steps"
+    assert "; ".join(each["text"] for each in told["findings"]) + f" ({told['basis']})" == told["text"]
     assert told["findings"][0]["rank"] == 1
     assert told["findings"][0]["timeline"]["makespan"] < record.explanation.predicted
     assert load(tmp_path).data() == record.data()

@@ -31,6 +31,7 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
     Raises ScheduleError where a stage ran no forward or no backward.
     """
     here = measurement or Measurement.from_timelines(timeline)
+    shown = Measurement.from_timelines(timeline, layers=here.layers) if here.num_steps > 1 else here
     table = here.schedule
     predicted = here.predict(table)
     held, now = _held(table, predicted), predicted.makespan
@@ -49,12 +50,13 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         predicted_step=now,
         microbatches_held=held,
         activation_bytes=_bytes(predicted),
-        straggler=_straggler(here, now),
+        straggler=_straggler(here, shown),
         even_stages_timeline=even.predict(table),
         doubled_microbatches=_more(here),
         alternatives=others,
         fastest=faster,
         fastest_in_same_memory=None if frugal is faster else frugal,
+        num_steps=here.num_steps,
     )
 
 
@@ -95,11 +97,22 @@ def _bytes(timeline: Timeline) -> tuple[float, ...]:
 # ---- who holds it up
 
 
-def _straggler(here: Measurement, now: float) -> Straggler | None:
-    """The rank that takes longest against its share, if it takes notably longer and the step would be notably shorter."""
-    found = [_against_share(here, rank, now) for rank in range(here.schedule.ranks) if here.schedule.actions[rank]]
-    slow = [each for each in found if each and each.step_seconds_lost > NOTABLE_SHARE * now]
-    return max(slow, key=lambda each: each.extra_seconds_per_action, default=None)
+def _straggler(here: Measurement, shown: Measurement) -> Straggler | None:
+    """Return the rank that takes longest against its share, of those that are slow in all steps and in the one `shown`.
+
+    Else a rank could be named that has no time to give in the step that the reader sees.
+    """
+    in_shown = {straggler.rank for straggler in _stragglers(shown)}
+    slow = [straggler for straggler in _stragglers(here) if straggler.rank in in_shown]
+    return max(slow, key=lambda straggler: straggler.extra_seconds_per_action, default=None)
+
+
+def _stragglers(measurement: Measurement) -> list[Straggler]:
+    """Return the ranks that take notably longer than their share, and whose share would make the step notably shorter."""
+    table = measurement.schedule
+    now = measurement.predict(table).makespan
+    found = [_against_share(measurement, rank, now) for rank in range(table.ranks) if table.actions[rank]]
+    return [straggler for straggler in found if straggler and straggler.step_seconds_lost > NOTABLE_SHARE * now]
 
 
 def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None:

@@ -69,6 +69,7 @@ class Explanation:
     alternatives: tuple[Alternative, ...]  # all other schedules of the catalog for these ranks and microbatches
     fastest: Alternative | None  # the fastest of them, if notably faster than the table that ran
     fastest_in_same_memory: Alternative | None  # the fastest of those that hold no more, if it is not `fastest`
+    num_steps: int = 1  # whose medians the costs are
 
     def __str__(self) -> str:
         """Return a few lines: per cent, milliseconds, and the names of the table."""
@@ -88,7 +89,13 @@ class Explanation:
     @property
     def verdict_text(self) -> str:
         """Return the verdict in one line, as the terminal and the page show it."""
-        return "; ".join(improvement.text for improvement in self.verdict) or NOTHING_TO_GAIN
+        sentences = "; ".join(improvement.text for improvement in self.verdict) or NOTHING_TO_GAIN
+        return f"{sentences} ({self.verdict_basis})" if self.verdict_basis else sentences
+
+    @property
+    def verdict_basis(self) -> str:
+        """Return which steps the verdict speaks of, if it is not only the one that is shown."""
+        return f"at the medians of {self.num_steps} steps" if self.num_steps > 1 else ""
 
     @property
     def alternative_texts(self) -> dict[str, str]:

@@ -38,6 +38,7 @@ class Measurement:
     activation_sizes: tuple[
         ActivationSize, ...
     ] = ()  # what an activation of each stage takes, in bytes; empty if that was not measured
+    num_steps: int = 1  # that it was measured in
 
     @property
     def assumes_equal_halves(self) -> bool:
@@ -66,7 +67,7 @@ class Measurement:
         sends = _by_border(((gap, gap.message_seconds - _of(between, gap.needed)) for gap in waits), table)
         sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
         layers = _checked(layers, table.num_stages)
-        return cls(table, _seconds(timelines, table), between, tuple(sends.values()), around, layers, sizes)
+        return cls(table, _seconds(timelines, table), between, tuple(sends.values()), around, layers, sizes, len(timelines))
 
     @property
     def costs(self) -> Costs:

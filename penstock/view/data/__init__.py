@@ -2,8 +2,9 @@
 
     {"format": "penstock timeline 1", "name": "1f1b", "unit": "s", "layers": [],
      "planned": TIMELINE or null, "steps": [{"label": "step 7", "timeline": TIMELINE}, ..], "usual": 0,
-     "verdict": null or {"text": "rank 1 is slow: ..", "findings": [{"about": "straggler", "text": "rank 1 is slow: ..",
-                 "gain": 0.1, "rank": 1, "name": "1f1b, predicted", "timeline": TIMELINE}, ..],
+     "verdict": null or {"text": "rank 1 is slow: ..", "basis": "at the medians of 3 steps", "findings": [
+                 {"about": "straggler", "text": "rank 1 is slow: ..", "gain": 0.1, "rank": 1,
+                  "name": "1f1b, predicted", "timeline": TIMELINE}, ..],
                  "others": {"zb-v": "zb-v (2 stages a rank): 410.2 ms, 3.1% less; a rank holds ..", ..}}}
 
 A TIMELINE counts from its first start, and says of every rank what it ran, why it was idle and what it held:

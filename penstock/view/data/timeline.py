@@ -50,7 +50,7 @@ def verdict_data(told: Explanation) -> Data:
         | {"name": each.timeline.name, "timeline": timeline_data(each.timeline)}
         for each in told.verdict
     ]
-    return {"text": told.verdict_text, "findings": findings, "others": told.alternative_texts}
+    return {"text": told.verdict_text, "basis": told.verdict_basis, "findings": findings, "others": told.alternative_texts}
 
 
 def _event(timeline: Timeline, begun: Begun, held: float) -> Data:

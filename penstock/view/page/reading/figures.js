@@ -107,5 +107,6 @@ function verdict(chart, page) {
   const {verdict: said} = chart.record;
   if (!said) return "";
   const link = (finding) => element("button", {type: "button", class: "finding", "aria-pressed": "false", click: ({currentTarget}) => page.showFinding(chart, finding, currentTarget)}, finding.text);
-  return element("p", {class: "verdict"}, ...(said.findings.length ? said.findings.map(link) : [said.text]));
+  const basis = said.basis ? [element("span", {class: "muted"}, `(${said.basis})`)] : [];
+  return element("p", {class: "verdict"}, ...(said.findings.length ? [...said.findings.map(link), ...basis] : [said.text]));
 }

@@ -49,8 +49,8 @@ def test_every_action_of_torchs_schedules_is_found_in_its_order_of_time(runs: Pa
         assert nothing_starts_before_what_it_needs(step)
     assert any("inferred" in note for note in notes) == (name == "1f1b")
     assert not any("clock" in note for note in notes)
-    assert record.steps[0].between == (0, 0)
-    assert min(record.steps[1].between) > 0
+    assert record.steps[0].between_steps == (0, 0)
+    assert min(record.steps[1].between_steps) > 0
     assert record.explanation is not None
 
 

@@ -39,9 +39,9 @@ class TensorRecipe(NamedTuple):
     stored_names: list[str]
     convert: Callable[[list[Tensor]], Tensor]
 
-    def build(self, there: Callable[[str], Tensor]) -> Tensor:
-        """The tensor, where those in the files are `there`."""
-        return self.convert([there(place) for place in self.stored_names])
+    def build(self, load: Callable[[str], Tensor]) -> Tensor:
+        """The tensor, where those in the files are `load`."""
+        return self.convert([load(place) for place in self.stored_names])
 
 
 def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename: Callable[[str], str] | None = None) -> None:
@@ -75,14 +75,16 @@ def import_weights(pipe: Pipeline, path: str | Path, strict: bool = True, rename
         copy_into_model(pipe, ((name, sources[name].build(files.mapped_tensor)) for name in mine))
 
 
-def _stored_names_by_model_name(names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
+def _stored_names_by_model_name(stored_names: Iterable[str], rename: Callable[[str], str] | None) -> dict[str, str]:
     """Each name here -> the one in the files. Raises MismatchError for two that would be one."""
-    found: dict[str, str] = {}
-    for name in names:
-        here = rename(name) if rename else name
-        if found.setdefault(here, name) != name:
-            raise MismatchError(f"rename= gives {found[here]} and {name} one name, {here!r}: leave one of them as it is")
-    return found
+    stored_name_of: dict[str, str] = {}
+    for name in stored_names:
+        model_name = rename(name) if rename else name
+        if stored_name_of.setdefault(model_name, name) != name:
+            raise MismatchError(
+                f"rename= gives {stored_name_of[model_name]} and {name} one name, {model_name!r}: leave one of them as it is"
+            )
+    return stored_name_of
 
 
 def _file_of_tensor(path: Path) -> dict[str, Path]:
@@ -100,52 +102,53 @@ def _file_of_tensor(path: Path) -> dict[str, Path]:
         errors_as_damaged(path, "is no index of safetensors files, or is damaged"),
         open_regular_file(path, follow=True) as index,
     ):
-        homes = {name: str(file) for name, file in json.loads(index.read(MAX_MANIFEST_BYTES))["weight_map"].items()}
-    for file in homes.values():
+        file_of_tensor = {name: str(file) for name, file in json.loads(index.read(MAX_MANIFEST_BYTES))["weight_map"].items()}
+    for file in file_of_tensor.values():
         if Path(file).name != file or "\0" in file or not file.endswith(".safetensors"):
             raise MismatchError(f"{path} names {file!r}, but an index may only name safetensors files beside it")
-    return {name: path.parent / file for name, file in homes.items()}
+    return {name: path.parent / file for name, file in file_of_tensor.items()}
 
 
-def _tensor_recipes(pipe: Pipeline, names: Mapping[str, str]) -> dict[str, TensorRecipe]:
-    """What each of the model's tensors is made of; `names`: those of the files' tensors as they are here -> in the files."""
+def _tensor_recipes(pipe: Pipeline, stored_name_of: Mapping[str, str]) -> dict[str, TensorRecipe]:
+    """Return a recipe for each of the model's tensors. `stored_name_of`: a name in this model -> the name in the files."""
     found = None
     if (
         pipe._engine.parameters.origin is not None
-        and pipe._engine.parameters.state_mismatches(dict.fromkeys(names))[UNEXPECTED]
+        and pipe._engine.parameters.state_mismatches(dict.fromkeys(stored_name_of))[UNEXPECTED]
     ):
-        found = _transformers_recipes(pipe._engine.parameters.origin, names)
+        found = _transformers_recipes(pipe._engine.parameters.origin, stored_name_of)
     if found is None:
-        found = {name: TensorRecipe([name], _single_tensor) for name in names}
-    sources = {name: TensorRecipe([names[place] for place in places], made) for name, (places, made) in found.items()}
+        found = {name: TensorRecipe([name], _single_tensor) for name in stored_name_of}
+    sources = {name: TensorRecipe([stored_name_of[place] for place in places], made) for name, (places, made) in found.items()}
     return with_tied_names(sources, pipe._engine.parameters.aliases)
 
 
-def _open_tensor_files(homes: Mapping[str, Path], places: Sequence[str]) -> TensorFiles:
+def _open_tensor_files(file_of_tensor: Mapping[str, Path], stored_names: Sequence[str]) -> TensorFiles:
     """The files of these tensors."""
-    files = TensorFiles(*dict.fromkeys(homes[place] for place in places))
-    for place in places:
+    files = TensorFiles(*dict.fromkeys(file_of_tensor[place] for place in stored_names))
+    for place in stored_names:
         if place not in files:
-            raise DamagedFileError(f"{homes[place]} does not have {place}, which is in it by its index")
+            raise DamagedFileError(f"{file_of_tensor[place]} does not have {place}, which is in it by its index")
     return files
 
 
-def _check_mismatches(unfit: Mapping[str, Sequence[str]], path: str | Path, strict: bool, tell: bool) -> None:
-    """Raises MismatchError for what does not fit, or has rank 0 `tell` of it."""
-    if unfit[WRONG_SHAPE] or (strict and any(unfit.values())):
+def _check_mismatches(mismatches: Mapping[str, Sequence[str]], path: str | Path, strict: bool, warn: bool) -> None:
+    """Raises MismatchError for what does not fit, or has rank 0 `warn` of it."""
+    if mismatches[WRONG_SHAPE] or (strict and any(mismatches.values())):
         raise MismatchError(
-            f"{path} does not fit this model: {describe_mismatches(unfit)}{_prefix_hint(unfit[MISSING], unfit[UNEXPECTED])}"
+            f"{path} does not fit this model: {describe_mismatches(mismatches)}"
+            f"{_prefix_hint(mismatches[MISSING], mismatches[UNEXPECTED])}"
         )
-    if any(unfit.values()) and tell:
+    if any(mismatches.values()) and warn:
         warnings.warn(
-            f"{path}: {describe_mismatches(unfit)}; what is missing stays as it was, what is unknown is left aside",
+            f"{path}: {describe_mismatches(mismatches)}; what is missing stays as it was, what is unknown is left aside",
             stacklevel=4,
         )
 
 
-def _prefix_hint(missing: Sequence[str], unknown: Sequence[str]) -> str:
+def _prefix_hint(missing_keys: Sequence[str], unexpected_keys: Sequence[str]) -> str:
     """What to do if names in the files differ from the model's by what is in front of them."""
-    pairs = [(ours, theirs) for ours in missing for theirs in unknown]
+    pairs = [(ours, theirs) for ours in missing_keys for theirs in unexpected_keys]
     more = Counter(theirs.removesuffix(ours) for ours, theirs in pairs if theirs.endswith(f".{ours}"))
     less = Counter(ours.removesuffix(theirs) for ours, theirs in pairs if ours.endswith(f".{theirs}"))
     if not more and not less:
@@ -159,8 +162,8 @@ def _prefix_hint(missing: Sequence[str], unknown: Sequence[str]) -> str:
 # -- what transformers keeps in files in another form than in memory, made as `from_pretrained` makes it -----------------
 
 
-def _transformers_recipes(origin: UncutModelInfo, names: Iterable[str]) -> dict[str, TensorRecipe] | None:
-    """What each tensor of the model is made of, if transformers says so; `names`: of the files' tensors."""
+def _transformers_recipes(origin: UncutModelInfo, stored_names: Iterable[str]) -> dict[str, TensorRecipe] | None:
+    """What each tensor of the model is made of, if transformers says so; `stored_names`: of the files' tensors."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
@@ -176,23 +179,23 @@ def _transformers_recipes(origin: UncutModelInfo, names: Iterable[str]) -> dict[
     renamings: list[Any] = [rule for rule in rules if not isinstance(rule, WeightConverter)]
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     pieces: dict[str, dict[str, str | None]] = {}  # a tensor, the first of those made together -> names, and what they match
-    for name in sorted(names, key=dot_natural_key):
+    for name in sorted(stored_names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
         pieces.setdefault(target, {})[name] = pattern
-    found: dict[str, TensorRecipe] = {}
+    recipes: dict[str, TensorRecipe] = {}
     for first, patterns in pieces.items():
         converter = converter_of.get(next(iter(patterns.values())) or "")
         if converter is None:
-            found[first] = TensorRecipe(list(patterns), _single_tensor)
+            recipes[first] = TensorRecipe(list(patterns), _single_tensor)
             continue
         for target in converter.target_patterns:
             name = first.replace(converter.target_patterns[0], target)
-            found[name] = TensorRecipe(
+            recipes[name] = TensorRecipe(
                 list(patterns), partial(_convert_with_transformers, converter, model, first, patterns, name)
             )
-    return found
+    return recipes
 
 
 def _single_tensor(tensors: list[Tensor]) -> Tensor:
@@ -201,11 +204,11 @@ def _single_tensor(tensors: list[Tensor]) -> Tensor:
 
 
 def _convert_with_transformers(
-    converter: Any, model: Any, first: str, patterns: Mapping[str, str | None], name: str, tensors: list[Tensor]
+    converter: Any, model: Any, first_name: str, patterns: Mapping[str, str | None], name: str, tensors: list[Tensor]
 ) -> Tensor:
     """The tensor `name`, one of those that `converter` makes."""
     converter = deepcopy(converter)  # it keeps what it is given until it converts that
     for (place, pattern), tensor in zip(patterns.items(), tensors, strict=True):
-        converter.add_tensor(first, place, pattern, tensor)
-    made = converter.convert(first, model=model, config=model.config)[name]
-    return made[0] if isinstance(made, list) else made
+        converter.add_tensor(first_name, place, pattern, tensor)
+    converted = converter.convert(first_name, model=model, config=model.config)[name]
+    return converted[0] if isinstance(converted, list) else converted

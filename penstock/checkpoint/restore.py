@@ -61,30 +61,32 @@ def resume(folder: Folder | Sequence[Folder], pipe: Pipeline, optimizer: Any = N
     with fail_together(control, f"resume from {', '.join(map(str, folders))}"):
         optimizers.check_elementwise_optimizer(optimizer, pipe.topology.world_size)
         chosen, content, files = newest_complete_checkpoint(control, *folders)
-        kept = _stored_names(content, files, pipe._engine.parameters.aliases)
-        unfit = gather_state_mismatches(control, pipe, {name: files.shapes.get(MODEL_PREFIX + at) for name, at in kept.items()})
-        if any(unfit.values()):
-            raise MismatchError(f"{chosen} does not fit this model: {describe_mismatches(unfit)}")
-        own = pipe.state_dict(strict=False)
-        state = {name: _stored_value(kept[name], content, files) for name in own}
-        _check_same_types(state, own)
-        names = {id(parameter): kept[name] for name, parameter in pipe.named_parameters()}
+        stored_name_of = _stored_names(content, files, pipe._engine.parameters.aliases)
+        mismatches = gather_state_mismatches(
+            control, pipe, {name: files.shapes.get(MODEL_PREFIX + at) for name, at in stored_name_of.items()}
+        )
+        if any(mismatches.values()):
+            raise MismatchError(f"{chosen} does not fit this model: {describe_mismatches(mismatches)}")
+        model_state = pipe.state_dict(strict=False)
+        state = {name: _stored_value(stored_name_of[name], content, files) for name in model_state}
+        _check_same_types(state, model_state)
+        names = {id(parameter): stored_name_of[name] for name, parameter in pipe.named_parameters()}
         extra = unpack(content["extra"], files)
         if optimizer is not None:
             check_optimizer_matches(optimizer, content["optimizer"], names)
         if scheduler is not None:
-            rate = unpack_scheduler_state(scheduler, content["scheduler"], files)
-        scale = unpack_scaler_state(chosen, pipe.scaler, content.get("scaler"), files)
+            scheduler_state = unpack_scheduler_state(scheduler, content["scheduler"], files)
+        scaler_state = unpack_scaler_state(chosen, pipe.scaler, content.get("scaler"), files)
         with _roll_back_on_failure(chosen, pipe, optimizer, scheduler):
             copy_into_model(pipe, ((name, value) for name, value in state.items() if not isinstance(value, Tensor)))
             if optimizer is not None:
                 restore_optimizer(optimizer, content["optimizer"], names, files)
             if scheduler is not None:
-                scheduler.load_state_dict(rate)
+                scheduler.load_state_dict(scheduler_state)
             control.all_gather_row((), f"to check {chosen}")  # from here on nothing can fail, on any rank
         copy_into_model(pipe, ((name, value) for name, value in state.items() if isinstance(value, Tensor)))
-        if pipe.scaler is not None and scale:
-            pipe.scaler.load_state_dict(scale)
+        if pipe.scaler is not None and scaler_state:
+            pipe.scaler.load_state_dict(scaler_state)
         pipe.step_count = content["step"]
         restore_random_states(content["random"], pipe.position.world.rank, pipe.topology.device, files)
     if len(folders) > 1 and control.topology.rank == 0:
@@ -115,16 +117,20 @@ def _stored_names(content: Mapping[str, Any], files: TensorFiles, aliases: Mappi
     return with_tied_names(stored, aliases)
 
 
-def _stored_value(kept: str, content: Mapping[str, Any], files: TensorFiles) -> Any:
-    return files.mapped_tensor(MODEL_PREFIX + kept) if MODEL_PREFIX + kept in files else unpack(content["model"][kept], files)
+def _stored_value(stored_name: str, content: Mapping[str, Any], files: TensorFiles) -> Any:
+    return (
+        files.mapped_tensor(MODEL_PREFIX + stored_name)
+        if MODEL_PREFIX + stored_name in files
+        else unpack(content["model"][stored_name], files)
+    )
 
 
-def _check_same_types(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    for name, value in own.items():
-        theirs, ours = (_type_name(each) for each in (state[name], value))
-        if theirs != ours and (isinstance(value, Tensor) or isinstance(state[name], Tensor)):
+def _check_same_types(saved_state: Mapping[str, Any], model_state: Mapping[str, Any]) -> None:
+    for name, value in model_state.items():
+        saved_type, model_type = (_type_name(each) for each in (saved_state[name], value))
+        if saved_type != model_type and (isinstance(value, Tensor) or isinstance(saved_state[name], Tensor)):
             raise MismatchError(
-                f"{name} is {theirs} in the checkpoint, but {ours} in this model: build the model in that "
+                f"{name} is {saved_type} in the checkpoint, but {model_type} in this model: build the model in that "
                 "type, or export the weights and import them, which converts"
             )
 

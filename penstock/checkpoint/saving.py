@@ -112,18 +112,20 @@ def lock_run_folder(folder: Path, pipe: Pipeline) -> None:
             folder_lock.acquire(folder, pipe)
 
 
-def check_same_step_count(steps: Sequence[int]) -> None:
+def check_same_step_count(step_counts: Sequence[int]) -> None:
     """Raises MismatchError unless all ranks have done as many."""
-    if len(set(steps)) > 1:
-        raise MismatchError(f"the ranks have done {'/'.join(map(str, steps))} steps: save after the same step on all of them")
+    if len(set(step_counts)) > 1:
+        raise MismatchError(
+            f"the ranks have done {'/'.join(map(str, step_counts))} steps: save after the same step on all of them"
+        )
 
 
-def check_same_arguments(told: Sequence[Sequence[str]]) -> None:
+def check_same_arguments(arguments_of_ranks: Sequence[Sequence[str]]) -> None:
     """Raises MismatchError unless all ranks have given the same: folder, keep=, whether an optimizer and a scheduler."""
     for number, name in enumerate(("folder", "keep", "optimizer", "scheduler")):
-        for rank, each in enumerate(told):
-            if each[number] != told[0][number]:
-                given = f"rank 0 gives {told[0][number]}, rank {rank} {each[number]}"
+        for rank, each in enumerate(arguments_of_ranks):
+            if each[number] != arguments_of_ranks[0][number]:
+                given = f"rank 0 gives {arguments_of_ranks[0][number]}, rank {rank} {each[number]}"
                 raise MismatchError(f"the ranks do not save alike, by {name}: {given}; give all of them the same")
 
 
@@ -167,35 +169,37 @@ def collect_rank_state(pipe: Pipeline, optimizer: Any, scheduler: Any, extra: An
 def _write_checkpoint(
     control: ControlGroup,
     final: Path,
-    part: dict[str, Any],
+    rank_manifest: dict[str, Any],
     tensors: dict[str, Tensor],
     keep: int,
-    held: folder_lock.FolderLock | None,
+    lock: folder_lock.FolderLock | None,
 ) -> None:
     """Write and put in place what all ranks have collected; then delete what is older than the last `keep`.
 
-    `held`: the folder's lock, on rank 0.
+    `lock`: the folder's lock, on rank 0.
     """
-    folder, beside = final.parent, final.with_name(f".{final.name}.part")
-    with fail_together(control, f"write the checkpoint {final}"), held.write_mutex if held else nullcontext():
-        if held:
+    folder, temporary = final.parent, final.with_name(f".{final.name}.part")
+    with fail_together(control, f"write the checkpoint {final}"), lock.write_mutex if lock else nullcontext():
+        if lock:
             manifest.delete_leftovers(folder)
-        with temporary_shards(control, beside, tensors, json.dumps(part), MAX_SHARD_BYTES, with_checksums=True) as everyone:
-            if held:
-                manifest.write(beside, merge_manifests([{**json.loads(text), "files": files} for files, text in everyone]))
-                manifest.move_into_place(beside, final)
-                manifest.prune(folder, part["step"], keep)
+        with temporary_shards(
+            control, temporary, tensors, json.dumps(rank_manifest), MAX_SHARD_BYTES, with_checksums=True
+        ) as everyone:
+            if lock:
+                manifest.write(temporary, merge_manifests([{**json.loads(text), "files": files} for files, text in everyone]))
+                manifest.move_into_place(temporary, final)
+                manifest.prune(folder, rank_manifest["step"], keep)
 
 
-def merge_manifests(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def merge_manifests(rank_manifests: list[dict[str, Any]]) -> dict[str, Any]:
     """The manifest of all ranks' parts."""
     return {
-        "step": parts[0]["step"],
-        "settings": parts[0]["settings"],
-        **{key: dict(item for part in parts for item in part[key].items()) for key in ("files", "aliases", "model")},
-        "optimizer": merge_optimizers([part["optimizer"] for part in parts]),
-        "scheduler": next((part["scheduler"] for part in parts if part["scheduler"] is not None), None),
-        "scaler": parts[0]["scaler"],
-        "extra": parts[0]["extra"],
-        "random": [part["random"] for part in parts],
+        "step": rank_manifests[0]["step"],
+        "settings": rank_manifests[0]["settings"],
+        **{key: dict(item for part in rank_manifests for item in part[key].items()) for key in ("files", "aliases", "model")},
+        "optimizer": merge_optimizers([part["optimizer"] for part in rank_manifests]),
+        "scheduler": next((part["scheduler"] for part in rank_manifests if part["scheduler"] is not None), None),
+        "scaler": rank_manifests[0]["scaler"],
+        "extra": rank_manifests[0]["extra"],
+        "random": [part["random"] for part in rank_manifests],
     }

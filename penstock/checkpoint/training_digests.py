@@ -68,15 +68,15 @@ def tensor_description(kind: str, name: str) -> str:
 
 def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any = None) -> None:
     """Raises MismatchError, on every rank, where ranks that have the same parameter, or shard of one, differ in its bits."""
-    among = None if pipe.position.num_stage_ranks > 1 else pipe._engine.tied.owners  # all that a chain of ranks has twice
-    if among is not None and not among:  # on no rank
+    only_names = None if pipe.position.num_stage_ranks > 1 else pipe._engine.tied.owners  # all that a chain of ranks has twice
+    if only_names is not None and not only_names:  # on no rank
         return
-    mine: dict[str, dict[str, str]] = {}
-    for kind, name, parameter, value in _training_tensors(pipe, optimizer, among):
+    own_digests: dict[str, dict[str, str]] = {}
+    for kind, name, parameter, value in _training_tensors(pipe, optimizer, only_names):
         if kind != "gradients":
             shard = "".join(f", shard {each}" for each in shard_coordinates(parameter))
-            mine.setdefault(kind, {})[name + shard] = value_digest(tree_map_only(Tensor, local_shard, value))
-    for kind, named in _merge_digests(control.all_gather_object(mine, "to compare replicas"), ()).items():
+            own_digests.setdefault(kind, {})[name + shard] = value_digest(tree_map_only(Tensor, local_shard, value))
+    for kind, named in _merge_digests(control.all_gather_object(own_digests, "to compare replicas"), ()).items():
         for name, each in named.items():
             if isinstance(each, dict):
                 ranks = describe_ranks_by_digest(each)
@@ -84,32 +84,32 @@ def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any =
                 raise MismatchError(f"{differ}; {MISMATCH_CAUSES}" if name in pipe._engine.tied.owners else differ)
 
 
-def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizer: Any, what: str) -> Digests:
+def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizer: Any, purpose: str) -> Digests:
     """All ranks' digests as one, in the order of names."""
-    mine: dict[str, dict[str, str]] = {}
+    own_digests: dict[str, dict[str, str]] = {}
     for kind, name, _, value in _training_tensors(pipe, optimizer):
-        mine.setdefault(kind, {})[name] = value_digest(value)
-    return _merge_digests(control.all_gather_object(mine, what), pipe._engine.parameters.order)
+        own_digests.setdefault(kind, {})[name] = value_digest(value)
+    return _merge_digests(control.all_gather_object(own_digests, purpose), pipe._engine.parameters.order)
 
 
-def _merge_digests(everyone: Sequence[Mapping[str, Mapping[str, str]]], order: Sequence[str]) -> Digests:
-    holders: dict[str, dict[str, dict[str, str]]] = {}
-    for rank, mine in enumerate(everyone):
-        for kind, named in mine.items():
-            for name, each in named.items():
-                holders.setdefault(kind, {}).setdefault(name, {})[str(rank)] = each
-    found, place = dict[str, dict[str, Digest]](), {name: number for number, name in enumerate(order)}
-    for kind, ranks in holders.items():
-        for name in sorted(ranks, key=lambda name: place.get(name, len(place))):
-            alike = len({*ranks[name].values()}) == 1
-            found.setdefault(kind, {})[name] = next(iter(ranks[name].values())) if alike else ranks[name]
-    return found
+def _merge_digests(digests_of_ranks: Sequence[Mapping[str, Mapping[str, str]]], name_order: Sequence[str]) -> Digests:
+    digests_by_rank: dict[str, dict[str, dict[str, str]]] = {}
+    for rank, digests in enumerate(digests_of_ranks):
+        for kind, digest_of_name in digests.items():
+            for name, digest in digest_of_name.items():
+                digests_by_rank.setdefault(kind, {}).setdefault(name, {})[str(rank)] = digest
+    merged, position = dict[str, dict[str, Digest]](), {name: number for number, name in enumerate(name_order)}
+    for kind, ranks in digests_by_rank.items():
+        for name in sorted(ranks, key=lambda name: position.get(name, len(position))):
+            are_equal = len({*ranks[name].values()}) == 1
+            merged.setdefault(kind, {})[name] = next(iter(ranks[name].values())) if are_equal else ranks[name]
+    return merged
 
 
 def _training_tensors(
-    pipe: Pipeline, optimizer: Any, among: Collection[str] | None = None
+    pipe: Pipeline, optimizer: Any, only_names: Collection[str] | None = None
 ) -> Iterator[tuple[str, str, Any, Any]]:
-    """Kind, name, tensor of the model, and the value that this rank has, of each or of those `among` the names."""
+    """Kind, name, tensor of the model, and the value that this rank has, of each or of those `only_names` the names."""
     aliases, done = pipe._engine.parameters.aliases, set[tuple[str, str]]()
     everything = [("weights", name, value, value) for name, value in pipe.state_dict().items()]
     for name, parameter in pipe.named_parameters():
@@ -117,7 +117,7 @@ def _training_tensors(
         everything += [("gradients", name, parameter, parameter.grad), ("optimizer", name, parameter, state)]
     for kind, name, parameter, value in everything:
         key = kind, aliases.get(name, name)
-        if value is not None and key not in done and (among is None or key[1] in among):
+        if value is not None and key not in done and (only_names is None or key[1] in only_names):
             done.add(key)
             yield *key, parameter, value
 
@@ -289,24 +289,28 @@ def compare_runs(a: Path, b: Path) -> tuple[bool, str]:
     return True, f"the same to the bit in {_step_range_text(common)}: {', '.join(counts)}"
 
 
-def _check_same_settings_and_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def _check_same_settings_and_model(run_a: Mapping[str, Any], run_b: Mapping[str, Any]) -> None:
     """Raises NotComparable for runs of other settings, or of another model."""
-    settings, others = one["settings"], other["settings"]
+    settings, others = run_a["settings"], run_b["settings"]
     pairs = [(name, settings.get(name), others.get(name)) for name in {**settings, **others}]
     if unlike := [f"{name} {here} and {there}" for name, here, there in pairs if here != there]:
         raise RunsNotComparableError(f"the runs cannot be compared, they have {', '.join(unlike)}")
-    if lacking := {*one["names"]} ^ {*other["names"]}:
+    if lacking := {*run_a["names"]} ^ {*run_b["names"]}:
         raise RunsNotComparableError(f"the runs cannot be compared, they have other models: only one has {min(lacking)}")
 
 
-def _digest_mismatches(one: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _digest_mismatches(
+    step_a: Mapping[str, Any], step_b: Mapping[str, Any], name_order: Sequence[str]
+) -> Iterator[tuple[str, str]]:
     """Kind and name of what differs in two steps, in the order in which a step makes it: gradients from the last layer on."""
-    order = {name: place for place, name in enumerate(names)}
+    order = {name: place for place, name in enumerate(name_order)}
     for kind in DIGEST_KINDS:
-        here, there = one.get(kind, {}), other.get(kind, {})
-        if here and there:
-            for name in sorted(here.keys() | there.keys(), key=lambda name: order.get(name, 0), reverse=kind == "gradients"):
-                if here.get(name) != there.get(name):
+        digests_a, digests_b = step_a.get(kind, {}), step_b.get(kind, {})
+        if digests_a and digests_b:
+            for name in sorted(
+                digests_a.keys() | digests_b.keys(), key=lambda name: order.get(name, 0), reverse=kind == "gradients"
+            ):
+                if digests_a.get(name) != digests_b.get(name):
                     yield kind, name
 
 

@@ -19,8 +19,8 @@ NUMPY_GENERATOR = "MT19937"  # of numpy's global state
 Names = Mapping[int, str]  # the id of each of this rank's parameters -> the name it is kept under
 
 
-def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: dict[str, Tensor], rank: int) -> Any:
-    """A rank's optimizer: its groups' options and names, and the state of each parameter that is `mine` to keep."""
+def pack_optimizer(optimizer: Any, names: Names, names_to_write: Container[str], tensors: dict[str, Tensor], rank: int) -> Any:
+    """A rank's optimizer: its groups' options and names, and the state of each parameter that is `names_to_write` to keep."""
     packed = optimizer.state_dict()
     check_has_only(optimizer, names, rank)
     groups = []
@@ -39,7 +39,7 @@ def pack_optimizer(optimizer: Any, names: Names, mine: Container[str], tensors: 
             aside: dict[str, Tensor] = {}
             name = names[id(parameter)]
             value = pack(state.pop(index), f"optimizer.{name}", aside)  # all who have a piece of it pack it
-            if name in mine:
+            if name in names_to_write:
                 kept[name] = value
                 tensors.update(aside)
     if state:
@@ -53,9 +53,9 @@ def _parameters_with_indices(optimizer: Any, packed: Any) -> Iterator[tuple[Tens
         yield from zip(group["params"], told["params"], strict=True)
 
 
-def merge_optimizers(parts: Sequence[Any]) -> Any:
+def merge_optimizers(rank_optimizers: Sequence[Any]) -> Any:
     """The optimizers of all ranks as one. Raises MismatchError where they differ in more than their parameters."""
-    ranks = {rank: part for rank, part in enumerate(parts) if part is not None}
+    ranks = {rank: part for rank, part in enumerate(rank_optimizers) if part is not None}
     if not ranks:
         return None
     first = min(ranks)
@@ -97,13 +97,13 @@ def check_optimizer_matches(optimizer: Any, saved: Any, names: Names) -> None:
                 raise MismatchError(f"{name} is in the optimizer's group {number}, but in the checkpoint it is {there}")
 
 
-def _check_numbers_stay_numbers(own: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+def _check_numbers_stay_numbers(current: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
     """Raises MismatchError for a number here that is something else in the checkpoint."""
-    for key in own.keys() & saved.keys():
-        is_number = isinstance(own[key], int | float) and not isinstance(own[key], bool)
+    for key in current.keys() & saved.keys():
+        is_number = isinstance(current[key], int | float) and not isinstance(current[key], bool)
         if is_number and isinstance(saved[key], str | list | None):
             theirs = str(saved[key])[:60]
-            raise MismatchError(f"{where} has {key} {own[key]!r}, but {theirs!r} in the checkpoint, which is no number")
+            raise MismatchError(f"{where} has {key} {current[key]!r}, but {theirs!r} in the checkpoint, which is no number")
     if clash := saved.keys() & set(PARAMETER_KEYS):
         raise MismatchError(f"{where} cannot have {', '.join(sorted(clash))} from a checkpoint")
 

@@ -96,12 +96,12 @@ def _write_weights(
     path: Path,
     state: Mapping[str, Any],
     aliases: Mapping[str, str],
-    contents: dict[str, Any],
+    config_files: dict[str, Any],
     max_shard_size: int | str,
 ) -> None:
     """Write all ranks' parts of the state to `path`."""
-    one_file, most = path.suffix == ".safetensors", parse_bytes(str(max_shard_size))
-    if most is None:
+    one_file, max_shard_bytes = path.suffix == ".safetensors", parse_bytes(str(max_shard_size))
+    if max_shard_bytes is None:
         told = f"max_shard_size={max_shard_size!r} is no size"
         raise MismatchError(f"{told}: give a number of bytes, or one with a unit, like '5GB'")
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -109,50 +109,53 @@ def _write_weights(
     if one_file:
         tensors |= {name: tensors[first] for name, first in aliases.items() if first in tensors}
     parts = path.absolute().with_name(f".{path.name}.parts")
-    with temporary_shards(control, parts, tensors, no_tensors, float("inf") if one_file else most) as everyone:
+    with temporary_shards(control, parts, tensors, no_tensors, float("inf") if one_file else max_shard_bytes) as everyone:
         left_out = [name for _, names in everyone for name in names]
         if control.topology.rank != 0:
             return
         if left_out:
             warnings.warn(f"{path} holds tensors only: {', '.join(left_out)} left out", stacklevel=3)
         files = TensorFiles(parts)
-        if one_file or files.nbytes <= most:
+        if one_file or files.nbytes <= max_shard_bytes:
             files = _join_shards(files, parts / WEIGHTS_FILE)
         if one_file:
             os.replace(parts / WEIGHTS_FILE, path)
             fsync(path.parent)
         else:
-            _install_pretrained_folder(files, parts, path, contents)
+            _install_pretrained_folder(files, parts, path, config_files)
 
 
 def _join_shards(files: TensorFiles, path: Path) -> TensorFiles:
     """The tensors of `files` in one, `path`."""
-    shards = {stored.file for stored in files.locations.values()}
-    if len(shards) == 1:
-        os.rename(shards.pop(), path)
+    shard_files = {stored.file for stored in files.locations.values()}
+    if len(shard_files) == 1:
+        os.rename(shard_files.pop(), path)
     else:
         write_safetensors(path, {name: files.mapped_tensor(name) for name in files})
     return TensorFiles(path)
 
 
-def _install_pretrained_folder(files: TensorFiles, parts: Path, path: Path, contents: Mapping[str, Any]) -> None:
-    """Make `files`, which are in `parts`, what `from_pretrained` expects in `path`, and put them there, the index last."""
+def _install_pretrained_folder(files: TensorFiles, shards_folder: Path, path: Path, config_files: Mapping[str, Any]) -> None:
+    """Move the shards into `path`, named as `from_pretrained` expects them, the index last."""
     shards = sorted({stored.file for stored in files.locations.values()})
     names = {file: f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number, file in enumerate(shards, 1)}
-    if shards == [parts / WEIGHTS_FILE]:
-        names = {parts / WEIGHTS_FILE: WEIGHTS_FILE}
+    if shards == [shards_folder / WEIGHTS_FILE]:
+        names = {shards_folder / WEIGHTS_FILE: WEIGHTS_FILE}
     else:
-        homes = {name: names[stored.file] for name, stored in sorted(files.locations.items())}
-        contents = {**contents, WEIGHTS_INDEX_FILE: {"metadata": {"total_size": files.nbytes}, "weight_map": homes}}
+        file_of_tensor = {name: names[stored.file] for name, stored in sorted(files.locations.items())}
+        config_files = {
+            **config_files,
+            WEIGHTS_INDEX_FILE: {"metadata": {"total_size": files.nbytes}, "weight_map": file_of_tensor},
+        }
     for file, name in names.items():
-        os.rename(file, parts / name)
-    for name, content in contents.items():
-        with manifest.atomic_replacement(parts / name) as beside:
-            beside.write_text(json.dumps(content, indent=2) + "\n")
+        os.rename(file, shards_folder / name)
+    for name, content in config_files.items():
+        with manifest.atomic_replacement(shards_folder / name) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
     path.mkdir(exist_ok=True)
     for old in sorted(path.iterdir(), reverse=True):  # the index first: no file of one export stands beside that of another
         if _WEIGHTS_FILE_PATTERN.fullmatch(old.name):
             old.unlink()
-    for name in sorted([*names.values(), *contents]):
-        os.replace(parts / name, path / name)
+    for name in sorted([*names.values(), *config_files]):
+        os.replace(shards_folder / name, path / name)
     fsync(path)

@@ -37,11 +37,11 @@ APPLY_BY_NAME: dict[str, ApplyDataParallel] = {"ddp": apply_ddp, "fsdp": apply_f
 
 
 def make_data_parallel(
-    module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, borrowed: Sequence[str]
+    module: nn.Module, position: MeshPosition, apply: ApplyDataParallel, ignored_names: Sequence[str]
 ) -> Replication:
     """`module` in a copy on every rank along `dp`, all with the first one's values, and from now on held equal by `apply`.
 
-    `borrowed`: names of parameters whose gradients go to another stage. Raises MismatchError if `apply` holds nothing equal.
+    `ignored_names`: of parameters whose gradients go to another stage. Raises MismatchError if `apply` replicates nothing.
     """
     mesh = position.dp
     assert mesh is not None
@@ -49,30 +49,32 @@ def make_data_parallel(
     broadcast_from_first((*module.parameters(), *module.buffers()), group)
     if not any(True for _ in module.parameters()):
         return NoReplication()
-    torch_private.ignore_in_ddp(module, borrowed)
+    torch_private.ignore_in_ddp(module, ignored_names)
     if apply is apply_ddp and position.tp is not None:
         apply = torch_private.replicate_with_fsdp  # DistributedDataParallel does not take parameters that are shared along `tp`
     wrap = partial(apply, module, mesh)
-    if apply is apply_ddp and not any(each.requires_grad and name not in borrowed for name, each in module.named_parameters()):
+    if apply is apply_ddp and not any(
+        each.requires_grad and name not in ignored_names for name, each in module.named_parameters()
+    ):
         return DDPReplication(module, None, group, wrap)
-    made = wrap()
-    replication = replication_of(module, made, group, wrap)
+    wrapped = wrap()
+    replication = replication_of(module, wrapped, group, wrap)
     if isinstance(replication, NoReplication):
-        told = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(made).__name__}"
+        told = f"data_parallel={getattr(apply, '__name__', repr(apply))} gave {type(wrapped).__name__}"
         raise MismatchError(f"{told}, no DistributedDataParallel and not sharded: return what it makes")
     return replication
 
 
 def replication_of(
-    module: nn.Module, made: Any, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
+    module: nn.Module, wrapped: Any, group: dist.ProcessGroup | None = None, wrap: Callable[[], Any] | None = None
 ) -> Replication:
-    """What `made` says others have of `module`: DistributedDataParallel or `fully_shard` has made it, or perhaps nobody.
+    """What `wrapped` says others have of `module`: DistributedDataParallel or `fully_shard` has made it, or perhaps nobody.
 
     `group` has the replicas, and `wrap` makes it again; None where they are pipelines that know nothing of each other.
     """
-    if isinstance(made, DistributedDataParallel):
-        return DDPReplication(module, made, group, wrap)
-    return FSDPReplication(made, group) if isinstance(made, nn.Module) and fsdp_modules(made) else NoReplication()
+    if isinstance(wrapped, DistributedDataParallel):
+        return DDPReplication(module, wrapped, group, wrap)
+    return FSDPReplication(wrapped, group) if isinstance(wrapped, nn.Module) and fsdp_modules(wrapped) else NoReplication()
 
 
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:

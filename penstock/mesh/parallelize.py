@@ -24,7 +24,7 @@ def parallelize_stages(
     tied: Sequence[Sequence[StageParameter]],
     names: Sequence[Mapping[str, str]],
     plan: tensor_parallel.TensorParallelPlan | None,
-    way: str | data_parallel.ApplyDataParallel,
+    data_parallel_mode: str | data_parallel.ApplyDataParallel,
 ) -> dict[int, Replication]:
     """What other pipelines of the mesh have of this rank's stages.
 
@@ -34,28 +34,30 @@ def parallelize_stages(
     """
     if position.peer_groups:
         torch_private.clear_dtensor_caches()  # a step that failed has closed the groups of the one before
-    apply = data_parallel.APPLY_BY_NAME.get(way) if isinstance(way, str) else way
+    apply = data_parallel.APPLY_BY_NAME.get(data_parallel_mode) if isinstance(data_parallel_mode, str) else data_parallel_mode
     if apply is None:
-        raise MismatchError(f"data_parallel={way!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage")
+        raise MismatchError(
+            f"data_parallel={data_parallel_mode!r}: use 'ddp', 'fsdp' or a function of (stage, mesh) that returns the stage"
+        )
     tensor_parallel.check_plan(plan, names, position)
     if tied and (position.tp is not None or (position.dp is not None and apply is not data_parallel.apply_ddp)):
         told = ", ".join(names[stage][name] for stage, name in tied[0])
         raise MismatchError(f"parameters of several stages ({told}) can be neither sharded nor split over tp")
-    found = dict(replications)
+    replication_of_stage = dict(replications)
     for stage, module in modules.items():
         if position.tp is not None and plan is not None:
             data_parallel.broadcast_from_first((*module.parameters(), *module.buffers()), position.tp.get_group())
             tensor_parallel.parallelize_stage(plan, module, names[stage], position.tp)
         if position.dp is not None:
-            if not isinstance(found[stage], NoReplication):
+            if not isinstance(replication_of_stage[stage], NoReplication):
                 raise MismatchError(f"stage {stage} is data parallel already: give it as it is, the mesh has an axis dp")
             borrowed = [name for group in tied for owner, name in group if owner == stage != group[0][0]]
-            found[stage] = data_parallel.make_data_parallel(module, position, apply, borrowed)
-    if len({type(each) for each in found.values() if not isinstance(each, NoReplication)}) > 1:
+            replication_of_stage[stage] = data_parallel.make_data_parallel(module, position, apply, borrowed)
+    if len({type(each) for each in replication_of_stage.values() if not isinstance(each, NoReplication)}) > 1:
         raise MismatchError(
             "data_parallel= makes DistributedDataParallel of one stage and shards another: do the same with all"
         )
-    return found
+    return replication_of_stage
 
 
 def finish_gradient_averaging(

@@ -41,9 +41,9 @@ class ReplicaSampler(Sampler[int]):
         numbers = [row for which in range(first, last + 1) for row in self._row_order(which)]
         return iter(numbers[begin - first * self.rows :][:taken][self.replica :: self.replicas])
 
-    def _row_order(self, which: int) -> list[int]:
+    def _row_order(self, shuffle_number: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.rows))
         return torch.randperm(
-            self.rows, generator=torch.Generator().manual_seed(mix_seed(self.seed, which)), device="cpu"
+            self.rows, generator=torch.Generator().manual_seed(mix_seed(self.seed, shuffle_number)), device="cpu"
         ).tolist()

@@ -49,16 +49,16 @@ def parallelize_stage(plan: TensorParallelPlan, module: nn.Module, names: Mappin
     around = [
         pair for name, whole in names.items() for pair in zip(_enclosing_modules(name), _enclosing_modules(whole), strict=False)
     ]
-    wholes = dict(around)  # a submodule's own name -> the uncut model's
+    model_name_of = dict(around)  # a submodule's own name -> the uncut model's
     styles = {
         name: style
         for name, _ in module.named_modules()
         for pattern, style in plan.items()
-        if name and _matches(wholes.get(name, name), pattern)
+        if name and _matches(model_name_of.get(name, name), pattern)
     }
     for name, style in styles.items():
         if isinstance(style, ColwiseParallel) and style.use_local_output:
-            _check_heads_divide(module, name, wholes.get(name, name), mesh.size())
+            _check_heads_divide(module, name, model_name_of.get(name, name), mesh.size())
     together = tied_parameters.names_by_parameter({0: module})
     parallelize_module(module, mesh, styles)
     now = tied_parameters.names_by_parameter({0: module})

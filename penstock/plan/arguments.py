@@ -12,12 +12,12 @@ from penstock.schedule.memory import format_bytes, parse_bytes
 
 
 def check_arguments(
-    layers: ModelProfile, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]
+    profile: ModelProfile, ranks: int, batch: int, seed: int, effort: str, efforts: Iterable[str]
 ) -> tuple[int, int, int]:
     """`ranks`, `batch` and `seed`. Raises PenstockError for what cannot be planned for."""
     if not (is_whole_number(ranks, 1) and is_whole_number(batch, 1)):
         raise PenstockError(f"a plan is for 1 rank or more and 1 row or more, whole numbers, not {ranks} and {batch}")
-    if not any(layer.seconds for layer in layers.samples[-1].layers):
+    if not any(layer.seconds for layer in profile.samples[-1].layers):
         raise PenstockError("all layers take 0 seconds, so any plan is as good: measure them, or say what they take")
     if effort not in list(efforts):
         raise PenstockError(f"effort={effort!r}: use {', '.join(efforts)}")
@@ -35,11 +35,11 @@ def check_numbers(**numbers: float) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}
 
 
-def integers(name: str, given: int | Sequence[int]) -> list[int]:
+def integers(name: str, value: int | Sequence[int]) -> list[int]:
     """The one, or each of several once."""
-    asked = list(dict.fromkeys(given)) if isinstance(given, Iterable) else [given]
+    asked = list(dict.fromkeys(value)) if isinstance(value, Iterable) else [value]
     if not asked or not all(map(is_whole_number, asked)):
-        raise PenstockError(f"{name}={given!r}: give a whole number, or several to choose from")
+        raise PenstockError(f"{name}={value!r}: give a whole number, or several to choose from")
     return [int(each) for each in asked]
 
 
@@ -80,14 +80,16 @@ def family_names(schedules: str | Sequence[str] | None) -> list[str]:
     return given
 
 
-def microbatch_counts(microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int, largest: float) -> list[int]:
+def microbatch_counts(
+    microbatches: int | Sequence[int] | None, batch: int, rows: int, ranks: int, max_rows: float
+) -> list[int]:
     """Numbers of microbatches that are tried: of those that divide the rows, or one that does not where none does.
 
-    They have no more than `largest` rows, as far as that leaves any.
+    They have no more than `max_rows` rows, as far as that leaves any.
     """
     if microbatches is None:
         most = min(rows, 8 * ranks)
-        fewest = min(most, max(1, min(rows, ranks) // 4, math.ceil(rows / largest)))
+        fewest = min(most, max(1, min(rows, ranks) // 4, math.ceil(rows / max_rows)))
         whole = [count for count in range(fewest, most + 1) if rows % count == 0]
         return whole or [min(rows, 4 * ranks)]
     counts = sorted(integers("microbatches", microbatches))
@@ -96,7 +98,7 @@ def microbatch_counts(microbatches: int | Sequence[int] | None, batch: int, rows
     return [count for count in counts if count <= rows]
 
 
-def nothing_fits_message(cutting: PartitionSearch, best: EvaluatedPartition, fitting: Iterable[str]) -> str:
+def nothing_fits_message(cutting: PartitionSearch, best: EvaluatedPartition, alternatives: Iterable[str]) -> str:
     """Which rank misses most with the candidate that misses least, and what would fit instead."""
     rank = max(range(len(best.choices)), key=lambda rank: best.choices[rank].excess_bytes)
     choice, stages = best.choices[rank], cutting.stage_costs(best.starts)
@@ -109,7 +111,7 @@ def nothing_fits_message(cutting: PartitionSearch, best: EvaluatedPartition, fit
         f"{format_bytes(always)} for parameters, gradients and optimizer state, {format_bytes(buffers)} for messages, "
         f"{format_bytes(held)} for activations"
     )
-    return f"{told}. What fits: {'; '.join([*fitting, f'{format_bytes(needed)} for each rank'])}"
+    return f"{told}. What fits: {'; '.join([*alternatives, f'{format_bytes(needed)} for each rank'])}"
 
 
 def parse_memory_size(text: str) -> float:

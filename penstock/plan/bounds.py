@@ -32,25 +32,26 @@ def min_step_seconds(
 
 
 def bottleneck_sentence(
-    layers: Sequence[LayerCost], timeline: Timeline, microbatches: int, again: float, reduced: float = 0.0
+    layers: Sequence[LayerCost], timeline: Timeline, microbatches: int, recompute_seconds: float, reduce_seconds: float = 0.0
 ) -> str:
     """In a sentence, what costs the step most of what it takes more than evenly shared work would.
 
-    `timeline` is the planned step; `again` are the seconds of recomputation in it, `reduced` those after it in which replicas
+    `timeline`: the planned step. `recompute_seconds`: of recomputation in it. `reduce_seconds`: after it, in which the replicas
     sum their gradients.
     """
-    busy, step = timeline.busy, timeline.makespan + reduced
+    busy, step = timeline.busy, timeline.makespan + reduce_seconds
     work = microbatches * sum(layer.seconds for layer in layers)
     uneven, waiting = max(busy) - sum(busy) / len(busy), timeline.makespan - max(busy)
-    if max(again / len(busy), uneven, waiting, reduced) < step / 100:
+    if max(recompute_seconds / len(busy), uneven, waiting, reduce_seconds) < step / 100:
         return "all ranks work all the time"
-    if reduced > max(again / len(busy), uneven, waiting):
-        return f"for {reduced / step:.0%} of the step the replicas sum their gradients: fewer replicas have less to sum"
-    if waiting >= max(again / len(busy), uneven):
+    if reduce_seconds > max(recompute_seconds / len(busy), uneven, waiting):
+        return f"for {reduce_seconds / step:.0%} of the step the replicas sum their gradients: fewer replicas have less to sum"
+    if waiting >= max(recompute_seconds / len(busy), uneven):
         told = f"the busiest rank waits for {waiting / step:.0%} of the step, while the pipeline fills and drains"
         return f"{told}: more microbatches, or memory for more of them in flight, would shorten that"
-    if again / len(busy) >= uneven:
-        return f"recomputation makes the work {again / work:.0%} more: more memory or smaller microbatches would save it"
+    if recompute_seconds / len(busy) >= uneven:
+        share = recompute_seconds / work
+        return f"recomputation makes the work {share:.0%} more: more memory or smaller microbatches would save it"
     dearest = max(layers, key=lambda layer: layer.seconds)
     if microbatches * dearest.seconds > work / len(busy):
         share = microbatches * dearest.seconds / work

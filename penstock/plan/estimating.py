@@ -88,13 +88,13 @@ def _to_meta(tensor: Tensor) -> Tensor:
     return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
-def _backward_operations(output: Sequence[Tensor], of: Sequence[Tensor]) -> int:
+def _backward_operations(output: Sequence[Tensor], inputs: Sequence[Tensor]) -> int:
     """Of a backward that gives these gradients."""
     ends = [tensor for tensor in output if tensor.requires_grad]
-    if not ends or not of:
+    if not ends or not inputs:
         return 0
     with FlopCounterMode(display=False) as counter:
-        torch.autograd.grad(ends, of, [torch.ones_like(end) for end in ends], retain_graph=True, allow_unused=True)
+        torch.autograd.grad(ends, inputs, [torch.ones_like(end) for end in ends], retain_graph=True, allow_unused=True)
     return int(counter.get_total_flops())
 
 

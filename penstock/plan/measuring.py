@@ -138,10 +138,10 @@ def _measure_units(units: Sequence[RecordedUnit], device: torch.device | None, r
 
 
 def costs_in_layer_order(
-    whole: CuttableModel, units: Sequence[RecordedUnit], found: Sequence[LayerCost], example: tuple[Any, ...]
+    whole: CuttableModel, units: Sequence[RecordedUnit], unit_costs: Sequence[LayerCost], example: tuple[Any, ...]
 ) -> list[LayerCost]:
-    """What was `found` of the units as the layers of the model, the last one with the loss. A unit may be several of them."""
-    of_unit = {unit.module: layer for unit, layer in zip(units, found, strict=True)}
+    """Return the costs of the model's layers in order, the last with the loss. A unit may stand in several places."""
+    of_unit = {unit.module: layer for unit, layer in zip(units, unit_costs, strict=True)}
     *layers, last, loss = [of_unit[module] for module in [*map(whole.model.get_submodule, whole.unit_order), units[-1].module]]
     sums = [one + other for one, other in zip(last[1:], loss[1:], strict=True)]
     both = LayerCost._make((last.name, *sums))._replace(output=last.output)
@@ -197,8 +197,8 @@ class TensorsToTensors(nn.Module):
         return trees.tensors(self.unit(*args, **kwargs))
 
 
-def _run_as_stage(unit: RecordedUnit, device: torch.device | None, run: Callable[[Stage, list[Tensor]], T]) -> T:
-    """What `run` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
+def _run_as_stage(unit: RecordedUnit, device: torch.device | None, measurement: Callable[[Stage, list[Tensor]], T]) -> T:
+    """What `measurement` finds of the unit as a stage, with stand-ins for its parameters and its inputs."""
     where = device or module_device(unit.module, (unit.args, unit.kwargs))
     make = partial(with_memory, device=where)
     hooks = [gradient_hooks(parameter) for parameter in unit.module.parameters()]  # run in W, and take their time
@@ -216,7 +216,7 @@ def _run_as_stage(unit: RecordedUnit, device: torch.device | None, run: Callable
         inputs = trees.map_tensors(make, module.argument_tensors())
         stage = Stage(MIDDLE_STAGE, module, where, neighbours=Neighbours((MIDDLE_STAGE - 1,), ()))
         stage.begin_step()  # as before any step: it learns which parameters there are
-        return run(stage, inputs)
+        return measurement(stage, inputs)
 
 
 def _new_message(inputs: Sequence[Tensor]) -> list[list[Tensor]]:

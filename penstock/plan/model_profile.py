@@ -75,12 +75,12 @@ class ModelProfile:
         return cls((ProfileSample(rows, tuple(layers)),))
 
     @classmethod
-    def mean_of(cls, several: "Sequence[ModelProfile]") -> "ModelProfile":
+    def mean_of(cls, profiles: "Sequence[ModelProfile]") -> "ModelProfile":
         """Of the same layers measured on several ranks at once: a machine's cores are not all as fast, now one, now another."""
         return cls(
             tuple(
                 ProfileSample(same[0].rows, tuple(map(_mean_layer_cost, zip(*(sample.layers for sample in same), strict=True))))
-                for same in zip(*(each.samples for each in several), strict=True)
+                for same in zip(*(profile.samples for profile in profiles), strict=True)
             )
         )
 

@@ -48,23 +48,25 @@ class ScheduleTimer:
             for home, (counts, last) in zip(self.stages_of_rank, self._work, strict=True)
         )
 
-    def makespan_with_jitter(self, costs: Sequence[float], lags: Sequence[float], share: float, random: Random) -> float:
-        """The makespan where every action takes up to `share` more or less."""
+    def makespan_with_jitter(
+        self, costs: Sequence[float], message_delays: Sequence[float], jitter: float, random: Random
+    ) -> float:
+        """The makespan where every action takes up to `jitter` more or less."""
         ends = [0.0]
         for code, before, needed, border in self.operations:
-            start = max(ends[before], ends[needed] + lags[border])
-            ends.append(start + costs[code] * random.uniform(1 - share, 1 + share))
+            start = max(ends[before], ends[needed] + message_delays[border])
+            ends.append(start + costs[code] * random.uniform(1 - jitter, 1 + jitter))
         return max(ends)
 
-    def makespan(self, costs: Sequence[float], lags: Sequence[float], cores: float = math.inf) -> float:
-        """The makespan. `costs`: of F of every stage, then of B, I, W; `lags`: of a message over each border, and a 0.
+    def makespan(self, costs: Sequence[float], message_delays: Sequence[float], cores: float = math.inf) -> float:
+        """Return the makespan for `costs`, of F of every stage, then of B, I, W. `message_delays`: over each border, and a 0.
 
         Where more ranks work at once than there are `cores`, all of them are as much slower meanwhile.
         """
         ends = [0.0]
         add = ends.append
         for code, before, needed, border in self.operations:
-            free, there = ends[before], ends[needed] + lags[border]
+            free, there = ends[before], ends[needed] + message_delays[border]
             add((free if free > there else there) + costs[code])
         return max(ends) if cores >= len(self.stages_of_rank) else self._makespan_on_shared_cores(ends[1:], costs, cores)
 

@@ -171,7 +171,7 @@ def test_every_byte_of_a_manifest_counts(copy):
     whole = path.read_bytes()
     for at in random.sample(range(len(whole)), 100):
         flip(path, at)
-        with pytest.raises(manifest.Damaged, match="manifest"):
+        with pytest.raises(manifest.DamagedFileError, match="manifest"):
             manifest.read(path.parent)
         path.write_bytes(whole)
     assert manifest.read(path.parent)["step"] == 3

@@ -184,7 +184,7 @@ def test_a_ctrl_c_while_a_save_is_waited_for_loses_neither_its_error_nor_the_nex
             wait()
     assert pipe._engine.background_save is saving  # no other save begins beside it
     written.set_exception(ps.PenstockError("the disk is full"))
-    assert saving.failed
+    assert saving.has_unreported_error
     with pytest.raises(ps.PenstockError, match="the disk is full"):
         checkpoint.save(tmp_path, pipe)
     checkpoint.save(tmp_path, pipe)

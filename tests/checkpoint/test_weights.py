@@ -23,11 +23,11 @@ def rank_export(path):
 
 
 def rank_import(path):
-    names, mapped = [], TensorFiles.mapped
-    TensorFiles.mapped = lambda self, name: [names.append(name), mapped(self, name)][1]
+    names, mapped = [], TensorFiles.mapped_tensor
+    TensorFiles.mapped_tensor = lambda self, name: [names.append(name), mapped(self, name)][1]
     pipe = pipeline()
     checkpoint.import_weights(pipe, path)
-    TensorFiles.mapped = mapped
+    TensorFiles.mapped_tensor = mapped
     return pipe.state_dict(), names
 
 

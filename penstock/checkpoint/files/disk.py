@@ -84,14 +84,14 @@ class DamagedFileError(MismatchError):
 
 
 @contextmanager
-def errors_as_damaged(path: Path, damaged: str) -> Iterator[None]:
-    """While `path` is read: what goes wrong is raised as Damaged, which says that it cannot be read, or is `damaged`."""
+def errors_as_damaged(path: Path, damage: str) -> Iterator[None]:
+    """While `path` is read: what goes wrong is raised as Damaged, which says that it cannot be read, or is `damage`."""
     try:
         yield
     except OSError as error:
         raise DamagedFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        raise DamagedFileError(f"{path} {damaged}") from error
+        raise DamagedFileError(f"{path} {damage}") from error
 
 
 @contextmanager

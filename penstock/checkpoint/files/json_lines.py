@@ -27,8 +27,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Make the file at `path`, in the place of what is there, one of these records."""
-    with atomic_replacement(path) as beside:
-        beside.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with atomic_replacement(path) as temporary:
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:

@@ -115,12 +115,12 @@ def read(folder: Path) -> dict[str, Any]:
     return content
 
 
-def verify_files(folder: Path, files: dict[str, Any], rank: int = 0, ranks: int = 1) -> None:
+def verify_files(folder: Path, files: dict[str, Any], rank: int = 0, num_ranks: int = 1) -> None:
     """Compare this rank's share of the files of `folder` with the manifest's `files`. Raises Damaged, naming the file."""
     for path in sorted(folder.glob("*.safetensors")):
         if path.name not in files:
             raise DamagedFileError(f"{path} does not belong to the checkpoint: its {MANIFEST_FILE} does not name it")
-    for name, expected in list(files.items())[rank::ranks]:
+    for name, expected in list(files.items())[rank::num_ranks]:
         (checksum,) = expected.keys() - {"bytes"}
         found = file_entry(folder / name, checksum)
         if found != expected:
@@ -194,12 +194,12 @@ def prune(folder: Path, step: int, keep: int) -> None:
 @contextmanager
 def atomic_replacement(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; when that is done and on the disk, it takes the place of `path`."""
-    beside = path.with_name(f".{path.name}.part")
-    delete_path(beside)  # it may lead elsewhere
+    temporary = path.with_name(f".{path.name}.part")
+    delete_path(temporary)  # it may lead elsewhere
     try:
-        yield beside
-        fsync(beside)
-        os.replace(beside, path)
+        yield temporary
+        fsync(temporary)
+        os.replace(temporary, path)
         fsync(path.parent)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

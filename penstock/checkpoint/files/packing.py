@@ -62,28 +62,28 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     return Counter(pairs) if kind == "counter" else pairs
 
 
-def tensor_names_in(packed: Any, at: str, depth: int = 0) -> Iterator[str]:
-    """The names of the tensors in `packed`, which is at a place `at`. Raises ValueError for what `pack` does not make."""
+def tensor_names_in(packed: Any, location: str, depth: int = 0) -> Iterator[str]:
+    """The names of the tensors in `packed`, which is at a place `location`. Raises ValueError for what `pack` does not make."""
     if depth > MAX_DEPTH:
-        raise ValueError(f"{at[:60]}.. is more than {MAX_DEPTH} lists or dicts deep")
+        raise ValueError(f"{location[:60]}.. is more than {MAX_DEPTH} lists or dicts deep")
     if isinstance(packed, list):
         for number, each in enumerate(packed):
-            yield from tensor_names_in(each, f"{at}.{number}", depth + 1)
+            yield from tensor_names_in(each, f"{location}.{number}", depth + 1)
     elif isinstance(packed, dict):
         ((kind, content),) = packed.items() if len(packed) == 1 else (("", None),)
         if not isinstance(content, PACKED_KINDS.get(kind, ())):
-            raise ValueError(f"{at} is an object of a kind that is not known")
+            raise ValueError(f"{location} is an object of a kind that is not known")
         if kind == "tensor":
             yield content
         elif kind == "dict":
             for key, each in content.items():
-                yield from tensor_names_in(each, f"{at}.{key}", depth + 1)
+                yield from tensor_names_in(each, f"{location}.{key}", depth + 1)
         else:
-            yield from tensor_names_in(content, at, depth + 1)
+            yield from tensor_names_in(content, location, depth + 1)
             if kind != "tuple" and not all(
                 isinstance(pair, list) and len(pair) == 2 and _can_be_key(pair[0]) for pair in content
             ):
-                raise ValueError(f"{at} is no list of pairs")
+                raise ValueError(f"{location} is no list of pairs")
 
 
 def _can_be_key(packed: Any) -> bool:

@@ -68,25 +68,25 @@ def validate_manifest(content: Any) -> list[str]:
     return list(_tensor_names(content, _MANIFEST, "it"))
 
 
-def _tensor_names(value: Any, expected: Any, at: str) -> Iterator[str]:
+def _tensor_names(value: Any, expected: Any, location: str) -> Iterator[str]:
     if isinstance(expected, PackedStateRule):
         if expected.kinds and not (isinstance(value, dict) and len(value) == 1 and next(iter(value)) in expected.kinds):
-            raise ValueError(f"{at} is no {' or '.join(expected.kinds)}")
-        yield from packing.tensor_names_in(value, at)
+            raise ValueError(f"{location} is no {' or '.join(expected.kinds)}")
+        yield from packing.tensor_names_in(value, location)
         return
     kind = expected if isinstance(expected, ValueRule) else _LIST if isinstance(expected, list) else _OBJECT
     if not kind.accepts(value):
-        raise ValueError(f"{at} is {repr(value)[:60]}, not {kind.description}")
+        raise ValueError(f"{location} is {repr(value)[:60]}, not {kind.description}")
     if isinstance(expected, list):
         for number, each in enumerate(value):
-            yield from _tensor_names(each, expected[0], f"{at}.{number}")
+            yield from _tensor_names(each, expected[0], f"{location}.{number}")
     for name, each in expected.items() if isinstance(expected, dict) else ():
         if isinstance(name, ValueRule):
             for key, one in value.items():
-                yield from _tensor_names(key, name, f"a name in {at}")
-                yield from _tensor_names(one, each, f"{at}.{key}")
+                yield from _tensor_names(key, name, f"a name in {location}")
+                yield from _tensor_names(one, each, f"{location}.{key}")
         elif name not in value:
             if name not in _MISSING_IN_OLD_CHECKPOINTS:
-                raise ValueError(f"{at} has no {name!r}")
+                raise ValueError(f"{location} has no {name!r}")
         elif value[name] is not None or name not in _OPTIONAL:
-            yield from _tensor_names(value[name], each, f"{at}.{name}")
+            yield from _tensor_names(value[name], each, f"{location}.{name}")

@@ -36,21 +36,25 @@ _DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def write_shards(
-    folder: Path, rank: int, tensors: Mapping[str, Tensor], most: float = MAX_SHARD_BYTES, with_checksums: bool = False
+    folder: Path,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+    with_checksums: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Write a rank's tensors into files of its own in `folder`, of `most` bytes where one tensor is not larger.
+    """Write a rank's tensors into files of its own in `folder`, of `max_shard_bytes` bytes where one tensor is not larger.
 
     Returns what a manifest says of each file: its bytes and, `with_checksums`, that.
     """
     folder.mkdir(parents=True, exist_ok=True)  # where rank 0's cannot be seen from, as rank 0 will tell
     groups: list[dict[str, Tensor]] = []
-    room = 0.0
+    free_bytes = 0.0
     for name, tensor in tensors.items():
-        if not groups or tensor.nbytes > room:
+        if not groups or tensor.nbytes > free_bytes:
             groups.append({})
-            room = most
+            free_bytes = max_shard_bytes
         groups[-1][name] = tensor
-        room -= tensor.nbytes
+        free_bytes -= tensor.nbytes
     of = f"of-{len(groups):05d}.safetensors"
     files = {f"shard-{rank + 1:05d}-model-{number:05d}-{of}": group for number, group in enumerate(groups, 1)}
     checksum = checksum_kind_for(folder) if with_checksums else None

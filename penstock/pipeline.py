@@ -206,6 +206,7 @@ class Pipeline(NotAModule):
         self._parameters = self._engine.parameters
         self._empty_parameter = nn.Parameter(torch.empty(0, device=self.topology.device))  # see `parameters`
         self.balance = partition.balance  # how even the cut is, on the rank that chose it
+        self.cuts = list(partition.starts)  # where each stage but the first begins; empty if the stages were given
         self.first_rank, self.last_rank = self.schedule.placement[0], self.schedule.placement[-1]
 
         self._loss_checks: LossChecks | None = None  # on one rank that has the target

@@ -14,7 +14,7 @@ from penstock.comms.topology import Topology
 from penstock.engine.loss import Reduction, RowwiseLossCheck
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
-from penstock.partition.rows import unwrap
+from penstock.partition.rows import Microbatches, unwrap
 from penstock.randomness import mix_seed
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
@@ -24,6 +24,9 @@ from penstock.trees import leaves
 NO_ROWS = -1  # in place of the rows of a batch of which this rank reads nothing
 MAX_HASHED_VALUES = 64  # of each tensor of a batch, to compare it between ranks
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+UNEQUAL_CUTS = "the batch and the target are not cut into microbatches of the same rows: cut both alike"
 
 
 class StepCall(NamedTuple):
@@ -55,6 +58,7 @@ class StepHeader(NamedTuple):
     input_rows: float
     target_rows: float
     num_loss_weights: float
+    cut_hash: float  # of the microbatches' rows, where the batch came cut
     input_signature: float  # a hash of the inputs' structure, shapes and dtypes
     requires_grad_hash: float  # of this rank's parameters
     autocast_index: float  # in AUTOCAST_DTYPES
@@ -69,7 +73,7 @@ class StepHeader(NamedTuple):
     @property
     def batch_kind(self) -> tuple[float, ...]:
         """The fields that are equal in every step of the same kind."""
-        return self[:7]
+        return self[:8]
 
 
 class LocalBatch(NamedTuple):
@@ -80,6 +84,7 @@ class LocalBatch(NamedTuple):
     inputs: Sequence[tuple[Any, Any]]  # (args, kwargs) of each microbatch, on the first stage's rank
     targets: Sequence[Any]  # of each microbatch, on the last stage's rank
     loss_weights: Sequence[float]  # `loss_weight(target)` of each microbatch, there
+    cut_rows: Sequence[int]  # of each microbatch, where the batch came cut and this rank reads it
     seed: int | None  # of this step's random numbers; None for torch's generator
     grad_scale: float  # of all gradients: the scaler's, the user's, and the number of replicas
 
@@ -116,9 +121,11 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     batch = call.args[0] if is_one_tensor else (call.args, call.kwargs)
     inputs: Sequence[tuple[Any, Any]] = ()
     input_rows, input_signature = NO_ROWS, 0
+    cut_rows: Sequence[int] = ()
     if rank == first_rank:
         _check_inputs(call, rank)
         sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, rows_dim)
+        cut_rows = microbatch.cut_sizes(batch, "the batch", max_microbatches, rows_dim)
         parts = microbatch.split(batch, sizes, device, rows_dim)
         inputs = [((part,), {}) for part in parts] if is_one_tensor else parts
         input_rows, input_signature = sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode())
@@ -133,6 +140,10 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
         if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
             loss_weights = microbatch.microbatch_weights(microbatch.split(call.target, sizes, None, rows_dim), call.loss_weight)
         targets, target_rows = microbatch.split(call.target, sizes, device, rows_dim), sum(sizes)
+        target_cut = microbatch.cut_sizes(call.target, "the target", max_microbatches, rows_dim)
+        if rank == first_rank and target_cut != cut_rows:
+            raise MismatchError(UNEQUAL_CUTS)
+        cut_rows = target_cut
 
     # If several ranks are given the batch, they compare some of its values.
     are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or position.tp is not None)
@@ -143,6 +154,7 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
         input_rows=input_rows,
         target_rows=target_rows,
         num_loss_weights=len(loss_weights),
+        cut_hash=cached_hash48(repr(cut_rows).encode()) if cut_rows else 0,
         input_signature=input_signature,
         requires_grad_hash=cached_hash48(requires_grad),
         autocast_index=AUTOCAST_DTYPES.index(_autocast_dtype(device)),
@@ -157,7 +169,7 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     seed = mix_seed(call.seed, call.steps_before) if call.training and call.seed is not None else None
     scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     grad_scale = scale * call.user_scale * position.replicas  # replicas' gradients are averaged afterwards
-    return LocalBatch(call, header, inputs, targets, loss_weights, seed, grad_scale)
+    return LocalBatch(call, header, inputs, targets, loss_weights, cut_rows, seed, grad_scale)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -175,7 +187,8 @@ def hash_values(batch: Any) -> int:
 
     Never synchronises: 0 for a batch that is not on the CPU.
     """
-    tensors = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
+    unwrapped = [leaf.tensors if isinstance(leaf, Microbatches) else (unwrap(leaf),) for leaf in leaves(batch)]
+    tensors = [tensor for row in unwrapped for tensor in row if isinstance(tensor, Tensor)]
     if not tensors or any(
         type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu for tensor in tensors
     ):

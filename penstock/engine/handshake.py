@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport.channels import MessageSpecs
-from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHeader
+from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, UNEQUAL_CUTS, LocalBatch, StepHeader
 from penstock.engine.checks.gradient_factor import TOLERANCE
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
@@ -145,6 +145,10 @@ class StepHandshake:
         max_microbatches = self.programs.program.schedule.microbatches
         replica_rows = [int(_max_field(headers, ranks, "input_rows")) for ranks in self.position.replica_pipelines]
         microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
+        if any(header.cut_hash for header in headers):
+            cuts = self.control.all_gather_object([*batch.cut_rows], wait_reason)
+            given = [next((cuts[rank] for rank in ranks if cuts[rank]), None) for ranks in self.position.replica_pipelines]
+            microbatch_rows = [cut or equal for cut, equal in zip(given, microbatch_rows, strict=True)]
         loss_shares = self._loss_shares(headers, microbatch_rows, batch, wait_reason)
         skipped = [frozenset(number for number, share in enumerate(row) if not share) for row in loss_shares]
 
@@ -212,6 +216,9 @@ def check_matching_batches(headers: Sequence[StepHeader], position: MeshPosition
 
 def _check_same_batch_along_tp(headers: Sequence[StepHeader], pipelines: Sequence[Sequence[int]], prefix: str) -> None:
     """Raise MismatchError if the pipelines of one replica, which ranks along tp share, have different batches."""
+    readers = [headers[rank] for ranks in pipelines for rank in ranks]
+    if len({header.cut_hash for header in readers if (header.input_rows, header.target_rows) != (NO_ROWS, NO_ROWS)}) > 1:
+        raise MismatchError(prefix + UNEQUAL_CUTS)
     rows = [(_max_field(headers, ranks, "input_rows"), _max_field(headers, ranks, "target_rows")) for ranks in pipelines]
     for shard, shard_rows in enumerate(rows):
         if shard_rows != rows[0]:

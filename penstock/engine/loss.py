@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.engine.checks import is_power_of_two_or_zero
 from penstock.errors import MismatchError, is_whole_number
-from penstock.partition.rows import rows_dim_of, unwrap
+from penstock.partition.rows import rows_dim_of
 from penstock.randomness import fork_generator
 from penstock.stage.microbatch import count_rows, microbatch_weights, nonempty_split_sizes, split
 from penstock.trees import leaves, map_tensors, tensors
@@ -186,11 +186,12 @@ class UnequalWeightsCheck:
 
         sizes = nonempty_split_sizes(target, "the target", self._microbatches, self._rows_dim)
         for leaf in leaves(target):
-            values = unwrap(leaf)
-            if rows_dim_of(leaf, self._rows_dim) is None or values.is_floating_point() or values.is_complex():
+            if rows_dim_of(leaf, self._rows_dim) is None:
                 continue
-            self._class_weight = self._class_weight if self._are_classes(values) else None
             microbatches = split(leaf, sizes, rows_dim=self._rows_dim)
+            if microbatches[0].is_floating_point() or microbatches[0].is_complex():
+                continue
+            self._class_weight = self._class_weight if all(map(self._are_classes, microbatches)) else None
             weights = microbatch_weights(microbatches, tokens(self._ignore_index, self._class_weight))
             equal = (math.isclose(weight * sizes[0], weights[0] * size) for weight, size in zip(weights, sizes, strict=True))
             if not all(equal):

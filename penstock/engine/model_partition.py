@@ -86,6 +86,7 @@ class ModelPartition(NamedTuple):
     skips: frozenset[Skip] = frozenset()  # stages between which values, or gradients of tied parameters, pass over others
     uncut_model: nn.Module | None = None  # if one was cut
     balance: Balance | None = None  # how even the cut is, on the rank that chose it
+    starts: Sequence[str] = ()  # where each stage of a model that was cut begins, but the first
 
     @property
     def state_names(self) -> list[str] | None:
@@ -177,7 +178,9 @@ def partition_model(
         tied=structure.tied,
         skips=frozenset(structure.skips) | tied_parameter_skips(structure.tied),
     )
-    return result if cuttable is None else result._replace(uncut_model=cuttable.model, balance=cuttable.balance)
+    if cuttable is None:
+        return result
+    return result._replace(uncut_model=cuttable.model, balance=cuttable.balance, starts=given[0].starts)
 
 
 class StageStructure(NamedTuple):

@@ -304,3 +304,47 @@ def test_a_plan_is_measured_along_the_rows_of_its_example():
         rounds=1, seconds=0.0,
     )  # fmt: skip
     assert [sample.rows for sample in layers.samples] == [1, 4]
+
+
+def rank_microbatches() -> tuple[dict[str, Any], list[str]]:
+    pipe = ps.Pipeline(nn.Sequential(*token_mixers()), summed, microbatches=M + 1, reduction="sum")
+    inputs, targets = uneven()
+    loss = pipe.step(ps.Microbatches(inputs), target=ps.Microbatches(targets))
+    result = {"loss": loss, "gradients": gradients(pipe.named_parameters())}
+    wrong = [
+        lambda: pipe.step(ps.Microbatches(inputs), target=torch.cat([each[:, :1] for each in targets])),
+        lambda: pipe.step(ps.Microbatches(inputs), target=ps.Microbatches(targets[::-1])),
+        lambda: pipe.step(ps.Microbatches([*inputs, *inputs]), target=ps.Microbatches([*targets, *targets])),
+    ]
+    return result, [message(call) for call in wrong]
+
+
+def token_mixers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+def uneven() -> tuple[list[Tensor], list[Tensor]]:
+    """Microbatches of other rows and times, one of a single row."""
+    shapes = [(4, TIME, WIDTH), (2, 3, WIDTH), (1, 9, WIDTH)]
+    return [random(*shape) for shape in shapes], [random(*shape, seed=2) for shape in shapes]
+
+
+def test_a_batch_that_is_cut_already_has_its_own_microbatches():
+    model, (inputs, targets) = nn.Sequential(*token_mixers()), uneven()
+    total = torch.zeros(())
+    for piece, target in zip(inputs, targets, strict=True):
+        loss = summed(model(piece), target)
+        loss.backward()
+        total += loss.detach()
+    ranks = ps.launch(rank_microbatches, 2)
+    assert all(torch.equal(result["loss"], total) for result, _ in ranks)
+    assert_same(merged([result["gradients"] for result, _ in ranks]), gradients(model.named_parameters()))
+    for _, (apart, reversed_rows, too_many) in ranks:
+        assert "not cut into microbatches of the same rows" in apart
+        assert "not cut into microbatches of the same rows" in reversed_rows
+        assert "is cut into 6 microbatches, and the pipeline has 4" in too_many

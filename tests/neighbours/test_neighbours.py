@@ -54,6 +54,14 @@ def test_fine_tuning_has_the_losses_of_one_process_for_three_lines_more(start):
     assert (ROOT / "examples" / "finetune.py").read_text().count("  # +") == 3
 
 
+@needs("accelerate")
+def test_the_example_of_trainer_logs_what_plain_trainer_does(tmp_path):
+    printed = example("trainer.py", str(tmp_path / "ours"), start=TORCHRUN)
+    assert printed == example("trainer.py", str(tmp_path / "plain"), "--plain")
+    assert falls(re.findall(r"eval_loss ([\d.]+)", printed))
+    assert (ROOT / "examples" / "trainer.py").read_text().count("  # +") == 2
+
+
 @needs("peft")
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_lora_trains_its_adapters_and_then_what_they_were_merged_into(schedule):

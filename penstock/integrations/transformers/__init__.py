@@ -1,0 +1,35 @@
+"""Trainer of transformers, with the model cut over ranks.
+
+`Trainer` and `TrainingArguments` are subclasses of theirs: a script imports these instead, and is started by torchrun. See
+docs/howto/trainer.md.
+
+What they override, and what each override needs of transformers (5.23) and accelerate (1.15):
+
+    _setup_devices                  makes `PartialState`, from RANK, WORLD_SIZE and LOCAL_RANK of the environment: here one
+                                    process for each replica, so that loaders, sums and gathers are those of these processes
+    should_save, should_log,        decide who writes: rank 0
+    is_world_process_zero, ..
+    _wrap_model                     whatever is not `self.model` is left as it is: here a `ModelView` of it
+    get_batch_samples               the batches of one optimizer step, before they are trained: here its microbatches
+    training_step                   once for each of them, gives its loss: here the first call runs the pipeline
+    compute_loss                    not overridden; called with a `ModelView`, which gives it the last stage's outputs
+    prediction_step                 losses, logits and labels of one batch: here from the last stage's rank, on every rank
+    _get_eval_sampler, ..           with replicas each evaluates all rows
+    _clip_grad_norm, _get_grad_norm the norm over all ranks
+    create_optimizer                of all parameters; those of other ranks are taken out once the model is cut
+    maybe_install_capturing_hooks   installs what hands the routers' logits on: here before the model is cut
+    _save                           takes a `state_dict`: here all ranks' together, on rank 0
+    _save_optimizer_and_scheduler   `optimizer.pt` and `scheduler.pt` as plain Trainer has them
+    _save_rng_state                 `rng_state.pth`, written by one rank of a pipeline
+    _maybe_log_save_evaluate        after each step: what callbacks decided on rank 0 holds for all
+
+    arguments    the arguments a pipeline adds, and those that cannot be beside it
+    trainer      the mixin, and Trainer
+    model_view   what stands for the model where Trainer calls it; the loss that is `compute_loss`
+    optimizer    the state of an optimizer that is spread over ranks
+"""
+
+from penstock.integrations.transformers.arguments import PipelineArguments, TrainingArguments
+from penstock.integrations.transformers.trainer import PipelineTrainerMixin, Trainer
+
+__all__ = ["PipelineArguments", "PipelineTrainerMixin", "Trainer", "TrainingArguments"]

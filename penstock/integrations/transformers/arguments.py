@@ -1,0 +1,151 @@
+"""The arguments that a pipeline adds to TrainingArguments, and those of theirs that cannot be beside it."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+import penstock as ps
+
+OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")  # environment variables that accelerate reads
+OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"}  # work parameter by parameter
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments as Mixin
+else:
+    Mixin = object
+
+
+@dataclass
+class PipelineArguments(Mixin):
+    """How the model is cut and run; a mixin for any subclass of transformers' TrainingArguments.
+
+    It comes before that among the bases of a dataclass. Fields are arguments of `ps.Pipeline`, but for `replicas`.
+    """
+
+    schedule: str = field(default="1f1b", metadata={"help": "A name of `penstock show`, or the path of a CSV table."})
+    cuts: list[str] | None = field(
+        default=None, metadata={"help": "Submodules that stages but the first begin with; by default as measured."}
+    )
+    stages_per_rank: int | None = field(default=None, metadata={"help": "For schedules that have several."})
+    recompute: str | None = field(
+        default=None, metadata={"help": "`block` or `stage`: what activation_checkpointing is to a pipeline (block)."}
+    )
+    replicas: int = field(default=1, metadata={"help": "How many pipelines share the rows, on ranks / replicas each."})
+    plan: str | None = field(default=None, metadata={"help": "A file of `penstock plan`: schedule, cuts, recomputation."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        arguments: Any = self  # whose other fields are those of transformers
+        if arguments.activation_checkpointing:
+            self.recompute = self.recompute or "block"
+            arguments.activation_checkpointing = arguments.gradient_checkpointing = False
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        """Join the ranks; then let transformers and accelerate see one process for each replica."""
+        topology = ps.comms.init_distributed("gloo" if self.use_cpu else None)
+        if self.replicas < 1 or topology.world_size % self.replicas:
+            raise ps.MismatchError(f"replicas={self.replicas}: give a number that divides the {topology.world_size} ranks")
+        with _without_launcher():
+            super()._setup_devices  # noqa: B018 - makes `distributed_state`
+        arguments: Any = self
+        arguments._n_gpu = min(arguments._n_gpu, 1)
+        if topology.device.type == "cuda":
+            torch.cuda.set_device(topology.device)
+        state = self.distributed_state
+        state.device, state.num_processes = topology.device, self.replicas
+        state.process_index = state.local_process_index = topology.rank % self.replicas  # as `ps.comms.init_mesh` places them
+        return topology.device
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes files."""
+        return ps.comms.current_topology().rank == 0
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process logs more than warnings."""
+        return ps.comms.current_topology().rank == 0
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Not by Trainer: each rank places its own stages."""
+        return False
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """The arguments of `ps.Pipeline` that are settings."""
+        options: dict[str, Any] = {"stages_per_rank": self.stages_per_rank, "recompute": self.recompute, "cuts": self.cuts}
+        if self.plan is not None:
+            options = {"plan": ps.plan.load(self.plan)}
+        else:
+            options |= {"schedule": self.schedule}
+        options["microbatches"] = self.gradient_accumulation_steps
+        return {name: value for name, value in options.items() if value is not None}
+
+
+@dataclass
+class TrainingArguments(PipelineArguments, transformers.TrainingArguments):
+    """transformers' TrainingArguments, and those of `PipelineArguments`."""
+
+
+@contextmanager
+def _without_launcher() -> Iterator[None]:
+    """Hide from accelerate that there are several processes, and what transformers says where it finds them all the same."""
+    hidden = {name: os.environ.pop(name) for name in OF_LAUNCHERS if name in os.environ}
+    logger = logging.getLogger("transformers.training_args")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+        logger.setLevel(level)
+
+
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda args: args.deepspeed, "deepspeed= cuts the model in its own way: leave it out"),
+    (lambda args: args.fsdp, "fsdp= shards the model in its own way: leave it out; replicas= trains several pipelines"),
+    (lambda args: args.parallelism_config, "parallelism_config= spreads the model in its own way: leave it out"),
+    (lambda args: args.torch_compile, "torch_compile= compiles a whole model, of which a rank has a part: leave it out"),
+    (lambda args: args.auto_find_batch_size, "auto_find_batch_size= would change the batch on one rank alone: leave it out"),
+    (lambda args: args.fp16, "fp16=True needs a scaler that all ranks share, which is not built here: use bf16=True"),
+    (lambda args: args.fp16_full_eval or args.bf16_full_eval, "*_full_eval casts the whole model: evaluate with bf16=True"),
+    (lambda args: args.neftune_noise_alpha, "neftune_noise_alpha= hooks into the uncut model: leave it out"),
+    (lambda args: args.use_liger_kernel, "use_liger_kernel= replaces the model's forward, which is cut here: leave it out"),
+    (lambda args: args.debug, "debug= looks into the uncut model; on_nonfinite= of ps.Pipeline does it: leave it out"),
+    (lambda args: args.save_on_each_node, "save_on_each_node= is not built: all ranks must see one output_dir"),
+    (lambda args: args.enable_jit_checkpoint, "enable_jit_checkpoint= saves on one rank alone: leave it out"),
+    (lambda args: getattr(args, "predict_with_generate", False), "predict_with_generate= is not built: leave it out"),
+    (
+        lambda args: set(args.activation_checkpointing_kwargs or {}) - {"use_reentrant"},
+        "activation_checkpointing_kwargs= has no place in a pipeline: recompute='block' or 'stage' says what is computed again",
+    ),
+    (
+        lambda args: args.optim.value not in OPTIMIZERS,
+        f"optim= may look at all parameters at once, of which a rank has a part: use one of {', '.join(sorted(OPTIMIZERS))}",
+    ),
+    (
+        lambda args: (
+            args.replicas > 1 and (args.include_num_input_tokens_seen != "no" or not args.average_tokens_across_devices)
+        ),
+        "with replicas= tokens are averaged over all of them and not counted: leave include_num_input_tokens_seen and "
+        "average_tokens_across_devices as they are by default",
+    ),
+]
+
+
+def check_arguments(args: Any) -> None:
+    """Raises MismatchError, in a sentence, for arguments that cannot be beside a pipeline."""
+    if not isinstance(args, PipelineArguments):
+        told = f"args is a {type(args).__name__}: make it with penstock.integrations.transformers.TrainingArguments"
+        raise ps.MismatchError(f"{told}, or with a subclass of PipelineArguments and yours")
+    for is_refused, sentence in REFUSED:
+        if is_refused(args):
+            raise ps.MismatchError(sentence)

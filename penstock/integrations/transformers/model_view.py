@@ -1,0 +1,112 @@
+"""What stands for the model where Trainer calls it, and the loss that is Trainer's `compute_loss`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from accelerate.utils import convert_to_fp32
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+import penstock as ps
+
+
+class ModelView:
+    """The uncut model in all but its call, which is `forward`."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+        self._model, self._forward = model, forward
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # for isinstance
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `forward` gives for arguments by name."""
+        if args:
+            raise ps.MismatchError(
+                "compute_loss calls the model with arguments by position: give them by name, model(**inputs)"
+            )
+        return self._forward(**kwargs)
+
+
+def refuse_call(**_: Any) -> NoReturn:
+    """The forward of the model where nobody should call it."""
+    raise ps.MismatchError("the model is cut over the ranks: train, evaluate and predict run it, nothing else does")
+
+
+def settle(model: nn.Module) -> None:
+    """Before the model is cut: no cache in its outputs, and in place what transformers installs at the first forward."""
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        if getattr(
+            module.config, "use_cache", False
+        ):  # that of a decoder is a config of its own, which Trainer leaves as it is
+            module.config.use_cache = False
+        records = getattr(module, "_can_record_outputs", None) or {}
+        if any(getattr(module.config, f"output_{name}", False) for name in records):  # the logits of routers, for their losses
+            maybe_install_capturing_hooks(module)
+
+
+class _ModelCall(BaseException):
+    """Ends a function where it calls the model."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+
+
+def arguments_of_call(model: nn.Module, function: Callable[[Any], object]) -> dict[str, Any]:
+    """What `function(model)` calls the model with. The call is not made, and ends the function."""
+
+    def forward(**arguments: Any) -> NoReturn:
+        raise _ModelCall(arguments)
+
+    try:
+        function(ModelView(model, forward))
+    except _ModelCall as call:
+        return call.arguments
+    raise ps.MismatchError("compute_loss does not call the model: it calls it once, model(**inputs)")
+
+
+def outputs_once(outputs: Any) -> Callable[..., Any]:
+    """A forward that returns `outputs`, in float32 as accelerate has them, and only once."""
+    calls = [convert_to_fp32(outputs)]
+
+    def forward(**_: Any) -> Any:
+        if not calls:
+            raise ps.MismatchError(
+                "compute_loss calls the model twice, and a step of the pipeline is one forward: call it once"
+            )
+        return calls.pop()
+
+    return forward
+
+
+class TrainerLoss(nn.Module):
+    """`compute_loss` of one batch's outputs, scaled as `training_step` does; the losses of all batches of a step add up."""
+
+    num_items: Tensor | None
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self.register_buffer("num_items", torch.zeros(()), persistent=False)  # tokens of the step, on all replicas
+
+    def forward(self, outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The loss on the last stage. `inputs`: the batch, labels included."""
+        trainer, view = self._trainer, ModelView(self._trainer.model, outputs_once(outputs))
+        with torch.autocast(trainer.args.device.type, enabled=False):
+            loss: Tensor = trainer.compute_loss(view, dict(inputs), num_items_in_batch=self.num_items)
+            return loss if self.is_scaled() else loss / trainer.current_gradient_accumulation_steps
+
+    def is_scaled(self) -> bool:
+        """Whether `compute_loss` has divided by the tokens of the whole step already."""
+        trainer = self._trainer
+        if (said := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
+            return bool(said)
+        return (trainer.model_accepts_loss_kwargs and self.num_items is not None) or trainer.compute_loss_func is not None

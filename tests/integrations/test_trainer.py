@@ -1,0 +1,59 @@
+"""Trainer over two ranks has the logs and the weights of plain Trainer in one process, to the bit."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_cases import arguments, assert_same, collate, model, outcome, rows
+
+import penstock as ps
+
+pytestmark = [pytest.mark.ranks, pytest.mark.neighbours]
+
+CUTS = ["model.layers.0", "model.layers.1", "model.layers.2"]
+
+# model, arguments of both trainings, arguments of the pipeline's
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "tied weights": ("gpt2", {"logging_steps": 2, "lr_scheduler_type": "cosine", "max_grad_norm": 0.0}, {}),
+    "a loss that is each batch's own mean": ("bert", {"optim": "sgd"}, {}),
+    "bfloat16, and recomputation": ("llama", {"bf16": True, "max_steps": 2}, {"activation_checkpointing": True}),
+    "label smoothing": ("gpt2", {"label_smoothing_factor": 0.1, "optim": "adafactor", "max_steps": 2}, {}),
+    "a schedule in a V, cut by name": ("llama", {"max_steps": 2}, {"schedule": "zb-v", "cuts": CUTS}),
+}
+
+
+def train(kind: type, arguments_kind: type, name: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    trainer = kind(model(name), arguments(folder, arguments_kind, **options), train_dataset=rows(name), data_collator=collate)
+    trainer.train()
+    return outcome(trainer, folder / "model")
+
+
+def rank_trainings(folder: Path) -> dict[str, Any]:
+    from penstock.integrations.transformers import Trainer, TrainingArguments
+
+    return {
+        case: train(Trainer, TrainingArguments, name, folder / case, options | own)
+        for case, (name, options, own) in CASES.items()
+    }
+
+
+@cache
+def everyone(folder: Path) -> list[dict[str, Any]]:
+    return ps.launch(rank_trainings, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainings")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logs_norms_and_weights_are_those_of_plain_trainer(case, folder):
+    from transformers import Trainer, TrainingArguments
+
+    name, options, _ = CASES[case]
+    expected = train(Trainer, TrainingArguments, name, folder / f"plain {case}", options)
+    for rank in everyone(folder):
+        assert_same(rank[case], expected)

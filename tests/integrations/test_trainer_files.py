@@ -1,0 +1,116 @@
+"""Saving, resuming, evaluating and stopping early: Trainer over two ranks beside plain Trainer, to the bit."""
+
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from trainer_cases import arguments, assert_same, collate, model, outcome, rows
+
+import penstock as ps
+
+pytestmark = [pytest.mark.ranks, pytest.mark.neighbours]
+
+SETTINGS = {
+    "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True,
+    "metric_for_best_model": "accuracy", "greater_is_better": True, "num_train_epochs": 3,
+}  # fmt: skip
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+
+def without_labels(batch: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in collate(batch).items() if name != "labels"}
+
+
+def train(kind: type, arguments_kind: type, folder: Path, resume: str | bool | None = None) -> dict[str, Any]:
+    """A training that evaluates, saves and goes on until its best is three steps old; then predictions."""
+    from transformers import EarlyStoppingCallback, TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            calls.append((state.global_step, state.best_metric))
+
+    calls: list[Any] = []
+    trainer = kind(
+        model("bert"),
+        arguments(folder, arguments_kind, **SETTINGS),
+        train_dataset=rows("bert"),
+        eval_dataset=rows("bert", 10, 5),
+        data_collator=collate,
+        compute_metrics=accuracy,
+        callbacks=[EarlyStoppingCallback(3), Watch()],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    found = outcome(trainer, folder / "model")
+    found["calls"], found["best"] = calls, Path(trainer.state.best_model_checkpoint).name
+    found["predictions"] = trainer.predict(rows("bert", 7, 9)).predictions
+    trainer.data_collator = without_labels
+    found["unlabelled"] = trainer.predict(rows("bert", 5, 9)).predictions
+    return found
+
+
+def rank_trainings(folder: Path, checkpoint: str) -> list[dict[str, Any]]:
+    from penstock.integrations.transformers import Trainer, TrainingArguments
+
+    straight = train(Trainer, TrainingArguments, folder / "straight")
+    resumed = train(Trainer, TrainingArguments, folder / "resumed", checkpoint)
+    return [straight, resumed, train(Trainer, TrainingArguments, folder / "newest", True)]
+
+
+def plain(folder: Path, resume: str | None = None) -> dict[str, Any]:
+    from transformers import Trainer, TrainingArguments
+
+    return train(Trainer, TrainingArguments, folder, resume)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+@cache
+def everything(folder: Path) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """Plain Trainer's training, and each rank's: straight, from plain Trainer's checkpoint, and from the newest whole one."""
+    expected = plain(folder / "plain")
+    shutil.copytree(folder / "plain" / "checkpoint-3", folder / "newest" / "checkpoint-3")
+    (folder / "newest" / "checkpoint-4").mkdir()  # as a rank leaves it that is killed
+    return expected, ps.launch(rank_trainings, 2, folder, str(folder / "plain" / "checkpoint-3"))
+
+
+def assert_alike(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_same(ours, expected)
+    assert ours["best"] == expected["best"]
+    assert numpy.array_equal(ours["predictions"], expected["predictions"])
+    assert numpy.array_equal(ours["unlabelled"], expected["unlabelled"])
+
+
+def test_evaluation_predictions_best_model_and_early_stopping_are_those_of_plain_trainer(folder):
+    expected, ranks = everything(folder)
+    for straight, *_ in ranks:
+        assert_alike(straight, expected)
+        assert straight["calls"] == expected["calls"]
+    assert len(expected["calls"]) == int(expected["best"].rpartition("-")[2]) + 2  # the last is not saved
+
+
+def test_it_goes_on_from_plain_trainers_checkpoint_in_the_middle_of_an_epoch(folder):
+    expected, ranks = everything(folder)
+    for _, *resumed in ranks:
+        for each in resumed:
+            assert_alike(each, expected)
+
+
+def test_plain_trainer_goes_on_from_a_checkpoint_of_two_ranks(folder):
+    expected, _ = everything(folder)
+    assert_alike(plain(folder / "back", str(folder / "straight" / "checkpoint-3")), expected)
+
+
+def test_a_checkpoint_has_the_files_of_plain_trainers(folder):
+    everything(folder)
+    ours, theirs = (sorted(os.listdir(folder / name / "checkpoint-3")) for name in ("straight", "plain"))
+    assert ours == theirs

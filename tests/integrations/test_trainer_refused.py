@@ -1,0 +1,98 @@
+"""What a Trainer over ranks cannot do is a sentence before anything is trained."""
+
+from typing import Any
+
+import pytest
+import torch
+from trainer_cases import arguments, collate, model, rows
+
+import penstock as ps
+
+pytestmark = pytest.mark.neighbours
+pytest.importorskip("accelerate", reason="no accelerate: make neighbours")
+
+from penstock.integrations.transformers import Trainer, TrainingArguments  # noqa: E402
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "torch_compile=": {"torch_compile": True},
+    "auto_find_batch_size=": {"auto_find_batch_size": True},
+    "fp16=True": {"fp16": True},
+    "full_eval": {"bf16_full_eval": True},
+    "neftune_noise_alpha=": {"neftune_noise_alpha": 0.1},
+    "debug=": {"debug": "underflow_overflow"},
+    "save_on_each_node=": {"save_on_each_node": True},
+    "enable_jit_checkpoint=": {"enable_jit_checkpoint": True},
+    "optim=": {"optim": "lomo"},
+    "activation_checkpointing_kwargs=": {"activation_checkpointing_kwargs": {"every_n_layers": 2}},
+}
+
+
+def trainer(folder: Any, kind: type = Trainer, **options: Any) -> Any:
+    args = arguments(folder, TrainingArguments, max_steps=1, **options)
+    return kind(model("bert"), args, train_dataset=rows("bert"), data_collator=collate)
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_an_argument_that_cannot_be(said, tmp_path):
+    with pytest.raises(ps.MismatchError, match=said):
+        trainer(tmp_path, **REFUSED[said])
+
+
+def test_plain_arguments(tmp_path):
+    with pytest.raises(ps.MismatchError, match=r"args is a TrainingArguments: make it with penstock.integrations"):
+        Trainer(model("bert"), arguments(tmp_path))
+
+
+def test_replicas_that_do_not_divide_the_ranks(tmp_path):
+    with pytest.raises(ps.MismatchError, match="divides the 1 ranks"):
+        trainer(tmp_path, replicas=3)
+
+
+class Twice(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        return (model(**inputs)["loss"] + model(**inputs)["loss"]) / 2
+
+
+class Positional(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        return model(inputs["input_ids"])["logits"].sum()
+
+
+class Without(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Twice, "calls the model twice"), (Positional, "by position"), (Without, "does not call the model")]
+)
+def test_a_loss_that_runs_the_model_otherwise(kind, said, tmp_path):
+    with pytest.raises(ps.PenstockError, match=said):
+        trainer(tmp_path, kind).train()
+
+
+class Weighted(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs["logits"], labels, weight=torch.tensor([1.0, 2.0, 3.0]))
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_the_users_own_runs_in_one_process_too(tmp_path):
+    import transformers
+
+    class Plain(transformers.Trainer):
+        compute_loss = Weighted.compute_loss
+
+    ours, theirs = (
+        trainer(tmp_path, Weighted),
+        Plain(model("bert"), arguments(tmp_path, max_steps=1), train_dataset=rows("bert"), data_collator=collate),
+    )
+    losses = []
+    for each in (ours, theirs):
+        each.train()
+        losses.append(
+            [each.state.log_history[0][name] for name in ("loss", "grad_norm")] + [each.evaluate(rows("bert", 5))["eval_loss"]]
+        )
+    assert losses[0] == losses[1]

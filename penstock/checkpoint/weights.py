@@ -87,7 +87,7 @@ def transformers_configs(pipe: Pipeline) -> dict[str, Any]:
     files = {"config.json": origin.config, "generation_config.json": origin.generation_config}
     contents = {file: json.loads(each.to_json_string()) for file, each in files.items() if each is not None}
     dtypes = [parameter.dtype for parameter in pipe.parameters() if parameter.is_floating_point()]
-    contents["config.json"] |= {"architectures": [origin.kind.__name__], "dtype": str(dtypes[0]).removeprefix("torch.")}
+    contents["config.json"] |= {"architectures": [origin.model_class.__name__], "dtype": str(dtypes[0]).removeprefix("torch.")}
     return contents
 
 

@@ -180,7 +180,7 @@ def partition_model(
     )
     if cuttable is None:
         return result
-    return result._replace(uncut_model=cuttable.model, balance=cuttable.balance, starts=given[0].starts)
+    return result._replace(uncut_model=cuttable.model, balance=cuttable.balance, starts=given_models[0].starts)
 
 
 class StageStructure(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which labs there are, and how one is told: by its script's `main()`."""
+"""The list of the labs. A lab is run by its module's `main()`."""
 
 import importlib
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from penstock.errors import PenstockError
 
 @dataclass(frozen=True)
 class Lab:
-    """One lab: a module whose `main()` tells it, and what it is about."""
+    """A lab: its module, whose `main()` runs it, and its title."""
 
     number: int
     module: str
     title: str
 
     def run(self, *words: str) -> None:
-        """Tell this lab, which may take a file or `--fix`. Raises SystemExit, with the reason, when one of its checks fails."""
+        """Run this lab, with a file or `--fix` in `words`. Raises SystemExit, with the reason, if a check fails."""
         importlib.import_module(self.module).main(*words)
 
 
@@ -31,7 +31,7 @@ _TITLES = {
     "lab7_interleaved": "several stages on each rank: a smaller bubble, more messages",
     "lab8_zero_bubble": "backward in two: where the bubble went, by two clocks",
     "lab9_your_schedule": "a schedule of your own: proved, scored, run",
-    "lab10_collectives": "collectives by hand on four ranks, and who sends how much",
+    "lab10_collectives": "collectives by hand on four ranks, and how much each rank sends",
     "lab11_data_parallel": "data parallel from one all-reduce",
     "lab12_tensor_parallel": "tensor parallel with its backward, by hand and declared",
     "lab13_two_axes": "two axes: 2 x 2, pipeline x data",
@@ -49,11 +49,11 @@ LABS: dict[int, Lab] = {
 }
 
 
-ALONE, YOURS = 1, 9  # the lab that needs no ranks, and the one that looks at a file of the learner's
+ALONE, YOURS = 1, 9  # the lab without ranks, and the one with the learner's file
 
 
 def run(number: int, file: Path | None = None, fix: bool = False) -> None:
-    """Tell lab `number`. Raises PenstockError if there is none, SystemExit when one of its checks fails."""
+    """Run lab `number`. Raises PenstockError if there is none, SystemExit if a check fails."""
     if number not in LABS:
         raise PenstockError(f"there is no lab {number}: choose one of {', '.join(map(str, LABS))}")
     if file is not None and number != YOURS:

@@ -1,4 +1,4 @@
-"""What every lab needs: ranks to run on, a voice that speaks once, checks that can fail."""
+"""Helpers of the labs: run on ranks, print once, check facts."""
 
 import atexit
 import os
@@ -17,17 +17,17 @@ T = TypeVar("T")
 
 
 def ranks_here(default: int) -> int:
-    """How many ranks the lab runs on: as many as torchrun has started, else `default`."""
+    """Return the number of ranks of the lab: torchrun's, or `default`."""
     return int(os.environ.get("WORLD_SIZE", default))
 
 
 def is_narrator() -> bool:
-    """Whether this process tells the story: the only one there is, or rank 0 of torchrun's."""
+    """Return whether this process prints: the only process, or rank 0 of torchrun's."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def on_ranks(function: Callable[..., T], ranks: int, *args: object) -> list[T]:
-    """The results of `function(*args)` on every rank. Under torchrun this process is already one of them.
+    """Run `function(*args)` on every rank and return the results. Under torchrun this process is already one of them.
 
     Raises SystemExit if torchrun has started another number of ranks.
     """
@@ -36,46 +36,46 @@ def on_ranks(function: Callable[..., T], ranks: int, *args: object) -> list[T]:
     if ranks_here(ranks) != ranks:
         raise SystemExit(f"this lab runs on {ranks} ranks, torchrun started {ranks_here(ranks)}: use --nproc-per-node {ranks}")
     atexit.register(ps.comms.shutdown)  # a process that ends in the middle of its group may abort
-    mine = function(*args)
-    return all_gather_values(mine, ps.comms.init_distributed().transport_device)
+    result = function(*args)
+    return all_gather_values(result, ps.comms.init_distributed().transport_device)
 
 
 def say(text: str = "") -> None:
-    """Print `text`, once however many processes tell the story."""
+    """Print `text` once, on the process that prints."""
     if is_narrator():
         print(text, flush=True)
 
 
 def check(holds: bool, fact: str, otherwise: str) -> None:
-    """Say that `fact` was checked. Raises SystemExit with `otherwise` if it does not hold."""
+    """Print that `fact` was checked. Raises SystemExit with `otherwise` if it does not hold."""
     if not holds:
         stop(f"This lab's check failed: {otherwise}")
     say(f"  checked: {fact}")
 
 
 def check_time(holds: bool, fact: str, otherwise: str) -> None:
-    """As `check`, of a measured time: on a machine that is busy with other work it may fail without a fault."""
+    """Check a measured time as `check` does; on a busy machine it may fail without a fault."""
     check(holds, fact, otherwise)
 
 
 def stop(reason: str) -> NoReturn:
-    """End the lab here, with `reason` told once. Raises SystemExit."""
+    """End the lab, and print `reason` once. Raises SystemExit."""
     raise SystemExit(reason if is_narrator() else 1)
 
 
 def in_lines(refusal: str) -> str:
-    """What `verify` says of a deadlock, a line for each rank of the circle; anything else as it is."""
+    """Return the error of `verify` with a line for each rank of a deadlock's circle; other texts unchanged."""
     name, deadlocks, circle = refusal.partition(" deadlocks: ")
     return "\n    ".join([f"{name} deadlocks:", *circle.split("; ")]) if deadlocks else refusal
 
 
 def percent(share: float) -> str:
-    """0.256 -> `25.6 %`."""
+    """Return a share as text: 0.256 as `25.6 %`."""
     return f"{share:.1%}".replace("%", " %")
 
 
 def megabytes(size: float) -> str:
-    """Bytes in MB of 10^6, as devices are sold."""
+    """Return bytes as text, in MB of 10^6."""
     return f"{size / 1e6:.1f} MB"
 
 

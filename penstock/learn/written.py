@@ -1,6 +1,6 @@
-"""A schedule somebody has written as a Python function: read into a table, or what is wrong with it in one line.
+"""Read a schedule that is a Python function into a table; report its errors in one line.
 
-To read it is to run it: call this for a file that the user has named, and for no other.
+Reading runs the file: call this only for a file that the user has named.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from penstock.errors import ScheduleError
 from penstock.schedule import Action, Costs, Schedule
 
 MOST = 10_000  # actions of a rank; a function that yields more does not end
-FAULTS = Exception, SystemExit  # of somebody's file: one that exits must not end what reads it, as if all were well
+FAULTS = Exception, SystemExit  # of a user's file: a `sys.exit` in it must not end the reader
 
 
 def table_in(path: str, ranks: int, microbatches: int) -> Schedule:
-    """The table that the Python file `path`, which is run, has for these ranks and microbatches. Raises ScheduleError."""
+    """Run the Python file `path` and return its table for these ranks and microbatches. Raises ScheduleError."""
     try:
         source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -26,9 +26,9 @@ def table_in(path: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def table_of(name: str, source: str, ranks: int, microbatches: int) -> Schedule:
-    """The table that `schedule(rank, ranks, microbatches)`, defined in the Python text `source`, yields for every rank.
+    """Return the table that `schedule(rank, ranks, microbatches)` in the Python text `source` yields.
 
-    The functions that puzzles ask for will do as well: `row`, of the same parameters, and `rows(ranks, microbatches, costs)`.
+    The functions of the puzzles work too: `row`, of the same parameters, and `rows(ranks, microbatches, costs)`.
     A stage lives on the first rank that has an action of it. Raises ScheduleError, with `name` and where possible the line,
     for text that cannot be run, a function that raises, and what is no action; the table itself is for `verify` to judge.
     """
@@ -46,7 +46,7 @@ def table_of(name: str, source: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def _rule(name: str, source: str) -> tuple[str, Callable[[int, int, int], Any]]:
-    """What the function in `source` is called, and the function: the row of (rank, ranks, microbatches)."""
+    """Return the name of the function in `source`, and a function (rank, ranks, microbatches) -> row."""
     defined: dict[str, Any] = {"__name__": "written"}
     try:
         exec(compile(source, name, "exec"), defined)
@@ -61,7 +61,7 @@ def _rule(name: str, source: str) -> tuple[str, Callable[[int, int, int], Any]]:
 
 
 def _row(name: str, called: str, rule: Callable[..., Any], rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """The actions `rule` yields for `rank`."""
+    """Return the actions that `rule` yields for `rank`."""
     call = f"{called}({rank}, {ranks}, {microbatches})" if called != "rows" else f"rows({ranks}, {microbatches}, costs)"
     try:
         cells = rule(rank, ranks, microbatches)

@@ -1,51 +1,60 @@
-"""Two timelines in numbers, side by side."""
+"""Compare two timelines in numbers, side by side."""
 
 from collections.abc import Mapping, Sequence
 
 from penstock.errors import PenstockError
 from penstock.schedule import Timeline
 from penstock.view.record import Record
-from penstock.view.terminal import held, told, told_causes
+from penstock.view.terminal import format_memory, format_time, shown_causes
 
-MOST = 20  # characters of a name
+MAX_NAME_CHARACTERS = 20
 
 
-def differences(first: Record, second: Record, did: Sequence[Mapping[str, object]] = ({}, {})) -> str:
+def differences(first: Record, second: Record, work: Sequence[Mapping[str, object]] = ({}, {})) -> str:
     """Two records in numbers, side by side, and what the second has more or less; a warning where their work was not the same.
 
-    `did`: what else each is known to have done, by name: its model, its batch.
+    `work`: what else each is known to have done, by name: its model, its batch.
 
-    Raises PenstockError where one is in seconds and the other is not.
+    Raises PenstockError where base is in seconds and the changed is not.
     """
     if first.unit != second.unit:
-        told_of = (f"{each.name} is {'in seconds' if each.unit else 'in units of its costs'}" for each in (first, second))
-        raise PenstockError(f"{', and '.join(told_of)}: compare two runs or plans, or two schedules")
-    one, other = first.usual, second.usual
-    unlike = [
-        f"{what} ({a} and {b})"
-        for what, a, b in (
-            ("ranks", one.ranks, other.ranks),
-            ("microbatches", _microbatches(one), _microbatches(other)),
-            *((name, did[0][name], did[1][name]) for name in did[0] if name in did[1]),
+        units = (f"{record.name} is {'in seconds' if record.unit else 'in units of its costs'}" for record in (first, second))
+        raise PenstockError(f"{', and '.join(units)}: compare two runs or plans, or two schedules")
+    base, changed = first.usual, second.usual
+    different = [
+        f"{name} ({a} and {b})"
+        for name, a, b in (
+            ("ranks", base.ranks, changed.ranks),
+            ("microbatches", _microbatches(base), _microbatches(changed)),
+            *((option, work[0][option], work[1][option]) for option in work[0] if option in work[1]),
         )
         if a != b
     ]
     rows = [
-        ("", *(_short(each.name) for each in (first, second)), "difference"),
-        ("makespan", told(one.makespan, first.unit), told(other.makespan, first.unit), _more(one.makespan, other.makespan)),
-        ("bubble", f"{one.bubble:.1%}", f"{other.bubble:.1%}", _points(one.bubble, other.bubble)),
-        ("memory, most on a rank", *(held(_peak(each), each.memory_unit) for each in (one, other)), _more_memory(one, other)),
+        ("", *(_short(record.name) for record in (first, second)), "difference"),
+        (
+            "makespan",
+            format_time(base.makespan, first.unit),
+            format_time(changed.makespan, first.unit),
+            _relative_change(base.makespan, changed.makespan),
+        ),
+        ("bubble", f"{base.bubble:.1%}", f"{changed.bubble:.1%}", _point_change(base.bubble, changed.bubble)),
+        (
+            "memory, most on a rank",
+            *(format_memory(_peak(step), step.memory_unit) for step in (base, changed)),
+            _memory_change(base, changed),
+        ),
     ]
     rows += [
-        (f"idle by {cause}", f"{share:.1%}", f"{other.causes[cause]:.1%}", _points(share, other.causes[cause]))
-        for cause, share in one.causes.items()
-        if cause in told_causes(one) or cause in told_causes(other)
+        (f"idle by {cause}", f"{share:.1%}", f"{changed.causes[cause]:.1%}", _point_change(share, changed.causes[cause]))
+        for cause, share in base.causes.items()
+        if cause in shown_causes(base) or cause in shown_causes(changed)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))) for row in rows
     )
-    warning = f"\nthese differ in {' and '.join(unlike)}: their times are those of different work" if unlike else ""
+    warning = f"\nthese differ in {' and '.join(different)}: their times are those of different work" if different else ""
     return "\n".join("  ".join(line).rstrip() for line in lines) + warning
 
 
@@ -54,24 +63,24 @@ def _microbatches(timeline: Timeline) -> int:
 
 
 def _short(name: str) -> str:
-    """A name as a column of 80 has room for it."""
-    return name if len(name) <= MOST else f"{name[: MOST - 2]}.."
+    """Shorten a name for a table of 80 columns."""
+    return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[: MAX_NAME_CHARACTERS - 2]}.."
 
 
 def _peak(timeline: Timeline) -> float:
     return max(timeline.peak_memory, default=0.0)
 
 
-def _more_memory(one: Timeline, other: Timeline) -> str:
-    return _more(_peak(one), _peak(other)) if one.memory_unit == other.memory_unit else ""
+def _memory_change(base: Timeline, changed: Timeline) -> str:
+    return _relative_change(_peak(base), _peak(changed)) if base.memory_unit == changed.memory_unit else ""
 
 
-def _more(one: float, other: float) -> str:
-    return _signed(other / one - 1, "%") if one else ""
+def _relative_change(base: float, changed: float) -> str:
+    return _signed(changed / base - 1, "%") if base else ""
 
 
-def _points(one: float, other: float) -> str:
-    return _signed(other - one, " points")
+def _point_change(base: float, changed: float) -> str:
+    return _signed(changed - base, " points")
 
 
 def _signed(share: float, unit: str) -> str:

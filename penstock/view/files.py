@@ -1,4 +1,4 @@
-"""Pictures of timelines, each written to the file it is asked for."""
+"""Write pictures of timelines to files."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -15,14 +15,13 @@ def write(
     svg: Path | None = None,
     png: Path | None = None,
     embed: bool = False,
-    also: Collection[str] = (),
+    extras: Collection[str] = (),
 ) -> Iterator[Path]:
-    """Write `records` to those files that are given, and yield each once it is there; all but the page take the last record.
+    """Write the files that are not None, and yield each path once it is written. All but the page show the last record.
 
-    `embed`: the page is the chart alone, to stand in another page. `also`: what figures show besides, of "memory", "path" and
-    "arrows".
+    `embed`: write the chart alone, to be framed by another page. `extras`: figures also show "memory", "path" or "arrows".
 
-    Raises PenstockError where a file cannot be written.
+    Raises PenstockError if a file cannot be written.
     """
     from penstock.view.figure.png import save_png
     from penstock.view.figure.svg import svg as drawn
@@ -33,8 +32,8 @@ def write(
     writers: tuple[tuple[Path | None, Callable[[Path], object]], ...] = (
         (html, lambda path: path.write_text(page(records, embed), encoding="utf-8")),
         (perfetto, lambda path: path.write_text(trace(records[-1]), encoding="utf-8")),
-        (svg, lambda path: path.write_text(drawn(figure(records[-1], also)), encoding="utf-8")),
-        (png, lambda path: save_png(figure(records[-1], also), path)),
+        (svg, lambda path: path.write_text(drawn(figure(records[-1], extras)), encoding="utf-8")),
+        (png, lambda path: save_png(figure(records[-1], extras), path)),
     )
     for path, writer in writers:
         if path is not None:
@@ -45,7 +44,7 @@ def write(
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Around what writes the file or folder `path`. Raises PenstockError where the system refuses that."""
+    """Turn an OSError of the block that writes `path` into a PenstockError."""
     try:
         yield
     except OSError as error:

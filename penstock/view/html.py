@@ -1,4 +1,4 @@
-"""Timelines as one HTML file that needs nothing else: no network, no other file."""
+"""Write timelines as one HTML file, which needs no network and no other file."""
 
 import base64
 import hashlib
@@ -12,23 +12,22 @@ from penstock.view.data.sums import is_huge, sums_data
 from penstock.view.data.timeline import Data
 from penstock.view.record import Record
 
-SCRIPTS = (  # of `page/`, in the order they build on each other
+SCRIPTS = (  # of `page/`; later ones use earlier ones
     "element.js",
-    *("data/timeline.js", "data/record.js", "data/words.js"),  # what is shown
+    *("data/timeline.js", "data/record.js", "data/words.js"),  # the data
     *("chart/colors.js", "chart/strip.js", "chart/rows.js", "chart/lanes.js", "chart/memory.js"),  # the canvas
     *("chart/labels.js", "chart/path.js", "chart/marks.js", "chart/overview.js", "chart/chart.js"),
-    *("reading/figures.js", "reading/tables.js", "reading/selection.js", "reading/tooltips.js"),  # words and numbers around it
+    *("reading/figures.js", "reading/tables.js", "reading/selection.js", "reading/tooltips.js"),  # texts and numbers
     *("asking/replay.js", "asking/whatif.js", "asking/find.js"),  # questions
-    *("tools.js", "input.js", "page.js"),  # what a person does, and what holds all of it together
+    *("tools.js", "input.js", "page.js"),  # the user's actions, and the page
 )
 
 
 def page(records: Sequence[Record], embed: bool = False) -> str:
-    """The page that shows one record, or several one above the other on one time axis.
+    """Return a page with one record, or with several one above the other on one time axis.
 
-    With `embed` it is the chart alone, to stand in the frame of another page, whose theme it takes.
-
-    What is inside is all that the page may use: its content security policy allows only its own script and style.
+    `embed`: return the chart alone, to be framed by another page, whose theme it takes. The content security policy allows only
+    the script and style inside the page.
     """
     script, style = "\n".join(map(_part, SCRIPTS)), _part("page.css")
     data = json.dumps([_data(record) for record in records], separators=(",", ":"))
@@ -44,7 +43,7 @@ def page(records: Sequence[Record], embed: bool = False) -> str:
 
 
 def _data(record: Record) -> Data:
-    """The record as JSON; of a huge step, which no page could show action by action, the sums."""
+    """Return the record as JSON data; for a step with too many actions, its sums."""
     if not is_huge(record.usual):
         return packed(record.data())
     step = {"label": record.label, "timeline": sums_data(record.usual)}
@@ -52,13 +51,13 @@ def _data(record: Record) -> Data:
 
 
 def packed(record: Data) -> Data:
-    """A record as JSON, the events of each rank as columns: half the text, and read as much faster."""
+    """Return a record as JSON data with the events of each rank as columns, which is half the text and reads faster."""
     planned, verdict = record["planned"], record["verdict"]
     return record | {
         "planned": planned and _packed(planned),
         "steps": [step | {"timeline": _packed(step["timeline"])} for step in record["steps"]],
         "verdict": verdict
-        and verdict | {"findings": [each | {"timeline": _packed(each["timeline"])} for each in verdict["findings"]]},
+        and verdict | {"findings": [finding | {"timeline": _packed(finding["timeline"])} for finding in verdict["findings"]]},
     }
 
 
@@ -67,20 +66,21 @@ def _packed(timeline: Data) -> Data:
 
 
 def _columns(events: list[Data]) -> Data:
-    """One text or list for each thing that events have; messages, of all events in a row, and how many each event received."""
+    """Return a text or list for each field of the events; messages of all events in order, and their number for each event."""
     receives = [event.get("receives", []) for event in events]
-    froms = [[message["action"] for message in each] for each in receives]
+    senders = [[message["action"] for message in messages] for messages in receives]
     return {
         "actions": " ".join(event["action"] for event in events),
-        **{what: [event[what] for event in events] for what in ("start", "end", "held")},
+        **{field: [event[field] for event in events] for field in ("start", "end", "held")},
         "sent": [event.get("sent") for event in events] if any("sent" in event for event in events) else [],
         "waited": [event.get("waited", 0) for event in events],
         "waited_for": [
-            each.index(event["waited_for"]) if "waited_for" in event else -1 for event, each in zip(events, froms, strict=True)
+            names.index(event["waited_for"]) if "waited_for" in event else -1
+            for event, names in zip(events, senders, strict=True)
         ],
-        "messages": [len(each) for each in receives],
-        "from": " ".join(name for each in froms for name in each),
-        "arrived": [message["arrived"] for each in receives for message in each],
+        "messages": [len(messages) for messages in receives],
+        "from": " ".join(name for names in senders for name in names),
+        "arrived": [message["arrived"] for messages in receives for message in messages],
     }
 
 
@@ -89,5 +89,5 @@ def _part(name: str) -> str:
 
 
 def _allowed(text: str) -> str:
-    """How a content security policy names an inline script or style."""
+    """Return the name of an inline script or style in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

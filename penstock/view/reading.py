@@ -1,4 +1,4 @@
-"""Records read back from their files: what no step can be is refused before anything is worked out from it."""
+"""Read records from files. Refuse impossible values before anything is computed from them."""
 
 import json
 import math
@@ -13,9 +13,9 @@ from penstock.schedule.table import dependencies
 from penstock.view.data.timeline import Data
 from penstock.view.record import FILE, FORMAT, Record
 
-LARGEST = 2**28  # bytes of a file
-SETTINGS = "run.json"  # in the folder of a run: its options, and once it is done what it came to
-MOST_WORDS = 300  # characters of what is wrong with one
+MAX_FILE_BYTES = 2**28
+SETTINGS = "run.json"  # in the folder of a run: its options, and at the end its results
+MAX_REASON_CHARACTERS = 300
 
 
 def load(path: str | PathLike[str]) -> Record:
@@ -27,14 +27,14 @@ def load(path: str | PathLike[str]) -> Record:
     if not file.is_file():
         raise PenstockError(f"{path} has no timeline: there is no file {file}{_why_missing(Path(path))}")
     with file.open("rb") as opened:
-        data = opened.read(LARGEST + 1)
-    if len(data) > LARGEST:
-        raise PenstockError(f"{file} has more than {LARGEST:,} bytes, the most that a timeline may have")
+        data = opened.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise PenstockError(f"{file} has more than {MAX_FILE_BYTES:,} bytes, the most that a timeline may have")
     return read(data, str(file))
 
 
 def _why_missing(folder: Path) -> str:
-    """Why the folder of a run has no timeline, and how it gets one; nothing for another folder."""
+    """Return why the folder of a run has no timeline, and how to get one; an empty text for another folder."""
     try:
         done = "losses" in json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -48,7 +48,7 @@ def _why_missing(folder: Path) -> str:
 
 
 def read(text: str | bytes, file: str) -> Record:
-    """The record that is written as `text`. Raises PenstockError, about the `file` it came from, if it is none."""
+    """Return the record in `text`. Raises PenstockError, which names the `file`, if it is none."""
     try:
         data = json.loads(text)
         if not isinstance(data, dict):
@@ -65,7 +65,7 @@ def read(text: str | bytes, file: str) -> Record:
     except RecursionError as error:
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: it is nested too deeply") from error
     except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, ScheduleError) as error:
-        why = (str(error) if isinstance(error, ValueError) else repr(error))[:MOST_WORDS]
+        why = (str(error) if isinstance(error, ValueError) else repr(error))[:MAX_REASON_CHARACTERS]
         raise PenstockError(f"{file} is not a timeline that Penstock wrote: {why}") from error
 
 
@@ -92,30 +92,30 @@ def _timeline(name: str, data: Data) -> MeasuredTimeline:
 
 
 def check_timeline(timeline: Timeline) -> None:
-    """Raises ValueError for what no step can be."""
+    """Raise ValueError for a timeline that no step can have."""
     stages = 1 + max((event.action.stage for event in timeline.events), default=-1)
     _check_order(timeline, stages)
     _check_amounts(timeline, stages)
 
 
 def _check_order(timeline: Timeline, stages: int) -> None:
-    """Else the chains that are followed through its events would not end."""
+    """Check that events and their dependencies have no circle, so that chains of events end."""
     homes: dict[int, int] = {}
     needs: dict[Action, set[Action]] = {}
     for event in timeline.events:
         if homes.setdefault(event.action.stage, event.rank) != event.rank:
             raise ValueError(f"stage {event.action.stage} is on rank {homes[event.action.stage]} and on rank {event.rank}")
         if event.action in needs:
-            raise ValueError(f"{event.action} is there twice")
-        needs[event.action] = {each for one in dependencies(event.action, stages, timeline.skips) for each in one}
+            raise ValueError(f"{event.action} occurs twice")
+        needs[event.action] = {action for group in dependencies(event.action, stages, timeline.skips) for action in group}
     neighbours = [pair for row in timeline.rows for pair in pairwise(row)]
     for before, event in neighbours:
         if event.start < before.start or event.end < before.end:
             raise ValueError(f"rank {event.rank} has {event.action} out of order")
         needs[event.action].add(before.action)
     TopologicalSorter(needs).prepare()  # a CycleError is a ValueError
-    for one, other in timeline.overlaps - {(before.action, event.action) for before, event in neighbours}:
-        raise ValueError(f"{one} and {other} are no pair, they do not follow each other")
+    for first, second in timeline.overlaps - {(before.action, event.action) for before, event in neighbours}:
+        raise ValueError(f"{first} and {second} are no pair, they do not follow each other")
 
 
 def _check_amounts(timeline: Timeline, stages: int) -> None:
@@ -134,11 +134,11 @@ def _check_amounts(timeline: Timeline, stages: int) -> None:
         raise ValueError(f"there are {len(timeline.activation_sizes)} sizes for {stages} stages")
     if timeline.memory_unit not in ("", "bytes"):
         raise ValueError(f"its memory is in {timeline.memory_unit!r}, not in bytes")
-    for what, times in (("between steps", timeline.between_steps), ("of averaging", timeline.averaging)):
+    for name, times in (("between steps", timeline.between_steps), ("of averaging", timeline.averaging)):
         if times and (len(times) != timeline.ranks or not min(times) >= 0):
-            raise ValueError(f"the times {what} are {list(times)} on {timeline.ranks} ranks")
+            raise ValueError(f"the times {name} are {list(times)} on {timeline.ranks} ranks")
     if any(not 0 <= lower < upper < stages for lower, upper in timeline.skips):
-        raise ValueError(f"there is a skip between other than the {stages} stages")
+        raise ValueError(f"a skip is not between two of the {stages} stages")
 
 
 def _read_event(rank: int, data: Data) -> Event:

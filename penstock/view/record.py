@@ -1,4 +1,4 @@
-"""The record: the timelines of a run's steps, or of a schedule, as `data/` has them; everything that draws takes one."""
+"""The record: the timelines of a run's steps, or of a schedule. Every picture is drawn from one."""
 
 import json
 from collections.abc import Sequence
@@ -16,27 +16,27 @@ FILE = "timeline.json"  # its name in the folder of a run
 
 @dataclass(frozen=True)
 class Record:
-    """The timelines of one or several steps, in order, and the planned one to hold beside them, if there is one."""
+    """The timelines of one or several steps, in order, and the planned timeline to compare them with, if there is one."""
 
     steps: tuple[Timeline, ...]
     planned: Timeline | None = None
-    unit: str = ""  # of time: "s", or "" where it is whatever the costs were in
-    labels: tuple[str, ...] = ()  # what each step is called
-    layers: tuple[float, ...] = ()  # how much of the model each stage has; empty: the same
+    unit: str = ""  # of time: "s", or "" for the unit of the costs
+    labels: tuple[str, ...] = ()  # the names of the steps
+    layers: tuple[float, ...] = ()  # share of the model on each stage; empty: equal shares
 
     @property
     def name(self) -> str:
-        """What was drawn: the name of its timelines."""
+        """Return the name of the timelines."""
         return self.steps[-1].name
 
     @property
     def label(self) -> str:
-        """What the usual step is called."""
+        """Return the label of the usual step."""
         return self._labels()[self._usual]
 
     @property
     def usual(self) -> Timeline:
-        """The step that stands for all, the middle one by its length: it is drawn, told and explained."""
+        """Return the step of median length, which is drawn and explained."""
         return self.steps[self._usual]
 
     @cached_property
@@ -45,7 +45,7 @@ class Record:
 
     @cached_property
     def explanation(self) -> Explanation | None:
-        """The usual step of a run, explained at the costs of all its steps; None for what was not measured, or not trained."""
+        """Explain the usual step with the costs of all steps; None if it was not measured, or did not train."""
         if self.unit != "s" or not isinstance(self.usual, MeasuredTimeline):
             return None
         try:
@@ -57,7 +57,7 @@ class Record:
         return self.labels or tuple(f"step {number}" for number in range(1, len(self.steps) + 1))
 
     def data(self) -> Data:
-        """The record as JSON, in the form that this module's docstring describes."""
+        """Return the record as JSON data, in the form that the docstring of `data/` describes."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -73,7 +73,7 @@ class Record:
         }
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to the JSON file at `path`."""
+        """Write the record to the JSON file `path`."""
         Path(path).write_text(json.dumps(self.data(), separators=(",", ":")) + "\n", encoding="utf-8")
 
 
@@ -84,10 +84,10 @@ def save(
     labels: Sequence[str] = (),
     layers: Sequence[float] = (),
 ) -> None:
-    """Write measured timelines, in seconds, of one step or of several, to the JSON file at `path`.
+    """Write the measured timelines of one or several steps, in seconds, to the JSON file `path`.
 
-    `planned`, in seconds as well, is what they are held against; `labels` are what the steps are called, `layers` how much
-    of the model each stage has, if they differ.
+    `planned`: a timeline in seconds to compare them with. `labels`: the names of the steps. `layers`: the share of the model on
+    each stage, if they differ.
     """
     steps = (timeline,) if isinstance(timeline, Timeline) else tuple(timeline)
     Record(steps, planned, "s", tuple(labels), tuple(layers)).save(path)

@@ -1,7 +1,7 @@
-"""HTTP for the browser on this machine and for nobody else.
+"""HTTP for the browser on this machine only.
 
-The socket listens on 127.0.0.1 only, and a request that calls the machine by another name is refused: so no page from
-elsewhere gets here, not even by a name that it points to this address (DNS rebinding). Nothing is stored.
+The socket listens on 127.0.0.1, and a request with another host name is refused: so pages of other sites cannot send requests,
+not even with a name that resolves to this address (DNS rebinding). Nothing is stored.
 """
 
 import os
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from werkzeug.wrappers import Request, Response
 
 LOOPBACK = ("127.0.0.1", "localhost")
-PATIENCE, LONGEST = 10.0, 30.0  # seconds between two pieces of a request; for all of it
-LARGEST = 40_000_000  # bytes of a question; a run's timeline is the largest thing in one
+PIECE_TIMEOUT_SECONDS, REQUEST_TIMEOUT_SECONDS = 10.0, 30.0  # seconds between two pieces of a request; for all of it
+MAX_REQUEST_BYTES = 40_000_000  # a run's timeline is the largest part of one
 TYPES = {"js": "text/javascript", "css": "text/css", "html": "text/html", "txt": "text/plain"}
 TYPES |= {"json": "application/json", "ndjson": "application/x-ndjson"}  # one value, and one a line
 
 
 class Answer(NamedTuple):
-    """What a request is answered with."""
+    """The answer to a request."""
 
     text: str | Iterable[bytes]  # in parts: closed when the client goes away
     kind: str  # of TYPES
     status: int = 200
 
 
-NOTHING = Answer("There is nothing here.\n", "txt", 404)
+NOTHING = Answer("This page does not exist.\n", "txt", 404)
 
 
-def application(answered: Callable[["Request"], Answer], policy: str, what: str) -> "WSGIApplication":
-    """The WSGI application of what is `answered`, under that content security policy; `what` is what people call it.
+def application(handle: Callable[["Request"], Answer], policy: str, name: str) -> "WSGIApplication":
+    """Return a WSGI application that answers with `handle`, under that content security policy. `name`: for its errors.
 
     Raises PenstockError if Werkzeug is not installed.
     """
@@ -47,8 +47,9 @@ def application(answered: Callable[["Request"], Answer], policy: str, what: str)
         from werkzeug.sansio.utils import host_is_trusted
         from werkzeug.wrappers import Request, Response
     except ImportError as error:
-        told = f"{what} is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
-        raise PenstockError(told) from error
+        raise PenstockError(
+            f"{name} is served with Werkzeug, which is not installed: pip install 'penstock[studio]'"
+        ) from error
 
     def reply(answer: Answer) -> "Response":
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
@@ -56,16 +57,16 @@ def application(answered: Callable[["Request"], Answer], policy: str, what: str)
         return Response(answer.text, answer.status, headers, content_type=f"{TYPES[answer.kind]}; charset=utf-8")
 
     def routed(request: "Request") -> Answer:
-        """The answer to a request of this machine's and of the page's own; others are told that there is none."""
+        """Answer a request of this machine and of its own page; refuse others."""
         if not host_is_trusted(request.headers.get("Host"), LOOPBACK):
-            told = f"{what.capitalize()} answers at http://127.0.0.1 only, not at {request.headers.get('Host')!r}.\n"
-            return Answer(told, "txt", 403)
+            refusal = f"{name.capitalize()} answers at http://127.0.0.1 only, not at {request.headers.get('Host')!r}.\n"
+            return Answer(refusal, "txt", 403)
         if request.headers.get("Origin", own := f"http://{request.headers['Host']}") != own:
-            return Answer(f"{what.capitalize()} answers its own page only.\n", "txt", 403)
-        return answered(request)
+            return Answer(f"{name.capitalize()} answers its own page only.\n", "txt", 403)
+        return handle(request)
 
     class Limited(Request):
-        max_content_length = LARGEST
+        max_content_length = MAX_REQUEST_BYTES
 
     @Limited.application
     def app(request: "Request") -> "Response":
@@ -78,32 +79,32 @@ def application(answered: Callable[["Request"], Answer], policy: str, what: str)
 
 
 def server(app: "WSGIApplication", port: int = 0) -> "BaseWSGIServer":
-    """A server for this machine alone, not started; port 0 takes a free one. Raises PenstockError if it cannot be had."""
+    """Make a server for this machine, not started; port 0 takes a free port. Raises PenstockError if the port is not free."""
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Handler(WSGIRequestHandler):
-        """Says nothing, and gives a client that is idle, or sends a request byte by byte, the time that it may take."""
+        """A handler without a log, which limits the time of a client that is idle or slow."""
 
-        timeout = PATIENCE
+        timeout = PIECE_TIMEOUT_SECONDS
 
         def setup(self) -> None:
-            """Begin: from now on the request has to come."""
+            """Start the timer of the request."""
             super().setup()
-            self._end = threading.Timer(LONGEST, self._hear_no_more)
+            self._end = threading.Timer(REQUEST_TIMEOUT_SECONDS, self._stop_reading)
             self._end.daemon = True
             self._end.start()
 
-        def _hear_no_more(self) -> None:
+        def _stop_reading(self) -> None:
             with suppress(OSError):  # the client has gone
                 self.connection.shutdown(socket.SHUT_RD)
 
         def finish(self) -> None:
-            """It is answered."""
+            """Stop the timer."""
             self._end.cancel()
             super().finish()
 
         def log(self, type: str, message: str, *args: object) -> None:
-            """Say nothing of requests."""
+            """Log nothing."""
 
     try:
         listening = socket.create_server(("127.0.0.1", port))
@@ -114,10 +115,10 @@ def server(app: "WSGIApplication", port: int = 0) -> "BaseWSGIServer":
         return make_server("127.0.0.1", port, app, threaded=True, request_handler=Handler, fd=listening.fileno())
 
 
-def run(serves: "BaseWSGIServer", what: str, browser: bool) -> None:
-    """Say where it is, open that in a browser if told to, and serve until Ctrl-C."""
-    address = f"http://127.0.0.1:{serves.port}/"
-    print(f"{what} at {address} (Ctrl-C ends it)", flush=True)
+def run(web_server: "BaseWSGIServer", name: str, browser: bool) -> None:
+    """Print the address, open it in a browser if `browser`, and serve until Ctrl-C."""
+    address = f"http://127.0.0.1:{web_server.port}/"
+    print(f"{name} at {address} (Ctrl-C ends it)", flush=True)
     if browser:
         webbrowser.open(address)
-    serves.serve_forever()
+    web_server.serve_forever()

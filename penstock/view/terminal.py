@@ -23,26 +23,25 @@ COLOR = {
 RESET = "\033[0m"
 IDLE = "."
 SLACK = 1e-9  # of a column: rounding is no idle time
-MOST = 64  # ranks that are drawn
+MAX_DRAWN_RANKS = 64
 
 
-def draw(timeline: Timeline, width: int = 80, color: bool = False, beside: Sequence[Timeline] = ()) -> str:
-    """`timeline` in at most `width` columns: each action its kind and microbatch as far as there is room, idle time dots.
+def draw(timeline: Timeline, width: int = 80, color: bool = False, same_scale: Sequence[Timeline] = ()) -> str:
+    """Draw `timeline` in at most `width` columns: a row for each rank, actions as kind and microbatch, idle time as dots.
 
-    Where there is no room for each action, a column shows what took most of its time. Of more than
-    64 ranks one in so many is drawn, and a last line says so.
+    If actions are too narrow, a column shows the action that takes most of its time. With more than 64 ranks only every n-th is
+    drawn, and a last line says so.
 
-    Where a rank has several stages, the stage stands in front: `2F3`. An overlapped pair is one block in braces, `{F3B1}`,
-    or `&` where there is no room. With `color`, ANSI colours tell the kinds apart. It has the scale at which those `beside`
-    it fit too, so that they can stand one above the other.
+    If a rank has several stages, the stage stands first: `2F3`. An overlapped pair is one block in braces, `{F3B1}`, or `&` if
+    it is narrow. `color`: mark kinds with ANSI colours. `same_scale`: timelines that must fit at the same scale.
     """
-    together = (timeline, *beside)
-    label = max(len(f"rank {each.ranks - 1} |") for each in together)
+    timelines = (timeline, *same_scale)
+    label = max(len(f"rank {drawn.ranks - 1} |") for drawn in timelines)
     columns = max(width - label, 10)
-    scale = _scale(together, columns)
+    scale = _scale(timelines, columns)
     columns = round(scale * timeline.makespan)
     several = any(len({event.action.stage for event in row}) > 1 for row in timeline.rows)
-    lines, every = [], math.ceil(timeline.ranks / MOST)
+    lines, every = [], math.ceil(timeline.ranks / MAX_DRAWN_RANKS)
     for rank in range(0, timeline.ranks, every):
         blocks = "".join(_blocks(timeline, rank, scale, columns, several, color))
         lines.append(f"rank {rank}".ljust(label - 1) + "|" + blocks)
@@ -52,7 +51,7 @@ def draw(timeline: Timeline, width: int = 80, color: bool = False, beside: Seque
 
 
 def _scale(timelines: Sequence[Timeline], columns: int) -> float:
-    """Columns for a unit of time: whole ones for the shortest action where that does not waste much room."""
+    """Return columns for a unit of time: a whole number for the shortest action, unless that wastes much room."""
     times = (event.end - event.start for timeline in timelines for event in timeline.events)
     shortest = min((time for time in times if time > 0), default=0.0)
     if not shortest:
@@ -63,7 +62,7 @@ def _scale(timelines: Sequence[Timeline], columns: int) -> float:
 
 
 def _blocks(timeline: Timeline, rank: int, scale: float, columns: int, several: bool, color: bool) -> list[str]:
-    """The text of one row, block by block: idle time and actions in turn, `columns` wide together."""
+    """Return the blocks of a row, actions and idle time, `columns` wide together."""
     cells = list(timeline.cells(rank))
     shown = groupby(_shown(timeline, cells, scale, columns))
     return [IDLE * width if number is None else _block(cells[number], width, several, color)
@@ -71,7 +70,7 @@ def _blocks(timeline: Timeline, rank: int, scale: float, columns: int, several: 
 
 
 def _shown(timeline: Timeline, cells: Sequence[tuple[Event, ...]], scale: float, columns: int) -> Iterator[int | None]:
-    """For each column what it shows: of the kind that takes most of its time the cell that does; None for idle time."""
+    """Yield for each column the number of the cell to show, which takes most of its time; None for idle time."""
     slices: list[dict[int, float]] = [{} for _ in range(columns)]
     for number, cell in enumerate(cells):
         start, end = ((time - timeline.start) * scale for time in (cell[0].start, cell[-1].end))
@@ -88,7 +87,7 @@ def _shown(timeline: Timeline, cells: Sequence[tuple[Event, ...]], scale: float,
 
 
 def _kind(cell: tuple[Event, ...]) -> Kind | None:
-    """What a cell is drawn as; None for an overlapped pair."""
+    """Return the kind of a cell's action; None for an overlapped pair."""
     return cell[0].action.kind if len(cell) == 1 else None
 
 
@@ -102,7 +101,7 @@ def _block(cell: tuple[Event, ...], width: int, several: bool, color: bool) -> s
 
 
 def _texts(cell: tuple[Event, ...], several: bool) -> Iterator[str]:
-    """The names of a cell, from the longest to a single character."""
+    """Yield the names of a cell, from the longest to a single character."""
     actions = [event.action for event in cell]
     kinds, places = "".join(a.kind.value for a in actions), "".join(f"{a.kind.value}{a.microbatch}" for a in actions)
     names = [" ".join(map(str, actions))] * several + [places, kinds]
@@ -114,63 +113,62 @@ def _texts(cell: tuple[Event, ...], several: bool) -> Iterator[str]:
 
 
 def _filled(text: str, width: int, fill: str) -> str:
-    """`text` filled up to `width`, within its braces if it has them."""
+    """Pad `text` to `width`, inside its braces if it has them."""
     brace = "}" * text.endswith("}")
     return text.removesuffix("}").ljust(width - len(brace), fill) + brace
 
 
 def summary(timeline: Timeline, unit: str = "") -> str:
-    """What the picture shows, in numbers: time, bubble both ways, memory; and where the time of all ranks went.
+    """Return two lines of numbers: makespan, span, bubbles and memory; busy and idle shares of all ranks' time.
 
-    Idle counts the time of all ranks, the bubble that of the busiest one: where they differ that is said.
-    `unit` is that of time: `s`, or none where it is whatever the costs were in.
+    `unit`: of time, `s`, or empty for the unit of the costs.
     """
     flights = format_per_rank(timeline.peak_in_flight)
-    peaks = format_per_rank(timeline.peak_memory, partial(held, unit=timeline.memory_unit))
+    peaks = format_per_rank(timeline.peak_memory, partial(format_memory, unit=timeline.memory_unit))
     idle, busiest = timeline.idle_share, "" if same_share(timeline) else " (the bubble is that of the busiest rank alone)"
     memory = f", which take {peaks}" if timeline.memory_unit else ""
-    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in told_causes(timeline).items())
+    causes = ", ".join(f"{cause} {share:.1%}" for cause, share in shown_causes(timeline).items())
     return (
-        f"makespan {told(timeline.makespan, unit)}, bubble {timeline.bubble:.1%}"
-        f" (longest rank's span {told(timeline.span, unit)}, bubble {timeline.bubble_by_span:.1%}),"
+        f"makespan {format_time(timeline.makespan, unit)}, bubble {timeline.bubble:.1%}"
+        f" (longest rank's span {format_time(timeline.span, unit)}, bubble {timeline.bubble_by_span:.1%}),"
         f" activations in flight {flights}{memory}\n"
         f"time of all ranks: busy {1 - idle:.1%}, idle {idle:.1%}{busiest} by {causes}"
     )
 
 
 def same_share(timeline: Timeline) -> bool:
-    """Whether all ranks are idle for the same share of the step, so that the bubble and idle are one number."""
+    """Return whether the bubble equals the idle share, because all ranks are idle for the same share of the step."""
     return abs(timeline.bubble - timeline.idle_share) < 5e-4
 
 
-def told_causes(timeline: Timeline) -> dict[Cause, float]:
-    """The shares of the causes of idle time; without those that only measured steps have where there are none."""
+def shown_causes(timeline: Timeline) -> dict[Cause, float]:
+    """Return the shares of the causes of idle time, without sending if it is zero: only measured steps have it."""
     return {cause: share for cause, share in timeline.causes.items() if share or cause is not Cause.SENDING}
 
 
-def told(time: float, unit: str = "") -> str:
-    """`time` as people read it: 12.3 ms where the unit is `s`, else the bare number."""
+def format_time(time: float, unit: str = "") -> str:
+    """Return a time as text: 12.3 ms if the unit is `s`, otherwise the number and its unit."""
     if unit != "s":
         return f"{_bare(time)}{unit and ' '}{unit}"
     factor, unit = (1.0, "s") if time >= 1 else (1e3, "ms") if time >= 1e-3 else (1e6, "µs")
     return f"{time * factor:.4g} {unit}"
 
 
-def held(amount: float, unit: str = "") -> str:
-    """Memory as people read it: 12.3 MB where the unit is `bytes`, else the bare number."""
+def format_memory(amount: float, unit: str = "") -> str:
+    """Return memory as text: 12.3 MB if the unit is `bytes`, otherwise the number."""
     return format_bytes(amount) if unit == "bytes" else _bare(amount)
 
 
 def _bare(number: float) -> str:
-    """Six digits, and no exponent however large it is: as the page has it."""
+    """Return a number with six digits and without an exponent, as the page does."""
     return f"{float(f'{number:.6g}'):.15g}"
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or as COLUMNS says; 100 when neither tells a number."""
+    """Return the columns of the terminal, or of COLUMNS; 100 if neither is a number."""
     return shutil.get_terminal_size((100, 24)).columns
 
 
 def colors() -> bool:
-    """Whether to colour: on a terminal, unless NO_COLOR says otherwise."""
+    """Return whether to use colours: on a terminal, unless NO_COLOR is set."""
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ

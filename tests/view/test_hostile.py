@@ -154,8 +154,8 @@ def test_a_page_from_elsewhere_is_not_answered(port, origin):
 
 
 def test_a_client_that_says_nothing_or_little_is_let_go(monkeypatch):
-    monkeypatch.setattr(serving, "PATIENCE", 0.3)
-    monkeypatch.setattr(serving, "LONGEST", 1000)
+    monkeypatch.setattr(serving, "PIECE_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(serving, "REQUEST_TIMEOUT_SECONDS", 1000)
     with served() as port:
         for bit in (b"", b"GET / HT", b"POST /answer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"):
             with socket.create_connection(("127.0.0.1", port)) as client:
@@ -165,14 +165,14 @@ def test_a_client_that_says_nothing_or_little_is_let_go(monkeypatch):
 
 
 def test_a_client_that_goes_on_without_end_is_let_go(monkeypatch):
-    monkeypatch.setattr(serving, "PATIENCE", 1000)
-    monkeypatch.setattr(serving, "LONGEST", 0.6)
+    monkeypatch.setattr(serving, "PIECE_TIMEOUT_SECONDS", 1000)
+    monkeypatch.setattr(serving, "REQUEST_TIMEOUT_SECONDS", 0.6)
     with served() as port:
         with socket.create_connection(("127.0.0.1", port)) as client, suppress(OSError):
             while True:
                 client.sendall(b"a")
                 time.sleep(0.1)
-        monkeypatch.setattr(serving, "LONGEST", 1000)
+        monkeypatch.setattr(serving, "REQUEST_TIMEOUT_SECONDS", 1000)
         assert status(port, "GET", "/")[0] == 200
 
 
@@ -206,7 +206,7 @@ questions = st.recursive(
 @FUZZ
 @given(questions)
 def test_odd_questions_are_refused_in_a_sentence(question):
-    told = worker.answered(json.loads(json.dumps(question)))
+    told = worker.answer_question(json.loads(json.dumps(question)))
     assert "timeline" in told or not told["error"].startswith("Penstock failed")
 
 

@@ -322,7 +322,7 @@ def test_idle_and_bubble_have_one_value_and_one_name_wherever_they_are_told(visi
     shown = {name: value for name, value, *_ in cards}
     assert shown["idle, of all ranks' time"] == f"{100 * data['idle_share']:.1f} %"
     assert shown["bubble, idle of the busiest rank"] == f"{100 * data['bubble']:.1f} %"
-    assert shown["makespan"] == terminal.told(data["makespan"], "s") == terminal.told(record.usual.makespan, "s")
+    assert shown["makespan"] == terminal.format_time(data["makespan"], "s") == terminal.format_time(record.usual.makespan, "s")
     assert told.startswith(f"makespan {shown['makespan']}, ")
     assert (
         shown["in flight, most at once"] == "/".join(map(str, data["peak_in_flight"])) or len(set(data["peak_in_flight"])) == 1
@@ -351,11 +351,11 @@ def test_numbers_are_told_alike_by_the_page_and_the_terminal(visit):
         found = browser.execute_script(
             f"const record = {record}; return arguments[1].map((each) => record.time(each))", unit, times
         )
-        assert found == [terminal.told(time, unit) for time in times]
+        assert found == [terminal.format_time(time, unit) for time in times]
     sizes = [0, 1, 999, 1000, 1.5e6, 123456789, 2.5e9]
     for unit in ("", "bytes"):
         found = browser.execute_script("return arguments[0].map((each) => amount(each, arguments[1]))", sizes, unit)
-        assert found == [terminal.held(size, unit) for size in sizes]
+        assert found == [terminal.format_memory(size, unit) for size in sizes]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def test_what_was_measured_besides_is_loaded_again_and_older_files_without_it_to
     )
     save(step, None, tmp_path / "timeline.json")
     again = load(tmp_path).steps[0]
-    assert (again.sizes, again.memory_unit, again.between) == (step.sizes, "bytes", step.between)
+    assert (again.activation_sizes, again.memory_unit) == (step.activation_sizes, "bytes")
+    assert again.between_steps == step.between_steps
     assert (again.peak_memory, again.causes) == (step.peak_memory, pytest.approx(step.causes, abs=1e-7))
     assert again.causes["sending"] > 0
 
@@ -148,11 +149,11 @@ def _events(data, rank=0):
         (lambda data: _timeline(data).update(averaging=[-1, 0]), "the times of averaging are [-1.0, 0.0] on 2 ranks"),
         (lambda data: _events(data)[0].update(start="now"), "could not convert string to float"),
         (lambda data: _events(data)[1].update(start=30, end=31), "rank 0 has 0B0 out of order"),
-        (lambda data: _events(data)[1].update(action="0F0"), "0F0 is there twice"),
+        (lambda data: _events(data)[1].update(action="0F0"), "0F0 occurs twice"),
         (lambda data: _timeline(data).update(overlaps=[["0F0", "0B0"]]), "0F0 and 0B0 are no pair, they do not follow"),
         (lambda data: _timeline(data).update(borders=[]) or _timeline(data).update(sizes=[[1, 1]]), "1 sizes for 2 stages"),
         (lambda data: _timeline(data).update(borders=[[0, 0]] * 3), "there are 3 borders between 2 stages"),
-        (lambda data: _timeline(data).update(skips=[[0, 9, 0, 0]]), "a skip between other than the 2 stages"),
+        (lambda data: _timeline(data).update(skips=[[0, 9, 0, 0]]), "a skip is not between two of the 2 stages"),
         (lambda data: _events(data)[1].update(action="1F7"), "stage 1 is on rank 0 and on rank 1"),
         (
             lambda data: [event.update(start=0, end=0) for event in _events(data)[::3]] and _events(data).reverse(),

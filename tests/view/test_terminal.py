@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Action, Costs, Event, Kind, Timeline, build, names, simulate
-from penstock.view.terminal import COLOR, _kind, _scale, draw, summary, terminal_width, told
+from penstock.view.terminal import COLOR, _kind, _scale, draw, format_time, summary, terminal_width
 
 SHOWS = {color: "pair" if kind is None else kind.value for kind, color in COLOR.items()}
 
@@ -92,7 +92,12 @@ def test_rows_are_equally_wide(width):
 
 
 def test_a_number_without_a_unit_has_six_digits_and_no_exponent():
-    assert [told(number) for number in (15357, 0.1 + 0.2, 12.345678, 12345678.0)] == ["15357", "0.3", "12.3457", "12345700"]
+    assert [format_time(number) for number in (15357, 0.1 + 0.2, 12.345678, 12345678.0)] == [
+        "15357",
+        "0.3",
+        "12.3457",
+        "12345700",
+    ]
 
 
 def test_the_summary_of_many_ranks_is_short_and_says_idle_and_bubble():

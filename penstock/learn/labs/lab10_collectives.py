@@ -3,7 +3,7 @@
 A pipeline's ranks talk in pairs. Ranks that share work talk all at once: one has something for all (broadcast, scatter), all
 have something for one (reduce, gather), or all for all. Each of these is a few sends and receives: here they are, every
 rank's numbers before and after, checked against torch's own. Then the one that training lives on, the all-reduce: three
-ways to do it, and who sends how much.
+ways to do it, and how much each rank sends.
 
     penstock lab 10
     python -m penstock.learn.labs.lab10_collectives

@@ -99,74 +99,74 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def file(self, each: Puzzle) -> Path:
-        """The learner's file of a puzzle."""
-        return self.path / f"{each.name}.py"
+    def file(self, chosen: Puzzle) -> Path:
+        """Return the path of the learner's file of a puzzle."""
+        return self.path / f"{chosen.name}.py"
 
-    def hand_out(self, each: Puzzle) -> bool:
-        """Write the stub, unless there is a file; whether it was written."""
+    def hand_out(self, chosen: Puzzle) -> bool:
+        """Write the stub, unless the file exists. Return whether it was written."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            with self.file(each).open("x", encoding="utf-8") as file:
-                file.write(each.stub)
+            with self.file(chosen).open("x", encoding="utf-8") as file:
+                file.write(chosen.stub)
         except FileExistsError:
             return False
         return True
 
-    def check(self, each: Puzzle) -> Passed:
-        """Judge the learner's file; what is passed is remembered. Raises Missed."""
-        path = self.file(each)
+    def check(self, chosen: Puzzle) -> Passed:
+        """Check the learner's file, and record the puzzle as passed. Raises Missed."""
+        path = self.file(chosen)
         try:
-            passed = each.check(loaded(path))
+            passed = chosen.check(loaded(path))
         except Missed:
             raise
         except FAULTS as error:
             raise Missed(fault(error, path)) from error
-        self._write({**self.progress(), "passed": sorted({*self.passed(), each.number})})
+        self._write({**self.progress(), "passed": sorted({*self.passed(), chosen.number})})
         return passed
 
-    def hint(self, each: Puzzle) -> str:
-        """The next hint; the last one again when all have been told."""
-        told = self.progress()["hints"].get(str(each.number), 0)
-        number = min(told, len(each.hints) - 1)
-        hints = self.progress()["hints"] | {str(each.number): number + 1}
+    def hint(self, chosen: Puzzle) -> str:
+        """Return the next hint; after all of them the last one again."""
+        shown = self.progress()["hints"].get(str(chosen.number), 0)
+        number = min(shown, len(chosen.hints) - 1)
+        hints = self.progress()["hints"] | {str(chosen.number): number + 1}
         self._write({**self.progress(), "hints": hints})
-        return f"hint {number + 1} of {len(each.hints)}: {each.hints[number]}"
+        return f"hint {number + 1} of {len(chosen.hints)}: {chosen.hints[number]}"
 
-    def reset(self, each: Puzzle) -> Path | None:
-        """Put the learner's file aside, and hand out a new one; where the old one is now."""
-        path, aside = self.file(each), None
+    def reset(self, chosen: Puzzle) -> Path | None:
+        """Rename the learner's file, and hand out a new one. Return the path of the old file."""
+        path, backup = self.file(chosen), None
         if path.exists():
             numbers = (number for number in range(1, 10_000) if not path.with_suffix(f".{number}.bak").exists())
-            aside = path.with_suffix(f".{next(numbers)}.bak")
-            path.rename(aside)
-        self.hand_out(each)
-        return aside
+            backup = path.with_suffix(f".{next(numbers)}.bak")
+            path.rename(backup)
+        self.hand_out(chosen)
+        return backup
 
-    def solution(self, each: Puzzle) -> str:
-        """The solution, explained. Raises PenstockError before the puzzle has been passed."""
-        if each.number not in self.passed():
+    def solution(self, chosen: Puzzle) -> str:
+        """Return the solution with its explanation. Raises PenstockError if the puzzle has not been passed."""
+        if chosen.number not in self.passed():
             raise PenstockError(
-                f"the solution of puzzle {each.number} is shown once yours has passed: penstock puzzle {each.number}"
+                f"the solution of puzzle {chosen.number} is shown once yours has passed: penstock puzzle {chosen.number}"
             )
-        return f"{each.solution}\n{each.explanation}"
+        return f"{chosen.solution}\n{chosen.explanation}"
 
     def passed(self) -> set[int]:
-        """The numbers of those that have been passed."""
+        """Return the numbers of the passed puzzles."""
         return set(self.progress()["passed"])
 
     def next(self, fast: bool = False, after: int = 0) -> int | None:
-        """The first one behind `after` that has not been passed, or else the first of all; None where all have."""
+        """Return the first puzzle after `after` that has not been passed, else the first of all; None if all are passed."""
         left = [number for number in (FAST_TRACK if fast else range(1, len(NAMES) + 1)) if number not in self.passed()]
         return next((number for number in left if number > after), left[0] if left else None)
 
     def progress(self) -> dict[str, Any]:
-        """What is remembered."""
+        """Return the recorded progress: passed puzzles, and hints shown."""
         path = self.path / PROGRESS
         try:
-            told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            hints = {number: int(count) for number, count in told.get("hints", {}).items()}
-            return {"passed": [int(number) for number in told.get("passed", [])], "hints": hints}
+            saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            hints = {number: int(count) for number, count in saved.get("hints", {}).items()}
+            return {"passed": [int(number) for number in saved.get("passed", [])], "hints": hints}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise PenstockError(f"{path} cannot be read ({error}): delete it to begin anew") from error
 

@@ -1,4 +1,4 @@
-"""What the puzzles' checks stand on: how an answer is told, the learner's tables, ranks that run the learner's code."""
+"""Helpers of the puzzles' checks: load the learner's file, build its tables, run it on ranks, compare tensors."""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
-WAIT = 20.0  # seconds that ranks wait for each other
+TIMEOUT_SECONDS = 20.0  # that ranks wait for each other
 
 
 class Passed(NamedTuple):
@@ -34,12 +34,12 @@ class Missed(Exception):
 
 
 def yours(function: F) -> F:
-    """Marks what the learner is to write."""
+    """Mark a function that the learner must write."""
     return function
 
 
 def loaded(path: Path) -> Any:
-    """The learner's file as a module. Raises Missed, with the line, for one that cannot be run."""
+    """Run the learner's file and return its module. Raises Missed, with the line, if it cannot be run."""
     module, place = ModuleType(path.stem), str(path.absolute())
     module.__file__ = place
     try:
@@ -51,12 +51,12 @@ def loaded(path: Path) -> Any:
 
 
 def fault(error: BaseException, path: Path) -> str:
-    """`error` in one line, with the line of the file it came from."""
+    """Return `error` in one line, with the line of the file that raised it."""
     return written_fault(error, path.name, str(path.absolute()))
 
 
 def written(answer: Any, name: str) -> Any:
-    """The learner's `answer`, which is there."""
+    """Return the learner's `answer`. Raises Missed if it is not written yet."""
     if answer is None or answer is ...:
         raise Missed(f"{name} returned nothing yet: write it, and check again")
     return answer
@@ -66,7 +66,7 @@ def written(answer: Any, name: str) -> Any:
 
 
 def table(name: str, rule: Callable[..., Iterable[str]], ranks: int, microbatches: int, placement: Any = None) -> Schedule:
-    """The table of `rule(rank, ranks, microbatches)`, proved. Raises Missed with what is wrong with it."""
+    """Build and prove the table of `rule(rank, ranks, microbatches)`. Raises Missed with its error."""
     rows = []
     for rank in range(ranks):
         call = f"{name}({rank}, {ranks}, {microbatches})"
@@ -85,13 +85,13 @@ def table(name: str, rule: Callable[..., Iterable[str]], ranks: int, microbatche
 
 
 def timed(made: Schedule) -> Timeline:
-    """`made` at F = I = W = 1 of a rank: of V stages on it each takes a V-th."""
+    """Simulate a table with F = I = W = 1 on a rank; each of its V stages takes a V-th."""
     part = made.ranks / made.num_stages
     return simulate(made, Costs(part, part, part, act=part))
 
 
 def meets(what: str, steps: float, in_flight: float, made: Schedule) -> Timeline:
-    """The timeline of `made`, which takes `steps` at most and holds so many microbatches. Raises Missed if not."""
+    """Simulate a table. Raises Missed if it takes more than `steps`, or holds more than `in_flight` microbatches."""
     timeline = timed(made)
     held = max(timeline.peak_memory)
     over = [f"{timeline.makespan:g} steps, the target is {steps:g}"] if timeline.makespan > steps + 1e-9 else []
@@ -105,7 +105,7 @@ def meets(what: str, steps: float, in_flight: float, made: Schedule) -> Timeline
 
 
 def on_ranks(work: Callable[..., Any], ranks: int, mine: Any, *args: Any) -> list[Any]:
-    """The results of `work(the learner's module, *args)` on every rank. Raises Missed for what went wrong there."""
+    """Run `work(the learner's module, *args)` on every rank and return the results. Raises Missed for an error there."""
     from penstock.comms.launch.launcher import launch
 
     path = Path(mine.__file__)
@@ -121,19 +121,19 @@ def _on_rank(work: Callable[..., Any], path: Path, *args: Any) -> Any:
     from penstock.comms.process_groups import is_transport_error
     from penstock.comms.topology import init_distributed
 
-    init_distributed(backend="gloo", timeout=WAIT)
+    init_distributed(backend="gloo", timeout=TIMEOUT_SECONDS)
     try:
         return work(loaded(path), *args)
     except (Missed, PenstockError):
         raise
     except Exception as error:
         if is_transport_error(error):
-            raise LostRankError("a rank waits for a message that nobody sends") from error
+            raise LostRankError("a rank waits for a message that no rank sends") from error
         raise Missed(fault(error, path)) from error
 
 
 def equal(name: str, mine: Any, expected: "Tensor") -> None:
-    """Raises Missed unless `mine` has the bits of `expected`."""
+    """Raise Missed unless `mine` has the bits of `expected`."""
     import torch
 
     if not isinstance(mine, torch.Tensor):

@@ -9,7 +9,7 @@ Data = dict[str, Any]  # what JSON can say
 
 
 def timeline_data(timeline: Timeline) -> Data:
-    """One timeline, counted from its first start, with all that follows from it."""
+    """Return a timeline as data, with times from its first start and everything computed from it."""
     return {
         "makespan": _since(timeline, timeline.end),
         "span": timeline.span,
@@ -33,24 +33,24 @@ def timeline_data(timeline: Timeline) -> Data:
 
 
 def _row(timeline: Timeline, rank: int) -> Data:
-    """What a rank ran, why it was idle, and what it held."""
+    """Return a rank's events, its idle times with their causes, and its memory."""
     held = dict(timeline.memory_after_actions(rank))
     return {
-        "events": [_event(timeline, each, held[each.event.action]) for each in begun(timeline, rank)],
+        "events": [_event(timeline, start, held[start.event.action]) for start in begun(timeline, rank)],
         "idle": [[_since(timeline, start), _since(timeline, end), str(cause)] for start, end, cause in timeline.idle[rank]],
         "memory": [[_since(timeline, time), amount] for time, amount in timeline.memory(rank)],
     }
 
 
-def verdict_data(told: Explanation) -> Data:
-    """What would make the step shorter, in one line and finding by finding, each with the step as it would be; and what each
-    other schedule would come to."""
+def verdict_data(explanation: Explanation) -> Data:
+    """Return the verdict in one line, its findings with the changed steps, and the result of every other schedule."""
     findings = [
-        {"about": each.kind, "text": each.text, "gain": each.gain, "rank": each.rank}
-        | {"name": each.timeline.name, "timeline": timeline_data(each.timeline)}
-        for each in told.verdict
+        {"about": finding.kind, "text": finding.text, "gain": finding.gain, "rank": finding.rank}
+        | {"name": finding.timeline.name, "timeline": timeline_data(finding.timeline)}
+        for finding in explanation.verdict
     ]
-    return {"text": told.verdict_text, "basis": told.verdict_basis, "findings": findings, "others": told.alternative_texts}
+    others = explanation.alternative_texts
+    return {"text": explanation.verdict_text, "basis": explanation.verdict_basis, "findings": findings, "others": others}
 
 
 def _event(timeline: Timeline, begun: Begun, held: float) -> Data:
@@ -72,6 +72,6 @@ def _event(timeline: Timeline, begun: Begun, held: float) -> Data:
 
 
 def _since(timeline: Timeline, time: float) -> float:
-    """To the nanosecond, where the unit is a second; a whole number stays one."""
+    """Return a time from the first start, to the nanosecond; a whole number stays an int."""
     since = round(time - timeline.start, 9)
     return int(since) if since == int(since) else since

@@ -15,7 +15,7 @@ from penstock.view.data.sums import SLICES, sums_data
 from penstock.view.data.timeline import Data, timeline_data
 from penstock.view.figure.shapes import INK, MUTED, PAD, TEXT, Box, Figure, Line, Shape, Text
 from penstock.view.record import Record
-from penstock.view.terminal import held
+from penstock.view.terminal import format_memory
 
 KINDS = {"F": "#629ad9", "B": "#19653f", "I": "#0b838e", "W": "#d7b34e"}
 LETTERS = {"F": INK, "B": "#ffffff", "I": "#ffffff", "W": INK}
@@ -27,20 +27,20 @@ MEMORY, SHADE = 14.0, "#b3bac4"  # the curve of what a rank's activations take, 
 MOST_RANKS = 128
 
 
-def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> Figure:
+def figure(record: Record, extras: Collection[str] = (), width: float = 720.0) -> Figure:
     """The usual step of `record`, `width` wide and as high as it needs.
 
-    `also`: "memory" that is not known in bytes too, the critical "path", and "arrows" for messages between ranks.
+    `extras`: "memory" that is not known in bytes too, the critical "path", and "arrows" for messages between ranks.
 
-    Raises PenstockError for more ranks than a figure has room for, and for `also` where there is none for single actions.
+    Raises PenstockError for more ranks than a figure has room for, and for `extras` where there is none for single actions.
     """
     dense = len(record.usual.events) > width * record.usual.ranks
     if record.usual.ranks > MOST_RANKS:
         raise PenstockError(
             f"{record.name} has {record.usual.ranks} ranks: a figure has room for {MOST_RANKS}, a page (--html) for all"
         )
-    if dense and also:
-        options = " and ".join(f"--{option}" for option in sorted(also))
+    if dense and extras:
+        options = " and ".join(f"--{option}" for option in sorted(extras))
         raise PenstockError(
             f"{record.name} has more actions than a figure has pixels: it shows their shares alone, leave out {options}"
         )
@@ -50,7 +50,7 @@ def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> 
     scale = (width - LABEL - PAD) / whole
     shapes: list[Shape] = []
     y = PAD
-    memory = (bool(timeline["memory_unit"]) or "memory" in also) and not dense
+    memory = (bool(timeline["memory_unit"]) or "memory" in extras) and not dense
     tops: list[float] = []
     several = any(len({_stage(event) for event in row["events"]}) > 1 for row in timeline["ranks"])
     for rank, row in enumerate(timeline["ranks"]):
@@ -63,13 +63,13 @@ def figure(record: Record, also: Collection[str] = (), width: float = 720.0) -> 
             shapes += _row(planned["ranks"][rank], planned, scale, y + 2, PLANNED, several, named=False)
             y += 2 + PLANNED
         if memory:
-            peak = held(timeline["peak_memory"][rank], timeline["memory_unit"])
+            peak = format_memory(timeline["peak_memory"][rank], timeline["memory_unit"])
             shapes.append(Text(LABEL - 8, y + 2 + MEMORY / 2, peak, TEXT - 2.5, "end", MUTED))
             shapes += _memory(row["memory"], timeline, scale, y + 2)
             y += 2 + MEMORY
         y += GAP
-    if "path" in also or "arrows" in also:
-        shapes += _marks(timeline, scale, tops, also)
+    if "path" in extras or "arrows" in extras:
+        shapes += _marks(timeline, scale, tops, extras)
     shapes += _axis(whole, scale, y, record.unit)
     legend = list(_legend(timeline, planned, width, y + 34, memory))
     height = max((shape.y for shape in legend), default=y + 34) + 14
@@ -81,18 +81,18 @@ def _data(timeline: Timeline, dense: bool) -> Data:
     return sums_data(timeline) if dense else timeline_data(timeline)
 
 
-def _marks(timeline: Data, scale: float, tops: list[float], also: Collection[str]) -> Iterator[Line]:
+def _marks(timeline: Data, scale: float, tops: list[float], extras: Collection[str]) -> Iterator[Line]:
     """Lines over the rows: along the critical path, and from each action that sends to the one that receives."""
     at = {event["action"]: (rank, event) for rank, row in enumerate(timeline["ranks"]) for event in row["events"]}
     pairs = [(message["action"], name) for name, (_, event) in at.items() for message in event.get("receives", ())]
-    wanted = [(pairs, MUTED)] * ("arrows" in also) + [([*pairwise(timeline["critical_path"])], INK)] * ("path" in also)
+    wanted = [(pairs, MUTED)] * ("arrows" in extras) + [([*pairwise(timeline["critical_path"])], INK)] * ("path" in extras)
     for lines, color in wanted:
         for (rank, source), (taker, event) in ((at[one], at[other]) for one, other in lines):
             down = taker > rank
             start, end = LABEL + source["end"] * scale, LABEL + event["start"] * scale
             if rank != taker:
                 yield Line(start, tops[rank] + ROW * down, end, tops[taker] + ROW * (not down), color)
-    if "path" in also:
+    if "path" in extras:
         for rank, event in (at[name] for name in timeline["critical_path"]):
             left, right = (LABEL + event[edge] * scale for edge in ("start", "end"))
             yield from (Line(left, y, right, y, INK) for y in (tops[rank], tops[rank] + ROW))

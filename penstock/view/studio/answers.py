@@ -1,4 +1,4 @@
-"""What the page asks, as plain data, to what it shows, as plain data. Nothing is kept between two questions.
+"""Answer the page's questions: plain data in, plain data out. Nothing is kept between two questions.
 
     answer({"schedule": "1f1b", "ranks": 4, "microbatches": 8})   # a table by name; with "stages_per_rank" where it is open
     answer({"rows": [["0F0", "0B0"]], "placement": [0]})          # a table as it was edited
@@ -6,8 +6,8 @@
     answer({"run": "{..}", "file": "timeline.json"})              # a measured run: its table, and what its actions cost
     answer({"run": "{..}", "file": "plan.json"})                  # the same of a plan
 
-Each takes besides "costs" and "unit" ("ms" where the costs are milliseconds, to be drawn beside a run), as in `costs`, and
-"max_in_flight" (null: no limit). With "better": true it is a better table that is shown, as in `better`.
+Every question may have "costs" and "unit" ("ms" if the costs are milliseconds, as for a run), see `costs`, and "max_in_flight"
+(null: no limit). With "better": true the answer is a better table, see `better`.
 """
 
 import csv
@@ -30,33 +30,33 @@ from penstock.view.data.timeline import Data, timeline_data, verdict_data
 from penstock.view.reading import read
 from penstock.view.record import Record
 from penstock.view.studio import question
-from penstock.view.studio.better import Tell, better, found_data
+from penstock.view.studio.better import ReportProgress, find_better, found_data
 from penstock.view.studio.costs import Timed, data_of, timed
 
 MOST = {"ranks": 64, "stages_per_rank": 4, "microbatches": 512}  # for a table built by name
 MOST_RANKS = 64  # of a table that was loaded
-MOST_MICROBATCHES = 131_072  # stages times microbatches: what is answered in some seconds
+MOST_MICROBATCHES = 131_072  # stages times microbatches, which take some seconds
 MOST_ACTIONS = 3 * MOST_MICROBATCHES
-MOST_STUCK = 100_000  # actions that never run: more are not laid out
+MOST_STUCK = 100_000  # actions that never run; more are not drawn
 SEARCHED = " (searched)"
 
 
-def answer(request: object, tell: Tell = lambda data: None) -> Data:
-    """The table that is asked for, its proof or what is wrong with it, and when its actions run as far as they can.
+def answer(question_data: object, report: ReportProgress = lambda data: None) -> Data:
+    """Return the table of a question, its proof or error, and the times of its actions as far as they run.
 
-    `tell` is told on the way how far a search has come. Raises PenstockError, in a sentence for the page, for what cannot be
-    built, read or priced.
+    `report` is called during a search with its progress. Raises PenstockError, a sentence for the page, for a table that cannot
+    be built, read or simulated.
     """
-    asked = question.mapping(request, "the question")
-    if "run" in asked:
-        return _of_run(asked)
-    schedule = _table(asked)
+    request = question.mapping(question_data, "the question")
+    if "run" in request:
+        return _answer_for_run(request)
+    schedule = _table(request)
     _check_size(schedule)
-    return _improved(schedule, asked, tell) if asked.get("better") else _answered(schedule, asked)
+    return _answer_with_better_table(schedule, request, report) if request.get("better") else _answer_for(schedule, request)
 
 
 def choices() -> Data:
-    """What the page needs to know before it asks: the schedules there are, and the limits."""
+    """Return the schedules and the limits, which the page needs before its first question."""
     families = {
         name: {
             "summary": family.summary,
@@ -72,34 +72,34 @@ def choices() -> Data:
 # ---- the table
 
 
-def _table(asked: Mapping[str, object]) -> Schedule:
-    name = question.text(asked.get("name") or asked.get("file") or "table", "name", 200)
-    if "csv" in asked:
-        text = question.text(asked["csv"], "csv", 8_000_000).removeprefix("\ufeff")
+def _table(request: Mapping[str, object]) -> Schedule:
+    name = question.text(request.get("name") or request.get("file") or "table", "name", 200)
+    if "csv" in request:
+        text = question.text(request["csv"], "csv", 8_000_000).removeprefix("\ufeff")
         return _from_rows(name, parse_csv_cells(name, text)[:1000], None)
-    if "rows" in asked:
-        return _from_rows(name, question.items(asked["rows"], "rows"), asked.get("placement"))
-    name = question.text(asked.get("schedule"), "schedule", 100)
-    ranks, microbatches = (question.whole(asked, what, MOST[what]) for what in ("ranks", "microbatches"))
-    given = asked.get("stages_per_rank") is not None
-    stages_per_rank = question.whole(asked, "stages_per_rank", MOST["stages_per_rank"]) if given else None
+    if "rows" in request:
+        return _from_rows(name, question.items(request["rows"], "rows"), request.get("placement"))
+    name = question.text(request.get("schedule"), "schedule", 100)
+    ranks, microbatches = (question.whole(request, what, MOST[what]) for what in ("ranks", "microbatches"))
+    has_stages = request.get("stages_per_rank") is not None
+    stages_per_rank = question.whole(request, "stages_per_rank", MOST["stages_per_rank"]) if has_stages else None
     family = FAMILIES.get(name)
     _check_microbatches(ranks * (stages_per_rank or (family.stages_per_rank if family else 1)), microbatches)
     return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
 
 
 def _from_rows(name: str, rows: list[Any], placement: object) -> Schedule:
-    """Raises ScheduleError before a hostile number makes a table of that size."""
+    """Build the table of these rows. Raises ScheduleError before a hostile number makes a huge table."""
     cells = [[question.text(cell, "a cell", 100) for cell in question.items(row, "a row")] for row in rows]
     if sum(map(len, cells)) > MOST_ACTIONS:
         raise ScheduleError(f"{name} has {sum(map(len, cells))} actions: the studio takes up to {MOST_ACTIONS}")
     if any(int(number) >= MOST_ACTIONS for row in cells for cell in row for number in re.findall(r"\d{4,}", cell)):
         raise ScheduleError(f"{name} has a number of {MOST_ACTIONS} or more: the studio takes smaller tables")
-    homes = None if placement is None else [_placed(rank, len(cells)) for rank in question.items(placement, "placement")]
+    homes = None if placement is None else [_rank_of_stage(rank, len(cells)) for rank in question.items(placement, "placement")]
     return from_rows(name, cells, homes)
 
 
-def _placed(rank: object, ranks: int) -> int:
+def _rank_of_stage(rank: object, ranks: int) -> int:
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
         raise ScheduleError(f"placement has {question.shown(rank)}: give the rank of every stage, 0 to {ranks - 1}")
     return rank
@@ -122,10 +122,10 @@ def _check_microbatches(stages: int, microbatches: int) -> None:
 # ---- a measured run, or a plan
 
 
-def _of_run(asked: Mapping[str, object]) -> Data:
-    """The table of a run, its costs in milliseconds, and its last step to lay over whatever is planned; the same of a plan."""
-    file = question.text(asked.get("file") or "timeline.json", "file", 200)
-    text = question.text(asked["run"], "run", 32_000_000)
+def _answer_for_run(request: Mapping[str, object]) -> Data:
+    """Return the table of a run or plan, its costs in milliseconds, and its usual step, to compare others with."""
+    file = question.text(request.get("file") or "timeline.json", "file", 200)
+    text = question.text(request["run"], "run", 32_000_000)
     if is_plan_text(text):
         plan = read_plan(text, file)
         name, label, timeline, measured = plan.schedule.name, "planned", plan.timeline, plan.measurement
@@ -142,14 +142,18 @@ def _of_run(asked: Mapping[str, object]) -> Data:
     schedule = replace(measured.schedule, name=name)
     _check_size(schedule)
     costs, shown = data_of(measured), Record((timeline,), None, "s", (label,)).data() | {"verdict": verdict}
-    return _answered(schedule, {**asked, "costs": costs, "unit": "ms"}) | {"costs": costs, "measured": shown, "source": source}
+    return _answer_for(schedule, {**request, "costs": costs, "unit": "ms"}) | {
+        "costs": costs,
+        "measured": shown,
+        "source": source,
+    }
 
 
 # ---- the answer
 
 
 class _Verdict(NamedTuple):
-    """What `verify` said, and the actions it named: in a circle, each wait as (what is waited for, what waits)."""
+    """The text of `verify`, and the actions in it; for a circle its waits as (awaited action, waiting action)."""
 
     holds: bool
     text: str
@@ -161,7 +165,7 @@ _ACTION = re.compile(r"\b\d+[FBIW]\d+\b")
 _WAIT = re.compile(r"waits for .*?(\d+[FBIW]\d+).*before \{?(\d+[FBIW]\d+)|has (\d+[FBIW]\d+) before (\d+[FBIW]\d+)")
 
 
-def _proved(schedule: Schedule, max_in_flight: int | None) -> _Verdict:
+def _verify(schedule: Schedule, max_in_flight: int | None) -> _Verdict:
     try:
         return _Verdict(True, str(verify(schedule, max_in_flight)), [], [])
     except ScheduleError as error:
@@ -171,11 +175,11 @@ def _proved(schedule: Schedule, max_in_flight: int | None) -> _Verdict:
     return _Verdict(False, text, list(dict.fromkeys(_ACTION.findall(text))), waits)
 
 
-def _answered(schedule: Schedule, asked: Mapping[str, object]) -> Data:
+def _answer_for(schedule: Schedule, request: Mapping[str, object]) -> Data:
     ran = None
-    verdict = _proved(schedule, _limit(asked))
+    verdict = _verify(schedule, _limit(request))
     try:
-        ran = _timed(schedule, asked)
+        ran = _simulate(schedule, request)
     except ScheduleError:
         if verdict.holds:
             raise
@@ -189,14 +193,14 @@ def _answered(schedule: Schedule, asked: Mapping[str, object]) -> Data:
         "placement": list(schedule.placement),
         "rows": rows,
         "csv": buffer.getvalue(),
-        "unit": "s" if asked.get("unit") == "ms" else "",
+        "unit": "s" if request.get("unit") == "ms" else "",
         "proof": verdict._asdict(),
-        **_shown(ran),
+        **_timeline_parts(ran),
     }
 
 
-def _shown(ran: Timed | None) -> Data:
-    """The timeline, and what never runs; of a huge one the sums alone."""
+def _timeline_parts(ran: Timed | None) -> Data:
+    """Return the timeline, or the sums of a huge one, and the actions that never run."""
     if ran is None:
         return {"stopped": False, "stuck": [], "timeline": None}
     left = sum(map(len, ran.table.actions)) - len(ran.timeline.events)
@@ -204,24 +208,24 @@ def _shown(ran: Timed | None) -> Data:
     return {"stopped": left > 0, "stuck": list(_stuck(*ran)) if left < MOST_STUCK else [], "timeline": shown(ran.timeline)}
 
 
-def _improved(schedule: Schedule, asked: Mapping[str, object], tell: Tell) -> Data:
-    """The same of a better table, and what was "found"."""
-    limit, before = _limit(asked), _timed(schedule, asked)
-    found = better(schedule, before.costs, limit, tell)
+def _answer_with_better_table(schedule: Schedule, request: Mapping[str, object], report: ReportProgress) -> Data:
+    """Return the answer for a better table, and the result of the search as "found"."""
+    limit, before = _limit(request), _simulate(schedule, request)
+    found = find_better(schedule, before.costs, limit, report)
     name = f"{schedule.name.removesuffix(SEARCHED)}{SEARCHED}"
-    return _answered(replace(found.schedule, name=name), asked) | {"found": found_data(found)}
+    return _answer_for(replace(found.schedule, name=name), request) | {"found": found_data(found)}
 
 
-def _limit(asked: Mapping[str, object]) -> int | None:
-    return None if asked.get("max_in_flight") is None else question.whole(asked, "max_in_flight", 10**9)
+def _limit(request: Mapping[str, object]) -> int | None:
+    return None if request.get("max_in_flight") is None else question.whole(request, "max_in_flight", 10**9)
 
 
-def _timed(schedule: Schedule, asked: Mapping[str, object]) -> Timed:
-    return timed(schedule, question.mapping(asked.get("costs", {}), "costs"), asked.get("unit", ""))
+def _simulate(schedule: Schedule, request: Mapping[str, object]) -> Timed:
+    return timed(schedule, question.mapping(request.get("costs", {}), "costs"), request.get("unit", ""))
 
 
 def _stuck(schedule: Table, costs: Costs, timeline: Timeline) -> Iterator[Data]:
-    """What never runs, where its rank would come to it if it had not to wait."""
+    """Yield the actions that never run, at the time when their rank would run them without waiting."""
     table = costs.action_costs(schedule.num_stages)
     for rank, row in enumerate(timeline.rows):
         free, ran = (row[-1].end if row else timeline.start) - timeline.start, {event.action for event in row}

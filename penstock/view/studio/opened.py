@@ -1,4 +1,4 @@
-"""A file that the studio was opened with: read again whenever it has changed."""
+"""The file that the studio was opened with, which is read again when it changes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,26 +6,26 @@ from pathlib import Path
 from penstock.errors import PenstockError
 from penstock.view.data.timeline import Data
 
-Reader = Callable[[], Data]  # the question that shows the file's table; raises PenstockError for what is none
+Reader = Callable[[], Data]  # returns the question for the file's table, or raises PenstockError
 
 
 class Opened:
-    """A file on this machine, which the page asks for again and again."""
+    """A file on this machine, which the page polls."""
 
     def __init__(self, path: Path, reader: Reader) -> None:
         self.path, self._reader = path, reader
-        self._read = "", Data()  # when the file was changed, and what was read then
+        self._read = "", Data()  # the file's time when it was read, and its question
 
     def data(self) -> Data:
-        """The question that shows its table, or why there is none; `changed` is another text once the file is another."""
+        """Return the question for the file's table, or the error; `changed` differs after a change of the file."""
         try:
             changed = str(self.path.stat().st_mtime_ns)
         except OSError:
             return {"changed": "", "error": f"{self.path} is gone"}
         if changed != self._read[0]:
             try:
-                told = self._reader()
+                data = self._reader()
             except PenstockError as error:
-                told = {"error": str(error)}
-            self._read = changed, told
+                data = {"error": str(error)}
+            self._read = changed, data
         return {"changed": changed, **self._read[1]}

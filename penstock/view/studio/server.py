@@ -1,4 +1,4 @@
-"""The page and its answers, to the browser on this machine."""
+"""Serve the studio's page and its answers to the browser on this machine."""
 
 import json
 import re
@@ -53,20 +53,20 @@ def page(opened: Opened | None = None) -> str:
 
 
 def _embedded(data: object) -> str:
-    """JSON that no text in it can end before its time."""
+    """Return JSON for a script element, which no text in it can end early."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def respond(workers: Workers, body: bytes) -> Answer:
-    """The answer to the question in `body`, line by line; a question that Penstock refuses is answered with its sentence."""
+    """Answer the question in `body`, line by line; a refused question is answered with its error."""
     try:
         return Answer(workers.answer(json.loads(body)), "ndjson")
     except (ValueError, RecursionError) as error:
         return Answer(json.dumps({"error": f"the question is not JSON: {error}"}), "json", 400)
 
 
-def answered(workers: Workers, opened: Opened | None, request: "Request") -> Answer:
-    """The answer to one request: a page, a file, or what a question comes to."""
+def handle(workers: Workers, opened: Opened | None, request: "Request") -> Answer:
+    """Answer a request: the page, a file, or a question."""
     name = request.path.removeprefix("/")
     if request.method == "GET" and not name:
         return Answer(page(opened), "html")
@@ -75,20 +75,20 @@ def answered(workers: Workers, opened: Opened | None, request: "Request") -> Ans
     if request.method == "GET" and name in (*DRAWN_BY, *OWN, *STYLES):
         return Answer(part(name), name.rpartition(".")[2])
     if request.method == "POST" and name == "answer":
-        if request.mimetype != "application/json":  # what a page from elsewhere may send unasked is not that
+        if request.mimetype != "application/json":  # other sites' pages cannot send this type without permission
             return Answer("A question is JSON, as application/json.\n", "txt", 415)
         return respond(workers, request.get_data())
     return NOTHING
 
 
 def server(port: int = 0, opened: Opened | None = None, workers: Workers | None = None) -> "BaseWSGIServer":
-    """A server for this machine alone, not started; port 0 takes a free one. Raises PenstockError if it cannot be had."""
-    app = serving.application(partial(answered, workers or Workers(), opened), POLICY, "the studio")
+    """Make a server for this machine, not started; port 0 takes a free port. Raises PenstockError if the port is not free."""
+    app = serving.application(partial(handle, workers or Workers(), opened), POLICY, "the studio")
     return serving.server(app, port)
 
 
 def serve(port: int = 0, browser: bool = True, opened: Opened | None = None) -> None:
-    """Serve until Ctrl-C, and open the page in a browser unless told not to."""
-    with closing(Workers()) as workers, server(port, opened, workers) as serves:
+    """Serve until Ctrl-C, and open the page in a browser if `browser`."""
+    with closing(Workers()) as workers, server(port, opened, workers) as web_server:
         workers.warm()
-        serving.run(serves, "the studio is", browser)
+        serving.run(web_server, "the studio is", browser)

@@ -1,7 +1,6 @@
-"""Answers from processes of their own: one that nobody waits for any more is ended, whatever it computes.
+"""Answer questions in other processes, which are ended when the page no longer waits.
 
-A process reads questions, a line of JSON each. To each it writes lines of JSON: what it tells on the way, then the answer,
-and after it an empty line.
+A process reads a question a line, as JSON. It answers with lines of JSON, progress first, then the answer, and an empty line.
 """
 
 import json
@@ -17,16 +16,16 @@ from penstock.errors import PenstockError
 from penstock.schedule.table import garbage_collection_paused
 from penstock.view.data.timeline import Data
 from penstock.view.studio.answers import answer
-from penstock.view.studio.better import Tell
+from penstock.view.studio.better import ReportProgress
 
-BEAT = 0.2  # seconds between two signs of life to whoever waits
+KEEPALIVE_SECONDS = 0.2  # between empty lines to a waiting page
 END = b"\n\n"
 PROGRAM = "import sys; sys.path[:] = {path!r}; from penstock.view.studio.worker import main; main()"
 DIED = "The process that computed this was ended, perhaps for want of memory: ask for a smaller table"
 
 
 class Workers:
-    """As many processes as there are questions at a time, and one that waits for the next."""
+    """A process for each question at a time, and one that waits for the next."""
 
     def __init__(self) -> None:
         self._free: list[subprocess.Popen[bytes]] = []
@@ -34,13 +33,13 @@ class Workers:
         self._closed = False
 
     def answer(self, question: object) -> Iterator[bytes]:
-        """The lines for a question, in parts, and an empty line every BEAT seconds. To close this ends the process."""
-        worker, done = self._taken(), False
+        """Yield the lines for a question, in parts, with an empty line now and then. Closing the generator ends the process."""
+        worker, done = self._take(), False
         try:
             yield from _parts(worker, question)
             done = True
         except OSError:
-            yield b"\n" + _line({"error": DIED})  # after whatever it has left of a line
+            yield b"\n" + _line({"error": DIED})  # after an unfinished line
         finally:
             if done:
                 self._free.append(worker)
@@ -49,24 +48,24 @@ class Workers:
                 self.warm()
 
     def warm(self) -> None:
-        """Have a process ready, so that a question does not wait for one to start."""
+        """Start a process in advance, so that the next question need not wait."""
         if not self._free and not self._closed:
-            self._free.append(self._started())
+            self._free.append(self._start())
 
     def close(self) -> None:
-        """End them all."""
+        """End all processes."""
         self._closed = True
         self._free.clear()
         for worker in list(self.started):
             self._end(worker)
 
-    def _taken(self) -> "subprocess.Popen[bytes]":
+    def _take(self) -> "subprocess.Popen[bytes]":
         with suppress(IndexError):  # another thread has taken it
             return self._free.pop()
-        return self._started()
+        return self._start()
 
-    def _started(self) -> "subprocess.Popen[bytes]":
-        """A process in a session of its own: Ctrl-C does not reach it. It ends when its questions do."""
+    def _start(self) -> "subprocess.Popen[bytes]":
+        """Start a process in a new session, which Ctrl-C does not reach. It ends when its input ends."""
         command = [sys.executable, "-P", "-c", PROGRAM.format(path=sys.path)]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self.started.append(worker)
@@ -74,20 +73,20 @@ class Workers:
 
     def _end(self, worker: "subprocess.Popen[bytes]") -> None:
         worker.kill()
-        with suppress(ValueError):  # it was ended from two sides
+        with suppress(ValueError):  # another thread has ended it too
             self.started.remove(worker)
             worker.communicate()
 
 
 def _parts(worker: "subprocess.Popen[bytes]", question: object) -> Iterator[bytes]:
-    """What `worker` writes, as it comes. Raises OSError if it dies."""
+    """Yield the output of `worker` as it comes. Raises OSError if the process dies."""
     assert worker.stdin
     assert worker.stdout
     worker.stdin.write(_line(question))
     worker.stdin.flush()
     end = b"\n"
     while end != END:
-        if not select.select([worker.stdout], [], [], BEAT)[0]:
+        if not select.select([worker.stdout], [], [], KEEPALIVE_SECONDS)[0]:
             if end.endswith(b"\n"):  # not within a line
                 yield b"\n"
         elif part := os.read(worker.stdout.fileno(), 2**20):
@@ -101,30 +100,30 @@ def _parts(worker: "subprocess.Popen[bytes]", question: object) -> Iterator[byte
 
 
 def main() -> None:
-    """Answer what comes in until nothing more does."""
+    """Answer questions until the input ends."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    sys.stdout = sys.stderr  # nothing else is written there
+    sys.stdout = sys.stderr  # stdout is for answers only
 
-    def tell(data: Data) -> None:
+    def report(data: Data) -> None:
         out.write(_line(data))
         out.flush()
 
     for line in sys.stdin.buffer:
-        tell(answered(json.loads(line), tell))
+        report(answer_question(json.loads(line), report))
         out.write(b"\n")
         out.flush()
 
 
-def answered(question: object, tell: Tell = lambda data: None) -> Data:
-    """The answer; what Penstock refuses, and what it fails at, is told in a sentence."""
+def answer_question(question: object, report: ReportProgress = lambda data: None) -> Data:
+    """Return the answer; an error or a bug becomes a sentence."""
     try:
         with garbage_collection_paused():
-            return answer(question, tell)
+            return answer(question, report)
     except PenstockError as error:
         return {"error": str(error)}
     except Exception as error:
         traceback.print_exc()
-        return {"error": f"Penstock failed at this question, which is a mistake of its own: {error!r}"}
+        return {"error": f"Penstock failed at this question, which is a bug: {error!r}"}
 
 
 def _line(data: object) -> bytes:

@@ -1,6 +1,6 @@
-"""The page of a run while it runs, and afterwards: what its folder has, to the browser on this machine.
+"""The page of a run, for the browser on this machine, while it trains or afterwards.
 
-`growing`  a run's folder, of which only what is new is read
-`server`   the page, and what it asks again and again
-`page/`    what the browser runs
+`growing`  reads the new lines of a growing run's metrics
+`server`   serves the page and the run's state
+`page/`    the scripts and styles of the page
 """

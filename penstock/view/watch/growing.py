@@ -1,4 +1,4 @@
-"""A run's folder as it grows: of its metrics only what is new is read."""
+"""Read a growing run: only the new lines of its metrics."""
 
 import json
 import os
@@ -8,12 +8,12 @@ from typing import Any
 
 from penstock.view.record import FILE
 
-METRICS = "metrics.jsonl"  # of a run's folder: a line for each step
-CURVE = 400  # points of it at most
+METRICS = "metrics.jsonl"  # in the folder of a run: a line for each step
+MAX_CURVE_POINTS = 400
 
 
 class GrowingRun:
-    """The run in `folder`, which may have just begun."""
+    """The run in `folder`, which may have no files yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -26,14 +26,14 @@ class GrowingRun:
         self._last: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """What it has come to: its last step, the losses so far, and which timeline there is."""
+        """Return the last step's record, the losses so far, and the time of the newest timeline."""
         timeline = self._folder / FILE
         with self._lock:
             self._read_on()
             return {
                 "name": self._folder.name,
                 "last": self._last,
-                "losses": self._losses[:: 1 + len(self._losses) // CURVE],
+                "losses": self._losses[:: 1 + len(self._losses) // MAX_CURVE_POINTS],
                 "timeline": timeline.stat().st_mtime_ns if timeline.is_file() else None,
             }
 

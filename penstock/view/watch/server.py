@@ -1,6 +1,6 @@
-"""A run's folder, to the browser on this machine; it is only read.
+"""Serve the page of a run to the browser on this machine. The run's folder is only read.
 
-`/state` is what the page asks again and again; the chart below is the page of the run's last timeline, in a frame.
+The page polls `/state`; below it a frame shows the page of the run's last timeline.
 """
 
 import json
@@ -26,7 +26,7 @@ POLICY = (  # the timeline has its script and style inside, and names them by ha
     "img-src data:; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
 
-PARTS = {  # what the page is made of: the package that has it, and its file
+PARTS = {  # path -> the package and the file in its `page/`
     "": ("penstock.view.watch", "watch.html"),
     "watch.css": ("penstock.view.watch", "watch.css"),
     "watch.js": ("penstock.view.watch", "watch.js"),
@@ -36,15 +36,15 @@ PARTS = {  # what the page is made of: the package that has it, and its file
 
 
 def server(folder: Path, port: int = 0) -> "BaseWSGIServer":
-    """A server of the page, not started; port 0 takes a free one. Raises PenstockError if it cannot be had."""
+    """Make a server of the page, not started; port 0 takes a free port. Raises PenstockError if the port is not free."""
 
     run = GrowingRun(folder)
 
-    def answered(request: "Request") -> Answer:
-        """The page, its files, and how far the run is."""
+    def handle(request: "Request") -> Answer:
+        """Answer with the page, its files, or the run's state."""
         name = request.path.removeprefix("/")
         if request.method != "GET":
-            return Answer("A run is only looked at.\n", "txt", 405)
+            return Answer("The page of a run only reads.\n", "txt", 405)
         if name == "state":
             return Answer(json.dumps(run.state()), "json")
         if name == "timeline":
@@ -57,23 +57,23 @@ def server(folder: Path, port: int = 0) -> "BaseWSGIServer":
             return Answer((files(package) / "page" / part).read_text(encoding="utf-8"), part.rpartition(".")[2])
         return NOTHING
 
-    return serving.server(serving.application(answered, POLICY, "the page of a run"), port)
+    return serving.server(serving.application(handle, POLICY, "the page of a run"), port)
 
 
 @contextmanager
 def watched(folder: Path, port: int = 0) -> Iterator[str]:
-    """The address at which the run in `folder` is seen meanwhile."""
-    with server(folder, port) as serves:
-        thread = threading.Thread(target=serves.serve_forever, args=(0.1,), daemon=True)
+    """Serve the page of the run in `folder` meanwhile, and yield its address."""
+    with server(folder, port) as web_server:
+        thread = threading.Thread(target=web_server.serve_forever, args=(0.1,), daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{serves.port}/"
+            yield f"http://127.0.0.1:{web_server.port}/"
         finally:
-            serves.shutdown()
+            web_server.shutdown()
             thread.join()
 
 
 def serve(folder: Path, port: int = 0, browser: bool = True) -> None:
-    """Serve until Ctrl-C, and open the page in a browser unless told not to."""
-    with server(folder, port) as serves:
-        serving.run(serves, f"{folder} is", browser)
+    """Serve until Ctrl-C, and open the page in a browser if `browser`."""
+    with server(folder, port) as web_server:
+        serving.run(web_server, f"{folder} is", browser)

@@ -87,7 +87,7 @@ def names() -> list[str]:
 
 def family_options(name: str) -> list[str]:
     """What `build` can be told of a schedule besides P and M. Raises ScheduleError for a name it does not know."""
-    return list(dict.fromkeys(["stages_per_rank", *_family(name).options]))
+    return list(dict.fromkeys(["stages_per_rank", *_find_family(name).options]))
 
 
 def all_build_options() -> list[str]:
@@ -95,7 +95,7 @@ def all_build_options() -> list[str]:
     return list(dict.fromkeys(option for name in names() for option in family_options(name)))
 
 
-def _family(name: str) -> Family:
+def _find_family(name: str) -> Family:
     if name not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}")
     return FAMILIES[name]
@@ -117,7 +117,7 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         # rank 0 | 0F0 0F1 0B0 0F2 0B1 0B2
         # rank 1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
-    family = _family(name)
+    family = _find_family(name)
     if unknown := sorted(set(options) - set(family.options)):
         known = f"it has {', '.join(family.options)}" if family.options else "it has none"
         raise ScheduleError(f"{name} has no option {', '.join(unknown)}: {known}")
@@ -132,14 +132,14 @@ def build(name: str, ranks: int, microbatches: int, stages_per_rank: int | None 
         )
     options = {what: value and int(value) for what, value in options.items()}
     if stages_per_rank is not None:
-        _check_stages(name, family, stages_per_rank := int(stages_per_rank))
-    of = partial(_table, name, family, ranks, stages_per_rank=stages_per_rank, options=options)
+        _check_stages_per_rank(name, family, stages_per_rank := int(stages_per_rank))
+    of = partial(_build_table, name, family, ranks, stages_per_rank=stages_per_rank, options=options)
     if "group_size" in options:
-        _check_groups(of, microbatches, options["group_size"])
+        _check_group_size(of, microbatches, options["group_size"])
     return of(microbatches)
 
 
-def _table(
+def _build_table(
     name: str, family: Family, ranks: int, microbatches: int, stages_per_rank: int | None, options: dict[str, Any]
 ) -> Schedule:
     if stages_per_rank and "stages_per_rank" in family.options:
@@ -148,7 +148,7 @@ def _table(
     return from_rows(name, list(family.rule(ranks, microbatches, **options)), placement)
 
 
-def _check_stages(name: str, family: Family, stages_per_rank: int) -> None:
+def _check_stages_per_rank(name: str, family: Family, stages_per_rank: int) -> None:
     if "stages_per_rank" not in family.options and stages_per_rank != family.stages_per_rank:
         has = "one stage" if family.stages_per_rank == 1 else f"{family.stages_per_rank} stages"
         raise ScheduleError(f"{name} has {has} on each rank, not stages_per_rank={stages_per_rank}: leave it out")
@@ -156,16 +156,16 @@ def _check_stages(name: str, family: Family, stages_per_rank: int) -> None:
         raise ScheduleError(f"{name} needs stages_per_rank={family.min_stages_per_rank} or more, not {stages_per_rank}")
 
 
-def _check_groups(of: Callable[[int], Schedule], microbatches: int, group_size: int) -> None:
+def _check_group_size(of: Callable[[int], Schedule], microbatches: int, group_size: int) -> None:
     """Raises ScheduleError, with the nearest number of microbatches that works, for groups that no proof accepts."""
-    if reason := _refusal(of(microbatches)):
+    if reason := _proof_failure(of(microbatches)):
         by_distance = sorted(range(1, 2 * microbatches + group_size), key=lambda m: (abs(m - microbatches), m))
-        nearest = next((m for m in by_distance if not _refusal(of(m))), None)
+        nearest = next((m for m in by_distance if not _proof_failure(of(m))), None)
         other = f"use microbatches={nearest}, or leave" if nearest else "leave"
         raise ScheduleError(f"{reason}: with group_size={group_size}, {other} group_size out")
 
 
-def _refusal(schedule: Schedule) -> str:
+def _proof_failure(schedule: Schedule) -> str:
     """Why `schedule` cannot be proved; empty if it can."""
     try:
         verify(schedule)

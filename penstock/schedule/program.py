@@ -148,15 +148,15 @@ def lower(schedule: Table, ahead: int = RECEIVES_AHEAD, skips: Collection[Skip] 
     `skips`: of the model, as in `verify`.
     """
     transfers, together = TransferTable(schedule, skips), dict(schedule.overlaps)
-    inboxes: list[dict[int, _Inbox]] = [{} for _ in range(schedule.ranks)]
+    inboxes: list[dict[int, _ReceiveQueue]] = [{} for _ in range(schedule.ranks)]
     for (source, destination), queue in transfers.channels.items():
-        inboxes[destination][source] = _Inbox(queue, ahead)
-    steps = tuple(tuple(_steps(row, together, transfers, inboxes[rank])) for rank, row in enumerate(schedule.actions))
+        inboxes[destination][source] = _ReceiveQueue(queue, ahead)
+    steps = tuple(tuple(_lines_of_rank(row, together, transfers, inboxes[rank])) for rank, row in enumerate(schedule.actions))
     channels = {ends: tuple(queue) for ends, queue in transfers.channels.items()}
     return Program(schedule, steps, channels, frozenset(skips))
 
 
-class _Inbox:
+class _ReceiveQueue:
     """The receiving end of one channel while its rank's program is written. It says which receives to post when."""
 
     def __init__(self, queue: list[Transfer], ahead: int) -> None:
@@ -164,31 +164,31 @@ class _Inbox:
         self.position = {transfer: index for index, transfer in enumerate(queue)}
         self.posted = self.consumed = 0
 
-    def post(self, upto: int) -> list[Transfer]:
+    def post_up_to(self, upto: int) -> list[Transfer]:
         """Until `upto` of the queue have been."""
         fresh = self.queue[self.posted : upto]
         self.posted += len(fresh)
         return fresh
 
-    def expect(self, transfer: Transfer) -> list[Transfer]:
+    def receives_before(self, transfer: Transfer) -> list[Transfer]:
         """Before `transfer` can be waited for."""
-        return self.post(self.position[transfer] + 1)
+        return self.post_up_to(self.position[transfer] + 1)
 
-    def consume(self) -> list[Transfer]:
+    def receives_after_use(self) -> list[Transfer]:
         """When one more transfer has been used."""
         self.consumed += 1
-        return self.post(self.consumed + self.ahead)
+        return self.post_up_to(self.consumed + self.ahead)
 
 
-def _steps(
-    row: Iterable[Action], together: dict[Action, Action], transfers: TransferTable, inboxes: dict[int, _Inbox]
+def _lines_of_rank(
+    row: Iterable[Action], together: dict[Action, Action], transfers: TransferTable, inboxes: dict[int, _ReceiveQueue]
 ) -> Iterator[ProgramLine]:
-    fresh = [transfer for inbox in inboxes.values() for transfer in inbox.post(inbox.ahead)]
+    fresh = [transfer for inbox in inboxes.values() for transfer in inbox.post_up_to(inbox.ahead)]
     for action in row:
         needs = transfers.inputs_of(action)
         awaited = needs + transfers.inputs_of(together[action]) if action in together else needs
         for transfer in awaited:
             if transfer.is_remote:
-                fresh += inboxes[transfer.source].expect(transfer)
+                fresh += inboxes[transfer.source].receives_before(transfer)
         yield ProgramLine(action, tuple(fresh), needs, transfers.outputs_of(action))
-        fresh = [late for transfer in needs if transfer.is_remote for late in inboxes[transfer.source].consume()]
+        fresh = [late for transfer in needs if transfer.is_remote for late in inboxes[transfer.source].receives_after_use()]

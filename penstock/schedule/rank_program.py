@@ -35,7 +35,7 @@ class RankPrograms:
 
     def __init__(self, program: Program, rank: int, merge: bool = False) -> None:
         self.program, self.rank, self.merge = program, rank, merge
-        self._known = lru_cache(MAX_CACHED_PROGRAMS)(self._made)
+        self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
 
     def select(
         self, training: bool, microbatches: int | None = None, without_backward: frozenset[int] = frozenset()
@@ -46,9 +46,9 @@ class RankPrograms:
         """
         if microbatches is None:
             microbatches = self.program.schedule.microbatches
-        return self._known(training, microbatches, without_backward if training else frozenset())
+        return self._cached_program(training, microbatches, without_backward if training else frozenset())
 
-    def _made(self, training: bool, microbatches: int, without_backward: frozenset[int]) -> RankProgram:
+    def _lower_and_prove(self, training: bool, microbatches: int, without_backward: frozenset[int]) -> RankProgram:
         program, whole = self.program, self.program.schedule
 
         def wanted(action: Action) -> bool:
@@ -63,12 +63,12 @@ class RankPrograms:
         return RankProgram(
             steps,
             frozenset((stage, microbatch) for kind, stage, microbatch in row if kind is Kind.I),
-            _weights(row, self.merge),
+            _merge_weight_actions(row, self.merge),
             frozenset({action.stage: action for action in row if action.kind in (Kind.B, Kind.W)}.values()),
         )
 
 
-def _weights(row: Sequence[Action], merge: bool) -> dict[Action, tuple[int, ...]]:
+def _merge_weight_actions(row: Sequence[Action], merge: bool) -> dict[Action, tuple[int, ...]]:
     weights: dict[Action, tuple[int, ...]] = {}
     for _, run in groupby(row, key=lambda action: action[:2] if merge else action):
         actions = list(run)

@@ -86,7 +86,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
                 f"{name} has {what} {count - 1:,}, and so more cells than a table may have, {MAX_TABLE_CELLS:,}"
             )
     if placement is None:
-        placement = _homes(name, table, stages)
+        placement = _placement_from_rows(name, table, stages)
     elif isinstance(placement, str):
         if placement not in PLACEMENTS:
             raise ScheduleError(f"unknown placement {placement!r}: use {' or '.join(PLACEMENTS)}, or the rank of every stage")
@@ -94,7 +94,7 @@ def from_rows(name: str, rows: Sequence[Iterable[Cell | str]], placement: Placem
     return Schedule(name, tuple(placement), microbatches, table, overlaps)
 
 
-def _homes(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[int]:
+def _placement_from_rows(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[int]:
     """The rank of every stage, read off the table."""
     homes = {action.stage: rank for rank in reversed(range(len(table))) for action in table[rank]}
     for stage in range(stages):
@@ -105,7 +105,7 @@ def _homes(name: str, table: Sequence[Sequence[Action]], stages: int) -> list[in
 
 
 _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
-_NO_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")  # PyTorch's notes on sharded weights
+_SHARDING_CELL = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")  # PyTorch's notes on sharded weights
 
 
 def parse_cell(text: str) -> Iterator[Cell]:
@@ -113,5 +113,5 @@ def parse_cell(text: str) -> Iterator[Cell]:
     text = text.strip()
     if overlap := _OVERLAP.fullmatch(text):
         yield Action.parse(overlap[1]), Action.parse(overlap[2])
-    elif text and not _NO_ACTION.fullmatch(text):
+    elif text and not _SHARDING_CELL.fullmatch(text):
         yield Action.parse(text)

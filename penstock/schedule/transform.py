@@ -12,10 +12,12 @@ def with_full_backwards(schedule: Schedule) -> Schedule:
     Something would be lost where another rank waits for the gradient that I makes: it would wait for W too. A proved table
     stays proved: B stands where I stood, needs what I needed, and only this rank waits for it.
     """
-    return from_rows(schedule.name, [list(_joined(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement)
+    return from_rows(
+        schedule.name, [list(_cells_with_full_backwards(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement
+    )
 
 
-def _joined(schedule: Schedule, rank: int) -> Iterator[Cell]:
+def _cells_with_full_backwards(schedule: Schedule, rank: int) -> Iterator[Cell]:
     cells = list(schedule.cells(rank))
     at = 0
     while at < len(cells):
@@ -33,20 +35,22 @@ def with_weights_last(schedule: Schedule) -> Schedule:
     Gradients travel earlier, and with `Pipeline(merge_weight_gradients=True)` each weight's gradient is one product over all
     microbatches. The price: every microbatch stays in flight to the end.
     """
-    return from_rows(schedule.name, [list(_weights_last(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement)
+    return from_rows(
+        schedule.name, [list(_cells_with_weights_last(schedule, rank)) for rank in range(schedule.ranks)], schedule.placement
+    )
 
 
-def _weights_last(schedule: Schedule, rank: int) -> Iterator[Cell]:
+def _cells_with_weights_last(schedule: Schedule, rank: int) -> Iterator[Cell]:
     for cell in schedule.cells(rank):
         if not isinstance(cell, Action):
-            yield _input_only(cell[0]), _input_only(cell[1])
+            yield _as_input_backward(cell[0]), _as_input_backward(cell[1])
         elif cell.kind is not Kind.W:
-            yield _input_only(cell)
+            yield _as_input_backward(cell)
     backwards = [action for action in schedule.actions[rank] if action.kind in (Kind.B, Kind.I)]
     yield from sorted((action._replace(kind=Kind.W) for action in backwards), key=lambda action: action[1:])
 
 
-def _input_only(action: Action) -> Action:
+def _as_input_backward(action: Action) -> Action:
     return action._replace(kind=Kind.I) if action.kind is Kind.B else action
 
 
@@ -55,7 +59,7 @@ def with_overlapped_pairs(table: Schedule, time: Callable[[Schedule], float], tr
     rows, best = [list(table.cells(rank)) for rank in range(table.ranks)], time(table)
     for row in rows:
         for at in reversed(range(len(row) - 1)):
-            pair = _pair(*row[at : at + 2])
+            pair = _as_pair(*row[at : at + 2])
             if pair and tries > 0:
                 tries -= 1
                 row[at : at + 2] = [pair]
@@ -67,7 +71,7 @@ def with_overlapped_pairs(table: Schedule, time: Callable[[Schedule], float], tr
     return table
 
 
-def _pair(one: Cell, other: Cell) -> OverlappedPair | None:
+def _as_pair(one: Cell, other: Cell) -> OverlappedPair | None:
     """The two if they are a forward and a backward of different microbatches."""
     if not (isinstance(one, Action) and isinstance(other, Action)) or one.microbatch == other.microbatch:
         return None

@@ -1,12 +1,12 @@
 """The proof: a table is complete, and its program runs to the end with nothing buffered - or what exactly is wrong.
 
-The proof is an execution of the program on an abstract machine (docs/explanation/proof.md says why one decides for all).
+The proof is an execution of the program on an abstract execution (docs/explanation/proof.md says why one decides for all).
 Each end of a channel is a queue of what its rank has posted there, and a transfer happens when it stands in front of both.
 Compute goes on meanwhile; it waits for what it receives and never for a send. Two kinds of channels can be asked about:
 
 * *directed*, what Penstock has: a channel for each direction between two ranks, receives posted ahead. With NCCL each is
   a communicator and a stream of its own, on which operations run in the order they were posted, each blocking that stream
-  - and only that stream - until its partner has been posted too. That is the machine above, so a proved program cannot
+  - and only that stream - until its partner has been posted too. That is the execution above, so a proved program cannot
   hang there, as long as all of a rank's channels have room to be resident on the GPU at once (a few blocks each).
 * *shared*: one queue for both directions between two ranks, each receive posted when it is needed. That is what PyTorch
   makes of plain `isend` and `irecv` on NCCL: one communicator and one stream for each pair of ranks. Two ranks that both
@@ -37,8 +37,8 @@ from penstock.schedule.table import (
     garbage_collection_paused,
 )
 
-SENDS = ("async", "blocking")
-CHANNELS = ("directed", "shared")
+SEND_MODES = ("async", "blocking")
+CHANNEL_MODES = ("directed", "shared")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def verify(
         verify(build("1f1b", 2, 2), sends="blocking")  # raises: rank 0 waits for rank 1 to receive ..; rank 1 waits for ..
     """
     check_is_table(schedule)
-    for name, value, known in (("sends", sends, SENDS), ("channels", channels, CHANNELS)):
+    for name, value, known in (("sends", sends, SEND_MODES), ("channels", channels, CHANNEL_MODES)):
         if value not in known:
             raise ScheduleError(f"{name}={value!r}: use {' or '.join(map(repr, known))}")
     check_table(schedule)
@@ -120,17 +120,17 @@ def prove(program: Program | Script, blocking: bool = False, shared: bool = Fals
 
     `blocking`: ranks wait for each send. `shared`: one channel for both directions between two ranks.
     """
-    _check_order(program.schedule)
+    _check_local_order(program.schedule)
     rows = [program.instructions(rank) for rank in range(program.schedule.ranks)]
     if blocking:
-        rows = [_waiting_for_sends(row, rank) for rank, row in enumerate(rows)]
-    machine = _Machine(program.schedule.name, rows, shared)
-    machine.run()
-    if circle := machine.circle():
+        rows = [_with_waits_after_sends(row, rank) for rank, row in enumerate(rows)]
+    execution = _ProofExecution(program.schedule.name, rows, shared)
+    execution.run()
+    if circle := execution.deadlock_cycle():
         raise ScheduleError(f"{program.schedule.name} deadlocks: {'; '.join(circle)}")
 
 
-def _check_order(table: Table) -> None:
+def _check_local_order(table: Table) -> None:
     """What an action needs from its own rank comes before it, and is not done at the same time."""
     for rank, row in enumerate(table.actions):
         stages, before = set(table.stages_of(rank)), set[Action]()
@@ -147,7 +147,7 @@ def _check_order(table: Table) -> None:
             before.update(here)
 
 
-def _waiting_for_sends(row: Iterator[Instruction], rank: int) -> Iterator[Instruction]:
+def _with_waits_after_sends(row: Iterator[Instruction], rank: int) -> Iterator[Instruction]:
     """`row` of `rank` with a wait after every send."""
     waiting: list[Instruction] = []
     following: Cell | None = None
@@ -160,44 +160,44 @@ def _waiting_for_sends(row: Iterator[Instruction], rank: int) -> Iterator[Instru
     return reversed(waiting)
 
 
-class _Machine:
+class _ProofExecution:
     """Ranks that go through their rows, and channels: at each end a queue of what was posted there and has not happened."""
 
     def __init__(self, name: str, rows: Sequence[Iterator[Instruction]], shared: bool) -> None:
         self.name, self.rows, self.shared = name, rows, shared
-        self.waits: dict[int, Compute] = {}  # rank -> what it cannot run yet
+        self.blocked: dict[int, Compute] = {}  # rank -> what it cannot run yet
         self.channels: dict[tuple[int, int], dict[int, deque[Transfer]]] = defaultdict(lambda: defaultdict(deque))
-        self.happened: set[Transfer] = set()
-        self.ready = deque(range(len(rows)))
+        self.completed: set[Transfer] = set()
+        self.runnable = deque(range(len(rows)))
 
     def run(self) -> None:
         """Let every rank go on until none can."""
-        while self.ready:
-            rank = self.ready.popleft()
+        while self.runnable:
+            rank = self.runnable.popleft()
             for instruction in self.rows[rank]:
                 if not isinstance(instruction, Compute):
                     self._post(rank, instruction)
-                elif not self.happened.issuperset(instruction.needs):
-                    self.waits[rank] = instruction
+                elif not self.completed.issuperset(instruction.needs):
+                    self.blocked[rank] = instruction
                     break
 
     def _post(self, rank: int, transfer: Transfer) -> None:
         """Put `transfer` into the queue at the end of `rank`; whatever then stands in front of both ends happens."""
-        mine, theirs, peer = self._ends(rank, transfer)
-        mine.append(transfer)
-        while mine and theirs and mine[0] == theirs[0]:
-            self.happened.add(mine.popleft())
-            theirs.popleft()
-            if peer in self.waits and self.happened.issuperset(self.waits[peer].needs):
-                del self.waits[peer]
-                self.ready.append(peer)
-        if mine and theirs and mine[0].source == theirs[0].source:
-            sends, receives = (mine, theirs) if mine[0].source == rank else (theirs, mine)
-            _, source, destination, _ = mine[0]
+        own_queue, peer_queue, peer = self._queues_of(rank, transfer)
+        own_queue.append(transfer)
+        while own_queue and peer_queue and own_queue[0] == peer_queue[0]:
+            self.completed.add(own_queue.popleft())
+            peer_queue.popleft()
+            if peer in self.blocked and self.completed.issuperset(self.blocked[peer].needs):
+                del self.blocked[peer]
+                self.runnable.append(peer)
+        if own_queue and peer_queue and own_queue[0].source == peer_queue[0].source:
+            sends, receives = (own_queue, peer_queue) if own_queue[0].source == rank else (peer_queue, own_queue)
+            _, source, destination, _ = own_queue[0]
             told = f"rank {source} sends the {sends[0]} where rank {destination} receives the {receives[0]}"
             raise ScheduleError(f"{self.name} mixes up what it sends: {told}")
 
-    def _ends(self, rank: int, transfer: Transfer) -> tuple[deque[Transfer], deque[Transfer], int]:
+    def _queues_of(self, rank: int, transfer: Transfer) -> tuple[deque[Transfer], deque[Transfer], int]:
         """The channel of `transfer`: the queue at the end of `rank`, the one at the other end, and whose that is."""
         _, source, destination, _ = transfer
         peer = destination if rank == source else source
@@ -206,28 +206,28 @@ class _Machine:
         ends = self.channels[source, destination]
         return ends[rank], ends[peer], peer
 
-    def circle(self) -> list[str]:
+    def deadlock_cycle(self) -> list[str]:
         """The circle that the ranks which are not done run into, told rank by rank; empty if all are done."""
-        if not self.waits:
+        if not self.blocked:
             return []
         told: dict[int, str] = {}
-        rank = min(self.waits)
+        rank = min(self.blocked)
         while rank not in told:
-            mine, theirs, peer = self._ends(rank, self._awaited(rank))
-            told[rank] = self._told(rank, peer, mine[0])
-            if theirs:  # another transfer is in front there: each keeps the other from getting there
-                return [told[rank], self._told(peer, rank, theirs[0])]
+            own_queue, peer_queue, peer = self._queues_of(rank, self._missing_transfer(rank))
+            told[rank] = self._describe_wait(rank, peer, own_queue[0])
+            if peer_queue:  # another transfer is in front there: each keeps the other from getting there
+                return [told[rank], self._describe_wait(peer, rank, peer_queue[0])]
             rank = peer
         return list(told.values())[list(told).index(rank) :]
 
-    def _awaited(self, rank: int) -> Transfer:
+    def _missing_transfer(self, rank: int) -> Transfer:
         """The first transfer that `rank` waits for."""
-        return next(transfer for transfer in self.waits[rank].needs if transfer not in self.happened)
+        return next(transfer for transfer in self.blocked[rank].needs if transfer not in self.completed)
 
-    def _told(self, rank: int, peer: int, front: Transfer) -> str:
+    def _describe_wait(self, rank: int, peer: int, front: Transfer) -> str:
         """What `rank` waits for, and, if both directions share a channel, what it has in front where it meets `peer`."""
         post = f"the {'send' if front.source == rank else 'receive'} of the {front} in front of its queue with rank {peer}"
-        awaited, cell = self._awaited(rank), self.waits[rank].cell
+        awaited, cell = self._missing_transfer(rank), self.blocked[rank].cell
         before = f"before {'the end' if cell is None else cell_text(cell)}"
         if awaited.source == rank:
             waits = f"waits for rank {awaited.destination} to receive the {awaited}, {before}"
@@ -240,12 +240,12 @@ class _Machine:
 
 def check_table(table: Table) -> None:
     """Raises ScheduleError unless every action and every pair is well formed, in its place, and none is missing."""
-    wrong = next(chain(_out_of_place(table), _incomplete(table), _no_pairs(table)), None)
+    wrong = next(chain(_placement_errors(table), _completeness_errors(table), _pair_errors(table)), None)
     if wrong is not None:
         raise ScheduleError(wrong)
 
 
-def _out_of_place(table: Table) -> Iterator[str]:
+def _placement_errors(table: Table) -> Iterator[str]:
     """Where not every action names a stage and a microbatch that exist, on the rank where the stage lives."""
     placement, ranks, stages, microbatches = table.placement, table.ranks, table.num_stages, table.microbatches
     if not ranks or not stages or microbatches < 1:
@@ -264,7 +264,7 @@ def _out_of_place(table: Table) -> Iterator[str]:
                 yield f"rank {rank} has {action}, but stage {stage} lives on rank {placement[stage]}"
 
 
-def _incomplete(table: Table) -> Iterator[str]:
+def _completeness_errors(table: Table) -> Iterator[str]:
     """Where not every (stage, microbatch) has its F once, and its B once or its I and W once."""
     found = [{kind: set[int]() for kind in Kind} for _ in table.placement]  # stage, kind -> microbatches
     for row in table.actions:
@@ -273,12 +273,12 @@ def _incomplete(table: Table) -> Iterator[str]:
     if sum(len(microbatches) for each in found for microbatches in each.values()) < sum(map(len, table.actions)):
         action, times = Counter(chain.from_iterable(table.actions)).most_common(1)[0]
         yield f"rank {table.placement[action.stage]} has {action} {times} times; each action stands once"
-    lacking = (action for stage, each in enumerate(found) for action in _missing(stage, each, table))
+    lacking = (action for stage, each in enumerate(found) for action in _missing_actions(stage, each, table))
     if missing := [f"rank {table.placement[action.stage]} lacks {action}" for action in islice(lacking, 5)]:
         yield f"{table.name} is not complete: {', '.join(missing[:4])}{' and more' if missing[4:] else ''}"
 
 
-def _missing(stage: int, found: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
+def _missing_actions(stage: int, found: dict[Kind, set[int]], table: Table) -> Iterator[Action]:
     """The actions that `stage` lacks. Raises ScheduleError for a backward that is there both whole and in halves."""
     forwards, full, inputs, weights = (found[kind] for kind in Kind)
     for microbatch in sorted(full & (inputs | weights)):
@@ -293,7 +293,7 @@ def _missing(stage: int, found: dict[Kind, set[int]], table: Table) -> Iterator[
                 yield Action(kind, stage, microbatch)
 
 
-def _no_pairs(table: Table) -> Iterator[str]:
+def _pair_errors(table: Table) -> Iterator[str]:
     """Where overlapping actions do not stand next to each other, one a forward and one a backward, each in one pair."""
     neighbours = {pair for row in table.actions for pair in pairwise(row)} if table.overlaps else set()
     for first, second in sorted(table.overlaps - neighbours, key=str):

@@ -69,7 +69,7 @@ def rank_kinds():
         inputs = torch.ones(2, length, 8)
         pipe.step(inputs, target=inputs)
         known.append(len(pipe._engine.handshake._learned))
-        specs = max(specs, pipe._engine.programs._known.cache_info().currsize)
+        specs = max(specs, pipe._engine.programs._cached_program.cache_info().currsize)
     return known, specs, gradients(pipe.named_parameters())
 
 

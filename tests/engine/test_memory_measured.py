@@ -42,8 +42,8 @@ def test_the_16_layer_mlp_keeps_what_a_hand_counts(schedule):
     # of every layer what the ReLU gave, and on all ranks but the first, whose input is the caller's batch, what was received
     kept = [EACH * BLOCK + BLOCK * (rank > 0) for rank in range(RANKS)]
     assert timeline.memory_unit == "bytes"
-    assert timeline.sizes == tuple(ActivationSize(each, each) for each in kept)
-    assert sum(size.act for size in timeline.sizes) == (LAYERS + RANKS - 1) * BLOCK
+    assert timeline.activation_sizes == tuple(ActivationSize(each, each) for each in kept)
+    assert sum(size.act for size in timeline.activation_sizes) == (LAYERS + RANKS - 1) * BLOCK
     in_flight = [MICROBATCHES] * RANKS if schedule == "gpipe" else [4, 3, 2, 1]
     assert timeline.peak_memory == tuple(each * count for each, count in zip(kept, in_flight, strict=True))
     assert timeline.memory(0)[0][1] == kept[0]
@@ -56,11 +56,11 @@ def test_planned_from_what_was_measured_the_same_table_holds_the_same_bytes_and_
     planned = measured.predict(measured.schedule)
     assert (planned.peak_memory, planned.memory_unit) == (timeline.peak_memory, "bytes")
     gpipe = measured.predict(build("gpipe", RANKS, MICROBATCHES))
-    assert gpipe.peak_memory == tuple(MICROBATCHES * size.act for size in timeline.sizes)
-    acts = [size.act for size in timeline.sizes]
+    assert gpipe.peak_memory == tuple(MICROBATCHES * size.act for size in timeline.activation_sizes)
+    acts = [size.act for size in timeline.activation_sizes]
     assert gpipe.peak_memory == simulate(build("gpipe", RANKS, MICROBATCHES), Costs(act=acts)).peak_memory
     halves = measured.recut(2 * RANKS)  # what layers keep goes where they go
-    assert sum(size.act for size in halves.sizes) == pytest.approx(sum(acts))
+    assert sum(size.act for size in halves.activation_sizes) == pytest.approx(sum(acts))
     told = str(timeline.explain(measured)).splitlines()
     most, least = max(timeline.peak_memory), min(timeline.peak_memory)
     assert f"memory of activations: up to {most / 1e3:.4g} kB on rank 0, the least {least / 1e3:.4g} kB" in told
@@ -68,7 +68,7 @@ def test_planned_from_what_was_measured_the_same_table_holds_the_same_bytes_and_
 
 def test_after_i_the_weights_still_need_their_inputs_and_the_gradients_of_their_outputs():
     timeline = ps.launch(rank_mlp, RANKS, "zb-h1")[0]
-    for rank, (act, keep) in enumerate(timeline.sizes):
+    for rank, (act, keep) in enumerate(timeline.activation_sizes):
         assert act == EACH * BLOCK + BLOCK * (rank > 0)
         # for every layer the input, the output's gradient and, computed, the bias's; the last ReLU's output went with I.
         # Rank 0 runs B: nothing needs its I
@@ -78,7 +78,9 @@ def test_after_i_the_weights_still_need_their_inputs_and_the_gradients_of_their_
 @pytest.mark.parametrize(("recompute", "blocks"), [("stage", (0, 1, 1, 2)), ("block", (7, 8, 8, 9))])
 def test_recomputed_a_stage_or_a_layer_keeps_its_input(recompute, blocks):
     timeline = ps.launch(rank_mlp, RANKS, "1f1b", recompute)[0]
-    assert [size.act / BLOCK for size in timeline.sizes] == list(blocks)  # the last one's loss keeps the output besides
+    assert [size.act / BLOCK for size in timeline.activation_sizes] == list(
+        blocks
+    )  # the last one's loss keeps the output besides
 
 
 def rank_saved(kind):
@@ -93,7 +95,7 @@ def rank_saved(kind):
     known = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), inputs, target)}
     blocks = {block.data_ptr(): block.nbytes() for block in (each.untyped_storage() for each in saved.values())}
     assert loss.requires_grad
-    return pipe.timeline().sizes, sum(size for at, size in blocks.items() if at not in known)
+    return pipe.timeline().activation_sizes, sum(size for at, size in blocks.items() if at not in known)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "mlp", "mixed"])
@@ -126,7 +128,7 @@ def rank_others():
     frozen.weight.requires_grad_(False)
     layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), Checkpointed(), nn.Identity()]
     one = timeline_of([*layers, frozen, nn.Tanh(), Shares(), nn.Flatten()], "1f1b", 3, cuts=["4"])
-    return one.sizes
+    return one.activation_sizes
 
 
 def test_frozen_weights_checkpoints_and_shared_memory_are_counted_as_what_they_keep():
@@ -142,13 +144,13 @@ def rank_kinds():
     for rows in (ROWS, 2 * ROWS, ROWS):
         batch = torch.ones(rows * MICROBATCHES, WIDTH)
         pipe.step(batch, target=batch)
-        found.append(pipe.timeline().sizes[1].act)
+        found.append(pipe.timeline().activation_sizes[1].act)
     pipe.stages[min(pipe.stages)].compile(backend="eager")
     batch = torch.ones(3 * ROWS * MICROBATCHES, WIDTH)
     pipe.step(batch, target=batch)
     compiled = pipe.timeline()
     pipe.eval(batch)
-    return found, (compiled.sizes, compiled.memory_unit, compiled.peak_memory), pipe.timeline().memory_unit
+    return found, (compiled.activation_sizes, compiled.memory_unit, compiled.peak_memory), pipe.timeline().memory_unit
 
 
 def test_each_kind_of_batch_is_weighed_once_and_where_a_stage_is_compiled_activations_are_counted():
@@ -224,7 +226,7 @@ def rank_new_to_others():
     for rows in (8, 12):
         batch = torch.ones(rows, WIDTH)
         pipe.step(batch, target=batch)
-        found.append([size.act for size in pipe.timeline().sizes])
+        found.append([size.act for size in pipe.timeline().activation_sizes])
     return found
 
 
@@ -241,7 +243,7 @@ def test_a_microbatch_that_counts_nothing_is_not_the_one_that_is_measured():
     for counted in ([1, 1, 1], [0, 1, 1], [1, 1, 0]):
         target = torch.ones(6, WIDTH) * torch.tensor(counted).repeat_interleave(2)[:, None]
         pipe.step(batch, target=target)
-        sizes.append(pipe.timeline().sizes)
+        sizes.append(pipe.timeline().activation_sizes)
     assert sizes[0] == sizes[1] == sizes[2] != ()
 
 
@@ -254,9 +256,9 @@ import penstock as ps
 pipe = ps.Pipeline(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()), nn.functional.mse_loss, "1f1b", 3)
 for _ in range(2):
     pipe.step(torch.ones(6, 32), target=torch.ones(6, 32))
-    print(pipe.timeline().sizes[0].act)
+    print(pipe.timeline().activation_sizes[0].act)
     pipe.step(torch.ones(9, 32), target=torch.ones(9, 32))
-    print(pipe.timeline().sizes[0].act)
+    print(pipe.timeline().activation_sizes[0].act)
 """
 
 

@@ -44,7 +44,7 @@ def test_so_many_kinds_of_batches_as_there_may_be_are_not_all_remembered():
     again = known.select(True, 1)
     assert again == first
     assert again is not first
-    assert known._known.cache_info().currsize == MAX_CACHED_PROGRAMS
+    assert known._cached_program.cache_info().currsize == MAX_CACHED_PROGRAMS
 
 
 def test_a_split_backward_is_known_before_its_forward_and_the_last_action_of_a_stage_completes_its_gradients():

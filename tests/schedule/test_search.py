@@ -238,7 +238,7 @@ def test_ctrl_c_before_there_is_any_table_gives_one_microbatch_after_the_other(m
     def pressed(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "_search", pressed)
+    monkeypatch.setattr(searching, "_search_backward_form", pressed)
     found = search(COSTS, (0, 1, 0, 1, 1), 3, limit=1.5, effort="long")
     assert (found.makespan, found.family) == (3 * 5 * 90, None)
 

@@ -16,8 +16,8 @@ from penstock.schedule.searching.problem import SearchProblem
 from penstock.schedule.table import Action, Kind, dependencies
 from penstock.schedule.timing.simulate import Costs
 
-PERIOD = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
-ONE = ActivationSize()  # what is in flight from F to W
+SLOTS_PER_MICROBATCH = 6  # unit slots of a microbatch on a rank: F, I, W of two stages
+UNIT_SIZE = ActivationSize()  # what is in flight from F to W
 
 Slots = dict[int, Action]  # of one rank
 Rows = tuple[tuple[Action, ...], ...]  # rank -> its actions, in order
@@ -32,7 +32,7 @@ def v_half(ranks: int, microbatches: int) -> Rows:
     """
     late = 0 if ranks % 2 else 3
     first = [(2 * r, 3 * ranks - 2 - r, 3 * ranks + late + 2 * r - 1, 6 * ranks + late - 2 - r) for r in range(ranks)]
-    return _tightened(first, microbatches)
+    return _rows_from_pattern(first, microbatches)
 
 
 def v_min(ranks: int, microbatches: int) -> Rows:
@@ -44,27 +44,29 @@ def v_min(ranks: int, microbatches: int) -> Rows:
     """
     late = 0 if ranks % 3 else 2
     first = [(r, 2 * ranks - 1 - r, 2 * ranks + late + r, 4 * ranks + late - 1 - r) for r in range(ranks)]
-    return _tightened(first, microbatches)
+    return _rows_from_pattern(first, microbatches)
 
 
-def _tightened(first: Sequence[tuple[int, int, int, int]], microbatches: int) -> Rows:
-    slots = [_periodic(rank, len(first), offsets, microbatches) for rank, offsets in enumerate(first)]
-    bound = max(peaks_in_flight([_in_order(row) for row in slots]))
-    steady = range(first[0][3], PERIOD * (microbatches - 1))  # from the first microbatch's return to the last one's entry
-    _move_ends(slots, steady, bound)
-    tightened = from_rows("tightened", list(map(_in_order, slots)))
-    machine = SearchProblem(Costs(), tightened.placement, microbatches, [bound] * len(first))
-    position = IncrementalSimulation(
-        machine, machine.without_weights(machine.rows_from_table(tightened)), slack=[0.0] * len(first)
+def _rows_from_pattern(first: Sequence[tuple[int, int, int, int]], microbatches: int) -> Rows:
+    slots = [_periodic_slots(rank, len(first), offsets, microbatches) for rank, offsets in enumerate(first)]
+    bound = max(peaks_in_flight([_actions_by_slot(row) for row in slots]))
+    steady = range(
+        first[0][3], SLOTS_PER_MICROBATCH * (microbatches - 1)
+    )  # from the first microbatch's return to the last one's entry
+    _tighten_ends(slots, steady, bound)
+    tightened = from_rows("tightened", list(map(_actions_by_slot, slots)))
+    problem = SearchProblem(Costs(), tightened.placement, microbatches, [bound] * len(first))
+    simulation = IncrementalSimulation(
+        problem, problem.without_weights(problem.rows_from_table(tightened)), slack=[0.0] * len(first)
     )
-    return machine.schedule_from_rows(position.rows_with_weights()).actions
+    return problem.schedule_from_rows(simulation.rows_with_weights()).actions
 
 
-def _periodic(rank: int, ranks: int, offsets: tuple[int, int, int, int], microbatches: int) -> Slots:
+def _periodic_slots(rank: int, ranks: int, offsets: tuple[int, int, int, int], microbatches: int) -> Slots:
     """The steady pattern of one rank: F0, F1, I1, I0 at `offsets`, the W of each I in the first free slot after it."""
     stages = rank, 2 * ranks - 1 - rank
     pattern = zip(offsets, (Kind.F, Kind.F, Kind.I, Kind.I), (stages[0], stages[1], stages[1], stages[0]), strict=True)
-    slots = {at + PERIOD * m: Action(kind, stage, m) for at, kind, stage in pattern for m in range(microbatches)}
+    slots = {at + SLOTS_PER_MICROBATCH * m: Action(kind, stage, m) for at, kind, stage in pattern for m in range(microbatches)}
     free = 0
     for at in sorted(at for at, action in slots.items() if action.kind is Kind.I):
         free = max(free, at + 1)
@@ -74,11 +76,11 @@ def _periodic(rank: int, ranks: int, offsets: tuple[int, int, int, int], microba
     return slots
 
 
-def _in_order(slots: Slots) -> list[Action]:
+def _actions_by_slot(slots: Slots) -> list[Action]:
     return [slots[at] for at in sorted(slots)]
 
 
-def _move_ends(slots: list[Slots], steady: range, bound: int) -> None:
+def _tighten_ends(slots: list[Slots], steady: range, bound: int) -> None:
     """Move the actions outside `steady` to the earliest free slot that raises no rank's memory above `bound`."""
     at = {action: slot for row in slots for slot, action in row.items()}
     home = {action: rank for rank, row in enumerate(slots) for action in row.values()}
@@ -89,13 +91,13 @@ def _move_ends(slots: list[Slots], steady: range, bound: int) -> None:
         if slot not in steady:
             before = action._replace(microbatch=action.microbatch - 1)  # what a stage keeps from one to the next comes in order
             needs = [at[needed] for options in [*dependencies(action, stages), (before,)] for needed in options if needed in at]
-            target = _earliest(slots[rank], action, max(needs, default=-1) + 1, slot, held[rank], bound)
+            target = _earliest_slot(slots[rank], action, max(needs, default=-1) + 1, slot, held[rank], bound)
             slots[rank][target] = slots[rank].pop(slot)
             at[action] = target
-        held[rank] += ONE.memory_change(action.kind)
+        held[rank] += UNIT_SIZE.memory_change(action.kind)
 
 
-def _earliest(row: Slots, action: Action, begin: int, slot: int, held: float, bound: int) -> int:
+def _earliest_slot(row: Slots, action: Action, begin: int, slot: int, held: float, bound: int) -> int:
     """The first free slot from `begin` on to which `action` can move from `slot`, `held` activations in flight before it."""
     if action.kind is not Kind.F:
         return next((target for target in range(begin, slot) if target not in row), slot)
@@ -104,7 +106,7 @@ def _earliest(row: Slots, action: Action, begin: int, slot: int, held: float, bo
         if held >= bound:
             break
         if target in row:
-            held -= ONE.memory_change(row[target].kind)
+            held -= UNIT_SIZE.memory_change(row[target].kind)
         else:
             best = target
     return best

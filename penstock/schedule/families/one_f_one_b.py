@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.schedule.table import Action, Kind
 
-Place = tuple[int, int]  # stage, microbatch
+StageAndMicrobatch = tuple[int, int]  # stage, microbatch
 
 
 def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -21,7 +21,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 0 | F0 .. .. B0 F1 .. .. B1
         rank 1 | .. F0 B0 .. .. F1 B1 ..
     """
-    return _in_turn(_passes(rank, ranks, microbatches), first=0)
+    return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), first=0)
 
 
 def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -33,7 +33,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 0 | F0 F1 F2 .. .. B0 B1 B2
         rank 1 | .. F0 F1 F2 B0 B1 B2 ..
     """
-    return _in_turn(_passes(rank, ranks, microbatches), first=microbatches)
+    return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), first=microbatches)
 
 
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -45,7 +45,7 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 0 | F0 F1 .. B0 F2 B1 .. B2
         rank 1 | .. F0 B0 F1 B1 F2 B2 ..
     """
-    return _in_turn(_passes(rank, ranks, microbatches), first=ranks - 1 - rank)
+    return _alternate_forwards_and_backwards(_microbatch_order(rank, ranks, microbatches), first=ranks - 1 - rank)
 
 
 def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int = 2) -> Iterator[Action]:
@@ -57,8 +57,8 @@ def looped_bfs(rank: int, ranks: int, microbatches: int, *, stages_per_rank: int
         rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 2B1 0B0 0B1
         rank 1 | .. 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 ..
     """
-    passes = _passes(rank, ranks, microbatches, stages_per_rank, group_size=microbatches)
-    return _in_turn(passes, first=len(passes.forwards))
+    passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size=microbatches)
+    return _alternate_forwards_and_backwards(passes, first=len(passes.forwards))
 
 
 def interleaved_1f1b(
@@ -75,8 +75,8 @@ def interleaved_1f1b(
         rank 0 | 0F0 0F1 2F0 2F1 .. 2B0 .. 2B1 .. 0B0 .. 0B1
         rank 1 | .. 1F0 1F1 3F0 3B0 3F1 3B1 1B0 .. 1B1
     """
-    passes = _passes(rank, ranks, microbatches, stages_per_rank, group_size)
-    return _in_turn(passes, first=2 * (ranks - 1 - rank) + (stages_per_rank - 1) * passes.group_size)
+    passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size)
+    return _alternate_forwards_and_backwards(passes, first=2 * (ranks - 1 - rank) + (stages_per_rank - 1) * passes.group_size)
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -88,7 +88,9 @@ def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 0 | F0 F1 .. I0 W0 F2 .. I1 W1 I2 W2
         rank 1 | .. F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
-    return _in_turn(_passes(rank, ranks, microbatches), first=ranks - 1 - rank, weights_behind=rank)
+    return _alternate_forwards_and_backwards(
+        _microbatch_order(rank, ranks, microbatches), first=ranks - 1 - rank, weights_behind=rank
+    )
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
@@ -102,7 +104,9 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         rank 0 | F0 F1 F2 .. I0 W0 I1 W1 I2 W2
         rank 1 | .. F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
-    return _in_turn(_passes(rank, ranks, microbatches), first=2 * (ranks - 1 - rank), weights_behind=2 * rank)
+    return _alternate_forwards_and_backwards(
+        _microbatch_order(rank, ranks, microbatches), first=2 * (ranks - 1 - rank), weights_behind=2 * rank
+    )
 
 
 def interleaved_zb(
@@ -117,27 +121,35 @@ def interleaved_zb(
         rank 0 | 0F0 0F1 2F0 2F1 .. 2I0 2W0 2I1 2W1 .. 0I0 0W0 0I1 0W1
         rank 1 | .. 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    passes = _passes(rank, ranks, microbatches, stages_per_rank, group_size)
-    return _in_turn(passes, first=(stages_per_rank - 1) * passes.group_size + ranks - 1 - rank, weights_behind=rank)
+    passes = _microbatch_order(rank, ranks, microbatches, stages_per_rank, group_size)
+    return _alternate_forwards_and_backwards(
+        passes, first=(stages_per_rank - 1) * passes.group_size + ranks - 1 - rank, weights_behind=rank
+    )
 
 
-class _Passes(NamedTuple):
+class _MicrobatchOrder(NamedTuple):
     """In which order microbatches pass the stages of a rank: a group through all its stages, then the next group."""
 
     group_size: int
-    forwards: list[Place]
-    backwards: list[Place]
+    forwards: list[StageAndMicrobatch]
+    backwards: list[StageAndMicrobatch]
 
 
-def _passes(rank: int, ranks: int, microbatches: int, stages_per_rank: int = 1, group_size: int | None = None) -> _Passes:
+def _microbatch_order(
+    rank: int, ranks: int, microbatches: int, stages_per_rank: int = 1, group_size: int | None = None
+) -> _MicrobatchOrder:
     """Without a `group_size` M microbatches make M // P groups (one, if M < P), as equal as they can be."""
     size = group_size or -(-microbatches // max(1, microbatches // ranks))
     groups = [range(first, min(first + size, microbatches)) for first in range(0, microbatches, size)]
     down, up = (range(rank, ranks * stages_per_rank, ranks)[::step] for step in (1, -1))
-    return _Passes(size, *([(stage, m) for group in groups for stage in stages for m in group] for stages in (down, up)))
+    return _MicrobatchOrder(
+        size, *([(stage, m) for group in groups for stage in stages for m in group] for stages in (down, up))
+    )
 
 
-def _in_turn(passes: _Passes, first: int, weights_behind: int | None = None) -> Iterator[Action]:
+def _alternate_forwards_and_backwards(
+    passes: _MicrobatchOrder, first: int, weights_behind: int | None = None
+) -> Iterator[Action]:
     """`first` forwards, as far as there are so many; then in turn the next forward, while there is one, and the next backward.
 
     With `weights_behind` a backward is I, and then the W of so many backwards ago; the W left come last.

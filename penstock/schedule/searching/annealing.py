@@ -8,71 +8,87 @@ from collections.abc import Callable
 from penstock.schedule.searching.incremental_simulation import IncrementalSimulation, RowChange
 from penstock.schedule.searching.problem import INFINITE, SearchProblem
 
-FAR, LONG = 6, 3.0  # places that an action moves at most; and how far several stages do, in times of a typical action
-LOOSEN, ACROSS = 0.03, 0.4  # the share of moves of a rank's slack, and of those on several stages
-TURN = 0.4  # the share of the latter that may go on from F to I
-FOCUS = 0.5  # the share of moves, of the others, that begin on the critical chain: no step gets shorter without one
-SOON = 512  # moves between two reports
-Report = Callable[[int, IncrementalSimulation], None]  # steps since the last report, and where the annealing stands
+MAX_SHIFT_PLACES = 6  # places that an action of one rank moves at most
+MAX_SHIFT_IN_ACTION_TIMES = 3.0  # time that actions of several stages move at most, in times of a typical action
+SLACK_MOVE_SHARE = 0.03  # of all moves: those that change the slack of a rank
+MULTI_STAGE_MOVE_SHARE = 0.4  # of all moves: those of actions on several stages
+FORWARD_TO_BACKWARD_SHARE = 0.4  # of the moves on several stages: those that may go on from F to I
+CRITICAL_MOVE_SHARE = 0.5  # of the moves on one rank: those on the critical chain, without which no step gets shorter
+MOVES_PER_REPORT = 512
+ReportProgress = Callable[[int, IncrementalSimulation], None]  # (work since the last report, the current simulation)
 
 
-def anneal(position: IncrementalSimulation, dice: random.Random, steps: int, hot: float, cold: float, report: Report) -> None:
-    """Move `position` about for `steps`; it is left at the best that was found.
+def anneal(
+    simulation: IncrementalSimulation,
+    rng: random.Random,
+    steps: int,
+    start_temperature: float,
+    end_temperature: float,
+    report: ReportProgress,
+) -> None:
+    """Try random moves for `steps` of work; `simulation` is left at the best rows found.
 
-    `hot`, `cold`: by how much longer a step gets with a move that is taken with a probability of 1 / e, at the beginning and
-    at the end.
+    `start_temperature`, `end_temperature`: a move that makes the step longer by this much is taken with probability 1 / e,
+    at the beginning and at the end.
     """
-    begin = reported = position.work
-    best, tries = position.snapshot(), 0
-    while (used := position.work - begin) < steps:
-        heat = hot * (cold / hot) ** (used / steps)
-        if _try(position, dice, position.makespan - heat * math.log(1.0 - dice.random())) and position.makespan < best.makespan:
-            best = position.snapshot()
-            report(position.work - reported, position)
-            reported = position.work
+    begin = reported = simulation.work
+    best, tries = simulation.snapshot(), 0
+    while (used := simulation.work - begin) < steps:
+        temperature = start_temperature * (end_temperature / start_temperature) ** (used / steps)
+        if (
+            _try_random_move(simulation, rng, simulation.makespan - temperature * math.log(1.0 - rng.random()))
+            and simulation.makespan < best.makespan
+        ):
+            best = simulation.snapshot()
+            report(simulation.work - reported, simulation)
+            reported = simulation.work
         tries += 1
-        if tries % SOON == 0:
-            report(position.work - reported, position)
-            reported = position.work
-    report(position.work - reported, position)
-    position.restore(best)
+        if tries % MOVES_PER_REPORT == 0:
+            report(simulation.work - reported, simulation)
+            reported = simulation.work
+    report(simulation.work - reported, simulation)
+    simulation.restore(best)
 
 
-def _try(position: IncrementalSimulation, dice: random.Random, most: float) -> bool:
-    """Whether a random move makes a step of at most `most`; then it is taken."""
-    kind = dice.random()
-    if position.slack and kind < LOOSEN:
-        rank = int(dice.random() * position.machine.ranks)
-        slack = position.slack[rank] + (dice.random() - 0.5) * position.machine.typical
-        return position.try_slack(rank, max(0.0, slack), most)
-    changed = _on_stages(position, dice) if kind > 1.0 - ACROSS else _on_one_rank(position, dice)
-    if not changed or position.try_changes(changed, most) > most:
+def _try_random_move(simulation: IncrementalSimulation, rng: random.Random, max_makespan: float) -> bool:
+    """Try a random move. Return whether the step then takes at most `max_makespan`; if so the move is kept."""
+    kind = rng.random()
+    if simulation.slack and kind < SLACK_MOVE_SHARE:
+        rank = int(rng.random() * simulation.problem.ranks)
+        slack = simulation.slack[rank] + (rng.random() - 0.5) * simulation.problem.typical_time
+        return simulation.try_slack(rank, max(0.0, slack), max_makespan)
+    changed = (
+        _random_move_on_stages(simulation, rng)
+        if kind > 1.0 - MULTI_STAGE_MOVE_SHARE
+        else _random_move_on_one_rank(simulation, rng)
+    )
+    if not changed or simulation.try_changes(changed, max_makespan) > max_makespan:
         return False
-    position.accept_changes()
+    simulation.accept_changes()
     return True
 
 
-def _on_one_rank(position: IncrementalSimulation, dice: random.Random) -> dict[int, RowChange]:
-    """A random action, some or all that follow it, some places to one side."""
-    machine = position.machine
-    if dice.random() < FOCUS:
-        chain = position.critical_actions()
-        rank, index = chain[int(dice.random() * len(chain))]
+def _random_move_on_one_rank(simulation: IncrementalSimulation, rng: random.Random) -> dict[int, RowChange]:
+    """Return a random action and some or all that follow it, shifted some places along the row of one rank."""
+    problem = simulation.problem
+    if rng.random() < CRITICAL_MOVE_SHARE:
+        chain = simulation.critical_actions()
+        rank, index = chain[int(rng.random() * len(chain))]
     else:
-        rank = int(dice.random() * machine.ranks)
-        index = int(dice.random() * len(position.rows[rank]))
-    row = position.rows[rank]
-    places = 1 + int(dice.random() * FAR)
-    new = shift_actions(machine, row, index, places if dice.random() < 0.5 else -places, _how_many(machine, dice))
+        rank = int(rng.random() * problem.ranks)
+        index = int(rng.random() * len(simulation.rows[rank]))
+    row = simulation.rows[rank]
+    places = 1 + int(rng.random() * MAX_SHIFT_PLACES)
+    new = shift_actions(problem, row, index, places if rng.random() < 0.5 else -places, _random_action_count(problem, rng))
     return {rank: new} if new.first < len(row) else {}
 
 
-def shift_actions(machine: SearchProblem, row: list[int], index: int, places: int, actions: int) -> RowChange:
+def shift_actions(problem: SearchProblem, row: list[int], index: int, places: int, actions: int) -> RowChange:
     """The action at `index` and those after it of its code, `actions` in all, up to `places` later, or -`places` earlier.
 
     It stays in order with those of its code, and with those of its microbatch that it needs, if only by other ranks.
     """
-    count, first_weight, apart = machine.microbatches, machine.first_weight, machine.first_back
+    count, first_weight, apart = problem.microbatches, problem.first_weight, problem.first_back
     new, first, last = row[:], len(row), 0
     step = 1 if places > 0 else -1
     code = row[index] // count
@@ -92,26 +108,29 @@ def shift_actions(machine: SearchProblem, row: list[int], index: int, places: in
     return RowChange(new, first, last)
 
 
-def _on_stages(position: IncrementalSimulation, dice: random.Random) -> dict[int, RowChange]:
-    """A stretch of the way of a microbatch, and of some or all that follow it, all moved by the same time."""
-    machine, changed = position.machine, dict[int, RowChange]()
-    way = machine.order()[: 2 * machine.num_stages]
-    if dice.random() >= TURN:
-        way = way[: machine.num_stages] if dice.random() < 0.5 else way[machine.num_stages :]
-    begin, microbatch = int(dice.random() * len(way)), int(dice.random() * machine.microbatches)
-    shift, actions = (2 * dice.random() - 1) * LONG * machine.typical, _how_many(machine, dice)
-    for code in way[begin : begin + 2 + int(dice.random() * (len(way) - 1))]:
-        rank, action = machine.placement[code % machine.num_stages], code * machine.microbatches + microbatch
-        trace, index = position.trace[rank], position.rows[rank].index(action)
+def _random_move_on_stages(simulation: IncrementalSimulation, rng: random.Random) -> dict[int, RowChange]:
+    """Return a stretch of a microbatch's way through the stages, and of some or all that follow, shifted by the same time."""
+    problem, changed = simulation.problem, dict[int, RowChange]()
+    way = problem.codes_in_dependency_order()[: 2 * problem.num_stages]
+    if rng.random() >= FORWARD_TO_BACKWARD_SHARE:
+        way = way[: problem.num_stages] if rng.random() < 0.5 else way[problem.num_stages :]
+    begin, microbatch = int(rng.random() * len(way)), int(rng.random() * problem.microbatches)
+    shift, actions = (
+        (2 * rng.random() - 1) * MAX_SHIFT_IN_ACTION_TIMES * problem.typical_time,
+        _random_action_count(problem, rng),
+    )
+    for code in way[begin : begin + 2 + int(rng.random() * (len(way) - 1))]:
+        rank, action = problem.placement[code % problem.num_stages], code * problem.microbatches + microbatch
+        trace, index = simulation.trace[rank], simulation.rows[rank].index(action)
         places = bisect_right(trace, (trace[index + 1][0] + shift, INFINITE)) - 2 - index
-        row, first, last = changed.get(rank, RowChange(position.rows[rank], len(machine.cost), 0))
-        new = shift_actions(machine, row, row.index(action), places, actions)
+        row, first, last = changed.get(rank, RowChange(simulation.rows[rank], len(problem.cost), 0))
+        new = shift_actions(problem, row, row.index(action), places, actions)
         if new.first < len(row):
             changed[rank] = RowChange(new.row, min(first, new.first), max(last, new.last))
     return changed
 
 
-def _how_many(machine: SearchProblem, dice: random.Random) -> int:
-    """How many actions of a code move: one, some, or all that there are."""
-    some = dice.random()
-    return 1 if some < 0.6 else 2 + int(dice.random() * 7) if some < 0.85 else machine.microbatches
+def _random_action_count(problem: SearchProblem, rng: random.Random) -> int:
+    """Return how many actions of a code move: one, some, or all."""
+    some = rng.random()
+    return 1 if some < 0.6 else 2 + int(rng.random() * 7) if some < 0.85 else problem.microbatches

@@ -15,27 +15,27 @@ class LowerBound(NamedTuple):
     reason: str
 
 
-def lower_bound(machine: SearchProblem) -> LowerBound:
-    """The highest lower bound that is known for any table of `machine`'s actions, its backwards whole or in halves."""
-    heads, tails = heads_and_tails(machine)
-    machine = _cheapest(machine)
-    chain = max(head + machine.cost[action] + tails[action] for action, head in enumerate(heads))
+def lower_bound(problem: SearchProblem) -> LowerBound:
+    """The highest lower bound that is known for any table of `problem`'s actions, its backwards whole or in halves."""
+    heads, tails = heads_and_tails(problem)
+    problem = _relaxed_problem(problem)
+    chain = max(head + problem.cost[action] + tails[action] for action, head in enumerate(heads))
     bounds = [LowerBound(chain, "the longest chain of actions that wait for each other")]
-    for rank in range(machine.ranks):
-        bounds.append(LowerBound(_one_rank(machine, rank, heads, tails), f"the work of rank {rank}, from its first input on"))
-        bounds.append(LowerBound(_memory(machine, rank, heads), f"the memory of rank {rank}"))
+    for rank in range(problem.ranks):
+        bounds.append(LowerBound(_work_bound(problem, rank, heads, tails), f"the work of rank {rank}, from its first input on"))
+        bounds.append(LowerBound(_memory_bound(problem, rank, heads), f"the memory of rank {rank}"))
     return max(bounds)
 
 
-def heads_and_tails(machine: SearchProblem) -> tuple[list[float], list[float]]:
+def heads_and_tails(problem: SearchProblem) -> tuple[list[float], list[float]]:
     """How long it takes at least from the begin to every action, and from its end to the end of the step."""
-    cheapest = _cheapest(machine)
-    return _earliest(cheapest), cheapest.tails
+    cheapest = _relaxed_problem(problem)
+    return _earliest_starts(cheapest), cheapest.tails
 
 
-def _cheapest(machine: SearchProblem) -> SearchProblem:
-    """A machine on which no table takes longer: what halves and pairs may save is saved everywhere."""
-    costs, stages = machine.costs, machine.num_stages
+def _relaxed_problem(problem: SearchProblem) -> SearchProblem:
+    """A problem on which no table takes longer: what halves and pairs may save is saved everywhere."""
+    costs, stages = problem.costs, problem.num_stages
     times, sizes = costs.action_costs(stages), costs.activation_sizes(stages)
     inputs = [min(half, full) for half, full in zip(times[Kind.I], times[Kind.B], strict=True)]
     lefts = zip(times[Kind.W], times[Kind.B], inputs, strict=True)
@@ -47,36 +47,36 @@ def _cheapest(machine: SearchProblem) -> SearchProblem:
         keep=[min(size) for size in sizes],
         backward=None,
     )
-    return SearchProblem(cheaper, machine.placement, machine.microbatches, machine.limits)
+    return SearchProblem(cheaper, problem.placement, problem.microbatches, problem.limits)
 
 
-def _earliest(machine: SearchProblem) -> list[float]:
+def _earliest_starts(problem: SearchProblem) -> list[float]:
     """When every action can start at best, if only its chain and the microbatches before it are counted."""
-    heads = [0.0] * len(machine.cost)
-    count, there = machine.microbatches, list(machine.there)
-    for code in machine.order():
+    heads = [0.0] * len(problem.cost)
+    count, there = problem.microbatches, list(problem.initial_slot_times)
+    for code in problem.codes_in_dependency_order():
         free = 0.0
         for action in range(code * count, (code + 1) * count):
-            weight = action >= machine.first_weight
-            own = action - machine.first_back  # W after its I
+            weight = action >= problem.first_weight
+            own = action - problem.first_back  # W after its I
             when = (
-                heads[own] + machine.cost[own]
+                heads[own] + problem.cost[own]
                 if weight
-                else max([there[action], *(there[s] for s in machine.also_needs[action])])
+                else max([there[action], *(there[s] for s in problem.also_needs[action])])
             )
             heads[action] = max(free, when)
-            free = heads[action] + machine.cost[action]
-            for send in machine.sends[action]:
+            free = heads[action] + problem.cost[action]
+            for send in problem.sends[action]:
                 there[send.slot] = free + send.transmission + send.latency
     return heads
 
 
-def _one_rank(machine: SearchProblem, rank: int, heads: list[float], tails: list[float]) -> float:
+def _work_bound(problem: SearchProblem, rank: int, heads: list[float], tails: list[float]) -> float:
     """How long the step takes at least if only `rank` had to wait, and could stop an action for a more urgent one (Jackson)."""
-    count = machine.microbatches
-    mine = [action for action in range(len(heads)) if machine.placement[action // count % machine.num_stages] == rank]
+    count = problem.microbatches
+    mine = [action for action in range(len(heads)) if problem.placement[action // count % problem.num_stages] == rank]
     mine.sort(key=heads.__getitem__)
-    left = [machine.cost[action] for action in mine]
+    left = [problem.cost[action] for action in mine]
     now, end, index, urgent = 0.0, 0.0, 0, list[tuple[float, int]]()
     while urgent or index < len(mine):
         if not urgent:
@@ -95,15 +95,15 @@ def _one_rank(machine: SearchProblem, rank: int, heads: list[float], tails: list
     return end
 
 
-def _memory(machine: SearchProblem, rank: int, heads: list[float]) -> float:
+def _memory_bound(problem: SearchProblem, rank: int, heads: list[float]) -> float:
     """How long the step takes at least for what the activations of `rank` take, for how long they are held at least."""
-    count, stages, area = machine.microbatches, machine.num_stages, 0.0
-    for stage in machine.stages_of[rank]:
+    count, stages, area = problem.microbatches, problem.num_stages, 0.0
+    for stage in problem.stages_of[rank]:
         weight = 2 * stages + stage
-        there = heads[(stages + stage) * count] + machine.times[stages + stage] - heads[stage * count]
-        area += count * machine.sizes[stage].act * there
-        if weight < len(machine.times):
-            area += count * machine.sizes[stage].keep * machine.times[weight]
-    limit = machine.limits[rank] / (1 + TOLERANCE)  # as it was given, lest a table that meets it is not seen to
-    begin = min(heads[stage * count] for stage in machine.stages_of[rank])
+        there = heads[(stages + stage) * count] + problem.times[stages + stage] - heads[stage * count]
+        area += count * problem.sizes[stage].act * there
+        if weight < len(problem.times):
+            area += count * problem.sizes[stage].keep * problem.times[weight]
+    limit = problem.limits[rank] / (1 + TOLERANCE)  # as it was given, lest a table that meets it is not seen to
+    begin = min(heads[stage * count] for stage in problem.stages_of[rank])
     return begin + area / limit if 0 < limit < INFINITE else 0.0

@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-from penstock.schedule.searching.problem import INFINITE, TOLERANCE, After, Rows, SearchProblem, Slots
+from penstock.schedule.searching.problem import INFINITE, TOLERANCE, RankState, Rows, SearchProblem, SlotTimes
 
-ATTEMPT, LOOK = 25, 5  # steps that count for an attempt and for a look at a row, beside the actions that run
-PREPARE, ACCEPT = 1 / 32, 1 / 2  # and for each action of the table, in an attempt and if it is accepted
+# The work of a search is counted in actions run. What else a try costs is counted as if so many actions ran:
+WORK_PER_TRY, WORK_PER_ROW = 25, 5  # for a try, and for each row whose memory is checked
+TRY_WORK_PER_ACTION, ACCEPT_WORK_PER_ACTION = 1 / 32, 1 / 2  # for each action of the table, in a try and if it is accepted
 
-Trace = list[After]  # before a row and after each of its actions
+Trace = list[RankState]  # before a row and after each of its actions
 
 
 class RowChange(NamedTuple):
@@ -38,12 +39,12 @@ class Snapshot(NamedTuple):
     slack: list[float] | None
 
 
-class _Tried(NamedTuple):
+class _Attempt(NamedTuple):
     """What follows from an attempt, if it is accepted."""
 
     rows: Rows
-    put_off: Rows
-    there: Slots
+    deferred_weights: Rows
+    slot_times: SlotTimes
     changed: Mapping[int, RowChange]  # empty: all rows are new
     begin: list[int]
     traces: list[Trace]
@@ -53,16 +54,16 @@ class _Tried(NamedTuple):
 class IncrementalSimulation:
     """`rows`, with the makespan; `slack` of every rank is given where the rows leave out W."""
 
-    def __init__(self, machine: SearchProblem, rows: Rows, slack: list[float] | None = None) -> None:
-        self.machine, self.work = machine, 0  # actions run so far
+    def __init__(self, problem: SearchProblem, rows: Rows, slack: list[float] | None = None) -> None:
+        self.problem, self.work = problem, 0  # actions run so far
         self.restore(Snapshot(INFINITE, rows, slack))
 
     def restore(self, state: Snapshot) -> None:
         """Stand where `state` is."""
         self.rows, self.slack = state.rows[:], state.slack and state.slack[:]
-        self.put_off: Rows = [self._weights(row) for row in self.rows]
-        self.trace: list[Trace] = [[(0.0, 0.0, work, 0, 0)] for work in self.machine.work]
-        self.there, self.makespan, self.tails = self.machine.there, INFINITE, self.machine.tails
+        self.deferred_weights: Rows = [self._deferred_weights(row) for row in self.rows]
+        self.trace: list[Trace] = [[(0.0, 0.0, work, 0, 0)] for work in self.problem.work]
+        self.slot_times, self.makespan, self.tails = self.problem.initial_slot_times, INFINITE, self.problem.tails
         if self.try_changes({}, INFINITE) < INFINITE:
             self.accept_changes()
 
@@ -70,36 +71,36 @@ class IncrementalSimulation:
         """Where it stands, to come back to."""
         return Snapshot(self.makespan, self.rows[:], self.slack and self.slack[:])
 
-    def try_changes(self, changed: Mapping[int, RowChange], most: float) -> float:
-        """The makespan with other rows for some ranks; infinite if that is seen to be above `most`, or cannot run."""
-        net = self.machine.net if self.slack else self.machine.change
+    def try_changes(self, changed: Mapping[int, RowChange], max_makespan: float) -> float:
+        """The makespan with other rows for some ranks; infinite if that is seen to be above `max_makespan`, or cannot run."""
+        net = self.problem.memory_change_with_weights if self.slack else self.problem.change
         for rank, (row, _, _) in changed.items():
-            self.work += LOOK
-            if max(accumulate(map(net.__getitem__, row))) > self.machine.limits[rank]:
+            self.work += WORK_PER_ROW
+            if max(accumulate(map(net.__getitem__, row))) > self.problem.limits[rank]:
                 return INFINITE
         traces: list[Trace] = [[] for _ in self.rows]
-        end = self._run(changed, most, traces)
-        self.work += ATTEMPT + int(PREPARE * len(self.machine.cost)) + sum(map(len, traces))
+        end = self._simulate(changed, max_makespan, traces)
+        self.work += WORK_PER_TRY + int(TRY_WORK_PER_ACTION * len(self.problem.cost)) + sum(map(len, traces))
         return end
 
     def accept_changes(self) -> None:
         """Go on from what was attempted last."""
-        self.work += int(ACCEPT * len(self.machine.cost))
-        self.rows, self.put_off, self.there, changed, begin, traces, self.ends = self.tried
+        self.work += int(ACCEPT_WORK_PER_ACTION * len(self.problem.cost))
+        self.rows, self.deferred_weights, self.slot_times, changed, begin, traces, self.ends = self.last_attempt
         self.makespan, self.chain = max(self.ends), list[tuple[int, int]]()
         for trace, here, new in zip(self.trace, begin, traces, strict=True):
             trace[here:] = new
-        if self.machine.waits:
+        if self.problem.has_positive_times:
             ends = [self.trace[rank][each.last + 1][0] for rank, each in changed.items()]
-            self.tails = self._behind(max(ends, default=INFINITE))
+            self.tails = self._updated_tails(max(ends, default=INFINITE))
 
-    def _behind(self, until: float) -> list[float]:
+    def _updated_tails(self, until: float) -> list[float]:
         """How long it takes at least from the end of every action to the end of the step, with the rows as they are.
 
         Nothing has changed behind what ends after `until`.
         """
-        machine, chain, behind = self.machine, self.machine.tails, self.tails[:]
-        cost, slot, latency, nothing = machine.cost, machine.slot, machine.latency, len(machine.cost)
+        problem, chain, behind = self.problem, self.problem.tails, self.tails[:]
+        cost, slot, latency, nothing = problem.cost, problem.slot, problem.latency, len(problem.cost)
         ends = list[tuple[float, int, int]]()
         for row, trace in zip(self.rows, self.trace, strict=True):
             here = bisect_right(trace, (until, INFINITE))
@@ -117,34 +118,34 @@ class IncrementalSimulation:
     def critical_actions(self) -> list[tuple[int, int]]:
         """Rank and place of the actions that make up the makespan: each begins as soon as the one before it lets it."""
         if not self.chain:
-            self.chain = list(self._chain())
+            self.chain = list(self._walk_critical_chain())
             self.work += len(self.chain)
         return self.chain
 
-    def _chain(self) -> Iterator[tuple[int, int]]:
+    def _walk_critical_chain(self) -> Iterator[tuple[int, int]]:
         """The same from the end of the step on. A stretch of W belongs to the action behind it."""
-        machine, cost = self.machine, self.machine.cost
-        count, stages, home = machine.microbatches, machine.num_stages, machine.placement
-        rank = max(range(machine.ranks), key=self.ends.__getitem__)
+        problem, cost = self.problem, self.problem.cost
+        count, stages, home = problem.microbatches, problem.num_stages, problem.placement
+        rank = max(range(problem.ranks), key=self.ends.__getitem__)
         index = len(self.rows[rank]) - 1
         while index >= 0:
             yield rank, index
             action = self.rows[rank][index]
             free, _, _, before, _ = self.trace[rank][index]
             time, _, _, done, _ = self.trace[rank][index + 1]
-            for weight in self.put_off[rank][before:done]:
+            for weight in self.deferred_weights[rank][before:done]:
                 free += cost[weight]
             index -= 1
             if time - cost[action] > free * (1 + TOLERANCE):  # the rank was idle before it
-                source = machine.source[self._last(action, self.there)]
+                source = problem.source[self._latest_slot(action, self.slot_times)]
                 rank = home[source // count % stages]
                 index = self.rows[rank].index(source)
 
-    def try_slack(self, rank: int, slack: float, most: float) -> bool:
-        """Whether the step takes at most `most` with another `slack` of `rank`; then it has that."""
+    def try_slack(self, rank: int, slack: float, max_makespan: float) -> bool:
+        """Whether the step takes at most `max_makespan` with another `slack` of `rank`; then it has that."""
         assert self.slack
         before, self.slack[rank] = self.slack[rank], slack
-        if self.try_changes({rank: RowChange(self.rows[rank], 0, 0)}, most) > most:
+        if self.try_changes({rank: RowChange(self.rows[rank], 0, 0)}, max_makespan) > max_makespan:
             self.slack[rank] = before
             return False
         self.accept_changes()
@@ -153,44 +154,57 @@ class IncrementalSimulation:
     def rows_with_weights(self) -> Rows:
         """The rows with every W in its place."""
         rows: Rows = []
-        for row, put_off, trace in zip(self.rows, self.put_off, self.trace, strict=True):
+        for row, deferred_weights, trace in zip(self.rows, self.deferred_weights, self.trace, strict=True):
             full, last = list[int](), 0
             for action, (_, _, _, done, _) in zip(row, trace[1:], strict=True):
-                full += [*put_off[last:done], action]
+                full += [*deferred_weights[last:done], action]
                 last = done
-            rows.append(full + put_off[last:])
+            rows.append(full + deferred_weights[last:])
         return rows
 
-    def _weights(self, row: list[int]) -> list[int]:
+    def _deferred_weights(self, row: list[int]) -> list[int]:
         """The W that `row` leaves out, in order."""
-        machine = self.machine
-        apart, leaves = machine.first_back, self.slack and not machine.whole
+        problem = self.problem
+        apart, leaves = problem.first_back, self.slack and not problem.whole
         return [action + apart for action in row if action >= apart] if leaves else []
 
-    def _run(self, changed: Mapping[int, RowChange], most: float, traces: list[Trace]) -> float:
-        """One loop over all actions from where something changes: what they leave behind goes into `traces` and `tried`."""
-        machine = self.machine
-        limits, plain, cost, change = machine.limits, machine.plain, machine.cost, machine.change
-        slots, latency, also_needs = machine.slot, machine.latency, machine.also_needs
-        splits = machine.first_back if self.slack and not machine.whole else len(cost)
-        begin, there = self._unrun(changed, traces)
-        rows, put_off, tails = self._with(changed)
+    def _simulate(self, changed: Mapping[int, RowChange], max_makespan: float, traces: list[Trace]) -> float:
+        """Run all ranks from where something changes. Return the makespan, infinite if above `max_makespan` or deadlocked.
+
+        Every rank runs as far as it can. `slot_times[slot]` says when a message has arrived. Where it has not, the rank that
+        waits leaves its number there, and the sender puts that rank back into `ready`:
+
+            time    arrived then
+            -1      not sent yet
+            -2 - r  not sent yet, rank r waits for it
+
+        The results go into `traces` and `last_attempt`. One loop without calls, because a search spends its time here.
+        """
+        problem = self.problem
+        limits, plain, cost, change = problem.limits, problem.is_simple_chain, problem.cost, problem.change
+        slots, latency, also_needs = problem.slot, problem.latency, problem.also_needs
+        splits = problem.first_back if self.slack and not problem.whole else len(cost)
+        begin, slot_times = self._rewind_to_changes(changed, traces)
+        rows, deferred_weights, tails = self._rows_with_changes(changed)
         channels: dict[tuple[int, int], float] = {}
-        slacks, ends = self.slack or [0.0] * machine.ranks, [0.0] * machine.ranks
-        ready, unfinished = sorted(range(machine.ranks), key=changed.__contains__), set(range(machine.ranks))
+        slacks, ends = self.slack or [0.0] * problem.ranks, [0.0] * problem.ranks
+        ready, unfinished = sorted(range(problem.ranks), key=changed.__contains__), set(range(problem.ranks))
         while unfinished:
             if not ready:
                 return INFINITE
             r = ready.pop()
-            trace, weights, limit, slack = traces[r], put_off[r], limits[r], slacks[r]
+            trace, weights, limit, slack = traces[r], deferred_weights[r], limits[r], slacks[r]
             time, held, least, done, made = trace[-1]
             put = trace.append
             for action in rows[r][begin[r] + len(trace) - 1 :]:
-                last = action if plain or not also_needs[action] else self._last(action, there)
-                when = there[last]
-                if when < 0.0:
-                    there[last] = -2.0 - r
+                last = action if plain or not also_needs[action] else self._latest_slot(action, slot_times)
+                when = slot_times[last]
+
+                if when < 0.0:  # not sent yet: wait, until the sender wakes this rank
+                    slot_times[last] = -2.0 - r
                     break
+
+                # Before the action, run deferred W that fit into the idle time, or that must free memory.
                 held_then = held + change[action]
                 while done < made:
                     weight = weights[done]
@@ -201,68 +215,79 @@ class IncrementalSimulation:
                     done += 1
                 if held_then > limit:
                     break
+
+                # Start the action; give up if idle time or what follows it makes the step too long.
                 held = held_then
                 if when > time:
                     least += when - time
-                    if least > most:
+                    if least > max_makespan:
                         return INFINITE
                     time = when
                 time += cost[action]
-                if time + tails[action] > most:
+                if time + tails[action] > max_makespan:
                     return INFINITE
+
+                # Record the action, send its message and wake the rank that waits for it.
                 if action >= splits:
                     made += 1
                 put((time, held, least, done, made))
                 if plain:
+                    # A chain: one message for each action.
                     slot = slots[action]
-                    woken = there[slot]
-                    there[slot] = time + latency[action]
+                    woken = slot_times[slot]
+                    slot_times[slot] = time + latency[action]
                     if woken < -1.5:
                         ready.append(int(-2.0 - woken))
                 else:
-                    ready += self._send(action, time, there, channels)
+                    ready += self._send_messages(action, time, slot_times, channels)
             else:
                 unfinished.discard(r)
                 for weight in weights[done:]:
                     time += cost[weight]
                 ends[r] = time  # which is `least`
-        self.tried = _Tried(rows, put_off, there, changed, begin, traces, ends)
+        self.last_attempt = _Attempt(rows, deferred_weights, slot_times, changed, begin, traces, ends)
         return max(ends)
 
-    def _unrun(self, changed: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], Slots]:
+    def _rewind_to_changes(self, changed: Mapping[int, RowChange], traces: list[Trace]) -> tuple[list[int], SlotTimes]:
         """Where each rank runs again, and what is there before; `traces` begin with that."""
-        machine = self.machine
-        since = min([self.trace[rank][first][0] for rank, (_, first, _) in changed.items()] or [0.0]) if machine.waits else 0.0
-        begin, there = list[int](), self.there[:] if machine.plain else machine.there[:]
+        problem = self.problem
+        since = (
+            min([self.trace[rank][first][0] for rank, (_, first, _) in changed.items()] or [0.0])
+            if problem.has_positive_times
+            else 0.0
+        )
+        begin, slot_times = list[int](), self.slot_times[:] if problem.is_simple_chain else problem.initial_slot_times[:]
         for rank, trace in enumerate(self.trace):
             here = bisect_left(trace, (since,), 1) - 1  # of a row that changes, not behind where it does
             begin.append(here)
             traces[rank].append(trace[here])
-            if machine.plain:
+            if problem.is_simple_chain:
                 for action in self.rows[rank][here:]:
-                    there[machine.slot[action]] = -1.0
-        return begin, there
+                    slot_times[problem.slot[action]] = -1.0
+        return begin, slot_times
 
-    def _with(self, changed: Mapping[int, RowChange]) -> tuple[Rows, Rows, list[float]]:
+    def _rows_with_changes(self, changed: Mapping[int, RowChange]) -> tuple[Rows, Rows, list[float]]:
         """Rows, the W they leave out, and how long it takes at least behind an action, with other rows for some ranks."""
-        rows, put_off, tails = self.rows[:], self.put_off[:], self.tails[:]
+        rows, deferred_weights, tails = self.rows[:], self.deferred_weights[:], self.tails[:]
         for rank, (row, first, last) in changed.items():
             for action in row[first : last + 1]:
-                tails[action] = self.machine.tails[action]
-            rows[rank], put_off[rank] = row, self._weights(row)
-        return rows, put_off, tails
+                tails[action] = self.problem.tails[action]
+            rows[rank], deferred_weights[rank] = row, self._deferred_weights(row)
+        return rows, deferred_weights, tails
 
-    def _last(self, action: int, there: Slots) -> int:
+    def _latest_slot(self, action: int, slot_times: SlotTimes) -> int:
         """The slot of what `action` needs that is not yet there, or came last."""
-        slots = [action, *self.machine.also_needs[action]]
-        return next((slot for slot in slots if there[slot] < 0.0), max(slots, key=there.__getitem__))
+        slots = [action, *self.problem.also_needs[action]]
+        return next((slot for slot in slots if slot_times[slot] < 0.0), max(slots, key=slot_times.__getitem__))
 
-    def _send(self, action: int, time: float, there: Slots, channels: dict[tuple[int, int], float]) -> Iterator[int]:
+    def _send_messages(
+        self, action: int, time: float, slot_times: SlotTimes, channels: dict[tuple[int, int], float]
+    ) -> Iterator[int]:
         """Send what `action` leaves at `time`, over channels that carry one message at a time. The ranks that waited for it."""
-        for slot, channel, transmission, latency in self.machine.sends[action]:
-            woken, there[slot] = there[slot], time
+        for slot, channel, transmission, latency in self.problem.sends[action]:
+            woken, slot_times[slot] = slot_times[slot], time
             if channel:
                 channels[channel] = max(channels.get(channel, 0.0), time) + transmission
-                there[slot] = channels[channel] + latency
+                slot_times[slot] = channels[channel] + latency
             if woken < -1.5:
                 yield int(-2.0 - woken)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from penstock.errors import ScheduleError
 from penstock.schedule.catalog import FAMILIES, build
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.searching.problem import Rows, SearchProblem, in_order
+from penstock.schedule.searching.problem import Rows, SearchProblem, number_actions_in_order
 from penstock.schedule.table import PLACEMENTS, Kind, receiving_stages
 
-_NOTHING = (float("inf"), 0, 0, 0)
-DEPTHS = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
+_NO_ACTION = (float("inf"), 0, 0, 0)
+ROUND_TRIP_FACTORS = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0)
 
 
 def published_schedules(placement: Sequence[int], microbatches: int) -> Iterator[Schedule]:
@@ -26,117 +26,117 @@ def published_schedules(placement: Sequence[int], microbatches: int) -> Iterator
             continue
 
 
-def grouped_rows(machine: SearchProblem, size: int) -> Rows:
+def grouped_rows(problem: SearchProblem, size: int) -> Rows:
     """The F and I of groups of microbatches that go through the whole pipeline and back, one group after the other."""
     rows = []
-    for stages in machine.stages_of:
+    for stages in problem.stages_of:
         codes = list[int]()
-        for first in range(0, machine.microbatches, size):
-            together = min(size, machine.microbatches - first)
-            for code in (*stages, *(machine.num_stages + stage for stage in reversed(stages))):
+        for first in range(0, problem.microbatches, size):
+            together = min(size, problem.microbatches - first)
+            for code in (*stages, *(problem.num_stages + stage for stage in reversed(stages))):
                 codes += [code] * together
-        rows.append(in_order(codes, machine.microbatches))
+        rows.append(number_actions_in_order(codes, problem.microbatches))
     return rows
 
 
-class Dispatch:
+class GreedyDispatch:
     """Ranks that always run what can begin first, an I before an F, the F of a later stage before that of an earlier one.
 
     An F only begins if fewer than `depth` of its stage are in flight, and if memory is left for the F of one microbatch on the
     later stages of its rank, without which a rank can fill up with what can never go on.
     """
 
-    def __init__(self, machine: SearchProblem, depth: Sequence[float]) -> None:
-        self.machine, self.depth = machine, depth
-        self.free, self.held = [0.0] * machine.ranks, [0.0] * machine.ranks
-        self.there, self.done = list(machine.there), [0] * (2 * machine.num_stages)
-        self.put_off = [deque[int]() for _ in range(machine.ranks)]  # the W that can run
-        goes = receiving_stages(machine.num_stages, list(machine.costs.skips))
-        self.told = [  # the ranks for which something may be there once a stage has run
-            {machine.placement[stage] for stage in (own, *goes[Kind.F][own], *goes[Kind.B][own])}
-            for own in range(machine.num_stages)
+    def __init__(self, problem: SearchProblem, depth: Sequence[float]) -> None:
+        self.problem, self.depth = problem, depth
+        self.free, self.held = [0.0] * problem.ranks, [0.0] * problem.ranks
+        self.slot_times, self.done = list(problem.initial_slot_times), [0] * (2 * problem.num_stages)
+        self.deferred_weights = [deque[int]() for _ in range(problem.ranks)]  # the W that can run
+        goes = receiving_stages(problem.num_stages, list(problem.costs.skips))
+        self.affected_ranks = [  # the ranks for which something may be there once a stage has run
+            {problem.placement[stage] for stage in (own, *goes[Kind.F][own], *goes[Kind.B][own])}
+            for own in range(problem.num_stages)
         ]
 
     def rows(self) -> Rows:
         """The F and I of every rank; empty if at some time nothing can begin."""
-        machine = self.machine
-        rows: Rows = [[] for _ in range(machine.ranks)]
-        firsts = [min(self._choices(rank), default=_NOTHING) for rank in range(machine.ranks)]
-        for _ in range(2 * machine.num_stages * machine.microbatches):
+        problem = self.problem
+        rows: Rows = [[] for _ in range(problem.ranks)]
+        firsts = [min(self._startable_actions(rank), default=_NO_ACTION) for rank in range(problem.ranks)]
+        for _ in range(2 * problem.num_stages * problem.microbatches):
             first = min(firsts)
-            if first is _NOTHING:
+            if first is _NO_ACTION:
                 return []
             _, _, action, rank = first
-            self._run(rank, action)
+            self._run_action(rank, action)
             rows[rank].append(action)
-            for other in self.told[action // machine.microbatches % machine.num_stages]:
-                firsts[other] = min(self._choices(other), default=_NOTHING)
+            for other in self.affected_ranks[action // problem.microbatches % problem.num_stages]:
+                firsts[other] = min(self._startable_actions(other), default=_NO_ACTION)
         return rows
 
-    def _choices(self, rank: int) -> Iterator[tuple[float, int, int, int]]:
+    def _startable_actions(self, rank: int) -> Iterator[tuple[float, int, int, int]]:
         """The next F and I of `rank` that can begin: when, the smaller the more urgent, number, rank."""
-        machine = self.machine
-        for stage in machine.stages_of[rank]:
-            in_flight = self.done[stage] - self.done[machine.num_stages + stage]
-            for code in (stage, machine.num_stages + stage):
-                if self.done[code] < machine.microbatches and (code > stage or in_flight < self.depth[stage]):
-                    action = code * machine.microbatches + self.done[code]
-                    ready, weights = self._ready(action), self._weights_before(rank, action)
+        problem = self.problem
+        for stage in problem.stages_of[rank]:
+            in_flight = self.done[stage] - self.done[problem.num_stages + stage]
+            for code in (stage, problem.num_stages + stage):
+                if self.done[code] < problem.microbatches and (code > stage or in_flight < self.depth[stage]):
+                    action = code * problem.microbatches + self.done[code]
+                    ready, weights = self._ready_time(action), self._weights_to_free_memory(rank, action)
                     if ready >= 0 and weights is not None:
-                        free = self.free[rank] + sum(machine.cost[weight] for weight in weights)
-                        yield max(ready, free), -stage - (machine.num_stages if code > stage else 0), action, rank
+                        free = self.free[rank] + sum(problem.cost[weight] for weight in weights)
+                        yield max(ready, free), -stage - (problem.num_stages if code > stage else 0), action, rank
 
-    def _ready(self, action: int) -> float:
+    def _ready_time(self, action: int) -> float:
         """When what `action` needs is there; negative if that is not known yet."""
-        slots = [self.there[action], *(self.there[slot] for slot in self.machine.also_needs[action])]
+        slots = [self.slot_times[action], *(self.slot_times[slot] for slot in self.problem.also_needs[action])]
         return max(slots) if min(slots) >= 0 else -1.0
 
-    def _weights_before(self, rank: int, action: int) -> list[int] | None:
+    def _weights_to_free_memory(self, rank: int, action: int) -> list[int] | None:
         """The W that have to run before `action` for its memory; None if they are not enough."""
-        machine, weights, held = self.machine, list[int](), self.held[rank]
-        reserved = machine.later[action // machine.microbatches] if action < machine.first_back else 0.0
-        if machine.change[action] <= 0.0:
+        problem, weights, held = self.problem, list[int](), self.held[rank]
+        reserved = problem.later_stages_memory[action // problem.microbatches] if action < problem.first_back else 0.0
+        if problem.change[action] <= 0.0:
             return weights
-        for weight in (*self.put_off[rank], None):
-            if held + machine.change[action] + reserved <= machine.limits[rank]:
+        for weight in (*self.deferred_weights[rank], None):
+            if held + problem.change[action] + reserved <= problem.limits[rank]:
                 return weights
             if weight is not None:
                 weights.append(weight)
-                held += machine.change[weight]
+                held += problem.change[weight]
         return None
 
-    def _run(self, rank: int, action: int) -> None:
+    def _run_action(self, rank: int, action: int) -> None:
         """Run `action`, and before it the W that it needs gone, and those that end before it can begin."""
-        machine, waiting, ready = self.machine, self.put_off[rank], self._ready(action)
-        needed = len(self._weights_before(rank, action) or ())
-        while waiting and (needed > 0 or self.free[rank] + machine.cost[waiting[0]] <= ready):
+        problem, waiting, ready = self.problem, self.deferred_weights[rank], self._ready_time(action)
+        needed = len(self._weights_to_free_memory(rank, action) or ())
+        while waiting and (needed > 0 or self.free[rank] + problem.cost[waiting[0]] <= ready):
             weight = waiting.popleft()
-            self.free[rank] += machine.cost[weight]
-            self.held[rank] += machine.change[weight]
+            self.free[rank] += problem.cost[weight]
+            self.held[rank] += problem.change[weight]
             needed -= 1
-        self.free[rank] = max(self.free[rank], ready) + machine.cost[action]
-        self.held[rank] += machine.change[action]
-        self.done[action // machine.microbatches] += 1
-        if action >= machine.first_back and not machine.whole:
-            waiting.append(action + machine.first_back)
-        for slot, _, transmission, latency in machine.sends[action]:
-            self.there[slot] = self.free[rank] + transmission + latency
+        self.free[rank] = max(self.free[rank], ready) + problem.cost[action]
+        self.held[rank] += problem.change[action]
+        self.done[action // problem.microbatches] += 1
+        if action >= problem.first_back and not problem.whole:
+            waiting.append(action + problem.first_back)
+        for slot, _, transmission, latency in problem.sends[action]:
+            self.slot_times[slot] = self.free[rank] + transmission + latency
 
 
-def depths(machine: SearchProblem) -> Iterator[list[float]]:
+def in_flight_limits(problem: SearchProblem) -> Iterator[list[float]]:
     """How many of every stage may be in flight: so many as its round trip takes, times something; and any number."""
-    period = max(machine.work) / machine.microbatches
-    yield [float("inf")] * machine.num_stages
-    for factor in DEPTHS:
+    period = max(problem.work) / problem.microbatches
+    yield [float("inf")] * problem.num_stages
+    for factor in ROUND_TRIP_FACTORS:
         depth = []
-        for stage in range(machine.num_stages):
-            trip = sum(machine.times[s] + machine.times[machine.num_stages + s] for s in range(stage, machine.num_stages))
+        for stage in range(problem.num_stages):
+            trip = sum(problem.times[s] + problem.times[problem.num_stages + s] for s in range(stage, problem.num_stages))
             depth.append(max(1.0, factor * trip / period))
         yield depth
 
 
-def initial_rows(machine: SearchProblem) -> Iterator[Rows]:
+def initial_rows(problem: SearchProblem) -> Iterator[Rows]:
     """All there are."""
-    yield from map(machine.rows_from_table, published_schedules(machine.placement, machine.microbatches))
-    yield from (grouped_rows(machine, size) for size in (1, 2, 3, 4) if size <= machine.microbatches)
-    yield from (rows for depth in depths(machine) if (rows := Dispatch(machine, depth).rows()))
+    yield from map(problem.rows_from_table, published_schedules(problem.placement, problem.microbatches))
+    yield from (grouped_rows(problem, size) for size in (1, 2, 3, 4) if size <= problem.microbatches)
+    yield from (rows for depth in in_flight_limits(problem) if (rows := GreedyDispatch(problem, depth).rows()))

@@ -15,8 +15,8 @@ from penstock.schedule.table import Action, Kind, Table, receiving_stages
 from penstock.schedule.timing.simulate import Costs
 
 Rows = list[list[int]]  # rank -> the numbers of its actions, in order
-After = tuple[float, float, float, int, int]  # what an action leaves on its rank: time, memory, least end, W and I done
-Slots = list[float]  # when what is needed is there; -1: not yet; -2 - r: not yet, and rank r waits for it
+RankState = tuple[float, float, float, int, int]  # what an action leaves on its rank: time, memory, least end, W and I done
+SlotTimes = list[float]  # slot -> when its message has arrived; -1: not yet; -2 - r: not yet, and rank r waits
 INFINITE = float("inf")
 TOLERANCE = 1e-9  # relative: memories that differ by less are the same
 
@@ -48,22 +48,24 @@ class SearchProblem:
         self.first_back, self.first_weight = self.num_stages * microbatches, 2 * self.num_stages * microbatches
         times, self.sizes = costs.action_costs(self.num_stages), costs.activation_sizes(self.num_stages)
         self.times = [times[kind][stage] for kind in self.kinds for stage in range(self.num_stages)]  # by codes
-        self.typical = sum(self.times) / len(self.times)
-        self.cost = self._of_actions(self.times)
-        self.change = self._of_actions([size.memory_change(kind) for kind in self.kinds for size in self.sizes])
+        self.typical_time = sum(self.times) / len(self.times)
+        self.cost = self._values_per_action(self.times)
+        self.change = self._values_per_action([size.memory_change(kind) for kind in self.kinds for size in self.sizes])
         signs = (1, -1, 0)[: len(self.kinds)]  # of F, of I and of W, if every W that can run is done
-        self.net = self._of_actions([sign * size.act for sign in signs for size in self.sizes])
+        self.memory_change_with_weights = self._values_per_action([sign * size.act for sign in signs for size in self.sizes])
         self.work = [
             microbatches * sum(self.times[code] for code in range(len(self.times)) if placement[code % self.num_stages] == rank)
             for rank in range(self.ranks)
         ]
-        self.later = [sum(self.sizes[t].act for t in self.stages_of[home] if t > s) for s, home in enumerate(placement)]
-        self._connect()
+        self.later_stages_memory = [
+            sum(self.sizes[t].act for t in self.stages_of[home] if t > s) for s, home in enumerate(placement)
+        ]
+        self._connect_actions()
 
-    def _of_actions(self, of_codes: Sequence[float]) -> list[float]:
+    def _values_per_action(self, of_codes: Sequence[float]) -> list[float]:
         return [value for value in of_codes for _ in range(self.microbatches)]
 
-    def _connect(self) -> None:
+    def _connect_actions(self) -> None:
         """Who sends what where. A chain has one taker for each action: `slot` and `latency` say it; `sends` says it for any."""
         count, stages = len(self.cost), self.num_stages
         self.sends: list[list[Send]] = [[] for _ in range(count)]
@@ -71,7 +73,7 @@ class SearchProblem:
         self.source = dict[int, int]()  # slot -> the action that fills it
         self.taker = dict[int, int]()  # slot -> the action that needs it
         slots, taken = count + 1, set[int]()
-        for source, taker, send in self._edges():
+        for source, taker, send in self._messages():
             for m in range(self.microbatches):
                 action, slot = taker * self.microbatches + m, taker * self.microbatches + m
                 if slot in taken:
@@ -84,12 +86,12 @@ class SearchProblem:
         nothing = Send(count, None, 0.0, 0.0)
         first = [(each or [nothing])[0] for each in self.sends]
         self.slot, self.latency = [send.slot for send in first], [send.latency for send in first]
-        self.there = [-1.0 if slot in taken else 0.0 for slot in range(count)] + [-1.0] * (slots - count)
-        self.plain = slots == count + 1 and all(send.transmission == 0 for each in self.sends for send in each)
-        self.waits = self.plain and min(self.times[: 2 * stages]) > 0
+        self.initial_slot_times = [-1.0 if slot in taken else 0.0 for slot in range(count)] + [-1.0] * (slots - count)
+        self.is_simple_chain = slots == count + 1 and all(send.transmission == 0 for each in self.sends for send in each)
+        self.has_positive_times = self.is_simple_chain and min(self.times[: 2 * stages]) > 0
 
-    def _edges(self) -> Iterator[tuple[int, int, Send]]:
-        """Of every code those that need it, in the order in which a rank sends, and what the way there costs."""
+    def _messages(self) -> Iterator[tuple[int, int, Send]]:
+        """Yield (source code, receiving code, cost of the message), in the order in which a rank sends."""
         stages, home = self.num_stages, self.placement
         borders = dict(
             zip(pairwise(range(stages)), self.costs.message_costs(stages), strict=True)
@@ -104,7 +106,7 @@ class SearchProblem:
                     yield base + stage, base + taker, Send(0, None, 0.0, 0.0) if own else Send(0, there, *border)
         yield stages - 1, 2 * stages - 1, Send(0, None, 0.0, 0.0)
 
-    def order(self) -> list[int]:
+    def codes_in_dependency_order(self) -> list[int]:
         """The codes, each behind those that it needs."""
         stages = self.num_stages
         return [*range(stages), *reversed(range(stages, 2 * stages)), *range(2 * stages, len(self.times))]
@@ -113,7 +115,7 @@ class SearchProblem:
     def tails(self) -> list[float]:
         """How long it takes at least from the end of every action to the end of the step."""
         tails, count = [0.0] * len(self.cost), self.microbatches
-        for code in reversed(self.order()):
+        for code in reversed(self.codes_in_dependency_order()):
             follows = 0.0
             for action in reversed(range(code * count, (code + 1) * count)):
                 ways = [follows]
@@ -132,14 +134,16 @@ class SearchProblem:
         return [[action for action in row if action < self.first_weight] for row in rows]
 
     def rows_from_table(self, table: Table) -> Rows:
-        """The rows of `table` in numbers, each backward whole or in halves as here, microbatches in order."""
+        """Return the rows of `table` as action numbers, with whole or split backwards as this problem has them."""
         kinds = (
             {Kind.F: (0,), Kind.B: (1,), Kind.I: (1,), Kind.W: ()}
             if self.whole
             else {Kind.F: (0,), Kind.I: (1,), Kind.W: (2,), Kind.B: (1, 2)}
         )
         return [
-            in_order((code * self.num_stages + stage for kind, stage, _ in row for code in kinds[kind]), self.microbatches)
+            number_actions_in_order(
+                (code * self.num_stages + stage for kind, stage, _ in row for code in kinds[kind]), self.microbatches
+            )
             for row in table.actions
         ]
 
@@ -153,7 +157,7 @@ class SearchProblem:
         return from_rows(name, [list(map(action, row)) for row in rows], self.placement)
 
 
-def in_order(codes: Iterable[int], microbatches: int) -> list[int]:
+def number_actions_in_order(codes: Iterable[int], microbatches: int) -> list[int]:
     """The numbers of actions of these codes: the n-th of a code is for microbatch n."""
     done: dict[int, int] = defaultdict(int)
     row = []

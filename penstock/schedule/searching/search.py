@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import ScheduleError, is_whole_number
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.searching import cp_sat, initial_tables, periodic
-from penstock.schedule.searching.annealing import Report, anneal
+from penstock.schedule.searching.annealing import ReportProgress, anneal
 from penstock.schedule.searching.bounds import LowerBound, lower_bound
 from penstock.schedule.searching.incremental_simulation import IncrementalSimulation, Snapshot
 from penstock.schedule.searching.problem import INFINITE, TOLERANCE, Rows, SearchProblem
@@ -20,7 +20,7 @@ from penstock.schedule.timing.simulate import Costs, simulate
 from penstock.schedule.transform import with_full_backwards, with_overlapped_pairs
 from penstock.schedule.verify import verify
 
-EFFORTS = {"quick": 2_500_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # steps of a position
+EFFORTS = {"quick": 2_500_000, "normal": 15_000_000, "long": 90_000_000, "optimal": 15_000_000}  # steps of a simulation
 Progress = Callable[[float, float], object]  # the share that is done, the best makespan so far -> true to stop
 
 
@@ -41,7 +41,7 @@ class Found:
         return self.makespan <= self.bound * (1 + TOLERANCE)
 
 
-class _Enough(Exception):
+class _SearchFinished(Exception):
     """It is proven that there is no better, or whoever watches the progress wants no more."""
 
 
@@ -84,20 +84,22 @@ def search(
     limits = memory_limits(limit, costs, placement)
     _check_start(start, placement, microbatches)
     if effort == "optimal":
-        cp_sat.check(costs)
-    machines = [SearchProblem(costs, placement, microbatches, limits, whole) for whole in _forms(costs, len(placement))]
-    best = _Best(machines[0], start, EFFORTS[effort], progress)
-    dice = random.Random(seed)
-    with suppress(KeyboardInterrupt, _Enough):
+        cp_sat.check_solvable(costs)
+    problems = [
+        SearchProblem(costs, placement, microbatches, limits, whole) for whole in _backward_forms(costs, len(placement))
+    ]
+    best = _BestTable(problems[0], start, EFFORTS[effort], progress)
+    rng = random.Random(seed)
+    with suppress(KeyboardInterrupt, _SearchFinished):
         best.check()
-        for machine in machines:
-            _search(best, machine, best.work / len(machines), dice)
+        for problem in problems:
+            _search_backward_form(best, problem, best.work / len(problems), rng)
         if effort == "optimal":
-            best.prove(seed)
+            best.prove_optimal(seed)
     return best.found()
 
 
-def _forms(costs: Costs, stages: int) -> list[bool]:
+def _backward_forms(costs: Costs, stages: int) -> list[bool]:
     """Whether backwards are to be whole or not: both, where a whole one costs less than its halves or holds less."""
     times = costs.action_costs(stages)
     halves = zip(times[Kind.I], times[Kind.W], strict=True)
@@ -114,13 +116,13 @@ def _check_start(start: Schedule | None, placement: tuple[int, ...], microbatche
             raise ScheduleError(f"{start.name} is no start: it has {here}, not {microbatches} on {placement}")
 
 
-class _Best:
+class _BestTable:
     """The best that was found so far, how much of the search's work is done, and who wants to know."""
 
-    def __init__(self, machine: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
-        self.machine, self.work, self.progress, self.done = machine, work, progress, 0.0
-        self.bound = lower_bound(machine)
-        self.published = list(initial_tables.published_schedules(machine.placement, machine.microbatches))
+    def __init__(self, problem: SearchProblem, start: Schedule | None, work: int, progress: Progress | None) -> None:
+        self.problem, self.work, self.progress, self.done = problem, work, progress, 0.0
+        self.bound = lower_bound(problem)
+        self.published = list(initial_tables.published_schedules(problem.placement, problem.microbatches))
         self.tables = [*self.published, *([start] if start else ())]
         self.time = lru_cache(self._time)
         self.makespan = min(map(self.time, self.tables), default=INFINITE)
@@ -129,29 +131,29 @@ class _Best:
     def _time(self, table: Table) -> float:
         """The makespan of `table`, infinite if it does not keep the limit, or stops."""
         try:
-            timeline = simulate(table, self.machine.costs)
+            timeline = simulate(table, self.problem.costs)
         except ScheduleError:  # pairs that wait for each other in a circle
             return INFINITE
-        fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, self.machine.limits, strict=True))
+        fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory, self.problem.limits, strict=True))
         return timeline.makespan if fits else INFINITE
 
-    def report(self, steps: int, position: IncrementalSimulation) -> None:
-        """`steps` more are done, and the search is at `position`."""
-        if position.makespan < self.makespan:
-            self.makespan, self.searched = position.makespan, (position.machine, position.rows_with_weights())
+    def report(self, steps: int, simulation: IncrementalSimulation) -> None:
+        """`steps` more are done, and the search is at `simulation`."""
+        if simulation.makespan < self.makespan:
+            self.makespan, self.searched = simulation.makespan, (simulation.problem, simulation.rows_with_weights())
         self.check(steps)
 
     def check(self, steps: float = 0) -> None:
-        """`steps` more are done. Raises _Enough if there is no better, or whoever watches wants no more."""
+        """`steps` more are done. Raises _SearchFinished if there is no better, or whoever watches wants no more."""
         self.done += steps
         if self.makespan <= self.bound.time * (1 + TOLERANCE):
-            raise _Enough
+            raise _SearchFinished
         if self.progress and self.progress(min(1.0, self.done / self.work), self.makespan):
-            raise _Enough
+            raise _SearchFinished
 
-    def prove(self, seed: int) -> None:
+    def prove_optimal(self, seed: int) -> None:
         """Take what OR-Tools finds, and what it says that no table is shorter than."""
-        table, least = cp_sat.prove(self.machine, self.found().schedule, self.bound.time, seed)
+        table, least = cp_sat.solve(self.problem, self.found().schedule, self.bound.time, seed)
         self.tables.append(table)
         if least > self.bound.time:
             self.bound = LowerBound(least, "OR-Tools ruled out anything shorter")
@@ -159,52 +161,58 @@ class _Best:
     def found(self) -> Found:
         """What is told of it; stopped before there was any table, one microbatch after the other."""
         plain = SearchProblem(
-            self.machine.costs, self.machine.placement, self.machine.microbatches, self.machine.limits, whole=True
+            self.problem.costs, self.problem.placement, self.problem.microbatches, self.problem.limits, whole=True
         )
         tables = [*self.tables, plain.schedule_from_rows(initial_tables.grouped_rows(plain, 1), "sequential")]
         if self.searched:
-            machine, rows = self.searched
-            table = machine.schedule_from_rows(rows)
+            problem, rows = self.searched
+            table = problem.schedule_from_rows(rows)
             tables = [table, with_full_backwards(table), *tables]
-        if self.machine.costs.overlap:
-            tries = int(PAIRS * self.work / len(self.machine.cost))
+        if self.problem.costs.overlap:
+            tries = int(PAIRING_WORK_SHARE * self.work / len(self.problem.cost))
             best = tables[:2] if self.searched else [replace(min(tables, key=self.time), name="searched")]
             tables += [with_overlapped_pairs(each, self.time, tries) for each in best if not each.overlaps]
         table = min(tables, key=self.time)
-        verify(table, skips=list(self.machine.costs.skips))
+        verify(table, skips=list(self.problem.costs.skips))
         time, published = self.time(table), [each for each in self.published if self.time(each) < INFINITE]
         family = min(published, key=self.time, default=None)
         name, of_family = (family.name, self.time(family)) if family else (None, None)
         return Found(table, time, min(self.bound.time, time), self.bound.reason, name, of_family)
 
 
-ROUNDS = (  # how many are annealed, the share of the work for all, how hot one after the other
+ANNEALING_ROUNDS = (  # how many are annealed, the share of the work for all, how hot one after the other
     (24, 0.3, (0.1, 0.3)),
     (8, 0.2, (0.3,)),
     (3, 0.2, (0.3,)),
     (1, 0.1, (0.2,)),
 )
-WHEELS, TURNED, A_CODE = 0.08, 4, 3  # the share of the work for wheels, how many searches for one, what a code on it counts for
-PAIRS = 0.05  # the work beside it for pairs, if any overlap: so many actions are timed
-LAST = 0.2  # the share of the work for the best, with every W in its place
+PERIODIC_WORK_SHARE = 0.08  # of the work: for periodic tables
+PERIODIC_RUNS = 4  # independent searches for periodic tables
+WORK_PER_CODE = 3  # work that placing one code in a period counts for
+PAIRING_WORK_SHARE = 0.05  # of the work, in addition: actions timed while pairs are tried, if pairs overlap
+FINAL_WORK_SHARE = 0.2  # of the work: for the best rows, with every W in its place
 
 
-def _search(best: _Best, machine: SearchProblem, work: float, dice: random.Random) -> None:
+def _search_backward_form(best: _BestTable, problem: SearchProblem, work: float, rng: random.Random) -> None:
     """Anneal from rows of all kinds: of rules, of periodic tables, and of the tables to beat."""
-    turns = list[periodic.Turns]()
-    for _ in range(TURNED):
-        turns += periodic.find_modulo_schedules(machine, dice, int(WHEELS / TURNED * work / A_CODE / len(machine.times)))
-        best.check(WHEELS / TURNED * work)
+    periodic_starts = list[periodic.StartOffsets]()
+    for _ in range(PERIODIC_RUNS):
+        periodic_starts += periodic.find_modulo_schedules(
+            problem, rng, int(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work / WORK_PER_CODE / len(problem.times))
+        )
+        best.check(PERIODIC_WORK_SHARE / PERIODIC_RUNS * work)
 
     begins = [
-        *initial_tables.initial_rows(machine),
-        *(periodic.unroll_modulo_schedule(machine, turn) for turn in turns),
-        *map(machine.rows_from_table, best.tables),
+        *initial_tables.initial_rows(problem),
+        *(periodic.unroll_modulo_schedule(problem, offsets) for offsets in periodic_starts),
+        *map(problem.rows_from_table, best.tables),
     ]
-    _anneal(machine, begins, work * (1 - WHEELS), dice, best.report)
+    _anneal_in_rounds(problem, begins, work * (1 - PERIODIC_WORK_SHARE), rng, best.report)
 
 
-def _anneal(machine: SearchProblem, begins: list[Rows], work: float, dice: random.Random, report: Report) -> None:
+def _anneal_in_rounds(
+    problem: SearchProblem, begins: list[Rows], work: float, rng: random.Random, report: ReportProgress
+) -> None:
     """From `begins` many are annealed for a short time, the best of these for longer, the best of those for the longest.
 
     What becomes of a start takes its place: so those that go on differ, and one that is good early does not crowd out the rest.
@@ -212,23 +220,23 @@ def _anneal(machine: SearchProblem, begins: list[Rows], work: float, dice: rando
     """
     starting = dict[str, Snapshot]()
     for rows in begins:
-        position = IncrementalSimulation(machine, machine.without_weights(rows), [0.0] * machine.ranks)
-        report(position.work, position)
-        if position.makespan < INFINITE:
-            starting.setdefault(str(position.rows), position.snapshot())  # some are alike
+        simulation = IncrementalSimulation(problem, problem.without_weights(rows), [0.0] * problem.ranks)
+        report(simulation.work, simulation)
+        if simulation.makespan < INFINITE:
+            starting.setdefault(str(simulation.rows), simulation.snapshot())  # some are alike
     if not starting:
         return
     states = list(starting.values())
-    for many, share, hot in ROUNDS:
+    for many, share, hot in ANNEALING_ROUNDS:
         states = sorted(states, key=lambda state: state.makespan)[:many]
         for index in range(many):
-            position.restore(states[index % len(states)])
-            heat = hot[index % len(hot)] * machine.typical
-            anneal(position, dice, int(work * share / many), heat, heat / 10, report)
-            states[index % len(states)] = position.snapshot()
-    position.restore(min(states, key=lambda state: state.makespan))
-    position = IncrementalSimulation(machine, position.rows_with_weights())
-    anneal(position, dice, int(work * LAST), machine.typical / 5, machine.typical / 20, report)
+            simulation.restore(states[index % len(states)])
+            heat = hot[index % len(hot)] * problem.typical_time
+            anneal(simulation, rng, int(work * share / many), heat, heat / 10, report)
+            states[index % len(states)] = simulation.snapshot()
+    simulation.restore(min(states, key=lambda state: state.makespan))
+    simulation = IncrementalSimulation(problem, simulation.rows_with_weights())
+    anneal(simulation, rng, int(work * FINAL_WORK_SHARE), problem.typical_time / 5, problem.typical_time / 20, report)
 
 
 def as_integer(name: str, value: int, least: float) -> int:

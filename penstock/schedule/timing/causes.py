@@ -57,21 +57,21 @@ def cause_shares(idle: Iterable[Iterable[Idle]], total: float) -> dict[Cause, fl
 
 def idle_times(step: StepEvents) -> tuple[tuple[Idle, ...], ...]:
     """For every rank, when it was idle and for which cause, in order."""
-    return tuple(tuple(_idle_of(rank, step)) for rank in range(step.ranks))
+    return tuple(tuple(_idle_times_of_rank(rank, step)) for rank in range(step.ranks))
 
 
-def _idle_of(rank: int, step: StepEvents) -> Iterator[Idle]:
+def _idle_times_of_rank(rank: int, step: StepEvents) -> Iterator[Idle]:
     cells, free, sent = list(step.cells(rank)), step.start, step.start
-    for cell, cause in zip(cells, _without_communication(cells), strict=True):
+    for cell, cause in zip(cells, _causes_without_communication(cells), strict=True):
         for event in cell:
             if free < event.start:
                 awaited = step.last_remote_need(cell)
-                yield from _idle(free, sent, awaited.end if awaited else event.start, event.start, cause)
+                yield from _split_by_cause(free, sent, awaited.end if awaited else event.start, event.start, cause)
             free, sent = max(free, event.end), max(sent, event.sent or event.end)
-    yield from _idle(free, sent, step.end, step.end, Cause.DRAIN if cells else Cause.IMBALANCE)
+    yield from _split_by_cause(free, sent, step.end, step.end, Cause.DRAIN if cells else Cause.IMBALANCE)
 
 
-def _idle(start: float, sent: float, computed: float, end: float, cause: Cause) -> Iterator[Idle]:
+def _split_by_cause(start: float, sent: float, computed: float, end: float, cause: Cause) -> Iterator[Idle]:
     """From `start` to `end`: first the rank sends, then what it needs is `computed`, from that time on it travels."""
     sent = min(max(start, sent), end)
     computed = min(max(sent, computed), end)
@@ -80,7 +80,7 @@ def _idle(start: float, sent: float, computed: float, end: float, cause: Cause) 
             yield Idle(begin, until, why)
 
 
-def _without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
+def _causes_without_communication(cells: Sequence[Cell]) -> Iterator[Cause]:
     """The cause of an idle time before each of `cells`, the row of one rank, if it is not communication."""
     kinds = [{event.action.kind for event in cell} for cell in cells]
     first_backward = next((index for index, here in enumerate(kinds) if here != {Kind.F}), 0)
@@ -99,14 +99,14 @@ def critical_path(step: StepEvents) -> tuple[Event, ...]:
     """The chain of events, first to last, that made the step as long as it was: see `Timeline.critical_path`."""
     if not step.events:
         return ()
-    places = _places(step)
+    places = _cells_of_actions(step)
     path = [max(step.events, key=lambda event: event.end)]
-    while waited_for := list(_waited_for(path[-1], step, *places[path[-1].action])):
+    while waited_for := list(_limiting_events(path[-1], step, *places[path[-1].action])):
         path.append(max(waited_for, key=lambda each: each[0])[1])  # on a tie the first, which is its own rank's
     return tuple(reversed(path))
 
 
-def _waited_for(event: Event, step: StepEvents, before: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
+def _limiting_events(event: Event, step: StepEvents, before: Cell, cell: Cell) -> Iterator[tuple[float, Event]]:
     """What `event` of `cell` could not start before, each with the time at which it allowed the start."""
     for last in before[-1:]:
         yield last.end, last
@@ -115,7 +115,7 @@ def _waited_for(event: Event, step: StepEvents, before: Cell, cell: Cell) -> Ite
             yield (needed.end, needed) if needed.rank == event.rank else step.arrivals[needed.action, member.action.stage]
 
 
-def _places(step: StepEvents) -> dict[Action, tuple[Cell, Cell]]:
+def _cells_of_actions(step: StepEvents) -> dict[Action, tuple[Cell, Cell]]:
     """For every action, the cell before it on its rank (if any) and its own."""
     rows = [[(), *step.cells(rank)] for rank in range(step.ranks)]
     return {event.action: (before, cell) for row in rows for before, cell in pairwise(row) for event in cell}

@@ -18,7 +18,7 @@ from penstock.schedule.timing.measurement import Measurement, find_gaps
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.transform import with_full_backwards
 
-STRAGGLES = 0.05  # of its planned time: what a rank may be slower by without being named
+STRAGGLER_SHARE = 0.05  # of its planned time: what a rank may be slower by without being named
 
 
 def explain(timeline: Timeline, measurement: Measurement | None = None) -> Explanation:
@@ -34,12 +34,12 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
     shown = Measurement.from_timelines(timeline, layers=here.layers) if here.num_steps > 1 else here
     table = here.schedule
     predicted = here.predict(table)
-    held, now = _held(table, predicted), predicted.makespan
+    held, now = _microbatches_in_flight(table, predicted), predicted.makespan
     even = replace(here, seconds={kind: (fmean(times),) * len(times) for kind, times in here.seconds.items()})
-    others = tuple(_others(here))
+    others = tuple(_catalog_alternatives(here))
     notable = [other for other in others if other.step_seconds < (1 - NOTABLE_SHARE) * now]
-    faster = _best(notable)
-    frugal = _best([other for other in notable if other.microbatches_held <= held])
+    faster = _best_alternative(notable)
+    frugal = _best_alternative([other for other in notable if other.microbatches_held <= held])
     return Explanation(
         schedule=table,
         step=timeline.makespan,
@@ -49,10 +49,10 @@ def explain(timeline: Timeline, measurement: Measurement | None = None) -> Expla
         averaging=max(timeline.averaging, default=0.0),
         predicted_step=now,
         microbatches_held=held,
-        activation_bytes=_bytes(predicted),
-        straggler=_straggler(here, shown),
+        activation_bytes=_peak_bytes(predicted),
+        straggler=_worst_straggler(here, shown),
         even_stages_timeline=even.predict(table),
-        doubled_microbatches=_more(here),
+        doubled_microbatches=_with_doubled_microbatches(here),
         alternatives=others,
         fastest=faster,
         fastest_in_same_memory=None if frugal is faster else frugal,
@@ -89,7 +89,7 @@ def time_shares(timeline: Timeline, measured: Measurement) -> dict[str, float]:
     return {name: time / total if total else 0.0 for name, time in taken.items()}
 
 
-def _bytes(timeline: Timeline) -> tuple[float, ...]:
+def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
     """For every rank, the most its activations take at once; nothing if that is not known in bytes."""
     return timeline.peak_memory if timeline.memory_unit == "bytes" else ()
 
@@ -97,7 +97,7 @@ def _bytes(timeline: Timeline) -> tuple[float, ...]:
 # ---- who holds it up
 
 
-def _straggler(here: Measurement, shown: Measurement) -> Straggler | None:
+def _worst_straggler(here: Measurement, shown: Measurement) -> Straggler | None:
     """Return the rank that takes longest against its share, of those that are slow in all steps and in the one `shown`.
 
     Else a rank could be named that has no time to give in the step that the reader sees.
@@ -111,11 +111,11 @@ def _stragglers(measurement: Measurement) -> list[Straggler]:
     """Return the ranks that take notably longer than their share, and whose share would make the step notably shorter."""
     table = measurement.schedule
     now = measurement.predict(table).makespan
-    found = [_against_share(measurement, rank, now) for rank in range(table.ranks) if table.actions[rank]]
+    found = [_compare_with_share(measurement, rank, now) for rank in range(table.ranks) if table.actions[rank]]
     return [straggler for straggler in found if straggler and straggler.step_seconds_lost > NOTABLE_SHARE * now]
 
 
-def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None:
+def _compare_with_share(here: Measurement, rank: int, now: float) -> Straggler | None:
     """How `rank` compares with the others, stage for stage by the layers they have; None if it is not slower."""
     table, mine, layers = here.schedule, here.schedule.stages_of(rank), here.layers
     others = [stage for stage in range(table.num_stages) if stage not in mine]
@@ -129,7 +129,7 @@ def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None
     fair = replace(here, seconds={kind: shared(times) for kind, times in here.seconds.items()})
     actions = table.actions[rank]
     took, planned = (sum(each.seconds[kind][stage] for kind, stage, _ in actions) for each in (here, fair))
-    if took - planned <= STRAGGLES * planned:
+    if took - planned <= STRAGGLER_SHARE * planned:
         return None
     times = {
         kind: (fmean(here.seconds[kind][stage] for stage in mine), fmean(fair.seconds[kind][stage] for stage in mine))
@@ -142,44 +142,48 @@ def _against_share(here: Measurement, rank: int, now: float) -> Straggler | None
 # ---- what would make it shorter
 
 
-def _held(table: Schedule, timeline: Timeline) -> float:
+def _microbatches_in_flight(table: Schedule, timeline: Timeline) -> float:
     """Microbatches in flight on the fullest rank; an activation of one of its V stages is a V-th."""
     return max(timeline.peak_in_flight) * table.ranks / table.num_stages
 
 
-def _others(here: Measurement) -> Iterator[Alternative]:
+def _catalog_alternatives(here: Measurement) -> Iterator[Alternative]:
     """The other schedules of the catalog at this P and M, of V stages a rank or as many as they are made for."""
     table = here.schedule
     for name in names():
         for stages_per_rank in dict.fromkeys([FAMILIES[name].stages_per_rank, table.num_stages // table.ranks]):
-            other = _built(name, table.ranks, table.microbatches, stages_per_rank)
+            other = _build_or_none(name, table.ranks, table.microbatches, stages_per_rank)
             if other and other.actions != table.actions:
-                yield _alternative(here, other)
+                yield _predict_alternative(here, other)
 
 
-def _best(others: Sequence[Alternative]) -> Alternative | None:
+def _best_alternative(others: Sequence[Alternative]) -> Alternative | None:
     """The fastest; of those about as fast the one that holds the least."""
     fastest = min((other.step_seconds for other in others), default=0.0)
     near = [other for other in others if other.step_seconds <= (1 + NOTABLE_SHARE) * fastest]
     return min(near, key=lambda other: (other.microbatches_held, other.step_seconds), default=None)
 
 
-def _more(here: Measurement) -> Alternative | None:
+def _with_doubled_microbatches(here: Measurement) -> Alternative | None:
     """The same schedule with twice the microbatches; None for a table that is not the catalog's."""
     table = here.schedule
     stages_per_rank = table.num_stages // table.ranks
-    same, twice = (_built(table.name, table.ranks, times * table.microbatches, stages_per_rank) for times in (1, 2))
-    return _alternative(here, twice) if same and twice and same.actions == table.actions else None
+    same, twice = (_build_or_none(table.name, table.ranks, times * table.microbatches, stages_per_rank) for times in (1, 2))
+    return _predict_alternative(here, twice) if same and twice and same.actions == table.actions else None
 
 
-def _alternative(here: Measurement, other: Schedule) -> Alternative:
+def _predict_alternative(here: Measurement, other: Schedule) -> Alternative:
     timeline, split = here.predict(other), any(action.kind is Kind.W for row in other.actions for action in row)
     return Alternative(
-        other, timeline, _held(other, timeline), here.assumes_equal_halves and split, max(_bytes(timeline), default=0.0)
+        other,
+        timeline,
+        _microbatches_in_flight(other, timeline),
+        here.assumes_equal_halves and split,
+        max(_peak_bytes(timeline), default=0.0),
     )
 
 
-def _built(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule | None:
+def _build_or_none(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule | None:
     """A table of the catalog as the engine runs it; None if there is none of that size."""
     if name not in FAMILIES:
         return None

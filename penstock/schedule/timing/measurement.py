@@ -62,12 +62,14 @@ class Measurement:
             raise ScheduleError("nothing ran in this timeline: measure a step")
         table, gaps = tables[0], [gap for timeline in timelines for gap in find_gaps(timeline)]
         waits = [gap for gap in gaps if gap.waited]
-        whole = _by_border(((gap, gap.message_seconds) for gap in waits), table)
-        between = _between((gap for gap in gaps if not gap.is_wait(whole.get(gap.border, 0.0))), table.num_stages)
-        sends = _by_border(((gap, gap.message_seconds - _of(between, gap.needed)) for gap in waits), table)
+        whole = _median_by_border(((gap, gap.message_seconds) for gap in waits), table)
+        between = _engine_seconds((gap for gap in gaps if not gap.is_wait(whole.get(gap.border, 0.0))), table.num_stages)
+        sends = _median_by_border(((gap, gap.message_seconds - _time_after(between, gap.needed)) for gap in waits), table)
         sizes = next((timeline.activation_sizes for timeline in reversed(timelines) if timeline.memory_unit == "bytes"), ())
-        layers = _checked(layers, table.num_stages)
-        return cls(table, _seconds(timelines, table), between, tuple(sends.values()), around, layers, sizes, len(timelines))
+        layers = _checked_layers(layers, table.num_stages)
+        return cls(
+            table, _action_seconds(timelines, table), between, tuple(sends.values()), around, layers, sizes, len(timelines)
+        )
 
     @property
     def costs(self) -> Costs:
@@ -88,7 +90,9 @@ class Measurement:
         table = replace(with_full_backwards(schedule), overlaps=frozenset())
         here = self.recut(table.num_stages, layers)
         timeline = simulate(table, here.costs)
-        rows = [[event._replace(end=event.end - _of(here.engine_seconds, event)) for event in row] for row in timeline.rows]
+        rows = [
+            [event._replace(end=event.end - _time_after(here.engine_seconds, event)) for event in row] for row in timeline.rows
+        ]
         borders = [
             MessageCost(latency=send + after)
             for send, after in zip(here.message_seconds, here.engine_seconds[Kind.F], strict=False)
@@ -99,7 +103,7 @@ class Measurement:
     def is_wait(self, gap: "Gap") -> bool:
         """Whether the rank was idle before its message came; else the engine alone took the time."""
         low, high = gap.border
-        return gap.is_wait(self.message_seconds[low] + _of(self.engine_seconds, gap.needed) if high == low + 1 else 0.0)
+        return gap.is_wait(self.message_seconds[low] + _time_after(self.engine_seconds, gap.needed) if high == low + 1 else 0.0)
 
     def recut(self, stages: int, layers: Sequence[float] = ()) -> "Measurement":
         """The same model cut into so many stages: every layer takes along its part of what its stage took.
@@ -108,11 +112,11 @@ class Measurement:
         number of stages differs, the engine's time and that of a message are what is usual.
         """
         same = stages == self.schedule.num_stages
-        layers = self.layers if same and not layers else _checked(layers, stages)
+        layers = self.layers if same and not layers else _checked_layers(layers, stages)
         if same and layers == self.layers:
             return self
-        seconds = {kind: _divided(times, self.layers, layers) for kind, times in self.seconds.items()}
-        parts = [_divided(amounts, self.layers, layers) for amounts in zip(*self.activation_sizes, strict=True)]
+        seconds = {kind: _redistribute(times, self.layers, layers) for kind, times in self.seconds.items()}
+        parts = [_redistribute(amounts, self.layers, layers) for amounts in zip(*self.activation_sizes, strict=True)]
         moved = replace(
             self, seconds=seconds, layers=layers, activation_sizes=tuple(map(ActivationSize, *parts)) if parts else ()
         )
@@ -133,18 +137,18 @@ def executed_table(timeline: Timeline) -> Schedule:
     return replace(table, overlaps=timeline.overlaps)
 
 
-def _of(times: Times, event: Event | None) -> float:
+def _time_after(times: Times, event: Event | None) -> float:
     return times[event.action.kind][event.action.stage] if event else 0.0
 
 
-def _checked(layers: Sequence[float], stages: int) -> tuple[float, ...]:
+def _checked_layers(layers: Sequence[float], stages: int) -> tuple[float, ...]:
     layers = tuple(layers) or (1.0,) * stages
     if len(layers) != stages or min(layers) <= 0:
         raise ScheduleError(f"layers is {list(layers)} for {stages} stages: give a number above 0 for each stage")
     return layers
 
 
-def _divided(times: Sequence[float], old: Sequence[float], new: Sequence[float]) -> tuple[float, ...]:
+def _redistribute(times: Sequence[float], old: Sequence[float], new: Sequence[float]) -> tuple[float, ...]:
     """What each of the `new` stages takes if each of the `old` takes `times`, spread evenly over its part of the model."""
     ends = [0.0, *(end / sum(old) for end in accumulate(old))]
     cuts = [0.0, *(end / sum(new) for end in accumulate(new))]
@@ -197,7 +201,7 @@ def find_gaps(timeline: Timeline) -> Iterator[Gap]:
             before = cell[0]
 
 
-def _seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
+def _action_seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     """What every action costs, on every stage."""
     seen: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for timeline in timelines:
@@ -218,7 +222,7 @@ def _seconds(timelines: Sequence[Timeline], table: Schedule) -> Times:
     return dict(zip(Kind, zip(*costs, strict=True), strict=True))
 
 
-def _between(engines: Iterable[Gap], stages: int) -> Times:
+def _engine_seconds(engines: Iterable[Gap], stages: int) -> Times:
     """The engine's time after every action, of gaps that are its alone: where none was seen that of its kind, or of all."""
     seen: Samples = defaultdict(list)
     for gap in engines:
@@ -226,23 +230,23 @@ def _between(engines: Iterable[Gap], stages: int) -> Times:
             kind, stage, _ = gap.before.action
             for key in ((kind, stage), kind, None):
                 seen[key].append(max(0.0, gap.after.start - gap.before.end))
-    return {kind: tuple(_usual(seen, (kind, stage), kind, None) for stage in range(stages)) for kind in Kind}
+    return {kind: tuple(_first_median(seen, (kind, stage), kind, None) for stage in range(stages)) for kind in Kind}
 
 
-def _by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Skip, float]:
+def _median_by_border(samples: Iterable[tuple[Gap, float]], table: Schedule) -> dict[Skip, float]:
     """Over each border between two neighbouring stages, never below 0: where none was seen that of the two ranks, or of all."""
     seen: Samples = defaultdict(list)
     for gap, seconds in samples:
-        for key in (gap.border, _ends(gap.border, table), None):
+        for key in (gap.border, _ranks_at(gap.border, table), None):
             seen[key].append(max(0.0, seconds))
-    return {border: _usual(seen, border, _ends(border, table), None) for border in pairwise(range(table.num_stages))}
+    return {border: _first_median(seen, border, _ranks_at(border, table), None) for border in pairwise(range(table.num_stages))}
 
 
-def _usual(seen: Samples, *keys: object) -> float:
+def _first_median(seen: Samples, *keys: object) -> float:
     """The median under the first of `keys` that has any samples; 0 if none has."""
     return next((median(seen[key]) for key in keys if key in seen), 0.0)
 
 
-def _ends(border: Skip, table: Schedule) -> frozenset[int]:
+def _ranks_at(border: Skip, table: Schedule) -> frozenset[int]:
     """The ranks on the two sides of `border`."""
     return frozenset(table.placement[stage] for stage in border)

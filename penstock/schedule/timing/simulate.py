@@ -52,32 +52,32 @@ class Costs:
         """
         if not 0 <= self.overlap <= 1:
             raise ScheduleError(f"overlap is {self.overlap}: give the share of the shorter action that is hidden, 0 to 1")
-        forward = _costs("forward", self.forward, stages)
-        inputs = _costs("backward_input", self.backward_input, stages)
-        weights = _costs("backward_weight", self.backward_weight, stages)
+        forward = _checked_costs("forward", self.forward, stages)
+        inputs = _checked_costs("backward_input", self.backward_input, stages)
+        weights = _checked_costs("backward_weight", self.backward_weight, stages)
         both = [i + w for i, w in zip(inputs, weights, strict=True)]
-        full = both if self.backward is None else _costs("backward", self.backward, stages)
+        full = both if self.backward is None else _checked_costs("backward", self.backward, stages)
         return {Kind.F: forward, Kind.B: full, Kind.I: inputs, Kind.W: weights}
 
     def message_costs(self, stages: int) -> tuple[MessageCost, ...]:
         """What a message over each border between stages costs. Raises ScheduleError as `table` does."""
-        links = self._links(stages)
-        sizes = _costs("size", self.size, len(links), "border", "a number of bytes")
+        links = self._latency_and_bandwidth(stages)
+        sizes = _checked_costs("size", self.size, len(links), "border", "a number of bytes")
         return tuple(MessageCost(size / bandwidth, send) for (send, bandwidth), size in zip(links, sizes, strict=True))
 
     def skip_connection_costs(self, stages: int) -> dict[Skip, MessageCost]:
         """What a message of each skip costs. Raises ScheduleError as `table` does, and for a skip between no such stages."""
         check_skips(self.skips, stages)
-        links = self._links(stages)
-        sizes = _costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
+        links = self._latency_and_bandwidth(stages)
+        sizes = _checked_costs("skips", list(self.skips.values()), len(self.skips), "skip", "a number of bytes")
         sends = [(size / links[start][1], links[start][0]) for (start, _), size in zip(self.skips, sizes, strict=True)]
         return dict(zip(self.skips, map(MessageCost._make, sends), strict=True))
 
-    def _links(self, stages: int) -> list[tuple[float, float]]:
+    def _latency_and_bandwidth(self, stages: int) -> list[tuple[float, float]]:
         """The latency and the bandwidth of every border."""
         count = max(0, stages - 1)
-        sends = _costs("send", self.send, count, "border")
-        bandwidths = _listed("bandwidth", self.bandwidth, count, "border")
+        sends = _checked_costs("send", self.send, count, "border")
+        bandwidths = _one_cost_each("bandwidth", self.bandwidth, count, "border")
         for bandwidth in bandwidths:
             if not bandwidth > 0:
                 raise ScheduleError(f"bandwidth has {bandwidth}: give bytes per unit of time, more than 0")
@@ -85,20 +85,20 @@ class Costs:
 
     def activation_sizes(self, stages: int) -> tuple[ActivationSize, ...]:
         """What an activation of every stage takes. Raises ScheduleError as `table` does."""
-        acts = _costs("act", self.act, stages, what="an amount of memory")
-        keeps = acts if self.keep is None else _costs("keep", self.keep, stages, what="an amount of memory")
+        acts = _checked_costs("act", self.act, stages, what="an amount of memory")
+        keeps = acts if self.keep is None else _checked_costs("keep", self.keep, stages, what="an amount of memory")
         return tuple(map(ActivationSize, acts, keeps))
 
 
-def _costs(name: str, cost: Cost, count: int, each: str = "stage", what: str = "a time") -> list[float]:
-    costs = _listed(name, cost, count, each)
+def _checked_costs(name: str, cost: Cost, count: int, each: str = "stage", what: str = "a time") -> list[float]:
+    costs = _one_cost_each(name, cost, count, each)
     for value in costs:
         if not 0 <= value < float("inf"):
             raise ScheduleError(f"{name} has the cost {value}: a cost is {what}, 0 or more")
     return costs
 
 
-def _listed(name: str, cost: Cost, count: int, each: str) -> list[float]:
+def _one_cost_each(name: str, cost: Cost, count: int, each: str) -> list[float]:
     costs = [float(c) for c in cost] if isinstance(cost, Iterable) else [float(cost)] * count
     if len(costs) != count:
         raise ScheduleError(f"{name} has {len(costs)} costs for {count} {each}s: give one number, or one for each {each}")
@@ -132,11 +132,11 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline
     Raises ScheduleError as `simulate`, but not for a circle.
     """
     check_is_table(schedule)
-    _check_places(schedule)
-    machine = _Machine(schedule, costs)
+    _check_placement(schedule)
+    simulation = _Simulation(schedule, costs)
     with garbage_collection_paused():
-        machine.run()
-    rows, stages = tuple(map(tuple, machine.rows)), schedule.num_stages
+        simulation.run()
+    rows, stages = tuple(map(tuple, simulation.rows)), schedule.num_stages
     if any(row and not row[-1].end < float("inf") for row in rows):
         raise ScheduleError("the costs add up to more than a number can say: give smaller ones")
     return Timeline(
@@ -149,7 +149,7 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline
     )
 
 
-def _check_places(schedule: Table) -> None:
+def _check_placement(schedule: Table) -> None:
     for rank, row in enumerate(schedule.actions):
         stages, microbatches = set(schedule.stages_of(rank)), range(schedule.microbatches)
         for action in row:
@@ -157,37 +157,37 @@ def _check_places(schedule: Table) -> None:
                 raise ScheduleError(f"{schedule.name} cannot be timed: rank {rank} has {action} (see verify)")
 
 
-Times = list[float | None]  # microbatch -> when what an action needs is there; None while it is not
+ReadyTimes = list[float | None]  # microbatch -> when what an action needs is there; None while it is not
 
 
 @dataclass(slots=True)
-class _Route:
+class _MessageRoute:
     """What the actions of one kind on one stage send to another rank."""
 
-    times: Times
+    times: ReadyTimes
     receiver: int
     channel: Channel
     border: MessageCost
 
 
 @dataclass(slots=True)
-class _Work:
+class _ActionWork:
     """What the actions of one kind on one stage need, cost and leave behind."""
 
     cost: float
-    needs: tuple[Times, ...] = ()
-    leaves: tuple[Times, ...] = ()  # for the same rank
-    sends: tuple[_Route, ...] = ()
+    needs: tuple[ReadyTimes, ...] = ()
+    leaves: tuple[ReadyTimes, ...] = ()  # for the same rank
+    sends: tuple[_MessageRoute, ...] = ()
 
 
-class _Machine:
+class _Simulation:
     """Ranks that run their rows: each as far as it can, and again when what it waits for has come."""
 
     def __init__(self, schedule: Table, costs: Costs) -> None:
         self.schedule, self.overlap = schedule, float(costs.overlap)
-        self.works = _works(schedule, costs)
+        self.action_works = _connected_works(schedule, costs)
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
-        self.waits_for: list[Times | None] = [None] * schedule.ranks
+        self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
         self.ready = list(reversed(range(schedule.ranks)))
 
     def run(self) -> None:
@@ -195,24 +195,24 @@ class _Machine:
         ranks = [self._run(rank) for rank in range(self.schedule.ranks)]
         while self.ready:
             rank = self.ready.pop()  # the one just woken: what it needs is in the processor's cache
-            self.waits_for[rank] = next(ranks[rank], None)
+            self.awaited_times[rank] = next(ranks[rank], None)
 
-    def _run(self, rank: int) -> Iterator[Times]:
+    def _run(self, rank: int) -> Iterator[ReadyTimes]:
         """Run the row of `rank`; yields the times it waits for an entry of, whenever it cannot go on without.
 
         The one loop that runs for every action, millions of times: hence no functions in it.
         """
-        row, works, waits_for, free = self.rows[rank], self.works, self.waits_for, 0.0
+        row, works, waits_for, free = self.rows[rank], self.action_works, self.awaited_times, 0.0
         for cell in self.schedule.cells(rank):
             actions = (cell,) if isinstance(cell, Action) else cell
             start, cost = free, 0.0
             for kind, stage, microbatch in actions:
                 work = works[kind][stage]
                 for times in work.needs:
-                    while (there := times[microbatch]) is None:
+                    while (ready_time := times[microbatch]) is None:
                         yield times
-                    if there > start:
-                        start = there
+                    if ready_time > start:
+                        start = ready_time
                 cost += work.cost
             if len(actions) > 1:
                 cost -= self.overlap * min(works[kind][stage].cost for kind, stage, _ in actions)
@@ -229,15 +229,15 @@ class _Machine:
                         self.ready.append(route.receiver)
 
 
-def _works(schedule: Table, costs: Costs) -> dict[Kind, list[_Work]]:
+def _connected_works(schedule: Table, costs: Costs) -> dict[Kind, list[_ActionWork]]:
     """Kind -> the work of every stage, with the times that connect them."""
     home, stages, skips = schedule.placement, schedule.num_stages, costs.skip_connection_costs(schedule.num_stages)
     borders = dict(zip(pairwise(range(stages)), costs.message_costs(stages), strict=True)) | skips
     channels: dict[tuple[int, int], Channel] = defaultdict(Channel)
-    works = {kind: [_Work(cost) for cost in each] for kind, each in costs.action_costs(stages).items()}
+    works = {kind: [_ActionWork(cost) for cost in each] for kind, each in costs.action_costs(stages).items()}
     for kind, stage in product((Kind.F, Kind.B, Kind.W), range(stages)):  # so that a step sends in the order of the stages
         for makers in dependencies(Action(kind, stage, 0), stages, skips):
-            times: Times = [None] * schedule.microbatches
+            times: ReadyTimes = [None] * schedule.microbatches
             for taker in (Kind.B, Kind.I) if kind is Kind.B else (kind,):
                 works[taker][stage].needs += (times,)
             for maker, source, _ in makers:
@@ -246,7 +246,7 @@ def _works(schedule: Table, costs: Costs) -> dict[Kind, list[_Work]]:
                     works[maker][source].leaves += (times,)
                 else:
                     border = borders[min(source, stage), max(source, stage)]
-                    works[maker][source].sends += (_Route(times, ends[1], channels[ends], border),)
+                    works[maker][source].sends += (_MessageRoute(times, ends[1], channels[ends], border),)
     return works
 
 
@@ -266,7 +266,7 @@ def averaging_end_time(timeline: Timeline, seconds: Cost, *, overlapped: bool = 
             stage = event.action.stage
             ready[stage] = event.rank, max(event.end, ready.get(stage, (0, event.end))[1])
     if not ready:
-        raise ScheduleError(f"{timeline.name} has no backward: there are no gradients to average")
+        raise ScheduleError(f"{timeline.name} has no backward: ready_time are no gradients to average")
     takes = Costs(backward_weight=seconds).action_costs(max(ready) + 1)[Kind.W]
     end = max(event.end for event in timeline.events)
     leaving = sorted((when if overlapped else end, takes[stage], rank) for stage, (rank, when) in ready.items())

@@ -107,7 +107,7 @@ def test_what_was_measured_besides_is_loaded_again_and_older_files_without_it_to
 
     _changed(tmp_path / "timeline.json", as_before)
     old = load(tmp_path).steps[0]
-    assert (old.memory_unit, old.between, old.peak_memory) == ("", (), tuple(map(float, bare.peak_in_flight)))
+    assert (old.memory_unit, old.between_steps, old.peak_memory) == ("", (), tuple(map(float, bare.peak_in_flight)))
     assert old.causes == pytest.approx(bare.causes, abs=1e-7)
 
 
@@ -204,7 +204,7 @@ def test_the_verdict_in_the_file_is_that_of_the_explanation_and_is_worked_out_ag
     assert told["basis"] == "at the medians of 3 steps"
     assert "; ".join(each["text"] for each in told["findings"]) + f" ({told['basis']})" == told["text"]
     assert told["findings"][0]["rank"] == 1
-    assert told["findings"][0]["timeline"]["makespan"] < record.explanation.predicted
+    assert told["findings"][0]["timeline"]["makespan"] < record.explanation.predicted_step
     assert load(tmp_path).data() == record.data()
 
 

@@ -561,7 +561,7 @@ class Pipeline(NotAModule):
         step.
         """
         with self.collective("gather()") as control:
-            return control.all_gather_object(make(), what)
+            return control.all_gather_value(make(), what)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all ranks' gradients so that the norm of the whole model is at most `max_norm`; return the norm before.
@@ -580,7 +580,7 @@ class Pipeline(NotAModule):
             if not isinstance(max_norm, int | float) or not max_norm >= 0:
                 raise MismatchError(f"clip_grad_norm_() takes a number of 0 or more as max_norm, got {max_norm!r}")
             norms = self._parameters.gradient_norms_by_name(float(norm_type))  # "inf" too, as torch's
-            return self._control.all_gather_object(norms, "to clip their gradients")
+            return self._control.all_gather_value(norms, "to clip their gradients")
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of the last step by name, for any logger (`wandb.log(pipe.metrics())`). All ranks call it.

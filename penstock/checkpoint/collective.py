@@ -127,7 +127,7 @@ def gather_state_mismatches(control: ControlGroup, pipe: Pipeline, shapes: Mappi
 
     `shapes`: name -> shape of a state; None for a value that is no tensor.
     """
-    mismatches_of_ranks = control.all_gather_object(
+    mismatches_of_ranks = control.all_gather_value(
         pipe._engine.parameters.state_mismatches(shapes), "to compare names and shapes"
     )
     return {
@@ -174,7 +174,7 @@ def temporary_shards(
         control.all_gather_row((), f"to begin {folder}")
 
         entries = tensor_files.write_shards(folder, control.topology.rank, tensors, max_shard_size, with_checksums)
-        shards_of_ranks = control.all_gather_object((entries, rank_info), f"to write {folder}")
+        shards_of_ranks = control.all_gather_value((entries, rank_info), f"to write {folder}")
 
         for rank, (names, _) in enumerate(shards_of_ranks):
             if is_first_rank and (invisible := [folder / name for name in names if not (folder / name).exists()]):
@@ -197,9 +197,9 @@ def newest_complete_checkpoint(control: ControlGroup, *folders: Path) -> tuple[P
     candidates = _checkpoints_newest_first(folders) if rank == 0 else []
 
     problem_of_each = []
-    for path in control.all_gather_object(candidates, f"to look into {searched}")[0]:
+    for path in control.all_gather_value(candidates, f"to look into {searched}")[0]:
         content, files, problem = _open_and_verify(path, rank, num_ranks)
-        problems = [text for _, text in sorted(filter(None, control.all_gather_object(problem, f"to check {path}")))]
+        problems = [text for _, text in sorted(filter(None, control.all_gather_value(problem, f"to check {path}")))]
         if not problems and files is not None:
             manifest.mark_verified(path)
             return path, content, files

@@ -88,7 +88,7 @@ def save(
         rows = control.all_gather_row([pipe.step_count, zlib.crc32(repr(given).encode())], "to save")
         check_same_step_count([int(step) for step, _ in rows])
         if len({checksum for _, checksum in rows}) > 1:
-            check_same_arguments(control.all_gather_object(given, "to save"))
+            check_same_arguments(control.all_gather_value(given, "to save"))
         check_replicas_equal(control, pipe, optimizer)
         _warn_if_gradients_pending(pipe, optimizer)
         part, tensors = collect_rank_state(pipe, optimizer, scheduler, extra)

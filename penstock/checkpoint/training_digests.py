@@ -76,7 +76,7 @@ def check_replicas_equal(control: ControlGroup, pipe: Pipeline, optimizer: Any =
         if kind != "gradients":
             shard = "".join(f", shard {each}" for each in shard_coordinates(parameter))
             own_digests.setdefault(kind, {})[name + shard] = value_digest(tree_map_only(Tensor, local_shard, value))
-    for kind, named in _merge_digests(control.all_gather_object(own_digests, "to compare replicas"), ()).items():
+    for kind, named in _merge_digests(control.all_gather_value(own_digests, "to compare replicas"), ()).items():
         for name, each in named.items():
             if isinstance(each, dict):
                 ranks = describe_ranks_by_digest(each)
@@ -89,7 +89,7 @@ def _gather_digests(control: ControlGroup, pipe: Pipeline, optimizer: Any, purpo
     own_digests: dict[str, dict[str, str]] = {}
     for kind, name, _, value in _training_tensors(pipe, optimizer):
         own_digests.setdefault(kind, {})[name] = value_digest(value)
-    return _merge_digests(control.all_gather_object(own_digests, purpose), pipe._engine.parameters.order)
+    return _merge_digests(control.all_gather_value(own_digests, purpose), pipe._engine.parameters.order)
 
 
 def _merge_digests(digests_of_ranks: Sequence[Mapping[str, Mapping[str, str]]], name_order: Sequence[str]) -> Digests:

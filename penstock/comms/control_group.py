@@ -270,7 +270,7 @@ class ControlGroup:
         except RuntimeError as error:
             return error
 
-    def all_gather_object(self, value: Any, purpose: str) -> list[Any]:
+    def all_gather_value(self, value: Any, purpose: str) -> list[Any]:
         """Return every rank's `value`, by rank. `purpose` as in `all_gather_row`."""
         if self.is_single:
             return [value]

@@ -38,7 +38,7 @@ def init_mesh(pp: int | None = None, dp: int = 1, tp: int = 1) -> DeviceMesh:
                 "start that many, or give other numbers"
             )
 
-        sizes_of_ranks = control.all_gather_object((pp, dp, tp), "to make a mesh")
+        sizes_of_ranks = control.all_gather_value((pp, dp, tp), "to make a mesh")
         for rank, sizes in enumerate(sizes_of_ranks):
             if sizes != sizes_of_ranks[0]:
                 problem = f"rank 0 makes a mesh of (pp, dp, tp) {sizes_of_ranks[0]}, rank {rank} one of {sizes}"

@@ -261,7 +261,7 @@ def build_engine(
     # 2. Replication, then stages. A rank that fails before this exchange is heard by the others here.
     parallelism = arguments.tensor_parallel, arguments.data_parallel
     replications = parallelize_stages(position, modules, partition_.replications, partition_.tied, names, *parallelism)
-    control.all_gather_object(None, "to build the pipeline")
+    control.all_gather_value(None, "to build the pipeline")
     stages = _build_stages(config, partition_, comparison, modules, replications, table, position)
 
     # 3. RankParameters, and those that stages share.

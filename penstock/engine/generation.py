@@ -192,7 +192,7 @@ class TextGeneration:
                 is_complete = bool((had_ended | (column == eos)).all())
             message = column.tolist(), is_complete
 
-        messages = engine.control.all_gather_object(message, "to choose the next tokens")
+        messages = engine.control.all_gather_value(message, "to choose the next tokens")
         self.is_complete = all(messages[ranks[last_rank]][1] for ranks in engine.position.replica_pipelines)
         tokens, _ = messages[engine.position.replica_pipelines[engine.position.replica][last_rank]]
         return torch.tensor(tokens, device=self.text.device)
@@ -205,7 +205,7 @@ def _exchange_headers(engine: Engine, tokens: Tensor, options: GenerationOptions
     context = min((limit for limit in map(max_context, modules) if limit is not None), default=None)
     prompt = f"{tuple(tokens.shape)} {prompt_hash}"
     header = GenerationHeader(options, prompt, len(tokens), all(map(supports_cache, modules)), context)
-    headers = engine.control.all_gather_object(header, "to generate")
+    headers = engine.control.all_gather_value(header, "to generate")
 
     for rank, rank_header in enumerate(headers):
         for name, value in rank_header.options._asdict().items():

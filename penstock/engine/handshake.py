@@ -102,7 +102,7 @@ class StepHandshake:
         if not unequal:
             return
 
-        shapes = self.control.all_gather_object(batch.describe_shapes(), wait_reason)
+        shapes = self.control.all_gather_value(batch.describe_shapes(), wait_reason)
         replica = unequal[0]
         rows, target_rows = counts[replica]
         shape_list = ", ".join([text for rank in self.position.replica_pipelines[replica] for text in shapes[rank]])
@@ -146,7 +146,7 @@ class StepHandshake:
         replica_rows = [int(_max_field(headers, ranks, "input_rows")) for ranks in self.position.replica_pipelines]
         microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
         if any(header.cut_hash for header in headers):
-            cuts = self.control.all_gather_object([*batch.cut_rows], wait_reason)
+            cuts = self.control.all_gather_value([*batch.cut_rows], wait_reason)
             given = [next((cuts[rank] for rank in ranks if cuts[rank]), None) for ranks in self.position.replica_pipelines]
             microbatch_rows = [cut or equal for cut, equal in zip(given, microbatch_rows, strict=True)]
         loss_shares = self._loss_shares(headers, microbatch_rows, batch, wait_reason)
@@ -181,7 +181,7 @@ class StepHandshake:
 
         weights = microbatch_rows
         if any(header.num_loss_weights for header in headers):
-            rank_weights = self.control.all_gather_object(batch.loss_weights, wait_reason)
+            rank_weights = self.control.all_gather_value(batch.loss_weights, wait_reason)
             weights = [next(filter(None, (rank_weights[rank] for rank in ranks))) for ranks in self.position.replica_pipelines]
         total = sum(map(sum, weights))
         return [loss_shares(row, total) for row in weights]

@@ -56,7 +56,7 @@ class LastStep:
             intervals = zip(result.actions, result.clock.intervals(), strict=True)
             events = tuple(Event(position.pipeline.rank, action, *times) for action, times in intervals)
             message = events, engine.clock_skew.error, result.activation_sizes
-            messages = control.all_gather_object(message, "to tell their timelines")
+            messages = control.all_gather_value(message, "to tell their timelines")
 
         ranks = [position.pipeline.get_global_rank(rank) for rank in range(position.pipeline.world_size)]
         rows, errors, sizes = zip(*[messages[rank] for rank in ranks], strict=True)

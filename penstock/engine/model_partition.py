@@ -156,7 +156,7 @@ def partition_model(
 
     # 2. Agree on it.
     own_structure = None if own_stages is None else _stage_structure(own_stages)
-    given_models = control.all_gather_object(GivenModel(_model_form(model), starts, own_structure), "to agree on the cut")
+    given_models = control.all_gather_value(GivenModel(_model_form(model), starts, own_structure), "to agree on the cut")
     _check_same_form(given_models)
 
     # 3. Cut. What a rank does not know of stages that it was not given, the others have sent.

@@ -44,7 +44,7 @@ def compare_ranks(
 ) -> RankComparison:
     """Compare what all ranks are about to build. Raise MismatchError, the same on every rank, if they differ."""
     description = describe_rank(position, table, partition_, options)
-    descriptions = control.all_gather_object(description, "to build the pipeline")
+    descriptions = control.all_gather_value(description, "to build the pipeline")
     check_same_pipeline(descriptions)
     if position.world.rank == 0:
         _warn_of_unequal_values([rank_description.value_digests for rank_description in descriptions])

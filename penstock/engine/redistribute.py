@@ -228,7 +228,7 @@ class Redistribution:
         """
         # 1. Compare what all ranks have and need.
         rank, tensors = control.topology.rank, self._original.stage_tensors(stages)
-        everyone = control.all_gather_object(self._inventory(stages, rank), WAIT_REASON)
+        everyone = control.all_gather_value(self._inventory(stages, rank), WAIT_REASON)
         inventories = {job_rank: everyone[job_rank] for job_rank in map(topology.get_global_rank, range(topology.world_size))}
         _check_inventories(inventories)
 

@@ -123,7 +123,7 @@ def gather_step_report(
     # 1. The terms of the loss. `fsum` is exact, so the result does not depend on which rank has which term.
     terms, microbatch_losses = [row.loss for row in last_summaries], list[float]()
     if num_losses or any(row.num_auxiliary_losses for row in summaries):
-        rank_losses: list[MicrobatchLosses] = control.all_gather_object(losses, wait_reason)
+        rank_losses: list[MicrobatchLosses] = control.all_gather_value(losses, wait_reason)
         counted_ranks = [rank for ranks in position.replica_pipelines for rank in ranks]
         terms += [loss * share for rank in counted_ranks for _, loss, share in rank_losses[rank].auxiliary]
         replica_losses = [rank_losses[rank] for rank in position.replica_pipelines[position.replica]]

@@ -226,7 +226,7 @@ SPEC = TensorSpec((2, 3), (3, 1), torch.float32, False, 24)
     ids=repr,
 )  # fmt: skip
 def test_what_describes_no_message_is_refused(told):
-    with pytest.raises(ps.MismatchError, match="describes no message"):
+    with pytest.raises(ps.MismatchError, match="describe no message"):
         message_spec.unpack_spec(torch.frombuffer(bytearray(encode(told)), dtype=torch.uint8))
 
 
@@ -248,7 +248,7 @@ def test_a_mutated_message_is_read_or_refused(changes):
 
 
 LAUNCHER = "penstock/comms/launch"  # unpickles what its own pipes to the ranks it started bring: docs/explanation/security.md
-UNPICKLES = {f"{LAUNCHER}/ranks.py", f"{LAUNCHER}/rank_main.py", f"{LAUNCHER}/work.py"}
+UNPICKLES = {f"{LAUNCHER}/rank_processes.py", f"{LAUNCHER}/rank_main.py", f"{LAUNCHER}/pickling.py"}
 MODULES = ("pickle", "marshal", "shelve", "dill", "cloudpickle")
 CALLS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list")
 CALLS += ("recv_object_list", "Manager", "Queue")

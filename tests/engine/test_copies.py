@@ -211,8 +211,8 @@ def test_neither_save_nor_export_writes_copies_that_have_parted_and_resuming_mak
 def rank_looks(case):
     """How often copies are looked at in a hundred steps."""
     pipe = ps.Pipeline(CASES[case].model(), token_loss, "1f1b", 1, **({"cuts": CUTS[case]} if case in CUTS else {}))
-    looked, gathered, gather = [], [], pipe._control.all_gather_object
-    pipe._control.all_gather_object = lambda value, what: gathered.append(what) or gather(value, what)
+    looked, gathered, gather = [], [], pipe._control.all_gather_value
+    pipe._control.all_gather_value = lambda value, what: gathered.append(what) or gather(value, what)
     args, target, _ = token_batch(2, 0)
     for step in range(130):
         pipe.step_count = step

@@ -121,7 +121,7 @@ def rank_counts():
 
     for owner, name in [
         (ControlGroup, "finish_all_gather_row"),
-        (ControlGroup, "all_gather_object"),
+        (ControlGroup, "all_gather_value"),
         (ControlGroup, "_transfer"),
         (SendChannel, "send"),
         (message_spec, "pack_spec"),

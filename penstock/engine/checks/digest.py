@@ -76,7 +76,7 @@ def is_comparison_due(steps: int) -> bool:
 def check_tied_copies(control: ControlGroup, tied: TiedParameters, steps: int) -> None:
     """Raise MismatchError, the same on every rank, if owners of a tied parameter have different values. All ranks call it."""
     own_digests = {name: f"{tensor_crc(copy):08x}" for name, copy in tied.copies.items()}
-    rank_digests = control.all_gather_object(own_digests, "to compare tied parameters")
+    rank_digests = control.all_gather_value(own_digests, "to compare tied parameters")
     for name in tied.owners:
         digests = {str(rank): digests[name] for rank, digests in enumerate(rank_digests) if name in digests}
         if len({*digests.values()}) > 1:

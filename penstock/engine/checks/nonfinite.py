@@ -277,7 +277,7 @@ def find_origin(
     prefix = f"rank {control.topology.rank}: "
     state = [prefix + text for text in _nonfinite_parameters(parameters)]
     data = [prefix + text for text in _nonfinite_inputs(batch)]
-    findings = control.all_gather_object((monitor.first_value, state, data), "to tell what is not finite")
+    findings = control.all_gather_value((monitor.first_value, state, data), "to tell what is not finite")
     first = min((value for value, *_ in findings if value), key=lambda value: (value.source, value.seconds))
 
     all_state = [text for _, state, _ in findings for text in state]

@@ -263,6 +263,44 @@ class Pipeline(NotAModule):
         loss = add_backward_hint(result.loss)
         return (loss, result.joined_outputs(self.rows_dim)) if return_outputs else loss
 
+    def step_microbatches(
+        self,
+        inputs: Sequence[Any] | None,
+        targets: Sequence[Any] | None = None,
+        order: str | Sequence[int] = "given",
+        losses: list[Tensor] | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """A step over microbatches of any rows and lengths, as many as there are; the next step may have others.
+
+            pipe.step_microbatches([short, long, middle], [target_of_short, target_of_long, target_of_middle], order="planned")
+
+        inputs
+            A list with an entry for each microbatch: a tensor, a tuple of arguments or a dict of keywords. Only the first
+            stage's rank reads it, others may pass None.
+        targets
+            A list with the target of each, of as many rows. Only the last stage's rank reads it.
+        order
+            "given"; "planned": the cheapest microbatches, by the number of elements, run first and last, so that the pipeline
+            fills and drains quickly; or the order itself, each index of the list once. The gradients are added in the order
+            that runs; loss, `losses` and random numbers are as in the given one.
+        losses, scale
+            As for `step`; the losses are in the order of the list.
+
+        Returns the mean over all rows of the list (or over what `loss_weight` counts), on every rank. Gradients have the bits
+        of one process that accumulates them over the same microbatches in the order that runs.
+
+        Raises as `step`: MismatchError, on every rank and before data flows, for an empty list, targets of another number or
+        of other rows, an order that is none, and for more microbatches than a schedule that is a table has.
+        """
+        if self.report is not None and any(self.report.background_save_failed):
+            self._engine.settle_background_save()
+
+        result = self._run(True, (inputs,), {}, targets, order=order, losses_list=losses, user_scale=scale)
+        if losses is not None:
+            losses[:] = result.losses
+        return add_backward_hint(result.loss)
+
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> Any:
         """Run the forward of one batch, with modules in evaluation mode meanwhile. Changes no gradient and no buffer.
 
@@ -410,7 +448,7 @@ class Pipeline(NotAModule):
         mode = nullcontext() if training else evaluation_mode(list(self.stages.values()))
         step_number = self.step_count + training  # of the step that begins, or of the last
         with (
-            self.collective("step()" if training else "eval()", announces=False),
+            self.collective(call.name, announces=False),
             mode,
             self.topology.context.activity.during_step(step_number, training),
             random_state,
@@ -424,7 +462,7 @@ class Pipeline(NotAModule):
             if self._original.cuttable is not None and self.topology.world_size > 1:
                 stale_weights.refuse_stale_use(self._original.cuttable.model)
         if self._loss_checks is not None:
-            self._loss_checks.check_after_step(target)
+            self._loss_checks.check_after_step(target, call.order is not None)
         self._engine.last_result = result._replace(outputs=())  # not kept alive: they are the caller's
         return result
 

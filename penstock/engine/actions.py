@@ -60,7 +60,9 @@ class StepActions:
         has_backward = batch.training and microbatch not in self.without_backward
         is_split = (index, microbatch) in self.program.split_backwards
 
-        output = stage.forward(microbatch, batch.forward_inputs(action, values), batch.seed, has_backward, is_split)
+        output = stage.forward(
+            microbatch, batch.forward_inputs(action, values), batch.microbatch_seed(microbatch), has_backward, is_split
+        )
         if stage.auxiliary_losses and microbatch not in self.without_backward:
             self.auxiliary_losses += [(microbatch, loss) for loss in stage.auxiliary_losses]
         if index < self.last_stage:
@@ -102,15 +104,20 @@ class StepActions:
         return ()
 
     def microbatch_losses(self) -> MicrobatchLosses:
-        """Return the losses as numbers, for the other ranks; each microbatch's own only if a rank wants them."""
+        """Return the losses as numbers, for the other ranks; each microbatch's own only if a rank wants them.
+
+        Microbatches of a list have the numbers that they have there.
+        """
+        order = self.batch.order or range(len(self.config.microbatch_rows))
         own_losses: dict[int, float] = {}
         if self.config.wants_losses:
-            own_losses = dict(zip(self.losses, scalars_to_floats([*self.losses.values()]), strict=True))
+            indices = [order[number] for number in self.losses]
+            own_losses = dict(zip(indices, scalars_to_floats([*self.losses.values()]), strict=True))
 
         auxiliary = self.auxiliary_losses if self.loss_shares else []
         values = scalars_to_floats([loss for _, loss in auxiliary])
         rows = zip(auxiliary, values, strict=True)
-        return MicrobatchLosses(own_losses, [(number, value, self.loss_shares[number]) for (number, _), value in rows])
+        return MicrobatchLosses(own_losses, [(order[number], value, self.loss_shares[number]) for (number, _), value in rows])
 
 
 def flatten_gradients(messages: Sequence[Any]) -> Sequence[Tensor | None]:

@@ -12,10 +12,18 @@ from torch import Tensor
 from penstock.comms.encoding import tensor_bytes
 from penstock.comms.topology import Topology
 from penstock.engine.loss import Reduction, RowwiseLossCheck
+from penstock.engine.microbatch_list import (
+    ListSummary,
+    ReplicaList,
+    count_elements,
+    microbatch_order,
+    read_inputs,
+    read_targets,
+)
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
-from penstock.partition.rows import Microbatches, unwrap
-from penstock.randomness import mix_seed
+from penstock.partition.rows import unwrap
+from penstock.randomness import mix_in, mix_seed
 from penstock.schedule.table import Action, Table
 from penstock.stage import microbatch
 from penstock.stage.stage import Stage
@@ -47,8 +55,16 @@ class StepCall(NamedTuple):
     wants_outputs: bool = False  # on the last stage's rank
     rows_dim: int = 0
     rowwise_check: RowwiseLossCheck | None = None
+    order: str | Sequence[int] | None = None  # of `step_microbatches`, whose inputs and target are lists; else None
     gradient_factor: float = math.nan  # of this rank since the last step, see checks/gradient_factor.py
     weights_changed: float = math.nan  # 1 if this rank's weights have changed since the last step, 0 if not
+
+    @property
+    def name(self) -> str:
+        """The method that was called."""
+        if not self.training:
+            return "eval()"
+        return "step()" if self.order is None else "step_microbatches()"
 
 
 class StepHeader(NamedTuple):
@@ -87,11 +103,29 @@ class LocalBatch(NamedTuple):
     cut_rows: Sequence[int]  # of each microbatch, where the batch came cut and this rank reads it
     seed: int | None  # of this step's random numbers; None for torch's generator
     grad_scale: float  # of all gradients: the scaler's, the user's, and the number of replicas
+    summary: ListSummary | None = None  # of a list of microbatches
+    first_seed_index: int = 0  # of the replica's first microbatch, for random numbers
+    order: Sequence[int] = ()  # of a list: position in the step -> index in the list
 
     @property
     def training(self) -> bool:
         """Whether it is a training step, not an evaluation."""
         return self.call.training
+
+    def in_order(self, lists: Sequence[ReplicaList], replica: int) -> "LocalBatch":
+        """Return the batch with the targets in the order of the inputs, once all ranks know each replica's list."""
+        order = lists[replica].order
+        return self._replace(
+            targets=[self.targets[index] for index in order] if self.targets else (),
+            order=order,
+            first_seed_index=sum(len(earlier.rows) for earlier in lists[:replica]),
+        )
+
+    def microbatch_seed(self, number: int) -> int | None:
+        """Return the seed of a microbatch's random numbers, which the order of a list does not change."""
+        if self.seed is None:
+            return None
+        return mix_in(self.seed, self.first_seed_index + (self.order[number] if self.order else number))
 
     def describe_shapes(self) -> list[str]:
         """Return the shapes of inputs and target in words, of those that this rank reads."""
@@ -116,13 +150,20 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     max_microbatches, rows_dim = schedule.microbatches, call.rows_dim
     first_rank, last_rank = schedule.placement[0], schedule.placement[-1]
 
-    # The first stage's rank reads the inputs.
+    # The first stage's rank reads the inputs; of a list of microbatches, it chooses the order too.
     is_one_tensor = len(call.args) == 1 and not call.kwargs  # or one tree: the common case, a short way
     batch = call.args[0] if is_one_tensor else (call.args, call.kwargs)
     inputs: Sequence[tuple[Any, Any]] = ()
+    order: Sequence[int] = ()
     input_rows, input_signature = NO_ROWS, 0
-    cut_rows: Sequence[int] = ()
-    if rank == first_rank:
+    summary = ListSummary() if call.order is not None else None
+    if rank == first_rank and summary is not None:
+        inputs, input_summaries = read_inputs(batch, device, rows_dim)
+        input_rows, input_signature = len(inputs), cached_hash48(b"a list")
+        order = microbatch_order(call.order, [count_elements(entry, rows_dim) for entry in batch], schedule)
+        inputs = [inputs[index] for index in order]
+        summary = summary._replace(inputs=input_summaries, order=order)
+    elif rank == first_rank:
         _check_inputs(call, rank)
         sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, rows_dim)
         cut_rows = microbatch.cut_sizes(batch, "the batch", max_microbatches, rows_dim)
@@ -134,7 +175,15 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     targets: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
     target_rows = NO_ROWS
-    if rank == last_rank and (call.training or call.target is not None):
+    if rank == last_rank and summary is not None:
+        _check_target(call, rank)
+        targets, sizes = read_targets(call.target, device, rows_dim)
+        if call.loss_weight is not None:
+            loss_weights = microbatch.microbatch_weights(call.target, call.loss_weight)
+        shapes = [microbatch.describe_shapes(entry, "the target", rows_dim) for entry in call.target]
+        summary = summary._replace(target_rows=sizes, target_shapes=shapes, loss_weights=loss_weights)
+        target_rows = len(targets)
+    elif rank == last_rank and (call.training or call.target is not None):
         _check_target(call, rank)
         sizes = microbatch.nonempty_split_sizes(call.target, "the target", max_microbatches, rows_dim)
         if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
@@ -169,7 +218,8 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     seed = mix_seed(call.seed, call.steps_before) if call.training and call.seed is not None else None
     scale = read_grad_scale(call.scaler, position.world) if call.training and call.scaler is not None else 1.0
     grad_scale = scale * call.user_scale * position.replicas  # replicas' gradients are averaged afterwards
-    return LocalBatch(call, header, inputs, targets, loss_weights, cut_rows, seed, grad_scale)
+    first_seed_index = position.replica * schedule.microbatches
+    return LocalBatch(call, header, inputs, targets, loss_weights, seed, grad_scale, summary, first_seed_index, order)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -218,11 +268,11 @@ cached_hash48 = lru_cache(256)(hash48)  # for data that repeats from step to ste
 def _check_options(call: StepCall) -> None:
     if not isinstance(call.user_scale, int | float) or not math.isfinite(call.user_scale):
         scale = call.user_scale
-        raise MismatchError(f"step() cannot scale gradients by {scale!r}: give a number, 1/k for the mean over k batches")
+        raise MismatchError(f"{call.name} cannot scale gradients by {scale!r}: give a number, 1/k for the mean over k batches")
     if call.losses_list is not None and not isinstance(call.losses_list, list):
-        raise MismatchError(f"step(.., losses=[]) fills a list, and cannot fill {call.losses_list!r}")
+        raise MismatchError(f"{call.name} with losses=[] fills a list, and cannot fill {call.losses_list!r}")
     if call.training and torch.is_inference_mode_enabled():
-        raise MismatchError("step() trains, which torch.inference_mode() rules out: call it outside")
+        raise MismatchError(f"{call.name} trains, which torch.inference_mode() rules out: call it outside")
 
 
 def _check_inputs(call: StepCall, rank: int) -> None:
@@ -237,9 +287,8 @@ def _check_target(call: StepCall, rank: int) -> None:
     if not call.has_loss:
         raise MismatchError(f"rank {rank}: a loss needs a Pipeline with loss_fn=")
     if call.target is None:
-        raise MismatchError(
-            f"rank {rank}: step() needs target=.., by that name, which the last stage's rank takes for the loss"
-        )
+        needed = "step() needs target=.., by that name" if call.order is None else "step_microbatches() needs targets=[..]"
+        raise MismatchError(f"rank {rank}: {needed}, which the last stage's rank takes for the loss")
 
 
 def read_grad_scale(scaler: torch.amp.GradScaler, topology: Topology) -> float:

@@ -189,6 +189,14 @@ def build_schedule(
     schedule: str | Schedule | ScheduleRule, num_ranks: int, microbatches: int, options: dict[str, Any]
 ) -> tuple[Schedule, Program]:
     """Return the table and its proved program. `schedule`: a name, the path of a CSV file, a rule, or a table."""
+    table = build_table(schedule, num_ranks, microbatches, options)
+    return table, verify(table).program
+
+
+def build_table(
+    schedule: str | Schedule | ScheduleRule, num_ranks: int, microbatches: int, options: dict[str, Any]
+) -> Schedule:
+    """Return the table of a name, a CSV file, a rule, or a table. Raise MismatchError if it is for other ranks than run."""
     schedule = str(schedule) if isinstance(schedule, PathLike) else schedule
     if isinstance(schedule, str) and schedule.endswith(".csv"):
         schedule = from_rows(schedule, read_csv_cells(schedule), **options)
@@ -200,7 +208,7 @@ def build_schedule(
         schedule = from_rows(name, rows, **options)
     if schedule.ranks != num_ranks:
         raise MismatchError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but {num_ranks} are running")
-    return schedule, verify(schedule).program
+    return schedule
 
 
 def recompute_per_stage(recompute: Recompute | Sequence[Recompute | None] | None, table: Schedule) -> list[Recompute | None]:
@@ -254,9 +262,22 @@ def build_engine(
     aliases, remote_parameters = partition_.aliases(names), partition_.remote_parameters(names)
 
     # 1. The program. I and W right after each other are one B; skip connections add messages.
-    table, program = with_full_backwards(config.schedule), config.program
-    if partition_.skips or table.actions != config.schedule.actions:
-        program = verify(table, skips=partition_.skips).program
+    def proved_program(schedule: Schedule, proved: Program | None) -> tuple[Schedule, Program]:
+        table = with_full_backwards(schedule)
+        if proved is None or partition_.skips or table.actions != schedule.actions:
+            proved = verify(table, skips=partition_.skips).program
+        return table, proved
+
+    def build_larger(microbatches: int) -> Program:
+        larger = build_table(arguments.schedule, config.schedule.ranks, microbatches, arguments.options)
+        if larger.microbatches < microbatches:
+            raise MismatchError(
+                f"a list of {microbatches} microbatches does not fit {larger.name}, a table of {larger.microbatches}: give at "
+                "most that many, or Pipeline(.., schedule=) the name of a family, which has a table for any number"
+            )
+        return proved_program(larger, None)[1]
+
+    table, program = proved_program(config.schedule, config.program)
 
     # 2. Replication, then stages. A rank that fails before this exchange is heard by the others here.
     parallelism = arguments.tensor_parallel, arguments.data_parallel
@@ -279,7 +300,7 @@ def build_engine(
     return Engine(
         control,
         position,
-        RankPrograms(program, position.pipeline.rank, arguments.merge_weight_gradients),
+        RankPrograms(program, position.pipeline.rank, arguments.merge_weight_gradients, build_larger),
         stages,
         parameters,
         tied,
@@ -311,7 +332,6 @@ def _build_stages(
             layer_numbers=partition_.layer_numbers.get(index),
             neighbours=neighbours[index],
             later_keywords=frozenset().union(*comparison.keywords[index + 1 :]),
-            first_microbatch=position.replica * table.microbatches,
             merge_weight_gradients=config.arguments.merge_weight_gradients,
             recompute=config.recompute[index],
             replication=replications[index],

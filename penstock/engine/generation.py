@@ -129,7 +129,7 @@ class TextGeneration:
         self._uses_cache = all(header.supports_cache for header in headers)
         self._caches: dict[tuple[int, int], TokenCache] = defaultdict(TokenCache)  # by stage and microbatch
         self._prompt_length = tokens.shape[1]
-        self._known_specs: tuple[int, MessageSpecs | None] = 0, None  # the number of tokens in a pass, and its messages' specs
+        self._known_specs: tuple[int, MessageSpecs] = 0, {}  # the number of tokens in a pass, and its messages' specs
 
     def add_token(self, channels: Channels) -> Tensor:
         """Run one pass. Return the token that each row has got, (batch,)."""
@@ -147,14 +147,14 @@ class TextGeneration:
         call = StepCall(False, (tokens,), self._model_kwargs(num_inputs), None, 0, False, rows_dim=self.rows_dim)
         self._batch = split_batch(call, engine.position, engine.schedule)
         self._new_tokens: dict[int, Tensor] = {}  # by microbatch
-        specs = self._known_specs[1] if self._known_specs[0] == num_inputs else None
+        specs = self._known_specs[1] if self._known_specs[0] == num_inputs else {}
         channels.begin_step(specs)
         engine.run_program(self.program.lines, {Kind.F: self._forward}, channels, ActionClock())
 
         # 3. The new tokens, on all ranks.
         column = self._exchange_tokens()
         channels.end_step()
-        self._known_specs = num_inputs, specs or channels.message_specs()
+        self._known_specs = num_inputs, specs
         self.text = torch.cat([self.text, column[:, None]], dim=1)
         return column
 

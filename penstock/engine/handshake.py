@@ -8,6 +8,7 @@ from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport.channels import MessageSpecs
 from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, UNEQUAL_CUTS, LocalBatch, StepHeader
 from penstock.engine.checks.gradient_factor import TOLERANCE
+from penstock.engine.microbatch_list import RememberedMessages, ReplicaList, exchange_lists
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.schedule import ActivationSize
@@ -47,6 +48,9 @@ class StepConfig(NamedTuple):
     same_on_replicas: bool  # whether all replicas have as many microbatches, and the same ones of share 0
     wants_losses: bool  # whether a rank wants the loss of each microbatch
     batch_kind: tuple[object, ...]
+    lists: Sequence[ReplicaList]  # of each replica, if the step is over a list of microbatches
+    message_keys: Sequence[object]  # what each microbatch of a list is like, for its messages
+    message_specs: MessageSpecs  # of the messages that are known; the others are described when they are sent
     learned: LearnedShapes | None  # None in the first step of its kind
 
 
@@ -56,6 +60,7 @@ class StepHandshake:
     def __init__(self, control: ControlGroup, position: MeshPosition, programs: RankPrograms) -> None:
         self.control, self.position, self.programs = control, position, programs
         self._learned: dict[tuple[object, ...], LearnedShapes] = {}  # by kind of batch, the oldest first
+        self._remembered_messages = RememberedMessages()  # of microbatches in lists
         self._last_kinds: tuple[Sequence[tuple[float, ...]], bool] = [], False  # what `_last_config` was read from
         self._last_config: StepConfig
         self._warned = set[str]()  # the warnings that have been given
@@ -71,18 +76,26 @@ class StepHandshake:
         self._warn_of_unequal_factors([header.gradient_factor for header in headers])
         self._warn_of_missing_optimizer_step([header.weights_changed for header in headers])
 
-        # Loss weights are not in the header: where a loss has them, the shares are computed anew.
+        # Loss weights and lists are not in the header: where there are any, the shares are computed anew.
         kinds = [header.batch_kind for header in headers], any(header.wants_losses for header in headers)
-        if kinds != self._last_kinds or any(header.num_loss_weights for header in headers):
+        if kinds != self._last_kinds or any(header.num_loss_weights for header in headers) or batch.summary is not None:
             self._check_target_rows(headers, batch, wait_reason)
             check_matching_batches(headers, self.position)
             self._last_kinds, self._last_config = kinds, self._read_headers(headers, batch, wait_reason)
 
         check_same_values(headers, self.position)
-        return self._last_config._replace(learned=self._learned.get(self._last_config.batch_kind))
+        config, learned = self._last_config, self._learned.get(self._last_config.batch_kind)
+        if config.lists:
+            specs = self._remembered_messages.specs_for(config.program.lines, config.message_keys)
+        else:
+            specs = learned.message_specs if learned is not None else {}
+        return config._replace(learned=learned, message_specs=specs)
 
     def remember(self, config: StepConfig, learned: LearnedShapes) -> None:
         """After a step: remember what it has shown. All ranks forget the same kinds, the oldest first."""
+        if config.lists:
+            self._remembered_messages.remember(learned.message_specs, config.message_keys)
+            learned = learned._replace(message_specs={})
         self._learned.pop(config.batch_kind, None)
         self._learned[config.batch_kind] = learned
         if len(self._learned) > MAX_LEARNED_KINDS:
@@ -91,6 +104,7 @@ class StepHandshake:
     def forget_learned(self) -> None:
         """After a failed step: some ranks may have learned what others have not."""
         self._learned.clear()
+        self._remembered_messages.forget()
 
     def _check_target_rows(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> None:
         """Raise MismatchError, with all shapes, if inputs and target of a replica differ in rows."""
@@ -102,9 +116,14 @@ class StepHandshake:
         if not unequal:
             return
 
-        shapes = self.control.all_gather_value(batch.describe_shapes(), wait_reason)
         replica = unequal[0]
         rows, target_rows = counts[replica]
+        if batch.summary is not None:
+            raise MismatchError(
+                f"{_replica_prefix(self.position, replica)}step_microbatches() was given {rows:.0f} inputs but "
+                f"{target_rows:.0f} targets: give one target for each"
+            )
+        shapes = self.control.all_gather_value(batch.describe_shapes(), wait_reason)
         shape_list = ", ".join([text for rank in self.position.replica_pipelines[replica] for text in shapes[rank]])
         prefix = _replica_prefix(self.position, replica)
         raise MismatchError(
@@ -142,14 +161,15 @@ class StepHandshake:
 
     def _read_headers(self, headers: Sequence[StepHeader], batch: LocalBatch, wait_reason: str) -> StepConfig:
         """Return the step's settings, except for what earlier steps have shown."""
-        max_microbatches = self.programs.program.schedule.microbatches
-        replica_rows = [int(_max_field(headers, ranks, "input_rows")) for ranks in self.position.replica_pipelines]
-        microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
-        if any(header.cut_hash for header in headers):
-            cuts = self.control.all_gather_value([*batch.cut_rows], wait_reason)
-            given = [next((cuts[rank] for rank in ranks if cuts[rank]), None) for ranks in self.position.replica_pipelines]
-            microbatch_rows = [cut or equal for cut, equal in zip(given, microbatch_rows, strict=True)]
-        loss_shares = self._loss_shares(headers, microbatch_rows, batch, wait_reason)
+        lists: list[ReplicaList] = []
+        if batch.summary is not None:
+            lists = exchange_lists(self.control, self.position, batch.summary, wait_reason)
+            microbatch_rows = [replica_list.rows for replica_list in lists]
+        else:
+            max_microbatches = self.programs.program.schedule.microbatches
+            replica_rows = [int(_max_field(headers, ranks, "input_rows")) for ranks in self.position.replica_pipelines]
+            microbatch_rows = [split_sizes(rows, min(rows, max_microbatches)) for rows in replica_rows]
+        loss_shares = self._loss_shares(headers, microbatch_rows, batch, lists, wait_reason)
         skipped = [frozenset(number for number, share in enumerate(row) if not share) for row in loss_shares]
 
         replica = self.position.replica
@@ -163,6 +183,9 @@ class StepHandshake:
             same_on_replicas=len(shapes) == 1,
             wants_losses=any(header.wants_losses for header in headers),
             batch_kind=(skipped[replica], *[header.batch_kind for header in headers]),
+            lists=lists,
+            message_keys=_message_keys(headers, lists[replica], skipped[replica]) if lists else (),
+            message_specs={},
             learned=None,
         )
 
@@ -171,6 +194,7 @@ class StepHandshake:
         headers: Sequence[StepHeader],
         microbatch_rows: Sequence[Sequence[float]],
         batch: LocalBatch,
+        lists: Sequence[ReplicaList],
         wait_reason: str,
     ) -> Sequence[Sequence[float]]:
         """Return, for every replica, each microbatch's share of the loss: by rows or by `loss_weight`; 1 each for a sum."""
@@ -180,11 +204,19 @@ class StepHandshake:
             return [[1.0] * len(rows) for rows in microbatch_rows]
 
         weights = microbatch_rows
-        if any(header.num_loss_weights for header in headers):
+        if lists:
+            weights = [replica_list.loss_weights or replica_list.rows for replica_list in lists]
+        elif any(header.num_loss_weights for header in headers):
             rank_weights = self.control.all_gather_value(batch.loss_weights, wait_reason)
             weights = [next(filter(None, (rank_weights[rank] for rank in ranks))) for ranks in self.position.replica_pipelines]
         total = sum(map(sum, weights))
         return [loss_shares(row, total) for row in weights]
+
+
+def _message_keys(headers: Sequence[StepHeader], replica_list: ReplicaList, without_backward: frozenset[int]) -> list[object]:
+    """Return, for each microbatch of a list, all that its messages depend on."""
+    settings = tuple((header.training, header.requires_grad_hash, header.autocast_index) for header in headers)
+    return [(settings, text, number in without_backward) for number, text in enumerate(replica_list.signatures)]
 
 
 def check_same_step(headers: Sequence[StepHeader]) -> None:

@@ -155,10 +155,10 @@ class LossChecks:
         self._unequal_weights = UnequalWeightsCheck(loss_fn, microbatches, rows_dim) if weighs_by_rows else None
         self.rowwise_check = RowwiseLossCheck(loss_fn, reduction, loss_weight, rows_dim) if microbatches > 1 else None
 
-    def check_after_step(self, target: Any) -> None:
-        """After a step or an evaluation with this `target`: warn if one of the checks finds something."""
+    def check_after_step(self, target: Any, is_list: bool = False) -> None:
+        """After a step or an evaluation with this `target`, or list of targets: warn if one of the checks finds something."""
         check = self._unequal_weights
-        has_warned = check is not None and target is not None and check.check_target(target)
+        has_warned = check is not None and target is not None and check.check_target(target, is_list)
         if not has_warned and self.rowwise_check is not None:
             self.rowwise_check.warn()
             self.rowwise_check = None if self.rowwise_check.is_done else self.rowwise_check
@@ -178,20 +178,21 @@ class UnequalWeightsCheck:
         self._microbatches, self._rows_dim = microbatches, rows_dim
         self._num_steps, self._has_warned = 0, False
 
-    def check_target(self, target: Any) -> bool:
-        """After a step with this `target`: count in each microbatch. Return whether there has been a warning."""
+    def check_target(self, target: Any, is_list: bool = False) -> bool:
+        """After a step with this `target`, or list of targets: count in each microbatch. Return whether it has warned."""
         self._num_steps += 1
         if self._has_warned or not is_power_of_two_or_zero(self._num_steps):
             return self._has_warned
 
-        sizes = nonempty_split_sizes(target, "the target", self._microbatches, self._rows_dim)
-        for leaf in leaves(target):
-            if rows_dim_of(leaf, self._rows_dim) is None:
+        sizes, columns = self._split_target(target, is_list)
+        for microbatches in columns:
+            if rows_dim_of(microbatches[0], self._rows_dim) is None:
                 continue
-            microbatches = split(leaf, sizes, rows_dim=self._rows_dim)
+            microbatches = [unwrap(values) for values in microbatches]
             if microbatches[0].is_floating_point() or microbatches[0].is_complex():
                 continue
-            self._class_weight = self._class_weight if all(map(self._are_classes, microbatches)) else None
+            if not all(map(self._are_classes, microbatches)):
+                self._class_weight = None
             weights = microbatch_weights(microbatches, tokens(self._ignore_index, self._class_weight))
             equal = (math.isclose(weight * sizes[0], weights[0] * size) for weight, size in zip(weights, sizes, strict=True))
             if not all(equal):
@@ -199,6 +200,18 @@ class UnequalWeightsCheck:
                 self._warn(weights)
                 return True
         return False
+
+    def _split_target(self, target: Any, is_list: bool) -> tuple[list[int], list[Sequence[Any]]]:
+        """Return the rows of each microbatch, and every tensor of the target as a sequence over microbatches."""
+        if is_list:
+            sizes = [count_rows(entry, rows_dim=self._rows_dim) or 0 for entry in target]
+            return sizes, list(zip(*map(leaves, target), strict=False))
+        sizes = nonempty_split_sizes(target, "the target", self._microbatches, self._rows_dim)
+        return sizes, [
+            split(leaf, sizes, rows_dim=self._rows_dim)
+            for leaf in leaves(target)
+            if rows_dim_of(leaf, self._rows_dim) is not None
+        ]
 
     def _are_classes(self, values: Tensor) -> bool:
         """Whether there is a class weight for each value: the loss may compute its classes from other numbers."""

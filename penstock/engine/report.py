@@ -147,9 +147,12 @@ def _microbatch_loss(rank_losses: Sequence[MicrobatchLosses], number: int) -> fl
     return math.fsum([own, *(loss for losses in rank_losses for other, loss, _ in losses.auxiliary if other == number)])
 
 
-def weighted_loss_sum(losses: Mapping[int, Tensor], shares: Sequence[float]) -> tuple[float, int]:
-    """Return what this rank's microbatches add to the loss, and the index of its dtype; (0, NO_LOSS) without losses."""
-    terms = [losses[number] * shares[number] for number in sorted(losses)]
+def weighted_loss_sum(losses: Mapping[int, Tensor], shares: Sequence[float], order: Sequence[int] = ()) -> tuple[float, int]:
+    """Return what this rank's microbatches add to the loss, and the index of its dtype; (0, NO_LOSS) without losses.
+
+    `order`: of a list of microbatches, whose losses are added in the order in which they were given.
+    """
+    terms = [losses[number] * shares[number] for number in sorted(losses, key=order.__getitem__ if order else None)]
     if not terms:
         return 0.0, NO_LOSS
     loss = sum(terms[1:], terms[0])

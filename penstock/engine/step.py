@@ -145,7 +145,7 @@ class Engine:
 
         # 2. Send the header before any wait: a rank in another call must not wait for this one.
         first_action = self._full_program.lines[0].action if self._full_program.lines else "the others end it"
-        wait_reason = f"to begin {'step()' if call.training else 'eval()'}, before {first_action}"
+        wait_reason = f"to begin {call.name}, before {first_action}"
         self.control.begin_all_gather_row(batch.header, wait_reason)
 
         # 3. Begin to gather the parameters that replicas share out.
@@ -159,6 +159,8 @@ class Engine:
 
         # 5. Read all headers.
         config = self.handshake.exchange(batch, wait_reason)
+        if config.lists:
+            batch = batch.in_order(config.lists, self.position.replica)
         if batch.training and self.tied.owners and is_comparison_due(call.steps_before):
             check_tied_copies(self.control, self.tied, call.steps_before)
 
@@ -170,7 +172,7 @@ class Engine:
             measurement.skip_microbatches(config.without_backward)
 
         # 7. Run the program.
-        channels.begin_step(config.learned.message_specs if config.learned else None)
+        channels.begin_step(config.message_specs)
         actions = StepActions(self.stages, self.schedule.stages - 1, batch, config, early)
         functions = self._with_observers(actions.functions, measurement)
         self.run_program(config.program.lines, functions, channels, clock, early)
@@ -186,7 +188,7 @@ class Engine:
             self.tied.broadcast_gradients()
         channels.end_step()
 
-        self.handshake.remember(config, config.learned or LearnedShapes(channels.message_specs(), result.activation_sizes))
+        self.handshake.remember(config, LearnedShapes(config.message_specs, result.activation_sizes))
         self.shared_tensors.steps += batch.training
         self._previous_end = clock.mark_end()
         return result
@@ -195,17 +197,23 @@ class Engine:
         self, batch: LocalBatch, clock: ActionClock, measurement: MemoryMeasurement | None
     ) -> EarlyForward | None:
         """Run this rank's first action before the handshake, if it is a forward of the first stage, which waits for nobody."""
-        action = self._full_program.lines[0].action if self._full_program.lines else None
+        program = self._full_program
+        if batch.summary is not None and batch.inputs:
+            program = self.programs.select(batch.training, len(batch.inputs))
+        action = program.lines[0].action if program.lines else None
         gains_nothing = self.schedule.stages == 1 or self.position.tp is not None  # along tp the action waits for other ranks
+        gains_nothing |= batch.summary is not None and self.position.replica > 0  # how many microbatches are before its first?
         if gains_nothing or action is None or action.stage or action.microbatch >= len(batch.inputs):
             return None
 
         _, index, microbatch = action
-        stage, is_split = self.stages[index], (index, microbatch) in self._full_program.split_backwards
+        stage, is_split = self.stages[index], (index, microbatch) in program.split_backwards
 
         def forward(action: Action, values: Sequence[Any]) -> Sequence[Any]:
             inputs = batch.forward_inputs(action, values)
-            return messages_of(stage, stage.forward(microbatch, inputs, batch.seed, batch.training, is_split))
+            return messages_of(
+                stage, stage.forward(microbatch, inputs, batch.microbatch_seed(microbatch), batch.training, is_split)
+            )
 
         try:
             stage.wait_parameters()
@@ -283,7 +291,7 @@ class Engine:
 
         # 1. This rank's summary. The monitor looks at gradients last: they are complete now.
         losses = actions.microbatch_losses()
-        loss_and_dtype = weighted_loss_sum(actions.losses, config.loss_shares)
+        loss_and_dtype = weighted_loss_sum(actions.losses, config.loss_shares, actions.batch.order)
         save_failed = self.background_save is not None and self.background_save.has_unreported_error
         flags = save_failed, preempted(), self.nonfinite_monitor is not None and self.nonfinite_monitor.check_final_gradients()
         memory, seconds = peak_memory(self.device), clock.seconds_between_and_averaging()

@@ -1,6 +1,6 @@
 """One rank's rows of a program, with what its stages must know beforehand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -31,10 +31,13 @@ class RankPrograms:
     """What a rank does of a proved program: all of it, or what a batch and a call need of it. That is proved as well.
 
     `merge`: the last of several W of one stage that stand next to each other does for all.
+    `build_larger(microbatches)`: a proved program of the same rule for more microbatches than `program` has.
     """
 
-    def __init__(self, program: Program, rank: int, merge: bool = False) -> None:
-        self.program, self.rank, self.merge = program, rank, merge
+    def __init__(
+        self, program: Program, rank: int, merge: bool = False, build_larger: Callable[[int], Program] | None = None
+    ) -> None:
+        self.program, self.rank, self.merge, self.build_larger = program, rank, merge, build_larger
         self._cached_program = lru_cache(MAX_CACHED_PROGRAMS)(self._lower_and_prove)
 
     def select(
@@ -49,7 +52,10 @@ class RankPrograms:
         return self._cached_program(training, microbatches, without_backward if training else frozenset())
 
     def _lower_and_prove(self, training: bool, microbatches: int, without_backward: frozenset[int]) -> RankProgram:
-        program, whole = self.program, self.program.schedule
+        program = self.program
+        if microbatches > program.schedule.microbatches and self.build_larger is not None:
+            program = self.build_larger(microbatches)
+        whole = program.schedule
 
         def wanted(action: Action) -> bool:
             forward = action.kind is Kind.F

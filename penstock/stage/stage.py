@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import MismatchError
-from penstock.randomness import mix_in
 from penstock.stage.aliasing import ALIASED_VALUE, SHARED_PARAMETER, Versions, check_unchanged, open_aliased, record_versions
 from penstock.stage.arguments import ForwardSignature
 from penstock.stage.auxiliary import CollectAuxiliaryLosses
@@ -45,7 +44,6 @@ class Stage:
     `later_keywords`: keywords of the step that stages after this one take (see `arguments.py`).
     `merge_weight_gradients`, `in_order`: see `BackwardSplitter`.
     `replication`: how data parallelism replicates or shards the stage.
-    `first_microbatch`: the number of microbatch 0 for its random numbers; a replica continues where the one before it ends.
     """
 
     def __init__(
@@ -62,12 +60,11 @@ class Stage:
         merge_weight_gradients: bool = False,
         replication: Replication | None = None,
         in_order: bool = False,
-        first_microbatch: int = 0,
     ) -> None:
         self.index, self.module, self.loss_fn = index, module, loss_fn
         self.neighbours = neighbours or Neighbours((index - 1,), (index + 1,))
         self.replication = replication or NoReplication()
-        self._device_type, self._first_microbatch = device.type, first_microbatch
+        self._device_type = device.type
         self._loss_may_draw = not any(loss_fn is deterministic for deterministic in (None, *DETERMINISTIC_LOSSES))
 
         self._signature = ForwardSignature(module, later_keywords)
@@ -128,13 +125,12 @@ class Stage:
         """Run the module on `inputs`, and return what is sent: the output, or a message for each of several destinations.
 
         `inputs`: on the first stage the batch's (args, kwargs), on others the messages that arrived.
-        `seed`: of the step; the random numbers of every layer depend on it, the microbatch and the layer alone. Seeding moves
-        the device's generator, which the caller restores.
+        `seed`: of the microbatch; the random numbers of every layer depend on it and the layer alone. Seeding moves the
+        device's generator, which the caller restores.
         `with_backward`: keep what the backward needs. `split_backward`: that will be `backward`, then `backward_weight`.
         Raises MismatchError for a keyword of the batch that no stage takes, and for a change in place of what shares memory.
         """
         deferred = self._splitter.begin_microbatch() if split_backward and with_backward else None
-        seed = None if seed is None else mix_in(seed, self._first_microbatch + microbatch)
         if self._splitter.has_tied_parameters:
             self._clear_autocast_cache()
         shared_parameters = record_versions(self._messages.shared_parameters)

@@ -271,7 +271,6 @@ def test_tensors_on_gpus_go_through_host_memory_in_their_layout():
         rows = torch.zeros(3, 5, dtype=torch.int16, device="cuda:0")
         message = {"hidden": hidden, "rows": rows, "column": rows.select(1, 0)}
         spec = message_spec.describe_message(*flatten(message))
-        outgoing.specs_are_known = incoming.specs_are_known = True
         outgoing.specs = incoming.specs = {transfer: spec}
         outgoing.send(transfer, message)
         assert [each.device for each in shelf.messages] == [CPU] * 3
@@ -289,7 +288,7 @@ def test_memory_that_a_rank_lacks_for_a_message_to_come_is_its_own_refusal():
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     transfer, incoming = Transfer(Action(Kind.F, 0, 3), 0, 1), ReceiveChannel(Full(), 1, 0)
-    incoming.specs_are_known, incoming.specs = True, {transfer: message_spec.describe_message(*flatten(torch.ones(3)))}
+    incoming.specs = {transfer: message_spec.describe_message(*flatten(torch.ones(3)))}
     with pytest.raises(ps.ResourceError, match=r"rank 1 could not receive the .*0F3.*: RuntimeError: .*allocate"):
         incoming.post_receive(transfer)
 

@@ -34,6 +34,7 @@ from penstock.schedule.program import Program, Transfer
 from penstock.trees import flatten
 
 MessageSpecs = dict[Transfer, MessageSpec]
+PostedReceives = list[tuple[Any, TensorSpec]]  # (posted receive, what it will be)
 Sender = MemorySender | GroupSender
 Receiver = MemoryReceiver | GroupReceiver
 
@@ -68,17 +69,10 @@ class Channels:
         with convert_transport_errors("for the other ranks to open their channels"):
             groups.world_group.barrier().wait()  # else a rank could begin the step while another fails to open a transport
 
-    def begin_step(self, specs: MessageSpecs | None) -> None:
-        """Begin a step whose messages are described by `specs`; None: each message is sent with its description."""
-        for channel in self._channels():
-            channel.specs, channel.specs_are_known = ({}, False) if specs is None else (specs, True)
-
-    def message_specs(self) -> MessageSpecs:
-        """Return the descriptions of this rank's messages in the step."""
-        return {transfer: spec for channel in self._channels() for transfer, spec in channel.specs.items()}
-
-    def _channels(self) -> "list[SendChannel | ReceiveChannel]":
-        return [*self.outgoing.values(), *self.incoming.values()]
+    def begin_step(self, specs: MessageSpecs) -> None:
+        """Begin a step. A message that is not in `specs` is sent with its description, which is added to them."""
+        for channel in (*self.outgoing.values(), *self.incoming.values()):
+            channel.specs = specs
 
     def end_step(self) -> None:
         """Delete what was sent: the step is over on all ranks. Raises ResourceError if this rank could not send something."""
@@ -130,7 +124,6 @@ class SendChannel:
     def __init__(self, transport: Sender, failure: SendFailure) -> None:
         self.transport, self._failure = transport, failure
         self.specs: MessageSpecs = {}
-        self.specs_are_known = False
 
     def send(self, transfer: Transfer, value: Any) -> None:
         """Send `value` as the message of `transfer`, without waiting.
@@ -140,11 +133,11 @@ class SendChannel:
         """
         self._failure.raise_if_failed()
         try:
-            is_tensor = self.specs_are_known and isinstance(value, Tensor)
-            if is_tensor and (spec := self.specs[transfer]).describes(value):  # the common case
-                self._send_leaf(transfer, value, spec.leaves[0])
+            known_spec = self.specs.get(transfer)
+            if known_spec is not None and isinstance(value, Tensor) and known_spec.describes(value):  # the common case
+                self._send_leaf(transfer, value, known_spec.leaves[0])
             else:
-                self._send_tree(transfer, value)
+                self._send_tree(transfer, value, known_spec)
         except (OSError, MemoryError, RuntimeError) as error:
             if is_out_of_resources(error):
                 self._failure.report(transfer, error)
@@ -152,14 +145,14 @@ class SendChannel:
             if not is_transport_error(error):
                 raise
 
-    def _send_tree(self, transfer: Transfer, value: Any) -> None:
+    def _send_tree(self, transfer: Transfer, value: Any, known_spec: MessageSpec | None) -> None:
         """Send a message that is no bare tensor, or of which the description is not known."""
         leaves, tree = flatten(value)
         spec = message_spec.describe_message(leaves, tree)
-        if not self.specs_are_known:
+        if known_spec is None:
             self.specs[transfer] = spec
             self.transport.send_description(message_spec.pack_spec(spec))
-        elif spec != (known_spec := self.specs[transfer]):
+        elif spec != known_spec:
             leaves, spec = _match_known_spec(transfer, leaves, spec, known_spec), known_spec
 
         for leaf, leaf_spec in zip(leaves, spec.leaves, strict=True):
@@ -199,14 +192,14 @@ class ReceiveChannel:
     def __init__(self, transport: Receiver, rank: int, source: int) -> None:
         self.transport, self.rank, self.source = transport, rank, source
         self.specs: MessageSpecs = {}
-        self.specs_are_known = False
-        self.posted: deque[tuple[Transfer, list[tuple[Any, TensorSpec]]]] = deque()
+        self.posted: deque[tuple[Transfer, PostedReceives | None]] = deque()  # None: not before a description has come
         self.early: dict[Transfer, Any] = {}  # messages that arrived before their stage needs them; rarely any
 
     def post_receive(self, transfer: Transfer) -> None:
         """Post the receives for the message of `transfer`, the next of this channel. Raises as `receive`."""
         try:
-            self.posted.append((transfer, self._post_leaves(self.specs[transfer]) if self.specs_are_known else []))
+            waits = transfer not in self.specs or (self.posted and self.posted[-1][1] is None)
+            self.posted.append((transfer, None if waits else self._post_leaves(self.specs[transfer])))
         except (OSError, MemoryError, RuntimeError) as error:
             raise self._convert_error(transfer, error) from error
 
@@ -218,9 +211,8 @@ class ReceiveChannel:
         while not self.early or transfer not in self.early:
             arriving, posted = self.posted.popleft()
             try:
-                if not self.specs_are_known:
-                    self.specs[arriving] = message_spec.unpack_spec(self.transport.receive_description())
-                    posted = self._post_leaves(self.specs[arriving])
+                if posted is None:
+                    posted = self._receive_description(arriving)
                 spec = self.specs[arriving]
                 tensors = [self.transport.wait_receive(work, leaf_spec) for work, leaf_spec in posted]
             except (OSError, MemoryError, RuntimeError) as error:
@@ -234,11 +226,26 @@ class ReceiveChannel:
             self.early[arriving] = message
         return self.early.pop(transfer)
 
+    def _receive_description(self, transfer: Transfer) -> PostedReceives:
+        """Receive the description of a message unless it is known, and post its receives; then those that waited for it.
+
+        A transport gives messages out in the order in which receives were posted, so none is posted past an unknown one.
+        """
+        if transfer not in self.specs:
+            self.specs[transfer] = message_spec.unpack_spec(self.transport.receive_description())
+        posted = self._post_leaves(self.specs[transfer])
+
+        for number, (waiting, _) in enumerate(self.posted):
+            if waiting not in self.specs:
+                break
+            self.posted[number] = waiting, self._post_leaves(self.specs[waiting])
+        return posted
+
     def _convert_error(self, transfer: Transfer, error: Exception) -> PenstockError:
         """Return Penstock's error for a receive that ended with `error`."""
         if is_out_of_resources(error):
             return ResourceError(f"rank {self.rank} could not receive the {transfer}: {explain_error(error)}")
         return WaitError(f"for the {transfer} from rank {self.source}", self.source, error)
 
-    def _post_leaves(self, spec: MessageSpec) -> list[tuple[Any, TensorSpec]]:
+    def _post_leaves(self, spec: MessageSpec) -> PostedReceives:
         return [(self.transport.post_receive(leaf_spec), leaf_spec) for leaf_spec in spec.tensors]

@@ -1,0 +1,189 @@
+"""A batch that comes as a list of microbatches, of any shapes: what `pipe.step_microbatches` runs.
+
+Each microbatch may have other rows and another length than the others, and than those of earlier steps. So all ranks exchange
+what a list is like in every step: rows, loss weights, the order to run in, and a hash of each microbatch's shapes. Messages
+of a microbatch whose shapes were seen before need no description.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.comms.control_group import ControlGroup
+from penstock.comms.transport.channels import MessageSpecs
+from penstock.comms.transport.message_spec import MessageSpec
+from penstock.errors import MismatchError
+from penstock.mesh.position import MeshPosition
+from penstock.partition.rows import rows_dim_of, unwrap
+from penstock.schedule.program import Step, Transfer
+from penstock.schedule.table import Table
+from penstock.stage import microbatch
+from penstock.trees import leaves
+
+MAX_REMEMBERED_SHAPES = 1024  # microbatch shapes whose messages are remembered
+
+
+class InputSummary(NamedTuple):
+    """What the first stage's rank says of one microbatch."""
+
+    rows: int
+    signature: str  # structure, shapes and dtypes
+
+
+class ListSummary(NamedTuple):
+    """What one rank says of a list; empty where it does not read it."""
+
+    inputs: Sequence[InputSummary] = ()
+    order: Sequence[int] = ()  # position in the step -> index in the list
+    target_rows: Sequence[int] = ()
+    target_shapes: Sequence[str] = ()
+    loss_weights: Sequence[float] = ()
+
+
+class ReplicaList(NamedTuple):
+    """The list of one replica, in the order in which it runs; the same on every rank."""
+
+    rows: Sequence[int]
+    order: Sequence[int]
+    signatures: Sequence[str]
+    loss_weights: Sequence[float]  # empty where the loss weighs by rows, or there is no target
+
+
+def check_list(value: Any, name: str) -> None:
+    """Raise MismatchError unless `value` is a list with an entry for each microbatch."""
+    if isinstance(value, Tensor) or not isinstance(value, Sequence) or isinstance(value, str | tuple):
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise MismatchError(
+            f"step_microbatches() takes {name} as a list with an entry for each microbatch, not {kind}: "
+            "give [first, second, ..], or call step(), which splits a batch itself"
+        )
+    if not value:
+        raise MismatchError(f"step_microbatches() got an empty list as {name}: give an entry for each microbatch, one or more")
+
+
+def read_inputs(
+    entries: Any, device: torch.device, rows_dim: int
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[InputSummary]]:
+    """Return (args, kwargs) of each microbatch on `device`, and its summary.
+
+    An entry is a tensor, a tuple of arguments or a dict of keywords. Raises MismatchError for one without rows.
+    """
+    check_list(entries, "inputs")
+    calls = [_as_call(entry) for entry in entries]
+    sizes = [_count_rows(entry, f"microbatch {index}", rows_dim) for index, entry in enumerate(entries)]
+    summaries = [InputSummary(rows, microbatch.batch_signature(call)) for rows, call in zip(sizes, calls, strict=True)]
+    on_device = [microbatch.split(call, [rows], device, rows_dim)[0] for rows, call in zip(sizes, calls, strict=True)]
+    return on_device, summaries
+
+
+def _as_call(entry: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(entry, Mapping):
+        return (), dict(entry)
+    return (entry if type(entry) is tuple else (entry,)), {}
+
+
+def read_targets(entries: Any, device: torch.device, rows_dim: int) -> tuple[list[Any], list[int]]:
+    """Return the target of each microbatch on `device`, and its rows. Raises MismatchError for one without rows."""
+    check_list(entries, "targets")
+    sizes = [_count_rows(entry, f"target {index}", rows_dim) for index, entry in enumerate(entries)]
+    return [microbatch.split(entry, [rows], device, rows_dim)[0] for rows, entry in zip(sizes, entries, strict=True)], sizes
+
+
+def _count_rows(entry: Any, name: str, rows_dim: int) -> int:
+    return sum(microbatch.nonempty_split_sizes(dict(entry) if isinstance(entry, Mapping) else entry, name, 1, rows_dim))
+
+
+def count_elements(entry: Any, rows_dim: int) -> int:
+    """Return the elements of the largest tensor with rows: proportional to the padded tokens of a microbatch."""
+    tensors = [unwrap(leaf) for leaf in leaves(entry) if rows_dim_of(leaf, rows_dim) is not None]
+    return max((tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)), default=1)
+
+
+def exchange_lists(control: ControlGroup, position: MeshPosition, summary: ListSummary, wait_reason: str) -> list[ReplicaList]:
+    """Exchange the ranks' summaries. Return the list of each replica.
+
+    Raises MismatchError, the same on every rank, for a target of other rows than its microbatch, and for ranks along tp that
+    were given different lists.
+    """
+    summaries: list[ListSummary] = control.all_gather_value(summary, wait_reason)
+    lists = []
+    for replica, pipelines in enumerate(position.pipelines):
+        prefix = f"replica {replica}: " if position.replicas > 1 else ""
+        shards = [_merge_summaries([summaries[rank] for rank in ranks]) for ranks in pipelines]
+        if any(shard != shards[0] for shard in shards):
+            raise MismatchError(f"{prefix}the ranks along tp work on one batch, but were given different lists of microbatches")
+        lists.append(_read_summary(shards[0], prefix))
+    return lists
+
+
+def _merge_summaries(summaries: Sequence[ListSummary]) -> ListSummary:
+    """Return what the ranks of one pipeline say together: the first stage's has the inputs, the last stage's the targets."""
+    return ListSummary(*(next(filter(None, column), ()) for column in zip(*summaries, strict=True)))
+
+
+def _read_summary(summary: ListSummary, prefix: str) -> ReplicaList:
+    inputs, order, target_rows, target_shapes, loss_weights = summary
+    for index, (microbatch_, rows) in enumerate(zip(inputs, target_rows, strict=bool(target_rows))):
+        if rows != microbatch_.rows:
+            raise MismatchError(
+                f"{prefix}microbatch {index} has {microbatch_.rows} rows but its target has {rows} ({target_shapes[index]})"
+            )
+    return ReplicaList(
+        rows=[inputs[index].rows for index in order],
+        order=order,
+        signatures=[inputs[index].signature for index in order],
+        loss_weights=[loss_weights[index] for index in order] if loss_weights else (),
+    )
+
+
+def microbatch_order(order: str | Sequence[int] | None, elements: Sequence[int], schedule: Table) -> list[int]:
+    """Return the order to run in: position in the step -> index in the list.
+
+    `elements`: of each microbatch, which stand for its cost. Raises MismatchError for an order that is none.
+    """
+    given = list(range(len(elements)))
+    if order == "given":
+        return given
+    if order == "planned":
+        by_cost = sorted(given, key=lambda index: (elements[index], index))
+        return [*by_cost[::2], *reversed(by_cost[1::2])]
+    if isinstance(order, Sequence) and not isinstance(order, str) and sorted(order) == given:
+        return list(order)
+    raise MismatchError(
+        f"order={order!r} is no order of {len(elements)} microbatches: give 'given', 'planned', or each index from 0 to "
+        f"{len(elements) - 1} once"
+    )
+
+
+class RememberedMessages:
+    """What messages were like, by the shapes of their microbatch. The ranks of a pipeline remember and forget the same ones."""
+
+    def __init__(self) -> None:
+        self._specs: dict[object, dict[Transfer, MessageSpec]] = {}  # the oldest first
+
+    def specs_for(self, lines: Sequence[Step], keys: Sequence[object]) -> MessageSpecs:
+        """Return the known descriptions of a program's messages; `keys` say what each microbatch is like."""
+        remembered = [self._specs.get(key, {}) for key in keys]
+        transfers = chain.from_iterable((*line.receives, *line.gives) for line in lines)
+        found = {transfer: remembered[transfer.action.microbatch].get(_any_microbatch(transfer)) for transfer in transfers}
+        return {transfer: spec for transfer, spec in found.items() if spec is not None}
+
+    def remember(self, specs: MessageSpecs, keys: Sequence[object]) -> None:
+        """After a step in which messages were like `specs`."""
+        for key in keys:
+            self._specs[key] = self._specs.pop(key, {})
+        for transfer, spec in specs.items():
+            self._specs[keys[transfer.action.microbatch]][_any_microbatch(transfer)] = spec
+        while len(self._specs) > MAX_REMEMBERED_SHAPES:
+            del self._specs[next(iter(self._specs))]
+
+    def forget(self) -> None:
+        """After a failed step."""
+        self._specs.clear()
+
+
+def _any_microbatch(transfer: Transfer) -> Transfer:
+    return transfer._replace(action=transfer.action._replace(microbatch=0))

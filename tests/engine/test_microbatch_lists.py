@@ -1,0 +1,277 @@
+"""`step_microbatches`: lists of microbatches of any rows and lengths have the bits of one process that takes the same list."""
+
+import copy
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.comms.transport import channels
+
+WIDTH, WORDS = 8, 13
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).split(WIDTH, -1)
+        return x + self.drop(self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)))
+
+
+def _model(layers: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *(_Attention() for _ in range(layers)), nn.Linear(WIDTH, WORDS)).double()
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def _list(seed: int, microbatches: int) -> tuple[list[Tensor], list[Tensor]]:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    shapes = [(rng.randint(1, 4), rng.randint(1, 9)) for _ in range(microbatches)]
+    pairs = [
+        (torch.randint(WORDS, shape, generator=generator), torch.randint(WORDS, shape, generator=generator)) for shape in shapes
+    ]
+    return [inputs for inputs, _ in pairs], [targets for _, targets in pairs]
+
+
+def _one_process(lists: Sequence[tuple[list[Tensor], list[Tensor]]], seed: int | None) -> tuple[list[Any], dict[str, Tensor]]:
+    """The same lists in a world of one, whose bits are those of a plain loop: `test_a_plain_loop_has_its_bits`."""
+    pipe = ps.Pipeline(_model(), _loss, "gpipe", 4, topology=ps.Topology(), seed=seed, loss_weight=ps.tokens())
+    return _losses(pipe, lists), {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+def _losses(pipe: Any, lists: Sequence[tuple[list[Tensor], list[Tensor]]], **options: Any) -> list[Any]:
+    found = []
+    for inputs, targets in lists:
+        losses: list[Tensor] = []
+        loss = pipe.step_microbatches(inputs, targets, losses=losses, **options)
+        found.append((loss.item(), [value.item() for value in losses]))
+    return found
+
+
+LISTS = [_list(seed, microbatches) for seed, microbatches in enumerate((4, 4, 1, 3, 4, 2))]
+
+
+def _train(schedule: str, options: dict[str, Any], lists: Any = LISTS, microbatches: int = 4) -> Any:
+    pipe = ps.Pipeline(_model(), _loss, schedule, microbatches, loss_weight=ps.tokens(), **options)
+    losses = _losses(pipe, lists)
+    return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("schedule", ps.schedule.names())
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_family_has_the_bits_of_one_process(schedule: str, ranks: int) -> None:
+    expected_losses, expected = _one_process(LISTS, 7)
+    results = ps.launch(_train, ranks, schedule, {"seed": 7})
+    assert all(losses == expected_losses for losses, _ in results)
+    _assert_same(results, expected)
+
+
+def _assert_same(results: Any, expected: dict[str, Tensor]) -> None:
+    found = {name: grad for _, grads in results for name, grad in grads.items()}
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_plain_loop_has_its_bits() -> None:
+    model, (inputs, targets) = _model().eval(), LISTS[0]
+    total = sum(target.numel() for target in targets)
+    for entry, target in zip(inputs, targets, strict=True):
+        loss = _loss(model(entry), target)
+        loss.backward(torch.full_like(loss, target.numel() / total))
+
+    pipe = ps.Pipeline(_model().eval(), _loss, "1f1b", 2, topology=ps.Topology(), loss_weight=ps.tokens())
+    pipe.train(False)
+    pipe.step_microbatches(inputs, targets)
+    pairs = zip(model.parameters(), pipe.parameters(), strict=True)
+    assert all(torch.equal(expected.grad, parameter.grad) for expected, parameter in pairs)
+
+
+def _in_order(order: Any) -> Any:
+    """Losses in the given order, gradients summed in the one that ran; inputs and targets where they are read only."""
+    inputs, targets = _list(3, 9)
+    pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, loss_weight=ps.tokens(), seed=7)
+    losses: list[Tensor] = []
+    is_first, is_last = pipe.topology.rank == pipe.first_rank, pipe.topology.rank == pipe.last_rank
+    loss = pipe.step_microbatches(inputs if is_first else None, targets if is_last else None, order=order, losses=losses)
+    return (loss.item(), [value.item() for value in losses]), {name: p.grad for name, p in pipe.named_parameters()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("order", ["given", "planned", [8, 0, 1, 7, 2, 6, 3, 5, 4]])
+def test_losses_are_those_of_the_given_order_and_more_microbatches_than_the_table_has_run(order: Any) -> None:
+    inputs, targets = _list(3, 9)
+    given = _one_process([(inputs, targets)], 7)[0][0]
+    results = ps.launch(_in_order, 2, order)
+    assert all(losses == given for losses, _ in results)
+
+    by_size = sorted(range(9), key=lambda index: (inputs[index].numel(), index))
+    ran = {"given": list(range(9)), "planned": by_size[::2] + by_size[1::2][::-1]}.get(str(order), order)
+    _assert_same(results, _accumulated(inputs, targets, ran))
+
+
+def _accumulated(inputs: list[Tensor], targets: list[Tensor], order: Sequence[int]) -> dict[str, Tensor]:
+    """The gradients of a world of one that runs in this order; random numbers belong to the given one."""
+    pipe = ps.Pipeline(_model(), _loss, "gpipe", 4, topology=ps.Topology(), seed=7, loss_weight=ps.tokens())
+    pipe.step_microbatches(inputs, targets, order=order)
+    return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+def _count_descriptions() -> list[int]:
+    """How many messages of each step were described: each list of known shapes, in any order and number, none."""
+    from penstock.comms.transport import message_spec
+
+    described: list[int] = []
+    pack = message_spec.pack_spec
+    message_spec.pack_spec = lambda spec: (described.append(1), pack(spec))[1]  # type: ignore[assignment]
+    pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, loss_weight=ps.tokens())
+    counts = []
+    for shapes in ([(2, 3), (1, 5)], [(1, 5), (2, 3), (2, 3)], [(1, 5), (4, 4), (2, 3)], [(4, 4)] * 6):
+        described.clear()
+        pipe.step_microbatches(
+            [torch.zeros(s, dtype=torch.long) for s in shapes], [torch.zeros(s, dtype=torch.long) for s in shapes]
+        )
+        counts.append(len(described))
+    return counts
+
+
+@pytest.mark.ranks
+def test_messages_of_shapes_that_were_seen_are_not_described_again() -> None:
+    assert ps.launch(_count_descriptions, 2) == [[2, 0, 1, 0], [2, 0, 1, 0]]
+
+
+def _replicas(data_parallel: str) -> Any:
+    mesh = ps.comms.init_mesh(pp=2, dp=2)
+    pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, mesh=mesh, data_parallel=data_parallel, loss_weight=ps.tokens(), seed=7)
+    inputs, targets = _list(3, 7)
+    mine = slice(0, 3) if pipe.position.replica == 0 else slice(3, 7)
+    loss = pipe.step_microbatches(inputs[mine], targets[mine])
+    return (loss.item(), []), {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_replicas_have_lists_of_their_own() -> None:
+    inputs, targets = _list(3, 7)
+    losses, expected = _one_process([(inputs, targets)], 7)
+    for (loss, _), grads in ps.launch(_replicas, 4, "ddp"):
+        assert abs(loss - losses[0][0]) < 1e-14
+        assert all(torch.allclose(grads[name], expected[name], rtol=0, atol=1e-14) for name in grads)
+
+
+def _wrong(case: str) -> str:
+    """One sentence on every rank, and the next step works."""
+    pipe = ps.Pipeline(_model(), _loss, "1f1b", 4, loss_weight=ps.tokens())
+    inputs, targets = _list(0, 4)
+    calls: dict[str, Any] = {
+        "empty": lambda: pipe.step_microbatches([], []),
+        "a tensor": lambda: pipe.step_microbatches(inputs[0], targets),
+        "targets": lambda: pipe.step_microbatches(inputs, targets[:3]),
+        "rows": lambda: pipe.step_microbatches(inputs, [*targets[:3], torch.zeros(9, 2, dtype=torch.long)]),
+        "order": lambda: pipe.step_microbatches(inputs, targets, order=[0, 0, 1, 2]),
+        "none": lambda: pipe.step_microbatches(None, targets),
+        "no targets": lambda: pipe.step_microbatches(inputs),
+        "other lists": lambda: pipe.step_microbatches(inputs, [(y + pipe.topology.rank) % WORDS for y in targets]),
+        "another call": lambda: (
+            pipe.step_microbatches(inputs, targets) if pipe.topology.rank else pipe.step(inputs[0], target=targets[0])
+        ),
+    }
+    with pytest.raises(ps.PenstockError) as caught:
+        calls[case]()
+    pipe.step_microbatches(inputs, targets)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("empty", "step_microbatches\\(\\) got an empty list"),
+        ("a tensor", "takes inputs as a list with an entry for each microbatch, not a tensor of shape"),
+        ("targets", "was given 4 inputs but 3 targets"),
+        ("rows", "microbatch 3 has .* rows but its target has 9"),
+        ("order", "order=\\[0, 0, 1, 2\\] is no order of 4 microbatches"),
+        ("none", "takes inputs as a list"),
+        ("no targets", "needs targets"),
+        ("other lists", "rank 1's batch is another than rank 0's"),
+        ("another call", "step"),
+    ],
+)
+def test_a_wrong_list_is_one_sentence_on_every_rank(case: str, message: str) -> None:
+    for text in ps.launch(_wrong, 2, case):
+        assert re.search(message, text)
+
+
+def _too_many() -> str:
+    table = ps.schedule.build("1f1b", ranks=2, microbatches=2)
+    pipe = ps.Pipeline(_model(), _loss, table, 2, loss_weight=ps.tokens())
+    with pytest.raises(ps.MismatchError) as caught:
+        pipe.step_microbatches(*_list(0, 3))
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_table_cannot_take_more_microbatches_than_it_has() -> None:
+    assert all("a list of 3 microbatches does not fit" in text for text in ps.launch(_too_many, 2))
+
+
+@pytest.mark.ranks
+def test_arguments_and_keywords_may_differ_from_microbatch_to_microbatch() -> None:
+    ps.launch(_with_keywords, 2)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        return self.linear(x if factor is None else x * factor)
+
+
+def _with_keywords() -> None:
+    torch.manual_seed(0)
+    model, rank = nn.Sequential(_Scaled(), nn.Linear(WIDTH, WIDTH)), ps.comms.init_distributed().rank
+    uncut = copy.deepcopy(model)
+    x, factor = torch.randn(2, WIDTH), torch.tensor(2.0)
+    pipe = ps.Pipeline({rank: model[rank]}, nn.functional.mse_loss, "1f1b", 2)
+    pipe.step_microbatches([x, {"x": x, "factor": factor}, (x, factor)], [x, x, x])
+
+    for argument in (x, x * factor, x * factor):
+        loss = nn.functional.mse_loss(uncut(argument), x)
+        loss.backward(torch.full_like(loss, 1 / 3))
+    expected = dict(uncut.named_parameters())
+    assert all(torch.equal(parameter.grad, expected[f"{rank}.{name}"].grad) for name, parameter in pipe.named_parameters())
+
+
+def _over_gloo(lists: Any) -> Any:
+    """Without shared memory, as between machines: receives are posted ahead, but never past a message that is not known."""
+    channels.open_memory_sender = channels.open_memory_receiver = lambda *_: None  # type: ignore[assignment]
+    pipe = ps.Pipeline(_model(), _loss, "1f1b", 6, loss_weight=ps.tokens(), seed=7)
+    losses = _losses(pipe, lists)
+    assert all("group" in line.way for line in pipe._engine.channels.lines.values())
+    return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_known_and_unknown_messages_take_turns_over_process_groups() -> None:
+    rng = random.Random(1)
+    known = [_list(seed, 1) for seed in range(4)]
+    lists = []
+    for seed in range(12):
+        pairs = [_list(100 + 10 * seed + number, 1) if rng.random() < 0.4 else rng.choice(known) for number in range(6)]
+        lists.append(([inputs[0] for inputs, _ in pairs], [targets[0] for _, targets in pairs]))
+    expected_losses, expected = _one_process(lists, 7)
+    results = ps.launch(_over_gloo, 3, lists)
+    assert all(losses == expected_losses for losses, _ in results)
+    _assert_same(results, expected)

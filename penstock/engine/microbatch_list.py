@@ -18,7 +18,8 @@ from penstock.comms.transport.message_spec import MessageSpec
 from penstock.errors import MismatchError
 from penstock.mesh.position import MeshPosition
 from penstock.partition.rows import rows_dim_of, unwrap
-from penstock.schedule.program import Step, Transfer
+from penstock.schedule.microbatch_order import plan_order
+from penstock.schedule.program import ProgramLine, Transfer
 from penstock.schedule.table import Table
 from penstock.stage import microbatch
 from penstock.trees import leaves
@@ -148,8 +149,7 @@ def microbatch_order(order: str | Sequence[int] | None, elements: Sequence[int],
     if order == "given":
         return given
     if order == "planned":
-        by_cost = sorted(given, key=lambda index: (elements[index], index))
-        return [*by_cost[::2], *reversed(by_cost[1::2])]
+        return plan_order(elements, schedule)
     if isinstance(order, Sequence) and not isinstance(order, str) and sorted(order) == given:
         return list(order)
     raise MismatchError(
@@ -164,10 +164,10 @@ class RememberedMessages:
     def __init__(self) -> None:
         self._specs: dict[object, dict[Transfer, MessageSpec]] = {}  # the oldest first
 
-    def specs_for(self, lines: Sequence[Step], keys: Sequence[object]) -> MessageSpecs:
+    def specs_for(self, lines: Sequence[ProgramLine], keys: Sequence[object]) -> MessageSpecs:
         """Return the known descriptions of a program's messages; `keys` say what each microbatch is like."""
         remembered = [self._specs.get(key, {}) for key in keys]
-        transfers = chain.from_iterable((*line.receives, *line.gives) for line in lines)
+        transfers = chain.from_iterable((*line.receives, *line.outputs) for line in lines)
         found = {transfer: remembered[transfer.action.microbatch].get(_any_microbatch(transfer)) for transfer in transfers}
         return {transfer: spec for transfer, spec in found.items() if spec is not None}
 

@@ -25,19 +25,23 @@ class ActivationSize(NamedTuple):
 Row = Iterable[Action | tuple[Action, ...]]  # the cells of one rank: an action, or the two of a pair
 
 
-def memory_after_actions(row: Row, sizes: Sequence[ActivationSize] = ()) -> Iterator[tuple[Action, float]]:
+def memory_after_actions(
+    row: Row, sizes: Sequence[ActivationSize] = (), microbatch_factors: Sequence[float] = ()
+) -> Iterator[tuple[Action, float]]:
     """Yield the actions of a rank, each with the memory of the rank's activations once it has ended.
 
     In a pair the forward counts first, because it begins before the backward ends.
 
-    `sizes`: of an activation of each stage; without, each counts 1.
+    `sizes`: of an activation of each stage; without, each counts 1. `microbatch_factors`: how many times that each
+    microbatch takes; without, once.
     """
     unit, memory = ActivationSize(), 0.0
     for cell in row:
         for action in (
             (cell,) if isinstance(cell, Action) else cell if len(cell) == 1 else sorted(cell, key=changes_memory_at_end)
         ):
-            memory += (sizes[action.stage] if sizes else unit).memory_change(action.kind)
+            factor = microbatch_factors[action.microbatch] if microbatch_factors else 1.0
+            memory += (sizes[action.stage] if sizes else unit).memory_change(action.kind) * factor
             yield action, memory
 
 

@@ -33,9 +33,9 @@ class Channel:
 
     free: float = float("-inf")  # when the last message has left it
 
-    def transmit(self, ready: float, border: MessageCost) -> float:
-        """When a message over `border` arrives that the rank hands over at the time `ready`."""
-        self.free = max(self.free, ready) + border.transmission
+    def transmit(self, ready: float, border: MessageCost, factor: float = 1.0) -> float:
+        """When a message over `border` arrives that the rank hands over at the time `ready`; of `factor` times the bytes."""
+        self.free = max(self.free, ready) + border.transmission * factor
         return self.free + border.latency
 
 
@@ -58,6 +58,7 @@ class StepEvents:
     skips: Mapping[Skip, MessageCost] = field(default_factory=dict)  # what a message of each skip costs
     memory_unit: str = ""  # "bytes", or "" where it is activations or whatever the sizes were in
     between_steps: tuple[float, ...] = ()  # rank -> time since its step before: optimizer, next batch; empty where not measured
+    microbatch_factors: tuple[float, ...] = ()  # microbatch -> how many times its messages and activations cost; empty: once
     averaging: tuple[float, ...] = ()  # rank -> time after its last action until gradients were averaged; empty: no replicas
 
     @cached_property
@@ -109,13 +110,14 @@ class StepEvents:
         queue_began: dict[tuple[int, int], Event] = {}
         arrivals = {}
         for event in self.events:
-            kind, stage, _ = event.action
+            kind, stage, microbatch = event.action
+            factor = self.microbatch_factors[microbatch] if self.microbatch_factors else 1.0
             for taker in goes[kind][stage]:
                 ends = event.rank, home.get(taker, event.rank)
                 if ends[0] != ends[1]:
                     if channels[ends].free <= event.end:
                         queue_began[ends] = event
-                    when = channels[ends].transmit(event.end, self._border(min(stage, taker), max(stage, taker)))
+                    when = channels[ends].transmit(event.end, self._border(min(stage, taker), max(stage, taker)), factor)
                     arrivals[event.action, taker] = Arrival(when, queue_began[ends])
         return arrivals
 

@@ -30,6 +30,9 @@ class Costs:
 
     An activation takes `act` from the start of its forward to the end of its backward, in bytes or any unit. Of a backward
     in halves, I lets go all but `keep`, which W still needs (None: all of `act`).
+
+    Microbatches of unequal shapes: `microbatch_factors` has a number for each, and its actions, the bytes of its messages and
+    its activations cost that many times as much.
     """
 
     forward: Cost = 1
@@ -43,6 +46,13 @@ class Costs:
     overlap: float = 0
     skips: Mapping[Skip, float] = field(default_factory=dict)
     backward: Cost | None = None
+    microbatch_factors: Sequence[float] = ()
+
+    def factors(self, microbatches: int) -> list[float]:
+        """Return how many times as much each microbatch costs. Raise ScheduleError unless there is one number for each."""
+        if not self.microbatch_factors:
+            return [1.0] * microbatches
+        return _costs("microbatch_factors", self.microbatch_factors, microbatches, "microbatch", "a number")
 
     def action_costs(self, stages: int) -> dict[Kind, list[float]]:
         """Kind -> cost of every stage.
@@ -146,6 +156,7 @@ def simulate_until_deadlock(schedule: Table, costs: Costs = Costs()) -> Timeline
         costs.activation_sizes(stages),
         schedule.overlaps,
         costs.skip_connection_costs(stages),
+        microbatch_factors=tuple(costs.factors(schedule.microbatches)) if costs.microbatch_factors else (),
     )
 
 
@@ -186,6 +197,7 @@ class _Simulation:
     def __init__(self, schedule: Table, costs: Costs) -> None:
         self.schedule, self.overlap = schedule, float(costs.overlap)
         self.action_works = _connected_works(schedule, costs)
+        self.factors = costs.factors(schedule.microbatches)
         self.rows: list[list[Event]] = [[] for _ in schedule.actions]
         self.awaited_times: list[ReadyTimes | None] = [None] * schedule.ranks
         self.ready = list(reversed(range(schedule.ranks)))
@@ -202,7 +214,7 @@ class _Simulation:
 
         The one loop that runs for every action, millions of times: hence no functions in it.
         """
-        row, works, waits_for, free = self.rows[rank], self.action_works, self.awaited_times, 0.0
+        row, works, waits_for, factors, free = self.rows[rank], self.action_works, self.awaited_times, self.factors, 0.0
         for cell in self.schedule.cells(rank):
             actions = (cell,) if isinstance(cell, Action) else cell
             start, cost = free, 0.0
@@ -213,9 +225,9 @@ class _Simulation:
                         yield times
                     if ready_time > start:
                         start = ready_time
-                cost += work.cost
+                cost += work.cost * factors[microbatch]
             if len(actions) > 1:
-                cost -= self.overlap * min(works[kind][stage].cost for kind, stage, _ in actions)
+                cost -= self.overlap * min(works[kind][stage].cost * factors[number] for kind, stage, number in actions)
             free = start + cost
             for action in actions:
                 row.append(Event(rank, action, start, free))
@@ -223,7 +235,7 @@ class _Simulation:
                 for times in work.leaves:
                     times[microbatch] = free
                 for route in work.sends:
-                    route.times[microbatch] = route.channel.transmit(free, route.border)
+                    route.times[microbatch] = route.channel.transmit(free, route.border, factors[microbatch])
                     if waits_for[route.receiver] is route.times:
                         waits_for[route.receiver] = None
                         self.ready.append(route.receiver)

@@ -85,7 +85,7 @@ class Timeline(StepEvents):
 
     def memory_after_actions(self, rank: int) -> Iterator[tuple[Action, float]]:
         """The actions of `rank`, and what its activations take once each has ended; of a pair the forward counts first."""
-        return memory_after_actions(self._actions(rank), self.activation_sizes)
+        return memory_after_actions(self._actions(rank), self.activation_sizes, self.microbatch_factors)
 
     def _actions(self, rank: int) -> Iterator[tuple[Action, ...]]:
         return (tuple([event.action for event in cell]) for cell in self.cells(rank))

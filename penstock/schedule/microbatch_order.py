@@ -20,7 +20,7 @@ def plan_order(costs: Sequence[float], schedule: Table) -> list[int]:
     if len(costs) > schedule.microbatches:  # a longer table of the same rule will run
         return cheapest_outside
 
-    table = schedule.select_actions(lambda action: action.microbatch < len(costs))
+    table = schedule.filter_actions(lambda action: action.microbatch < len(costs))
     unused = [0.0] * (schedule.microbatches - len(costs))
 
     def step_time(order: Sequence[int]) -> float:

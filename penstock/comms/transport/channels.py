@@ -71,8 +71,10 @@ class Channels:
 
     def begin_step(self, specs: MessageSpecs) -> None:
         """Begin a step. A message that is not in `specs` is sent with its description, which is added to them."""
-        for channel in (*self.outgoing.values(), *self.incoming.values()):
-            channel.specs = specs
+        for outgoing in self.outgoing.values():
+            outgoing.specs = specs
+        for incoming in self.incoming.values():
+            incoming.specs = specs
 
     def end_step(self) -> None:
         """Delete what was sent: the step is over on all ranks. Raises ResourceError if this rank could not send something."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.comms.transport import channels
+from penstock.comms.transport.group_transport import GroupReceiver, GroupSender
 
 WIDTH, WORDS = 8, 13
 
@@ -259,7 +260,7 @@ def _over_gloo(lists: Any) -> Any:
     channels.open_memory_sender = channels.open_memory_receiver = lambda *_: None  # type: ignore[assignment]
     pipe = ps.Pipeline(_model(), _loss, "1f1b", 6, loss_weight=ps.tokens(), seed=7)
     losses = _losses(pipe, lists)
-    assert all("group" in line.way for line in pipe._engine.channels.lines.values())
+    assert all(isinstance(line, GroupSender | GroupReceiver) for line in pipe._engine.channels.transports.values())
     return losses, {name: parameter.grad for name, parameter in pipe.named_parameters()}
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         StageError,
     )
     from penstock.model import ShardedMLP
-    from penstock.partition.rows import Microbatches, Replicated, Rows
+    from penstock.partition.rows import Replicated, Rows
     from penstock.pipeline import Pipeline
     from penstock.stage import microbatch
     from penstock.stage.auxiliary import auxiliary_loss
@@ -32,7 +32,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LostRankError",
-    "Microbatches",
     "MismatchError",
     "NonFiniteError",
     "PenstockError",
@@ -62,7 +61,6 @@ __getattr__, __dir__ = lazy_exports(
     {
         **{name: "errors" for name in __all__ if name.endswith("Error")},
         **{name: name for name in ("checkpoint", "comms", "model", "partition", "plan", "schedule")},
-        "Microbatches": "partition.rows",
         "Pipeline": "pipeline",
         "Replicated": "partition.rows",
         "Rows": "partition.rows",

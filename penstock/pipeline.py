@@ -313,6 +313,15 @@ class Pipeline(NotAModule):
         outputs = result.joined_outputs(self.rows_dim)
         return outputs if target is None else (outputs, result.loss)
 
+    def eval_microbatches(self, inputs: Sequence[Any] | None, targets: Sequence[Any] | None = None) -> Any:
+        """As `eval`, of a list of microbatches of any shapes (see `step_microbatches`), each of them run as it is.
+
+        Returns the list of their outputs on the last stage's rank, None on the others; with `targets`, (outputs, loss).
+        """
+        result = self._run(False, (inputs,), {}, targets, order="given", wants_outputs=True)
+        outputs = list(result.outputs) or None
+        return outputs if targets is None else (outputs, result.loss)
+
     def generate(
         self,
         tokens: Tensor,

@@ -34,9 +34,6 @@ MAX_HASHED_VALUES = 64  # of each tensor of a batch, to compare it between ranks
 AUTOCAST_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-UNEQUAL_CUTS = "the batch and the target are not cut into microbatches of the same rows: cut both alike"
-
-
 class StepCall(NamedTuple):
     """One call of `step()` or `eval()`, as the user made it."""
 
@@ -62,9 +59,8 @@ class StepCall(NamedTuple):
     @property
     def name(self) -> str:
         """The method that was called."""
-        if not self.training:
-            return "eval()"
-        return "step()" if self.order is None else "step_microbatches()"
+        name = "step" if self.training else "eval"
+        return f"{name}()" if self.order is None else f"{name}_microbatches()"
 
 
 class StepHeader(NamedTuple):
@@ -74,7 +70,6 @@ class StepHeader(NamedTuple):
     input_rows: float
     target_rows: float
     num_loss_weights: float
-    cut_hash: float  # of the microbatches' rows, where the batch came cut
     input_signature: float  # a hash of the inputs' structure, shapes and dtypes
     requires_grad_hash: float  # of this rank's parameters
     autocast_index: float  # in AUTOCAST_DTYPES
@@ -89,7 +84,7 @@ class StepHeader(NamedTuple):
     @property
     def batch_kind(self) -> tuple[float, ...]:
         """The fields that are equal in every step of the same kind."""
-        return self[:8]
+        return self[:7]
 
 
 class LocalBatch(NamedTuple):
@@ -100,7 +95,6 @@ class LocalBatch(NamedTuple):
     inputs: Sequence[tuple[Any, Any]]  # (args, kwargs) of each microbatch, on the first stage's rank
     targets: Sequence[Any]  # of each microbatch, on the last stage's rank
     loss_weights: Sequence[float]  # `loss_weight(target)` of each microbatch, there
-    cut_rows: Sequence[int]  # of each microbatch, where the batch came cut and this rank reads it
     seed: int | None  # of this step's random numbers; None for torch's generator
     grad_scale: float  # of all gradients: the scaler's, the user's, and the number of replicas
     summary: ListSummary | None = None  # of a list of microbatches
@@ -166,7 +160,6 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     elif rank == first_rank:
         _check_inputs(call, rank)
         sizes = microbatch.nonempty_split_sizes(batch, "the batch", max_microbatches, rows_dim)
-        cut_rows = microbatch.cut_sizes(batch, "the batch", max_microbatches, rows_dim)
         parts = microbatch.split(batch, sizes, device, rows_dim)
         inputs = [((part,), {}) for part in parts] if is_one_tensor else parts
         input_rows, input_signature = sum(sizes), cached_hash48(microbatch.batch_signature(batch).encode())
@@ -175,7 +168,8 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
     targets: Sequence[Any] = ()
     loss_weights: Sequence[float] = ()
     target_rows = NO_ROWS
-    if rank == last_rank and summary is not None:
+    reads_target = rank == last_rank and (call.training or call.target is not None)
+    if reads_target and summary is not None:
         _check_target(call, rank)
         targets, sizes = read_targets(call.target, device, rows_dim)
         if call.loss_weight is not None:
@@ -183,16 +177,12 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
         shapes = [microbatch.describe_shapes(entry, "the target", rows_dim) for entry in call.target]
         summary = summary._replace(target_rows=sizes, target_shapes=shapes, loss_weights=loss_weights)
         target_rows = len(targets)
-    elif rank == last_rank and (call.training or call.target is not None):
+    elif reads_target:
         _check_target(call, rank)
         sizes = microbatch.nonempty_split_sizes(call.target, "the target", max_microbatches, rows_dim)
         if call.loss_weight is not None:  # computed where the target is: nothing waits for a device
             loss_weights = microbatch.microbatch_weights(microbatch.split(call.target, sizes, None, rows_dim), call.loss_weight)
         targets, target_rows = microbatch.split(call.target, sizes, device, rows_dim), sum(sizes)
-        target_cut = microbatch.cut_sizes(call.target, "the target", max_microbatches, rows_dim)
-        if rank == first_rank and target_cut != cut_rows:
-            raise MismatchError(UNEQUAL_CUTS)
-        cut_rows = target_cut
 
     # If several ranks are given the batch, they compare some of its values.
     are_compared = rank in (first_rank, last_rank) and (first_rank != last_rank or position.tp is not None)
@@ -203,7 +193,6 @@ def split_batch(call: StepCall, position: MeshPosition, schedule: Table, require
         input_rows=input_rows,
         target_rows=target_rows,
         num_loss_weights=len(loss_weights),
-        cut_hash=cached_hash48(repr(cut_rows).encode()) if cut_rows else 0,
         input_signature=input_signature,
         requires_grad_hash=cached_hash48(requires_grad),
         autocast_index=AUTOCAST_DTYPES.index(_autocast_dtype(device)),
@@ -237,8 +226,7 @@ def hash_values(batch: Any) -> int:
 
     Never synchronises: 0 for a batch that is not on the CPU.
     """
-    unwrapped = [leaf.tensors if isinstance(leaf, Microbatches) else (unwrap(leaf),) for leaf in leaves(batch)]
-    tensors = [tensor for row in unwrapped for tensor in row if isinstance(tensor, Tensor)]
+    tensors = [leaf for leaf in map(unwrap, leaves(batch)) if isinstance(leaf, Tensor)]
     if not tensors or any(
         type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.is_cpu for tensor in tensors
     ):

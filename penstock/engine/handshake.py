@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from penstock.comms.control_group import ControlGroup
 from penstock.comms.transport.channels import MessageSpecs
-from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, UNEQUAL_CUTS, LocalBatch, StepHeader
+from penstock.engine.batch import AUTOCAST_DTYPES, NO_ROWS, LocalBatch, StepHeader
 from penstock.engine.checks.gradient_factor import TOLERANCE
 from penstock.engine.microbatch_list import RememberedMessages, ReplicaList, exchange_lists
 from penstock.errors import MismatchError
@@ -248,9 +248,6 @@ def check_matching_batches(headers: Sequence[StepHeader], position: MeshPosition
 
 def _check_same_batch_along_tp(headers: Sequence[StepHeader], pipelines: Sequence[Sequence[int]], prefix: str) -> None:
     """Raise MismatchError if the pipelines of one replica, which ranks along tp share, have different batches."""
-    readers = [headers[rank] for ranks in pipelines for rank in ranks]
-    if len({header.cut_hash for header in readers if (header.input_rows, header.target_rows) != (NO_ROWS, NO_ROWS)}) > 1:
-        raise MismatchError(prefix + UNEQUAL_CUTS)
     rows = [(_max_field(headers, ranks, "input_rows"), _max_field(headers, ranks, "target_rows")) for ranks in pipelines]
     for shard, shard_rows in enumerate(rows):
         if shard_rows != rows[0]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.engine.checks import is_power_of_two_or_zero
 from penstock.errors import MismatchError, is_whole_number
-from penstock.partition.rows import rows_dim_of
+from penstock.partition.rows import rows_dim_of, unwrap
 from penstock.randomness import fork_generator
 from penstock.stage.microbatch import count_rows, microbatch_weights, nonempty_split_sizes, split
 from penstock.trees import leaves, map_tensors, tensors

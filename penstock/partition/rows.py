@@ -53,35 +53,6 @@ class Replicated:
         return f"Replicated {tuple(self.tensor.shape)} {self.tensor.dtype}"
 
 
-class Microbatches:
-    """A tensor of a batch that is cut already: one for each microbatch, which may differ in their rows and other sizes.
-
-        rows = [inputs[:9], inputs[9:12]], [targets[:9], targets[9:12]]
-        pipe.step(ps.Microbatches(rows[0]), target=ps.Microbatches(rows[1]))
-
-    `tensors`: one or more, at most as many as the pipeline has microbatches. Where one tensor of a batch is cut already, all
-    that have rows are, into microbatches of the same rows, and the target too.
-
-    Raises MismatchError for an empty list, and for what is no tensor with rows.
-    """
-
-    __slots__ = ("tensors",)
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = tuple(tensors)
-        for tensor in self.tensors:
-            _check_tensor("Microbatches", tensor)
-        if not self.tensors or not all(tensor.dim() for tensor in self.tensors):
-            raise MismatchError("Microbatches takes one tensor or more, each with rows: a number needs no wrapper")
-
-    def __repr__(self) -> str:
-        return f"Microbatches {[tuple(tensor.shape) for tensor in self.tensors]} {self.tensors[0].dtype}"
-
-    def rows(self, rows_dim: int) -> list[int]:
-        """The rows of each; -1 where a tensor lacks the dimension."""
-        return [tensor.shape[rows_dim] if rows_dim < tensor.dim() else -1 for tensor in self.tensors]
-
-
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise MismatchError(f"{name} takes a tensor, not a {type(tensor).__name__}: wrap the tensors inside")
@@ -101,7 +72,7 @@ def rows_dim_of(leaf: Any, rows_dim: int) -> int | None:
     """Return the dimension of the leaf's rows; None for a leaf that goes whole to every microbatch."""
     if isinstance(leaf, Rows):
         return leaf.dim
-    return rows_dim if isinstance(leaf, Microbatches) or (isinstance(leaf, Tensor) and leaf.dim()) else None
+    return rows_dim if isinstance(leaf, Tensor) and leaf.dim() else None
 
 
 def describe_rows_dim(rows_dim: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MismatchError
-from penstock.partition.rows import Microbatches, Replicated, Rows, describe_rows_dim, rows_dim_of, unwrap
+from penstock.partition.rows import Replicated, Rows, describe_rows_dim, rows_dim_of, unwrap
 from penstock.torch_private import keystr, tree_flatten_with_path, tree_map
 from penstock.trees import flatten, leaves, unflatten
 
@@ -34,24 +34,7 @@ def nonempty_split_sizes(batch: Any, what: str, microbatches: int, rows_dim: int
         raise MismatchError(
             f"{what} has no tensor with rows to split into microbatches, it is {kinds}: give tensors, a row or more"
         )
-    return cut_sizes(batch, what, microbatches, rows_dim) or split_sizes(num_rows, min(num_rows, microbatches))
-
-
-def cut_sizes(batch: Any, what: str, microbatches: int, rows_dim: int = 0) -> list[int]:
-    """Return the rows of each microbatch of a batch of `Microbatches`; empty for any other.
-
-    Raises MismatchError for more than this many microbatches, and for tensors that are cut otherwise than others, or not cut.
-    """
-    with_rows = [leaf for leaf in leaves(batch) if rows_dim_of(leaf, rows_dim) is not None]
-    cuts = [leaf.rows(rows_dim) for leaf in with_rows if isinstance(leaf, Microbatches)]
-    if not cuts:
-        return []
-    if len(cuts) < len(with_rows) or any(rows != cuts[0] for rows in cuts):
-        sizes = " and ".join(dict.fromkeys("/".join(map(str, rows)) for rows in cuts))
-        raise MismatchError(f"{what} is cut into microbatches of {sizes} rows: cut all its tensors alike")
-    if len(cuts[0]) > microbatches:
-        raise MismatchError(f"{what} is cut into {len(cuts[0])} microbatches, and the pipeline has {microbatches}")
-    return cuts[0]
+    return split_sizes(num_rows, min(num_rows, microbatches))
 
 
 def count_rows(batch: Any, what: str = "batch", rows_dim: int = 0) -> int | None:
@@ -85,9 +68,6 @@ def _leaf_rows(leaf: Any, rows_dim: int) -> int | None:
     dim = rows_dim_of(leaf, rows_dim)
     if dim is None:
         return None
-    if isinstance(leaf, Microbatches):
-        rows = leaf.rows(dim)
-        return sum(rows) if min(rows) > 0 else WITHOUT_ROWS_DIM
     shape = unwrap(leaf).shape
     return shape[dim] if dim < len(shape) else WITHOUT_ROWS_DIM
 
@@ -109,8 +89,6 @@ def split(batch: Any, sizes: Sequence[int], device: torch.device | None = None, 
 
 
 def _split_leaf(leaf: Any, sizes: Sequence[int], device: torch.device | None, rows_dim: int) -> Sequence[Any]:
-    if isinstance(leaf, Microbatches):
-        return [tensor if device is None else _copy_to_device(tensor, device) for tensor in leaf.tensors]
     dim, leaf = rows_dim_of(leaf, rows_dim), unwrap(leaf)
     leaf = _copy_to_device(leaf, device) if device is not None and isinstance(leaf, Tensor) else leaf
     if dim is None:
@@ -138,7 +116,7 @@ def batch_signature(batch: Any) -> str:
 
 
 def _leaf_signature(leaf: Any) -> str:
-    if isinstance(leaf, Rows | Replicated | Microbatches):
+    if isinstance(leaf, Rows | Replicated):
         return repr(leaf)
     return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__qualname__
 

@@ -276,3 +276,22 @@ def test_known_and_unknown_messages_take_turns_over_process_groups() -> None:
     results = ps.launch(_over_gloo, 3, lists)
     assert all(losses == expected_losses for losses, _ in results)
     _assert_same(results, expected)
+
+
+def _evaluated() -> Any:
+    pipe = ps.Pipeline(_model(), _loss, "1f1b", 2, loss_weight=ps.tokens())
+    return pipe.eval_microbatches(LISTS[0][0]), pipe.eval_microbatches(*LISTS[0])
+
+
+@pytest.mark.ranks
+def test_each_microbatch_is_evaluated_as_it_is() -> None:
+    model, (inputs, targets) = _model().eval(), LISTS[0]
+    expected = [model(entry).detach() for entry in inputs]
+    (no_outputs, (nothing, loss)), (outputs, (same_outputs, same_loss)) = ps.launch(_evaluated, 2)
+    assert no_outputs is nothing is None
+    assert len(outputs) == len(same_outputs) == len(expected)
+    assert all(torch.equal(*pair) for pair in (*zip(outputs, expected, strict=True), *zip(same_outputs, expected, strict=True)))
+    tokens = [target.numel() for target in targets]
+    mean = sum(_loss(*pair) * n for pair, n in zip(zip(expected, targets, strict=True), tokens, strict=True)) / sum(tokens)
+    assert loss == same_loss
+    assert torch.allclose(loss, mean, rtol=0, atol=1e-14)

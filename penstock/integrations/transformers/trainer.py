@@ -100,7 +100,7 @@ class PipelineTrainerMixin(Mixin):
         pipe.step_count = self.state.global_step
         losses: list[Tensor] = []
         with self.accelerator.autocast():
-            total = pipe.step(target=together(batches), losses=losses, scale=1 / self.args.replicas, **together(calls))
+            total = pipe.step_microbatches(calls, batches, losses=losses, scale=1 / self.args.replicas)
 
         if self.args.replicas > 1:  # the mean over them is what plain Trainer logs
             rest = [torch.zeros_like(total) for _ in batches[1:]]
@@ -154,11 +154,11 @@ class PipelineTrainerMixin(Mixin):
         call = arguments_of_call(self.model, lambda view: predict(view, dict(inputs), prediction_loss_only, ignore_keys))
         pipe = self._pipeline_for(call)
         with self.accelerator.autocast():
-            outputs = pipe.eval(**together([call]))
+            outputs = pipe.eval_microbatches([call])
         result = None
         with pipe.collective("prediction_step()"):
             if outputs is not None:
-                view = ModelView(self.model, outputs_once(outputs))
+                view = ModelView(self.model, outputs_once(outputs[0]))
                 result = predict(view, dict(inputs), prediction_loss_only, ignore_keys)
         return everywhere(pipe, result)
 
@@ -256,14 +256,6 @@ class Trainer(PipelineTrainerMixin, transformers.Trainer):
 
     The batches of one optimizer step are the microbatches of one step of the pipeline. See docs/howto/trainer.md.
     """
-
-
-def together(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One batch of those that are its microbatches; what has no rows is the first's."""
-    return {
-        name: ps.Microbatches([batch[name] for batch in batches]) if isinstance(value, Tensor) and value.dim() else value
-        for name, value in batches[0].items()
-    }
 
 
 def everywhere(pipe: ps.Pipeline, result: Any) -> Any:

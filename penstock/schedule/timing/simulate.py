@@ -52,7 +52,7 @@ class Costs:
         """Return how many times as much each microbatch costs. Raise ScheduleError unless there is one number for each."""
         if not self.microbatch_factors:
             return [1.0] * microbatches
-        return _costs("microbatch_factors", self.microbatch_factors, microbatches, "microbatch", "a number")
+        return _checked_costs("microbatch_factors", self.microbatch_factors, microbatches, "microbatch", "a number")
 
     def action_costs(self, stages: int) -> dict[Kind, list[float]]:
         """Kind -> cost of every stage.
